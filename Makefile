@@ -1,0 +1,89 @@
+# Everything is set up on the way: a fresh clone needs Python 3.11 and its venv, nothing else. `make help` lists the rest.
+
+VENV := .venv
+BIN := $(VENV)/bin
+RUN := $(BIN)/python -m
+
+# make demo RANKS=8 · make test ARGS="-k ring -x" · make soak MINUTES=120 · make test PYTHON=python3.13
+RANKS ?= 4
+ARGS ?=
+MINUTES ?= 30
+PYTHON ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format verify soak clean
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/\1\t\2/p' Makefile | awk -F '\t' '{ printf "make %-8s %s\n", $$1, $$2 }'
+
+demo: $(VENV)/.installed ## four processes train one model in step and prove it
+	@$(BIN)/gradwire run -n $(RANKS) examples/digits.py
+
+test: lint ## ruff, mypy, all tests but the slow ones, examples in docstrings
+	$(RUN) pytest -m "not slow and not soak" $(ARGS)
+
+lint: $(VENV)/.installed-test ## ruff and mypy only
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) mypy
+
+format: $(VENV)/.installed-test ## let ruff put things in order
+	$(RUN) ruff check --fix .
+	$(RUN) ruff format .
+
+verify: test $(VENV)/.installed-verify ## test, then the slow tests, the examples and a short benchmark
+	$(RUN) pytest -m "slow or soak" $(ARGS)
+	@set -e; for script in examples/*.py; do \
+	    echo "$$script"; $(BIN)/gradwire run -n 3 "$$script"; \
+	done
+	$(BIN)/python benchmarks/all_reduce_vs_gloo.py --sizes 8,64Ki,1Mi --blocks 3
+
+soak: $(VENV)/.installed-test ## the stress tests, again and again for MINUTES
+	@set -e; export HYPOTHESIS_PROFILE=soak; \
+	end=$$(( $$(date +%s) + $(MINUTES) * 60 )); round=0; \
+	while [ $$(date +%s) -lt $$end ]; do \
+	    round=$$((round + 1)); echo "soak: round $$round"; \
+	    $(RUN) pytest -q -x -m soak --timeout=1800 $(ARGS); \
+	done; \
+	echo "soak: $$round rounds passed in $(MINUTES) minutes"
+
+clean: ## remove everything that can be made again
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .gradwire
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --- setting up: one environment, and a stamp for each set of packages in it; a stamp is older than what it was made from
+
+$(VENV)/.installed: pyproject.toml | $(BIN)/pip
+	$(call install,gradwire,--editable .)
+
+$(VENV)/.installed-test: requirements/test.txt $(VENV)/.installed
+	$(call install,the test tools,--requirement $<)
+
+$(VENV)/.installed-verify: requirements/verify.txt $(VENV)/.installed-test
+	$(call install,what is only for make verify,--requirement $<)
+
+# pip says nothing unless it fails.
+define install
+@echo "installing $(1) into $(VENV) …"
+@output=$$($(RUN) pip --disable-pip-version-check --no-input install $(2) 2>&1) || { \
+    echo "$$output"; \
+    $(BIN)/python -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' || \
+        echo "Python's headers are missing too. If a package had to be compiled, that is why: apt install python3-dev"; \
+    exit 1; \
+}
+@touch $@
+endef
+
+# venv makes pip last: as long as it is not there, the environment is not whole.
+$(BIN)/pip:
+	@found=; for python in $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11); do \
+	    if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found=$$python; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then \
+	    echo "gradwire needs Python 3.11 or newer, and $(or $(PYTHON),python3) is not: apt install python3 python3-venv" \
+	        "(or name another: make PYTHON=/path/to/python)" >&2; exit 1; \
+	fi; \
+	if ! "$$found" -c 'import ensurepip, venv' 2>/dev/null; then \
+	    echo "$$found has no venv, which brings the environment to install into: apt install python3-venv" >&2; exit 1; \
+	fi; \
+	echo "making $(VENV) with $$("$$found" --version) …"; "$$found" -m venv $(VENV)

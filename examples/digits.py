@@ -1,0 +1,272 @@
+"""Several processes train one network in step, and prove it.
+
+    gradwire run -n 4 examples/digits.py               # four ranks on this machine
+    python examples/digits.py                          # one rank: the same script, the same result
+    gradwire run -n 4 examples/digits.py --epochs 10   # shorter
+    gradwire run -n 4 examples/digits.py --tamper 2    # rank 2 changes one bit at the end: the check names it
+
+Data-parallel training in NumPy, nothing hidden: every rank holds the whole network and sees its own share of each
+batch; the gradients are summed over the ranks, so that every rank takes the same step. A mean weighted by samples needs
+no special case: sum the gradients *and* the number of samples, then divide. So uneven batches come out right, too.
+
+At the end the ranks compare digests of their weights, and rank 0 trains once more, alone, on the same global batches.
+The exit code is 0 only if the weights are identical bits on all ranks, within TOLERANCE of the lone run's (float32 sums
+round differently in another order), and good enough at reading digits.
+
+The images are from the UCI repository (see data/README.md). A random fifth is held out for testing: digits that the
+network has never seen, by people whose other digits it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+import gradwire as gw
+from gradwire.training import Sampler
+
+Array = NDArray[np.float32]
+Data = tuple[Array, NDArray[np.int64]]  # images, one a row, and which digit each shows
+Tensors = dict[str, Array]
+
+FILE = Path(__file__).parent / "data" / "digits.csv.gz"
+TESTED = 360  # images held out
+HIDDEN = 64
+BATCH = 100  # samples in a step, of all ranks together
+RATE = 0.1
+MOMENTUM = 0.9
+TOLERANCE = 1e-4
+
+
+# ── the data ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def load() -> tuple[Data, Data]:
+    """What to train on and what to test with; the same split on all ranks, whatever the seed."""
+    table = np.loadtxt(FILE, delimiter=",", dtype=np.float32)
+    table = table[Sampler(len(table), rank=0, size=1, seed=1998).epoch(0)]
+    images, labels = table[:, :64] / np.float32(16), table[:, 64].astype(np.int64)
+    return (images[:-TESTED], labels[:-TESTED]), (images[-TESTED:], labels[-TESTED:])
+
+
+# ── the network: 64 pixels, one hidden layer, 10 digits ──────────────────────────────────────────────────────────────
+
+
+def random_weights(*seed: int) -> Tensors:
+    random = np.random.default_rng(seed)
+    return {
+        "hidden.weight": random.normal(0, np.sqrt(2 / 64), (64, HIDDEN)).astype(np.float32),
+        "hidden.bias": np.zeros(HIDDEN, np.float32),
+        "output.weight": random.normal(0, np.sqrt(2 / HIDDEN), (HIDDEN, 10)).astype(np.float32),
+        "output.bias": np.zeros(10, np.float32),
+    }
+
+
+def forward(weights: Tensors, images: Array) -> tuple[Array, Array]:
+    """The hidden layer's values, and the logarithm of each digit's probability."""
+    hidden = np.maximum(images @ weights["hidden.weight"] + weights["hidden.bias"], 0)
+    scores = hidden @ weights["output.weight"] + weights["output.bias"]
+    scores -= scores.max(axis=1, keepdims=True)
+    return hidden, scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))
+
+
+def gradient_sums(weights: Tensors, data: Data) -> Tensors:
+    """The sums over these samples (perhaps none) of the gradients, of the loss and of 1."""
+    images, labels = data
+    hidden, logs = forward(weights, images)
+    here = np.arange(len(labels)), labels
+    errors = np.exp(logs)
+    errors[here] -= 1
+    behind = (errors @ weights["output.weight"].T) * (hidden > 0)
+    return {
+        "hidden.weight": images.T @ behind,
+        "hidden.bias": behind.sum(axis=0),
+        "output.weight": hidden.T @ errors,
+        "output.bias": errors.sum(axis=0),
+        "loss": np.array([-logs[here].sum()], np.float32),
+        "samples": np.array([len(labels)], np.float32),
+    }
+
+
+def count_correct(weights: Tensors, data: Data) -> int:
+    images, labels = data
+    return int((forward(weights, images)[1].argmax(axis=1) == labels).sum())
+
+
+# ── training: the one call that knows of other ranks is `over_all_ranks` ─────────────────────────────────────────────
+
+
+def train(
+    weights: Tensors, data: Data, sampler: Sampler, epochs: int, over_all_ranks: Callable[[Tensors], Tensors]
+) -> Iterator[float]:
+    """Momentum SGD on `weights`, in place; yields the mean loss of each epoch."""
+    images, labels = data
+    velocity = {name: np.zeros_like(weight) for name, weight in weights.items()}
+    for epoch in range(epochs):
+        loss = samples = 0.0
+        for mine in sampler.batches(epoch, BATCH):
+            sums = over_all_ranks(gradient_sums(weights, (images[mine], labels[mine])))
+            for name, weight in weights.items():
+                velocity[name] = MOMENTUM * velocity[name] + sums[name] / sums["samples"]
+                weight -= RATE * velocity[name]
+            loss += float(sums["loss"][0])
+            samples += float(sums["samples"][0])
+        yield loss / samples
+
+
+def train_alone(data: Data, options: argparse.Namespace) -> Tensors:
+    """The weights of a run in one process on the same global batches, from what rank 0 began with."""
+    weights = random_weights(options.seed, 0)
+    sampler = Sampler(len(data[0]), rank=0, size=1, seed=options.seed)
+    for _ in train(weights, data, sampler, options.epochs, over_all_ranks=lambda sums: sums):
+        pass
+    return weights
+
+
+# ── looking at it ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Display:
+    """A moving bar on a terminal; through a pipe (as under `gradwire run`) the bar is a new line now and then."""
+
+    def __init__(self, console: Console, epochs: int) -> None:
+        self.console, self.epochs, self.moving = console, epochs, console.file.isatty()
+        self.bar = Progress(
+            TextColumn("epoch {task.completed:>3.0f}"),
+            BarColumn(24),
+            TextColumn("loss {task.fields[loss]:.4f}  test accuracy {task.fields[accuracy]:6.1%}"),
+            TimeElapsedColumn(),
+            console=console,
+        )
+        self.task = self.bar.add_task("", total=epochs, loss=float("nan"), accuracy=0.0)
+
+    def __enter__(self) -> None:
+        if self.moving:
+            self.bar.start()
+
+    def __exit__(self, *_: object) -> None:
+        if self.moving:
+            self.bar.stop()
+
+    def show(self, epoch: int, loss: float, accuracy: float) -> None:
+        self.bar.update(self.task, completed=epoch, loss=loss, accuracy=accuracy)
+        if not self.moving and (epoch % max(1, self.epochs // 10) == 0 or epoch == self.epochs):
+            self.console.print(self.bar)
+
+
+def picture(weights: Tensors, data: Data) -> str:
+    """Six images with what the network reads in them; up to three that it gets wrong come last."""
+    images, labels = data
+    read = forward(weights, images)[1].argmax(axis=1)
+    wrong = np.flatnonzero(read != labels)[:3]
+    shown = [*np.flatnonzero(read == labels)[: 6 - len(wrong)], *wrong]
+    lines = []
+    for top in range(0, 8, 2):  # a character is two pixels high
+        pairs = (images[i].reshape(8, 8)[top : top + 2] > 0.4 for i in shown)
+        lines.append("   ".join("".join(" ▀▄█"[upper + 2 * lower] for upper, lower in pair.T) for pair in pairs))
+    words = (f"{read[i]}" if read[i] == labels[i] else f"{read[i]}, is {labels[i]}" for i in shown)
+    return "\n".join([*lines, "   ".join(f"{word:^8}" for word in words)])
+
+
+# ── the proofs ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def digests(weights: Tensors) -> dict[str, str]:
+    return {name: xxhash.xxh3_128_hexdigest(weight.tobytes()) for name, weight in weights.items()}
+
+
+def short(digests: dict[str, str]) -> str:
+    return xxhash.xxh3_64_hexdigest("".join(digests.values()).encode())[:8]
+
+
+def find_differing(of_ranks: list[dict[str, str]]) -> list[str]:
+    """Which tensors on which ranks are not what most ranks hold."""
+    usual = {name: Counter(own[name] for own in of_ranks).most_common(1)[0][0] for name in of_ranks[0]}
+    return [f"{name} on rank {rank}" for rank, own in enumerate(of_ranks) for name in own if own[name] != usual[name]]
+
+
+def claims(weights: Tensors, of_ranks: list[dict[str, str]], options: argparse.Namespace) -> list[tuple[bool, str]]:
+    """What this run should show, and whether it does; `of_ranks` are the digests of all ranks."""
+    data, test = load()
+    lone = train_alone(data, options)
+    distance = max(float(np.abs(weights[name] - lone[name]).max()) for name in weights)
+    accuracy, lone_accuracy = count_correct(weights, test) / TESTED, count_correct(lone, test) / TESTED
+    wrong = find_differing(of_ranks)
+    return [
+        (
+            not wrong,
+            f"the same bits on every rank ({len(of_ranks)})" if not wrong else f"other bits: {', '.join(wrong)}",
+        ),
+        (distance <= TOLERANCE, f"at most {distance:.1e} from a single process's weights (allowed: {TOLERANCE:.0e})"),
+        (accuracy >= options.target, f"{accuracy:.1%} of {TESTED} test images right (wanted: {options.target:.0%})"),
+        (abs(accuracy - lone_accuracy) < 0.01, f"{lone_accuracy:.1%} right in a single process"),
+    ]
+
+
+# ── the whole ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def run(group: gw.Group, options: argparse.Namespace, console: Console) -> bool:
+    """Train, compare, and say on every rank whether all is well."""
+    data, (test_images, test_labels) = load()
+
+    # Every rank draws weights of its own; then all take over those of rank 0.
+    weights = random_weights(options.seed, group.rank)
+    drawn = short(digests(weights))
+    for weight in weights.values():
+        group.broadcast(weight, root=0)
+    sampler = Sampler(len(data[0]), rank=group.rank, size=group.size, seed=options.seed)
+    console.print(
+        f"rank {group.rank}, pid {os.getpid()}: {len(sampler)} of {len(data[0])} images; "
+        f"drew weights {drawn}, starts with {short(digests(weights))}"
+    )
+    group.barrier()  # only so that these lines come before the bar
+
+    # Train. The test is shared out as well: each rank counts on its part of the test images.
+    part = Sampler(TESTED, rank=group.rank, size=group.size, shuffle=False).epoch(0)
+    display = Display(console, options.epochs) if group.rank == 0 else None
+    with display or contextlib.nullcontext():
+        losses = train(weights, data, sampler, options.epochs, over_all_ranks=group.all_reduce_named)
+        for epoch, loss in enumerate(losses, 1):
+            correct = group.all_reduce(count_correct(weights, (test_images[part], test_labels[part])))
+            if display:
+                display.show(epoch, loss, accuracy=correct / TESTED)
+
+    # Compare. Every rank says what it holds and hears it from all; rank 0 judges and tells the rest.
+    if group.rank == options.tamper:
+        weights["output.bias"].view(np.uint32)[3] ^= 1
+    console.print(f"rank {group.rank} ends with {short(digests(weights))}")
+    of_ranks = group.all_gather_values(digests(weights))
+    judged = claims(weights, of_ranks, options) if group.rank == 0 else []
+    if group.rank == 0:
+        console.print(picture(weights, (test_images, test_labels)))
+    for holds, claim in judged:
+        console.print(f"{'✓' if holds else '✗ FAILED:'} {claim}")
+    return bool(group.broadcast_value(all(holds for holds, _ in judged)))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Train a network on handwritten digits, in step on all ranks.")
+    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--target", type=float, default=0.95, help="the accuracy to reach, 0 to 1 (default: 0.95)")
+    parser.add_argument("--tamper", type=int, metavar="RANK", help="let this rank change one bit of its weights")
+    options = parser.parse_args()
+    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 110)
+    with gw.init() as group:
+        return 0 if run(group, options, console) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

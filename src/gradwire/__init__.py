@@ -1,0 +1,90 @@
+"""gradwire: keeps many copies of a model in step.
+
+The layers, each importing only from those above it:
+
+    errors          everything that is raised
+    events          the one tracing point
+    arrays          what users hand in, as typed views
+    wire            the message header and its fingerprint
+    topology        which ranks share a host
+    collectives     algorithms as schedules; their verifier
+    security        the job's secret, and who may open a link
+    liveness        the log of calls, the verdict on what broke, control messages
+    transports      links: in one process, over TCP
+    executors       carry schedules out
+    messages        point-to-point messages, matched
+    generation      one membership at work: links, service thread, the one failure path
+    operations      what each collective checks, exchanges and returns
+    work            handles and queues of asynchronous collectives
+    exchange        runs a group's operations in its one order
+    post            send, recv and what is made of them
+    group           what users call
+    membership      the rendezvous of a job's processes
+    environments    one small file for each way of being started
+    config          who am I, where is the coordinator
+    job             init, and what ends with the process
+    launch          starting and supervising processes
+    training        what keeps replicas in step beyond the all-reduce
+    cli             the command line
+"""
+
+from __future__ import annotations
+
+from gradwire.errors import (
+    Aborted,
+    ArrayError,
+    Broken,
+    Closed,
+    CollectiveMismatch,
+    ConfigError,
+    GradwireError,
+    InvalidRank,
+    InvalidSize,
+    NoConnection,
+    PeerLost,
+    Refused,
+    SizeMismatch,
+    Timeout,
+    TransportError,
+    UnsupportedOp,
+    WorkerFailed,
+)
+from gradwire.group import Capabilities, Group
+from gradwire.job import init, local_group, loopback_pair
+from gradwire.launch.function import launch
+from gradwire.topology import Topology
+from gradwire.training.sampler import Sampler
+from gradwire.work import Stream, Work
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Aborted",
+    "ArrayError",
+    "Broken",
+    "Capabilities",
+    "Closed",
+    "CollectiveMismatch",
+    "ConfigError",
+    "GradwireError",
+    "Group",
+    "InvalidRank",
+    "InvalidSize",
+    "NoConnection",
+    "PeerLost",
+    "Refused",
+    "Sampler",
+    "SizeMismatch",
+    "Stream",
+    "Timeout",
+    "Topology",
+    "TransportError",
+    "UnsupportedOp",
+    "Work",
+    "WorkerFailed",
+    "__version__",
+    "init",
+    "launch",
+    "local_group",
+    "loopback_pair",
+]

@@ -1,0 +1,61 @@
+"""Collectives as data.
+
+    schedule      the words: slices, operations, rounds, programs
+    combine       larger phases made of smaller ones
+    star, ring, tree, halving, direct, hierarchical
+                  one algorithm each, with a statement of its rounds and bytes
+    cost          counts the rounds and bytes of a schedule
+    verify        proves a schedule right, in terms of expressions
+    choose        which algorithm runs, and its schedule
+
+`python -m gradwire.collectives ring 5` draws one.
+"""
+
+from __future__ import annotations
+
+from gradwire.collectives.choose import algorithms, build, choose
+from gradwire.collectives.schedule import (
+    COLLECTIVES,
+    REDUCING,
+    ROOTED,
+    Buffer,
+    Copy,
+    Finish,
+    Fold,
+    From,
+    Operation,
+    Program,
+    Recv,
+    Round,
+    Schedule,
+    Send,
+    Slice,
+    Term,
+    placement,
+)
+from gradwire.collectives.verify import InvalidSchedule, verify
+
+__all__ = [
+    "COLLECTIVES",
+    "REDUCING",
+    "ROOTED",
+    "Buffer",
+    "Copy",
+    "Finish",
+    "Fold",
+    "From",
+    "InvalidSchedule",
+    "Operation",
+    "Program",
+    "Recv",
+    "Round",
+    "Schedule",
+    "Send",
+    "Slice",
+    "Term",
+    "algorithms",
+    "build",
+    "choose",
+    "placement",
+    "verify",
+]

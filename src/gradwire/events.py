@@ -1,0 +1,79 @@
+"""The one tracing point: what gradwire does is announced here, and whoever wants to know subscribes.
+
+Operations begin, end or fail; links open and are refused; waits grow long. Logs, metrics and traces are
+subscribers; nothing else in the package measures or prints. With no subscriber an event costs one comparison.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened: `name` is "begin", "end", "fail", or the name of a rarer thing such as "slow"."""
+
+    name: str
+    operation: str
+    facts: dict[str, Any] = field(default_factory=dict)
+    at: float = field(default_factory=time.monotonic)
+
+
+Subscriber = Callable[[Event], None]
+
+_lock = threading.Lock()
+_subscribers: tuple[Subscriber, ...] = ()
+
+
+def subscribe(subscriber: Subscriber) -> Callable[[], None]:
+    """Call `subscriber` with every event from now on; returns the function that ends it.
+
+    >>> seen = []
+    >>> unsubscribe = subscribe(lambda event: seen.append(event.name))
+    >>> with operation("all_reduce", rank=0): pass
+    >>> unsubscribe()
+    >>> seen
+    ['begin', 'end']
+    """
+    global _subscribers
+    with _lock:
+        _subscribers = (*_subscribers, subscriber)
+
+    def unsubscribe() -> None:
+        global _subscribers
+        with _lock:
+            _subscribers = tuple(s for s in _subscribers if s is not subscriber)
+
+    return unsubscribe
+
+
+def watched() -> bool:
+    """Whether anybody listens: the hot path asks before it builds an event."""
+    return bool(_subscribers)
+
+
+def emit(name: str, operation: str, **facts: Any) -> None:
+    """Tell every subscriber, in the order they came."""
+    if not _subscribers:
+        return
+    event = Event(name, operation, facts)
+    for subscriber in _subscribers:
+        subscriber(event)
+
+
+@contextmanager
+def operation(name: str, **facts: Any) -> Iterator[None]:
+    """Announce the beginning of an operation, and its end or failure with the seconds it took."""
+    began = time.monotonic()
+    emit("begin", name, **facts)
+    try:
+        yield
+    except BaseException as error:
+        emit("fail", name, error=error, seconds=time.monotonic() - began, **facts)
+        raise
+    emit("end", name, seconds=time.monotonic() - began, **facts)

@@ -1,0 +1,226 @@
+"""Runs operations of one group, one at a time, in the group's order.
+
+Every call takes a ticket when it is made; whoever holds the lowest one runs, on the thread that made it or, from a
+stream, on the group's progress thread. Each schedule that runs gets the next sequence number.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from types import CodeType
+from typing import Any
+
+from gradwire import events
+from gradwire.arrays import Array
+from gradwire.collectives import build, choose
+from gradwire.errors import Broken, Closed, GradwireError, NoConnection
+from gradwire.executors.plan import Plan, even_bounds, ragged_bounds
+from gradwire.executors.python import PythonExecutor, Sheet
+from gradwire.generation import Generation, Watch
+from gradwire.liveness.calls import CallLog, Meaning
+from gradwire.liveness.control import disagreement
+from gradwire.operations import Operation, Shape
+from gradwire.topology import Topology
+from gradwire.transports.base import Link
+from gradwire.wire import fingerprint
+from gradwire.work import Work
+
+PLANS = 256  # kept per group
+Site = tuple[CodeType, int]
+
+
+class Runner:
+    """The engine room of a group."""
+
+    def __init__(
+        self, generation: Generation, identity: int, channel: int, members: Sequence[int], topology: Topology
+    ) -> None:
+        self.generation = generation
+        self.members = tuple(members)  # world ranks, by rank in the group
+        self.rank = self.members.index(generation.identity.rank)
+        self.size = len(self.members)
+        self.calls = CallLog(identity, self.members)
+        self.closed = False
+        self._channel = channel
+        self._topology = topology
+        self._links: dict[int, Link] = {}
+        self._executor = PythonExecutor(self._links.__getitem__, generation.transport.spin)
+        self._sheet = Sheet(generation.identity.job, generation.identity.number, identity, self.rank)
+        self._plans: OrderedDict[Shape, Plan] = OrderedDict()
+        self._turn = threading.Condition(threading.Lock())
+        self._issued = 0
+        self._serving = 0
+        self._queue: deque[tuple[int, Work, Callable[[], Any]]] = deque()
+        self._progress: threading.Thread | None = None
+        self._failed = False
+        generation.control.watch(self.calls)
+
+    # -- links --------------------------------------------------------------------------------------------------------
+
+    def dial(self, deadline: float) -> None:
+        """Open the links to the lower ranks; those of the higher ones come by themselves."""
+        for rank in range(self.rank):
+            self._links[rank] = self.generation.transport.dial(self.members[rank], self._channel, deadline)
+
+    def _await_links(self, watch: Watch) -> None:
+        for rank in range(self.rank + 1, self.size):
+            while rank not in self._links:
+                try:
+                    soon = time.monotonic() + 0.1
+                    self._links[rank] = self.generation.transport.accept(self.members[rank], self._channel, soon)
+                except NoConnection:
+                    if self.generation.control.has_left(self.members[rank]):
+                        raise watch.lost(self.members[rank]) from None
+                    watch.wait((), ())
+
+    # -- order --------------------------------------------------------------------------------------------------------
+
+    def now(self, operation: Operation, timeout: float, site: Site) -> Any:
+        """Run an operation on this thread, after everything that was called before it."""
+        with self._turn:
+            ticket = self._issued
+            self._issued += 1
+            while self._serving != ticket:
+                self._turn.wait()
+        try:
+            return self._run(operation, timeout, site)
+        finally:
+            self._next()
+
+    def later(self, operation: Operation, timeout: float, site: Site) -> Work:
+        """Queue an operation for the progress thread."""
+        self.check(operation.name)
+        work = Work(operation.name)
+        with self._turn:
+            self._queue.append((self._issued, work, lambda: self._run(operation, timeout, site)))
+            self._issued += 1
+            if self._progress is None:
+                self._progress = threading.Thread(target=self._work, name="gradwire-progress", daemon=True)
+                self._progress.start()
+            self._turn.notify_all()
+        return work
+
+    def _work(self) -> None:
+        while True:
+            with self._turn:
+                while not self._queue or self._serving != self._queue[0][0]:
+                    if self.closed and not self._queue:
+                        return
+                    self._turn.wait()
+                _, work, body = self._queue.popleft()
+            went_well = work.run(body, first_error=not self._failed)
+            self._failed = self._failed or not went_well
+            del work, body  # the last reference may be ours: an error that nobody waits for is logged now
+            self._next()
+
+    def _next(self) -> None:
+        with self._turn:
+            self._serving += 1
+            if self._issued != self._serving or self.closed:
+                self._turn.notify_all()
+
+    def check(self, operation: str | None = None) -> None:
+        """Raise if nothing can be called on this group any more."""
+        if self.closed and not self.generation.closed:
+            raise Closed("the group is closed", operation=operation)
+        self.generation.check(operation)
+
+    def _run(self, operation: Operation, timeout: float, site: Site) -> Any:
+        self.check(operation.name)
+        self.generation.transport.touch()
+        step = _Step(self, operation.name, timeout, site)
+        try:
+            if events.watched():
+                with events.operation(operation.name, rank=self.rank, group=self.calls.group):
+                    return operation.body(step)
+            return operation.body(step)
+        except (Broken, Closed):
+            raise
+        except BaseException as error:
+            # Whatever it was, this rank stopped in the middle of something that others still wait for.
+            self.generation.interrupt(operation.name, error)
+            raise
+
+    # -- one schedule -------------------------------------------------------------------------------------------------
+
+    def exchange(self, shape: Shape, x: Array, out: Array, name: str, timeout: float, site: Site) -> None:
+        plan = self._plans.get(shape) or self._plan(shape)
+        sequence = self.calls.record(plan.meaning, site)
+        sheet = self._sheet
+        sheet.sequence = sequence
+        sheet.fingerprint = plan.meaning.fingerprint
+        watch = Watch(self.generation, self.calls, name, sequence, timeout)
+        if len(self._links) < self.size - 1:
+            self._await_links(watch)
+        self._executor.run(plan, x, out, sheet, watch)
+        self.calls.finished = sequence
+
+    def disagree(self, name: str, timeout: float) -> GradwireError:
+        sequence = self.calls.sequence
+        self.generation.control.report(disagreement(self.calls, sequence), time.monotonic())
+        self.generation.wake()
+        return Watch(self.generation, self.calls, name, sequence, timeout).broken()
+
+    def _plan(self, shape: Shape) -> Plan:
+        dtype, counts = shape.dtype, shape.counts
+        total = (counts if isinstance(counts, int) else sum(counts)) * dtype.itemsize
+        algorithm = choose(shape.collective, shape.algorithm, total, self._topology)
+        schedule = build(shape.collective, algorithm, self.size, topology=self._topology, root=shape.root or 0)
+        if isinstance(counts, int):
+            bounds = even_bounds(counts, schedule.segments, dtype.itemsize)
+        else:
+            bounds = ragged_bounds(counts)
+        plan = Plan(schedule, self.rank, dtype, shape.op, bounds, _meaning(shape, algorithm))
+        self._plans[shape] = plan
+        if len(self._plans) > PLANS:
+            self._plans.popitem(last=False)
+        return plan
+
+    def close(self) -> None:
+        """End this group's links and thread; the generation goes on."""
+        with self._turn:
+            if self.closed:
+                return
+            self.closed = True
+            self._turn.notify_all()
+        self.generation.control.unwatch(self.calls)
+        for link in self._links.values():
+            link.close()
+
+
+class _Step:
+    """The `Exchange` that one operation runs with."""
+
+    __slots__ = ("_name", "_runner", "_site", "_timeout", "rank", "size")
+
+    def __init__(self, runner: Runner, name: str, timeout: float, site: Site) -> None:
+        self.rank = runner.rank
+        self.size = runner.size
+        self._runner = runner
+        self._name = name
+        self._timeout = timeout
+        self._site = site
+
+    def __call__(self, shape: Shape, x: Array, out: Array) -> None:
+        self._runner.exchange(shape, x, out, self._name, self._timeout, self._site)
+
+    def disagree(self) -> GradwireError:
+        return self._runner.disagree(self._name, self._timeout)
+
+
+def _meaning(shape: Shape, algorithm: str) -> Meaning:
+    call = shape.call
+    operation = call.partition("(")[0] or shape.collective
+    if not call:
+        counts = shape.counts if isinstance(shape.counts, int) else ", ".join(map(str, shape.counts))
+        call = f"{shape.collective}({shape.dtype.name}[{counts}]"
+        call += f", op={shape.op!r}" if shape.op else ""
+        call += f", root={shape.root}" if shape.root is not None else ""
+        call += f", algorithm={shape.algorithm!r})" if shape.algorithm != "auto" else ")"
+    print64 = fingerprint(
+        shape.collective, shape.dtype.name, shape.counts, shape.op, shape.root, algorithm, shape.call, shape.items
+    )
+    return Meaning(operation, call, print64, shape.items)

@@ -1,0 +1,19 @@
+"""Starting the processes of a job on this machine, and supervising them.
+
+function.py     `gw.launch`: a function in n processes, results and exceptions back
+supervisor.py   `Supervisor`: start, wait, stop; everything below is its parts
+  worker.py       one worker: its process, its channel, what it runs (`Task`)
+  child.py        the first code in that process
+  output.py       what the workers print: logs, and the screen (lines.py, screen.py)
+  ladder.py       when to send which signal, pure
+  rootcause.py    which failure explains the others, pure
+  sessions.py     all processes of a worker; the guard that ends them if the supervisor is killed
+  environment.py  the variables of a worker
+  rendezvous.py   the coordinator and the secret of the job
+"""
+
+from __future__ import annotations
+
+from gradwire.launch.function import launch
+
+__all__ = ["launch"]

@@ -1,0 +1,169 @@
+"""`gw.launch`: call a function in n fresh processes and get the results back.
+
+The function goes to the workers by cloudpickle, so lambdas, closures and whatever a script or notebook has defined
+need no module of their own and no `if __name__ == "__main__"`. It travels in memory that only the workers inherit, the
+results over sockets that only they have: nothing here is read from a network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import operator
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import IO, TYPE_CHECKING, Any, TypeVar
+
+from gradwire.errors import ConfigError, InvalidSize, WorkerFailed
+
+if TYPE_CHECKING:
+    from gradwire.launch.rootcause import Ending
+    from gradwire.launch.supervisor import Outcome, Supervisor
+    from gradwire.launch.worker import Worker
+
+T = TypeVar("T")
+
+
+def launch(fn: Callable[..., T], n: int, args: Sequence[Any] = ()) -> list[T]:
+    """Call `fn(*args)` in each of n fresh processes and return the results by rank.
+
+    In them `gw.init()` finds the job; `launch` itself does not call it. What they print appears here, prefixed by rank.
+
+    If a rank raises, the others are stopped and the error is raised here, with the rank and its traceback as its
+    cause. A rank that ends without an error that could be sent raises WorkerFailed, which names it in `culprit`.
+    """
+    if operator.index(n) < 1:
+        raise InvalidSize(f"launch needs at least 1 process, not {n}")
+    from gradwire.launch import rendezvous
+    from gradwire.launch.supervisor import Supervisor
+    from gradwire.launch.worker import Task
+
+    with _payload(fn, tuple(args)) as payload:
+        task = Task(("function", str(payload)), inherited=(payload,), returns=True)
+        with Supervisor(task, n, rendezvous.on_this_machine(n)) as supervisor:
+            supervisor.wait()
+    return _results(supervisor)
+
+
+@contextlib.contextmanager
+def _payload(fn: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[int]:
+    """The call in a nameless file, as `child.py` reads it."""
+    surroundings = {"path": [entry for entry in sys.path if isinstance(entry, str)], "argv": sys.argv}
+    fd = os.memfd_create("gradwire-call")
+    try:
+        with open(fd, "wb", closefd=False) as file:
+            file.write(json.dumps(surroundings).encode() + b"\n")
+            _pickle(fn, args, file)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _pickle(fn: Callable[..., Any], args: tuple[Any, ...], file: IO[bytes]) -> None:
+    import cloudpickle
+
+    with _sent_by_value(fn):
+        try:
+            cloudpickle.dump((fn, args), file)
+        except Exception as error:
+            culprit = "the arguments" if _can_be_pickled(fn) else "the function"
+            raise ConfigError(f"launch cannot send {culprit} to other processes: {error}") from error
+
+
+def _can_be_pickled(value: object) -> bool:
+    import cloudpickle
+
+    try:
+        cloudpickle.dumps(value)
+    except Exception:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _sent_by_value(fn: Callable[..., Any]) -> Iterator[None]:
+    """Send the function's module along if the workers could not import it, as with test files that pytest imports."""
+    import cloudpickle
+
+    module = sys.modules.get(getattr(fn, "__module__", None) or "")
+    if module is None or _is_importable(module) or module.__name__ in cloudpickle.list_registry_pickle_by_value():
+        yield
+        return
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+def _is_importable(module: ModuleType) -> bool:
+    """Whether `import` would find the same file again in a fresh process with our `sys.path`."""
+    file = getattr(module, "__file__", None)
+    if file is None or module.__name__ == "__main__":  # built in; or always sent by value
+        return True
+    search: Sequence[str] | None = None
+    spec = None
+    parts = module.__name__.split(".")
+    for depth in range(1, len(parts) + 1):
+        spec = _find(".".join(parts[:depth]), search)
+        if spec is None:
+            return False
+        search = spec.submodule_search_locations or ()
+    return spec is not None and spec.origin is not None and os.path.realpath(spec.origin) == os.path.realpath(file)
+
+
+def _find(name: str, search: Sequence[str] | None) -> ModuleSpec | None:
+    """As `importlib.util.find_spec`, which would answer from the modules that are already loaded."""
+    for finder in sys.meta_path:
+        spec = finder.find_spec(name, search)
+        if spec is not None:
+            return spec
+    return None
+
+
+def _results(supervisor: Supervisor) -> list[Any]:
+    outcome = supervisor.outcome
+    assert outcome is not None
+    if outcome.root is not None:
+        raise _failure(supervisor.workers[outcome.root.rank], outcome.root, outcome)
+    return [_result(worker) for worker in supervisor.workers]
+
+
+def _result(worker: Worker) -> Any:
+    if worker.result is None:
+        raise WorkerFailed(f"rank {worker.rank} was stopped before it returned", culprit=worker.rank)
+    try:
+        return pickle.loads(worker.result)
+    except Exception as error:
+        problem = f"the result of rank {worker.rank} cannot be loaded here: {type(error).__name__}: {error}"
+        raise WorkerFailed(problem, culprit=worker.rank) from error
+
+
+def _failure(worker: Worker, root: Ending, outcome: Outcome) -> Exception:
+    """The root cause's own exception if it came through, caused by what is known of its process; else only that."""
+    from gradwire.launch.rootcause import describe, explain
+
+    known = WorkerFailed(explain(root, outcome.last_lines), culprit=root.rank, exit_code=root.exit_code)
+    error = _exception(worker)
+    if error is not None:
+        error.__cause__ = known
+    failure = error or known
+    for ending in outcome.endings:
+        if ending.failed and not ending.stopped and ending is not root:
+            failure.add_note(f"and then {describe(ending)}")
+    return failure
+
+
+def _exception(worker: Worker) -> Exception | None:
+    """None for one that does not survive the journey: its text does, in the report."""
+    if worker.exception is None:
+        return None
+    with contextlib.suppress(Exception):
+        error = pickle.loads(worker.exception)
+        if isinstance(error, Exception):
+            return error
+    return None

@@ -1,0 +1,36 @@
+"""Where the workers of a launched job meet: a coordinator in the supervisor's process, and a secret for this job."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Coordinating(Protocol):
+    """What the supervisor needs of a coordinator."""
+
+    @property
+    def address(self) -> str:
+        """host:port, known once it was started."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    coordinator: Coordinating
+    job: str
+    token: str
+
+
+def on_this_machine(size: int) -> Rendezvous:
+    """A coordinator on a free port of the loopback interface, not started yet."""
+    from gradwire.membership.service import Coordinator  # loads grpc
+    from gradwire.security.secret import TOKEN, job_secret, new_token
+
+    job, token = uuid.uuid4().hex, new_token()
+    secret = job_secret({TOKEN: token}, loopback=True)
+    return Rendezvous(Coordinator("127.0.0.1", 0, size=size, secret=secret, job=job), job, token)

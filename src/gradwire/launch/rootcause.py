@@ -1,0 +1,123 @@
+"""Which of several failures was the first that no other one explains. Pure: endings in, a verdict and its text out."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+EXIT_BY_SIGNAL = 128  # shells add the signal's number to this
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a worker said of the exception that ended it."""
+
+    time: float
+    type: str
+    message: str
+    traceback: str
+    place: str
+    broken: bool  # it is, holds or came from an error of a broken group
+    culprit: int | None  # the rank which that error names
+
+    @classmethod
+    def parse(cls, text: bytes | bytearray) -> Report:
+        return cls(**json.loads(text))
+
+    @property
+    def fatal(self) -> bool:
+        """False for `sys.exit()`, which is no failure."""
+        return self.type != "SystemExit" or self.message not in ("", "None", "0")
+
+    def summary(self) -> str:
+        first, *_ = self.message.splitlines() or [""]
+        if self.type == "SystemExit":
+            place = f" at {self.place}" if self.place else ""
+            return f"left by sys.exit({first}){place}" if len(first) <= 3 else f"gave up{place}: {first}"
+        kind = self.type.removeprefix("gradwire.errors.")
+        return f"raised {kind}: {first}" if first else f"raised {kind}"
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a worker's process ended."""
+
+    rank: int
+    pid: int
+    status: int  # exit code, or minus the signal
+    time: float  # when that was noticed
+    told: float | None = None  # when the supervisor first told it to stop
+    report: Report | None = None
+    result_missing: bool = False  # it ended like a success, but a result was due
+
+    @property
+    def failed(self) -> bool:
+        return self.status != 0 or self.result_missing
+
+    @property
+    def exit_code(self) -> int:
+        if self.status < 0 and self.report is not None and self.told is not None:
+            return 1  # it had failed by an exception, but did not end until it was told to
+        return self.status if self.status >= 0 else EXIT_BY_SIGNAL - self.status
+
+    @property
+    def failure_time(self) -> float:
+        return self.report.time if self.report is not None else self.time
+
+    @property
+    def stopped(self) -> bool:
+        """It failed because it was told to stop."""
+        return self.failed and self.told is not None and self.told <= self.failure_time
+
+
+def find(endings: Iterable[Ending]) -> Ending | None:
+    """The failure that explains the others; None if nothing failed but what was told to stop.
+
+    An error of a broken group is a consequence as long as any other failure is known. Where all failures are such
+    errors (ranks that disagree, a rank that left), the rank they name says most, and otherwise the first that spoke.
+    """
+    failures = [ending for ending in endings if ending.failed and not ending.stopped]
+    return min(failures, key=lambda failure: (_blames(failure), failure.failure_time, failure.rank), default=None)
+
+
+def _blames(failure: Ending) -> int:
+    report = failure.report
+    if report is None or not report.broken:
+        return 0
+    return 1 if report.culprit == failure.rank else 2
+
+
+def describe(ending: Ending) -> str:
+    """One line: how this worker ended."""
+    who = f"rank {ending.rank} (pid {ending.pid})"
+    if ending.stopped:
+        return f"{who} was stopped"
+    if ending.report is not None:
+        return f"{who} {ending.report.summary()}"
+    if ending.status < 0:
+        return f"{who} was killed by {_signal_name(-ending.status)}{_hint(-ending.status)}"
+    if ending.result_missing:
+        return f"{who} exited with code 0 before its function returned"
+    return f"{who} exited with code {ending.status}"
+
+
+def explain(root: Ending, last_lines: Sequence[str]) -> str:
+    """The root cause in full: its traceback, or where there is none the last that it printed."""
+    if root.report is not None and root.report.type != "SystemExit":
+        details = root.report.traceback.rstrip("\n")
+    else:
+        details = "\n".join(["Its last output:", *last_lines]) if last_lines else ""
+    return f"{describe(root)}\n{details}".rstrip("\n")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return f"{signal.Signals(number).name} (signal {number})"
+    except ValueError:
+        return f"signal {number}"
+
+
+def _hint(number: int) -> str:
+    return ", as happens when the machine is out of memory" if number == signal.SIGKILL else ""

@@ -1,0 +1,94 @@
+"""Where the lines of all ranks are shown: prefixed by rank, on a terminal with the unfinished one at the bottom."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from typing import TextIO
+
+OUT, ERR = 0, 1  # which of the two streams a line came from, and goes to
+_ERASE = "\r\x1b[2K"
+_RESET = "\x1b[0m"
+_COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")
+
+
+class Screen:
+    """Standard output and standard error of this process, as the workers share them. For one thread at a time.
+
+    A stream that fails (a closed pipe) is given up: the job goes on, and the logs have everything.
+    """
+
+    def __init__(self, size: int, out: TextIO, err: TextIO) -> None:
+        self._streams: list[TextIO | None] = [out, err]
+        self._terminal = [_is_terminal(stream) for stream in (out, err)]
+        self._prefixes = [
+            [_prefix(rank, stream, terminal) for rank in range(size)]
+            for stream, terminal in zip((out, err), self._terminal, strict=True)
+        ]
+        self._bottom = ""  # the unfinished line that stands at the bottom of the terminal
+        self._bottom_of: tuple[int, int] | None = None  # whose it is: rank and stream
+
+    def is_terminal(self, stream: int) -> bool:
+        return self._terminal[stream]
+
+    def show(self, rank: int, stream: int, lines: Sequence[str], unfinished: str = "") -> None:
+        """Show whole lines; on a terminal also the rank's unfinished one, which the next call draws over."""
+        prefix = self._prefixes[stream][rank]
+        if not self._terminal[stream]:
+            self._write(stream, "".join(f"{prefix}{line}\n" for line in lines))
+            return
+        erase = _ERASE if self._bottom else ""
+        if unfinished:
+            width = shutil.get_terminal_size().columns - len(f"[{rank}] ") - 1
+            self._bottom, self._bottom_of = prefix + _shortened(unfinished, width), (rank, stream)
+        elif self._bottom_of == (rank, stream):
+            self._bottom, self._bottom_of = "", None
+        text = "".join(f"{prefix}{_closed(line)}\n" for line in lines)
+        self._write(stream, f"{erase}{text}{self._bottom}")
+
+    def _write(self, number: int, text: str) -> None:
+        stream = self._streams[number]
+        if stream is None or not text:
+            return
+        try:
+            try:
+                stream.write(text)
+            except UnicodeEncodeError:
+                encoding = stream.encoding or "ascii"
+                stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+            stream.flush()
+        except (OSError, ValueError):  # ValueError: somebody closed it
+            self._streams[number] = None
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    try:
+        return stream.isatty()
+    except (AttributeError, ValueError):
+        return False
+
+
+def _prefix(rank: int, stream: TextIO, terminal: bool) -> str:
+    plain = f"[{rank}] "
+    if not terminal:
+        return plain
+    from rich.console import Console
+
+    console = Console(file=stream)  # knows NO_COLOR and what the terminal can do
+    with console.capture() as capture:
+        console.print(plain, style=_COLOURS[rank % len(_COLOURS)], end="", markup=False, highlight=False)
+    return capture.get()
+
+
+def _closed(line: str) -> str:
+    """A colour that the line leaves open must not run into the next rank's."""
+    return line + _RESET if "\x1b" in line else line
+
+
+def _shortened(line: str, width: int) -> str:
+    """At most so many columns: a line that wraps could not be drawn over."""
+    from rich.text import Text
+
+    text = Text.from_ansi(line)
+    text.truncate(max(width, 1), overflow="ellipsis")
+    return text.plain

@@ -1,0 +1,196 @@
+"""One worker as the supervisor sees it: a process that leads a session, the channel to it, what came back over that."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from gradwire.launch import child, sessions
+from gradwire.launch.rootcause import Ending, Report
+
+_LEFTOVERS = 1.0  # seconds for what a worker leaves behind (multiprocessing's resource tracker) to end by itself
+_UNKILLABLE = 5.0  # seconds more, after which a process that hangs in the kernel is left to it
+_UNKNOWN = 255  # the exit code of a process that somebody else has reaped
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every worker of a job runs: the arguments of `child.py` after the channel."""
+
+    arguments: tuple[str, ...]
+    inherited: tuple[int, ...] = ()  # file descriptors that the arguments name
+    returns: bool = False  # a worker that ends without having sent a result has failed
+
+    @classmethod
+    def script(cls, path: str, *args: str) -> Task:
+        return cls(("script", path, *args))
+
+    @classmethod
+    def module(cls, name: str, *args: str) -> Task:
+        return cls(("module", name, *args))
+
+
+class Worker:
+    """A handle: `rank`, `pid`, and `ending` once the process has ended.
+
+    It is reaped only when its whole session is gone, so until then its number cannot mean anybody else.
+    """
+
+    def __init__(self, rank: int, task: Task, environ: Mapping[str, str], out: int, err: int) -> None:
+        self.rank = rank
+        self.report: Report | None = None
+        self.result: bytearray | None = None
+        self.exception: bytearray | None = None  # pickled, where the report's exception could be
+        self.ending: Ending | None = None
+        self.gone = False  # it and all that it started
+        self._returns = task.returns
+        self._told: float | None = None
+        self._channel, theirs = socket.socketpair()
+        self._messages = _Messages(self._channel)
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, child.__file__, str(theirs.fileno()), *task.arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=err,
+                    env=dict(environ),
+                    pass_fds=(theirs.fileno(), *task.inherited),
+                    start_new_session=True,
+                )
+        except BaseException:
+            self._channel.close()
+            raise
+        self.pid = self._process.pid
+        self._exit_fd = _exit_fd(self.pid)
+
+    def release(self) -> None:
+        """Let it run: it waits for this."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # dead already, which its exit will tell
+            self._channel.send(b".")
+        self._channel.setblocking(False)
+
+    def descriptors(self) -> Iterator[int]:
+        """What becomes readable when there is news."""
+        if self.ending is None and not self._messages.ended:
+            yield self._channel.fileno()
+        if self.ending is None and self._exit_fd is not None:
+            yield self._exit_fd
+
+    @property
+    def must_be_asked(self) -> bool:
+        """Whether there can be news that no descriptor tells: of its session, or on systems without pidfd."""
+        return not self.gone and (self.ending is not None or self._exit_fd is None)
+
+    @property
+    def has_failed(self) -> bool:
+        """By its exit, or by an exception whose traceback it sent before ending."""
+        if self.ending is not None:
+            return self.ending.failed
+        return self.report is not None and self.report.fatal
+
+    def signal(self, number: int, now: float) -> None:
+        """Tell the worker to stop; SIGKILL is for its whole session."""
+        if self.gone:
+            return
+        if self.ending is None and self._told is None:
+            self._told = now
+        if number == signal.SIGKILL:
+            sessions.kill(self.pid)
+        elif self.ending is None:
+            os.kill(self.pid, number)
+
+    def update(self, now: float) -> None:
+        """Take in what is new: messages, its exit, the end of all that it started."""
+        if self.gone:
+            return
+        if self.ending is None:
+            status = self._status()
+            self._listen()
+            if status is not None:
+                missing = status == 0 and self._returns and self.result is None
+                self.ending = Ending(self.rank, self.pid, status, now, self._told, self.report, missing)
+        if self.ending is not None:
+            self._sweep(now - self.ending.time)
+
+    def _listen(self) -> None:
+        for kind, body in self._messages.receive():
+            if kind == child.REPORT:
+                self.report = Report.parse(body)
+            elif kind == child.EXCEPTION:
+                self.exception = body
+            elif kind == child.RESULT:
+                self.result = body
+
+    def _status(self) -> int | None:
+        """Exit code or minus the signal; the process stays a zombie, which keeps its number."""
+        try:
+            info = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        except ChildProcessError:
+            return _UNKNOWN
+        if info is None:
+            return None
+        return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+
+    def _sweep(self, since_exit: float) -> None:
+        if not sessions.is_empty(self.pid) and since_exit < _LEFTOVERS + _UNKILLABLE:
+            if since_exit >= _LEFTOVERS:
+                sessions.kill(self.pid)
+            return
+        self.gone = True
+
+    def kill(self) -> None:
+        """At once, with all that it started: for a supervisor that cannot go on."""
+        sessions.kill(self.pid)
+
+    def close(self) -> None:
+        """Reap it and close all descriptors; when it is gone."""
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one that cannot even be killed
+            self._process.wait(_UNKILLABLE)
+        self._channel.close()
+        if self._exit_fd is not None:
+            os.close(self._exit_fd)
+            self._exit_fd = None
+
+
+class _Messages:
+    """Cuts what arrives on a channel into messages. It is our own child that claims the lengths."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self.ended = False
+        self._channel = channel
+        self._kind = b""  # of the message whose body is due; empty while a header is
+        self._buffer = bytearray(child.HEADER_SIZE)
+        self._filled = 0
+
+    def receive(self) -> Iterator[tuple[bytes, bytearray]]:
+        """The messages that are complete by now."""
+        while not self.ended:
+            try:
+                count = self._channel.recv_into(memoryview(self._buffer)[self._filled :])
+            except BlockingIOError:
+                return
+            except ConnectionResetError:  # it died with something unread
+                count = 0
+            self.ended = count == 0
+            self._filled += count
+            while self._filled == len(self._buffer) and not self.ended:
+                full, self._filled = self._buffer, 0
+                if self._kind:
+                    yield self._kind, full
+                    self._kind, self._buffer = b"", bytearray(child.HEADER_SIZE)
+                else:
+                    self._kind, self._buffer = bytes(full[:1]), bytearray(int.from_bytes(full[1:], "big"))
+
+
+def _exit_fd(pid: int) -> int | None:
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):  # not Linux, an old kernel, or a sandbox
+        return None

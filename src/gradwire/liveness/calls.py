@@ -1,0 +1,107 @@
+"""What this rank has called, in order: enough to name a disagreement, cheap enough to keep always.
+
+Each group has one log. A call has a sequence number, a fingerprint of its meaning, and the place in the user's code it
+came from, kept as (code object, instruction) and turned into file:line only when an error needs it. `chain` folds
+all fingerprints so far into one number: two ranks whose chains agree at a sequence number have called the same things.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+KEPT = 1024  # calls; a rank that is further ahead than this is compared at its next call
+SHOWN = 32  # calls sent to the peers when something is disputed
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call as others are told of it; `items` lists a named map's entries."""
+
+    sequence: int
+    fingerprint: int
+    what: str
+    site: str
+    items: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.what} at {self.site}"
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """What a call means, shared by all calls of the same kind: its fingerprint and how it reads."""
+
+    operation: str
+    what: str
+    fingerprint: int
+    items: tuple[str, ...] = ()
+
+
+class CallLog:
+    """The calls of one group on this rank, oldest forgotten."""
+
+    def __init__(self, group: int, members: Sequence[int]) -> None:
+        self.group = group
+        self.members = tuple(members)  # world ranks
+        self.sequence = 0  # of the last call; 0: none yet
+        self.finished = 0  # the last call whose work is done
+        self._chain = 0
+        self._ring: list[Any] = [None] * KEPT
+
+    def record(self, meaning: Meaning, site: tuple[CodeType, int]) -> int:
+        """Note a call and return its sequence number; the caller holds the group's order."""
+        sequence = self.sequence + 1
+        self._chain = ((self._chain ^ meaning.fingerprint) * 0x9E3779B97F4A7C15 + 1) & _MASK
+        self._ring[sequence % KEPT] = (sequence, self._chain, meaning, site)
+        self.sequence = sequence
+        return sequence
+
+    @property
+    def chain(self) -> int:
+        return self._chain
+
+    def chain_at(self, sequence: int) -> int | None:
+        """The chain after the call with this number; None if it is not known (any more, or yet)."""
+        entry = self._ring[sequence % KEPT]
+        return entry[1] if entry is not None and entry[0] == sequence else None
+
+    def call(self, sequence: int) -> Call | None:
+        entry = self._ring[sequence % KEPT]
+        if entry is None or entry[0] != sequence:
+            return None
+        _, _, meaning, site = entry
+        return Call(sequence, meaning.fingerprint, meaning.what, place(*site), meaning.items)
+
+    def last(self) -> Call | None:
+        return self.call(self.sequence)
+
+    def recent(self, until: int) -> list[Call]:
+        """The last few calls up to a sequence number, oldest first."""
+        newest = min(until, self.sequence)
+        calls = (self.call(sequence) for sequence in range(max(1, newest - SHOWN + 1), newest + 1))
+        return [call for call in calls if call is not None]
+
+
+def call_site() -> tuple[CodeType, int]:
+    """Where in the user's code we are: the innermost frame outside this package."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(_PACKAGE) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code, frame.f_lasti
+
+
+def place(code: CodeType, instruction: int) -> str:
+    """file:line of an instruction."""
+    line = code.co_firstlineno
+    for start, end, number in code.co_lines():
+        if start <= instruction < end and number is not None:
+            line = number
+    return f"{os.path.basename(code.co_filename)}:{line}"

@@ -1,0 +1,281 @@
+"""Control messages: how an abort, a loss, a goodbye or a disagreement on one rank reaches all of them.
+
+    finding   a reason to break the generation                      → the verdict; passed on to all
+    calls     what a rank last called, when calls are disputed      → the verdict
+    bye       a rank closed or ended as it should
+    at        how far a rank has got in a group, with its chain     → compared with one's own calls
+    where     a question: what have you called last?
+    here      its answer
+
+All are small JSON objects. The thread that reads them hands them to `hear`, and calls `tick` now and then with the
+time. Any thread may `report`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gradwire.errors import Broken
+from gradwire.liveness.calls import Call, CallLog
+from gradwire.liveness.verdict import MAX_TEXT, Finding, Verdict
+from gradwire.wire import MAX_CONTROL
+
+log = logging.getLogger("gradwire.liveness")
+
+MAX_GROUPS = 4096
+MAX_ITEM_BYTES = MAX_CONTROL // 2
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """How far a peer said it has got in a group."""
+
+    sequence: int
+    finished: int
+    last: str
+
+
+class Control:
+    """This rank's side of the control protocol; `post` sends a message to one world rank, `broke` is told once."""
+
+    def __init__(
+        self,
+        rank: int,
+        names: Iterable[str],
+        generation: int,
+        post: Callable[[int, bytes], None],
+        broke: Callable[[], None],
+    ) -> None:
+        self.rank = rank
+        self._names = list(names)
+        self._post = post
+        self._broke = broke
+        self._lock = threading.RLock()
+        self._verdict = Verdict(len(self._names), generation)
+        self._told_calls = False
+        self._logs: dict[int, CallLog] = {}
+        self._sent: dict[int, int] = {}
+        self._ahead: dict[tuple[int, int], tuple[int, int]] = {}
+        self._positions: dict[tuple[int, int], Position] = {}
+        self._answered = threading.Condition(self._lock)
+        self._settled = threading.Event()
+        self._lost: set[int] = set()
+
+    # -- what this rank finds -----------------------------------------------------------------------------------------
+
+    def watch(self, calls: CallLog) -> None:
+        with self._lock:
+            self._logs[calls.group] = calls
+
+    def unwatch(self, calls: CallLog) -> None:
+        with self._lock:
+            self._logs.pop(calls.group, None)
+            self._sent.pop(calls.group, None)
+
+    @property
+    def sound(self) -> bool:
+        return self._verdict.sound
+
+    def report(self, finding: Finding, now: float) -> None:
+        """This rank found a reason to break the generation."""
+        with self._lock:
+            if self._verdict.find(finding, now):
+                self._tell_all({"t": "finding", "finding": finding.to_wire()})
+                self._broke()
+            self._dispute()
+            self._decide(now)
+
+    def lost(self, peer: int, now: float, why: str = "closed its link") -> None:
+        """A peer's control link ended; without a goodbye that is a loss."""
+        with self._lock:
+            if not self.has_left(peer) and peer not in self._lost:
+                self._lost.add(peer)
+                self.report(Finding("lost", why, peer), now)
+
+    def missed(self, peer: int, now: float) -> None:
+        """Somebody here waits for a peer that has left: now its leaving matters."""
+        with self._lock:
+            if self.has_left(peer):
+                self.report(Finding("lost", "left the job", peer), now)
+
+    def has_left(self, peer: int) -> bool:
+        return self._verdict.left_at(peer) is not None
+
+    def left_at(self, peer: int) -> float | None:
+        """When a peer said goodbye, if it did."""
+        return self._verdict.left_at(peer)
+
+    def goodbye(self) -> None:
+        self._tell_all({"t": "bye"})
+
+    # -- what peers say -----------------------------------------------------------------------------------------------
+
+    def hear(self, peer: int, payload: bytes, now: float) -> None:
+        """Act on a peer's message; ValueError if it makes no sense."""
+        message = json.loads(payload)
+        if not isinstance(message, dict):
+            raise ValueError("a control message is an object")
+        kind = message.get("t")
+        with self._lock:
+            if kind == "finding":
+                finding = Finding.from_wire(message["finding"], len(self._names))
+                if finding.culprit == self.rank and finding.kind == "lost":
+                    # Others have given this rank up: it is the one that is cut off.
+                    finding = Finding("aborted", "its peers gave this rank up as lost", self.rank)
+                self.report(finding, now)
+            elif kind == "calls":
+                self._hear_calls(peer, message, now)
+            elif kind == "bye":
+                self._verdict.leave(peer, now)
+                self._decide(now)
+                self._answered.notify_all()
+            elif kind == "at":
+                self._hear_at(peer, int(message["g"]), int(message["s"]), int(message["c"]), now)
+            elif kind == "where":
+                self._answer(peer, int(message["g"]))
+            elif kind == "here" and len(self._positions) < MAX_GROUPS * len(self._names):
+                position = Position(int(message["s"]), int(message["f"]), str(message["last"])[:MAX_TEXT])
+                self._positions[int(message["g"]), peer] = position
+                self._answered.notify_all()
+
+    def _hear_calls(self, peer: int, message: dict[str, Any], now: float) -> None:
+        calls = [Call(**{**fields, "items": tuple(fields["items"])}) for fields in message["calls"]]
+        self._verdict.among([int(rank) for rank in message["among"]])
+        self._verdict.add_calls(peer, calls)
+        self._decide(now)
+
+    def _hear_at(self, peer: int, group: int, sequence: int, chain: int, now: float) -> None:
+        calls = self._logs.get(group)
+        if calls is None:
+            return
+        mine = calls.chain_at(sequence)
+        if mine is None:
+            if sequence > calls.sequence and len(self._ahead) < MAX_GROUPS:
+                self._ahead[group, peer] = (sequence, chain)
+        elif mine != chain:
+            self.report(disagreement(calls, sequence), now)
+
+    def _answer(self, peer: int, group: int) -> None:
+        calls = self._logs.get(group)
+        last = calls.last() if calls else None
+        sequence, finished = (calls.sequence, calls.finished) if calls else (0, 0)
+        text = f"{last.what} #{last.sequence} at {last.site}" if last else "none"
+        self._tell(peer, {"t": "here", "g": group, "s": sequence, "f": finished, "last": text[:MAX_TEXT]})
+
+    # -- in the course of time ----------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> float:
+        """Do what is due; the seconds until the next call."""
+        with self._lock:
+            moved = self._announce()
+            for (group, peer), (sequence, chain) in list(self._ahead.items()):
+                calls = self._logs.get(group)
+                if calls is None or calls.sequence >= sequence:
+                    del self._ahead[group, peer]
+                    if calls is not None:
+                        self._hear_at(peer, group, sequence, chain, now)
+            self._decide(now)
+            due = self._verdict.due()
+            if due is not None:
+                return max(0.0, due - now)
+            return 0.1 if moved else 0.3
+
+    def _announce(self) -> bool:
+        """Tell each group how far this rank has got, if it has moved."""
+        moved = False
+        if not self._verdict.sound:
+            return False
+        for group, calls in self._logs.items():
+            sequence = calls.sequence
+            chain = calls.chain_at(sequence)
+            if chain is not None and self._sent.get(group) != sequence:
+                moved = True
+                self._sent[group] = sequence
+                for peer in calls.members:
+                    self._tell(peer, {"t": "at", "g": group, "s": sequence, "c": chain})
+        return moved
+
+    def _dispute(self) -> None:
+        """Calls are disputed: show everybody one's own, once."""
+        dispute = self._verdict.dispute()
+        if dispute is None or self._told_calls:
+            return
+        calls = self._logs.get(dispute.group)
+        if calls is None:
+            return
+        self._told_calls = True
+        recent = _bounded(calls.recent(dispute.sequence))
+        self._verdict.among(calls.members)
+        self._verdict.add_calls(self.rank, recent)
+        self._tell_all({"t": "calls", "among": calls.members, "calls": [asdict(call) for call in recent]})
+
+    def _decide(self, now: float) -> None:
+        if self._verdict.open and self._verdict.decide(now):
+            self._settled.set()
+
+    # -- asking -------------------------------------------------------------------------------------------------------
+
+    def positions(self, calls: CallLog, seconds: float) -> dict[int, Position]:
+        """Ask the group's members how far they are, and wait for answers a little; by world rank."""
+        asked = [peer for peer in calls.members if peer != self.rank]
+        with self._answered:
+            for peer in asked:
+                self._positions.pop((calls.group, peer), None)
+                self._tell(peer, {"t": "where", "g": calls.group})
+
+            def answered() -> bool:
+                return all((calls.group, peer) in self._positions or self.has_left(peer) for peer in asked)
+
+            self._answered.wait_for(answered, seconds)
+            found = {peer: self._positions.get((calls.group, peer)) for peer in asked}
+        return {peer: position for peer, position in found.items() if position is not None}
+
+    def settle(self, seconds: float) -> bool:
+        """Wait until the verdict is in."""
+        return self._settled.wait(seconds)
+
+    @property
+    def settled(self) -> bool:
+        return self._settled.is_set()
+
+    def error(self, operation: str | None, during: str) -> Broken:
+        """The verdict as an error; only after it is settled."""
+        with self._lock:
+            finding = self._verdict.decided
+            assert finding is not None
+            who = self._names[finding.culprit] if finding.culprit is not None else "a rank"
+            return self._verdict.error(operation=operation, during=during, who=who)
+
+    def _tell_all(self, message: dict[str, Any]) -> None:
+        for peer in range(len(self._names)):
+            self._tell(peer, message)
+
+    def _tell(self, peer: int, message: dict[str, Any]) -> None:
+        if peer != self.rank:
+            self._post(peer, json.dumps(message, separators=(",", ":")).encode())
+
+
+def disagreement(calls: CallLog, sequence: int) -> Finding:
+    """Ranks of a group called different things, at this call or before it."""
+    last = calls.last()
+    operation = last.what.partition("(")[0] if last else None
+    return Finding("mismatch", "ranks called different things", None, None, operation, calls.group, sequence)
+
+
+def _bounded(calls: Sequence[Call]) -> list[Call]:
+    """Calls cut to what fits into a control message; the newest keep most of their items."""
+    room, kept = MAX_ITEM_BYTES, []
+    for call in reversed(calls):
+        items: list[str] = []
+        for item in call.items:
+            room -= len(item) + 8
+            if room < 0:
+                break
+            items.append(item)
+        kept.append(Call(call.sequence, call.fingerprint, call.what[:500], call.site[:200], tuple(items)))
+    return kept[::-1]

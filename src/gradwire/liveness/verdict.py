@@ -1,0 +1,218 @@
+"""What broke this generation, decided once and alike on all ranks.
+
+Pure: findings and the time come in, what to tell the peers and in the end one error come out. A first finding opens a
+short window in which others may arrive (several ranks die at once; a rank that aborts also closes its links), then
+the gravest wins, and of equals the one that names the lowest rank. A mismatch waits a little longer, for the calls of
+all ranks, because the error shows them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gradwire.errors import Aborted, Broken, CollectiveMismatch, PeerLost, Timeout
+from gradwire.liveness.calls import Call
+
+SETTLE_SECONDS = 0.03
+CALLS_SECONDS = 0.5
+MAX_TEXT = 4096
+
+_GRAVITY = {"mismatch": 0, "aborted": 1, "lost": 2, "timeout": 3}
+_ERRORS: dict[str, type[Broken]] = {
+    "mismatch": CollectiveMismatch,
+    "aborted": Aborted,
+    "lost": PeerLost,
+    "timeout": Timeout,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One rank's reason to break the generation; `group` and `sequence` say where ranks disagree, in a mismatch."""
+
+    kind: str
+    reason: str
+    culprit: int | None = None
+    seconds: float | None = None
+    operation: str | None = None
+    group: int = 0
+    sequence: int = 0
+
+    def to_wire(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_wire(cls, fields: Mapping[str, Any], size: int) -> Finding:
+        """Believe a peer's finding as far as it is well-formed; ValueError otherwise."""
+        finding = cls(**fields)
+        culprit = finding.culprit
+        well_formed = (
+            finding.kind in _GRAVITY
+            and isinstance(finding.reason, str)
+            and len(finding.reason) <= MAX_TEXT
+            and (culprit is None or (isinstance(culprit, int) and 0 <= culprit < size))
+            and isinstance(finding.group, int)
+            and isinstance(finding.sequence, int)
+            and (finding.operation is None or isinstance(finding.operation, str))
+            and (finding.seconds is None or isinstance(finding.seconds, (int, float)))
+        )
+        if not well_formed:
+            raise ValueError(f"malformed finding {fields!r}")
+        return finding
+
+
+class Verdict:
+    """Collects findings of this rank and its peers and settles on one of them."""
+
+    def __init__(self, size: int, generation: int) -> None:
+        self._size = size
+        self._generation = generation
+        self._findings: list[Finding] = []
+        self._since: float | None = None
+        self._left: dict[int, float] = {}
+        self._calls: dict[int, tuple[Call, ...]] = {}
+        self._disputants: tuple[int, ...] = tuple(range(size))
+        self.decided: Finding | None = None
+        self.detail = ""
+
+    @property
+    def open(self) -> bool:
+        """Whether something was found that is not decided yet."""
+        return self._since is not None and self.decided is None
+
+    @property
+    def sound(self) -> bool:
+        return self._since is None
+
+    def find(self, finding: Finding, now: float) -> bool:
+        """Take a finding in; True if it is news that the peers should hear."""
+        if self.decided is not None or finding in self._findings:
+            return False
+        if self._since is None:
+            self._since = now
+        self._findings.append(finding)
+        return True
+
+    def leave(self, rank: int, now: float) -> None:
+        """A rank said goodbye: its closed links mean nothing by themselves."""
+        self._left.setdefault(rank, now)
+
+    def left_at(self, rank: int) -> float | None:
+        """When a rank said goodbye, if it did."""
+        return self._left.get(rank)
+
+    def dispute(self) -> Finding | None:
+        """The earliest mismatch found so far: the one to tell one's calls for."""
+        disputes = [finding for finding in self._findings if finding.kind == "mismatch"]
+        return min(disputes, key=lambda finding: finding.sequence, default=None)
+
+    def among(self, ranks: Sequence[int]) -> None:
+        """Say whose calls the disputed group consists of."""
+        self._disputants = tuple(ranks)
+
+    def add_calls(self, rank: int, calls: Sequence[Call]) -> None:
+        self._calls[rank] = tuple(calls)
+
+    def due(self) -> float | None:
+        """When `decide` should be asked next, at the latest."""
+        if self._since is None or self.decided is not None:
+            return None
+        return self._since + (CALLS_SECONDS if self.dispute() is not None else SETTLE_SECONDS)
+
+    def decide(self, now: float) -> bool:
+        """Settle if the time has come or all is known; True once it is settled."""
+        if self.decided is not None:
+            return True
+        due = self.due()
+        if due is None:
+            return False
+        lost = {finding.culprit for finding in self._findings if finding.kind == "lost"}
+        known = set(self._calls) | set(self._left) | lost
+        complete = self.dispute() is not None and known >= set(self._disputants)
+        if now < due and not complete:
+            return False
+        self.decided = min(self._findings, key=self._gravity)
+        if self.decided.kind == "mismatch":
+            self._explain(self.decided)
+        return True
+
+    @staticmethod
+    def _gravity(finding: Finding) -> tuple[int, int, int]:
+        culprit = finding.culprit if finding.culprit is not None else 1 << 31
+        return _GRAVITY[finding.kind], finding.sequence, culprit
+
+    def _explain(self, finding: Finding) -> None:
+        """Find the first call on which ranks differ, and describe what each of them did there."""
+        by_rank = {rank: {call.sequence: call for call in calls} for rank, calls in self._calls.items()}
+        sequence = _first_difference(by_rank) or finding.sequence
+        at = {rank: calls.get(sequence) for rank, calls in by_rank.items()}
+        lines = []
+        for rank in sorted(at):
+            call = at[rank]
+            if call is None:
+                newest = max(by_rank[rank].values(), key=lambda c: c.sequence, default=None)
+                lines.append(f"  rank {rank}: has not got there; its last call was {newest or 'none'}")
+            else:
+                lines.append(f"  rank {rank}: {call}")
+        known = {rank: call for rank, call in at.items() if call is not None}
+        self.decided = Finding(
+            "mismatch", finding.reason, _odd_one_out(known), None, finding.operation, finding.group, sequence
+        )
+        self.detail = f"ranks disagree on call #{sequence}{_item_difference(known)}\n" + "\n".join(lines)
+
+    def error(self, *, operation: str | None, during: str, who: str) -> Broken:
+        """The error to raise here: `during` says what this rank was doing, `who` names the culprit in full."""
+        finding = self.decided
+        assert finding is not None
+        if finding.kind == "mismatch":
+            text = self.detail or finding.reason
+        elif finding.kind == "lost":
+            text = f"{who} {finding.reason}{during}"
+        elif finding.kind == "aborted":
+            text = f"{who} gave up: {finding.reason}" if finding.culprit is not None else finding.reason
+        else:
+            text = finding.reason
+        return _ERRORS[finding.kind](
+            text,
+            culprit=finding.culprit,
+            operation=operation or finding.operation,
+            generation=self._generation,
+            seconds=finding.seconds,
+        )
+
+
+def _first_difference(by_rank: Mapping[int, Mapping[int, Call]]) -> int | None:
+    sequences = sorted({sequence for calls in by_rank.values() for sequence in calls})
+    for sequence in sequences:
+        prints = {calls[sequence].fingerprint for calls in by_rank.values() if sequence in calls}
+        if len(prints) > 1:
+            return sequence
+    return None
+
+
+def _odd_one_out(calls: Mapping[int, Call]) -> int | None:
+    """The lowest rank outside the largest party, if there is one such party."""
+    parties: dict[int, list[int]] = {}
+    for rank, call in calls.items():
+        parties.setdefault(call.fingerprint, []).append(rank)
+    sizes = sorted((len(ranks) for ranks in parties.values()), reverse=True)
+    if len(sizes) < 2 or sizes[0] == sizes[1]:
+        return None
+    majority = max(parties.values(), key=len)
+    return min(rank for rank in calls if rank not in majority)
+
+
+def _item_difference(calls: Mapping[int, Call]) -> str:
+    """The first entry in which named maps differ, in words."""
+    with_items = {rank: call for rank, call in calls.items() if call.items}
+    if len(with_items) < 2:
+        return ""
+    first_rank, first = min(with_items.items())
+    for rank, call in sorted(with_items.items()):
+        differing = sorted(set(first.items) ^ set(call.items))
+        if differing:
+            holder = first_rank if differing[0] in first.items else rank
+            return f": {differing[0]} is in the map of rank {holder}, not of rank {rank + first_rank - holder}"
+    return ""

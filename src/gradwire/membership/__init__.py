@@ -1,0 +1,16 @@
+"""Who is in the job: how its processes find each other.
+
+    members.py     a member, and the assembly of all of them
+    state.py       the rendezvous as a pure state machine: claims and the time in, answers out
+    sealing.py     proofs of the job's secret on every message
+    addresses.py   host names, ports and what is reachable from other machines
+    service.py     the coordinator: the state machine behind gRPC
+    client.py      a worker's side of it
+    v1/            the published protocol and its generated code
+
+Importing this package does not import gRPC; `service` and `client` do.
+"""
+
+from gradwire.membership.members import Assembly, Member
+
+__all__ = ["Assembly", "Member"]

@@ -1,0 +1,54 @@
+"""A member of a job, and the assembly of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A process in a job, with an id for life.
+
+    `rank` None takes any free one. `host` is equal for two members exactly if they share a machine; `hostname` is for
+    people to read. `address` is where its data links are accepted, "ip:port" or "[ip]:port".
+    """
+
+    id: str
+    rank: int | None
+    host: str
+    hostname: str
+    pid: int
+    address: str
+
+    def __str__(self) -> str:
+        name = "a worker" if self.rank is None else f"rank {self.rank}"
+        return f"{name} (host {self.hostname}, pid {self.pid})"
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """All members of one generation in rank order, as told to the one at `rank`.
+
+    `job` is the job's name; `run` is 16 random bytes of this very start of it, so that links of an earlier run under
+    the same name, or of another job, are never taken for this one's.
+    """
+
+    job: str
+    generation: int
+    rank: int
+    members: tuple[Member, ...]
+    run: bytes
+
+
+def named(ranks: Iterable[int], count: int | None = None, most: int = 16) -> str:
+    """Ranks for people to read; `count` is how many there are, if more than are listed.
+
+    >>> named([3]), named([1, 2, 5]), named([1, 2], count=9)
+    ('rank 3', 'ranks 1, 2, 5', 'ranks 1, 2 and 7 more')
+    """
+    listed = sorted(ranks)
+    count = max(count or 0, len(listed))
+    shown = listed[:most]
+    text = ("rank " if count == 1 else "ranks ") + ", ".join(map(str, shown))
+    return text if count == len(shown) else f"{text} and {count - len(shown)} more"

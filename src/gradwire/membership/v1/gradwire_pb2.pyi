@@ -1,0 +1,116 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Assembly(_message.Message):
+    __slots__ = ["generation", "job", "members", "rank", "run"]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    job: str
+    members: _containers.RepeatedCompositeFieldContainer[Member]
+    rank: int
+    run: bytes
+    def __init__(self, job: _Optional[str] = ..., run: _Optional[bytes] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ...) -> None: ...
+
+class HelloReply(_message.Message):
+    __slots__ = ["coordinator_nonce", "proof"]
+    COORDINATOR_NONCE_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    coordinator_nonce: bytes
+    proof: bytes
+    def __init__(self, coordinator_nonce: _Optional[bytes] = ..., proof: _Optional[bytes] = ...) -> None: ...
+
+class HelloRequest(_message.Message):
+    __slots__ = ["proof", "worker_nonce"]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    WORKER_NONCE_FIELD_NUMBER: _ClassVar[int]
+    proof: bytes
+    worker_nonce: bytes
+    def __init__(self, worker_nonce: _Optional[bytes] = ..., proof: _Optional[bytes] = ...) -> None: ...
+
+class Member(_message.Message):
+    __slots__ = ["address", "host", "hostname", "id", "pid", "rank"]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    HOSTNAME_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    host: str
+    hostname: str
+    id: str
+    pid: int
+    rank: int
+    def __init__(self, id: _Optional[str] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., hostname: _Optional[str] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
+
+class Refusal(_message.Message):
+    __slots__ = ["reason"]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class RegisterWorkerReply(_message.Message):
+    __slots__ = ["assembly", "refusal", "waiting"]
+    ASSEMBLY_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    assembly: Assembly
+    refusal: Refusal
+    waiting: Waiting
+    def __init__(self, waiting: _Optional[_Union[Waiting, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., assembly: _Optional[_Union[Assembly, _Mapping]] = ...) -> None: ...
+
+class RegisterWorkerRequest(_message.Message):
+    __slots__ = ["job", "member", "patience_ms", "size"]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    PATIENCE_MS_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    member: Member
+    patience_ms: int
+    size: int
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., size: _Optional[int] = ..., job: _Optional[str] = ..., patience_ms: _Optional[int] = ...) -> None: ...
+
+class Sealed(_message.Message):
+    __slots__ = ["body", "coordinator_nonce", "proof", "sequence", "worker_nonce"]
+    BODY_FIELD_NUMBER: _ClassVar[int]
+    COORDINATOR_NONCE_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    WORKER_NONCE_FIELD_NUMBER: _ClassVar[int]
+    body: bytes
+    coordinator_nonce: bytes
+    proof: bytes
+    sequence: int
+    worker_nonce: bytes
+    def __init__(self, worker_nonce: _Optional[bytes] = ..., coordinator_nonce: _Optional[bytes] = ..., sequence: _Optional[int] = ..., body: _Optional[bytes] = ..., proof: _Optional[bytes] = ...) -> None: ...
+
+class UnregisterWorkerReply(_message.Message):
+    __slots__ = ["known"]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    known: bool
+    def __init__(self, known: bool = ...) -> None: ...
+
+class UnregisterWorkerRequest(_message.Message):
+    __slots__ = ["member"]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    member: Member
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ...) -> None: ...
+
+class Waiting(_message.Message):
+    __slots__ = ["again_after_ms", "missing", "missing_count"]
+    AGAIN_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
+    MISSING_COUNT_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    again_after_ms: int
+    missing: _containers.RepeatedScalarFieldContainer[int]
+    missing_count: int
+    def __init__(self, missing: _Optional[_Iterable[int]] = ..., missing_count: _Optional[int] = ..., again_after_ms: _Optional[int] = ...) -> None: ...

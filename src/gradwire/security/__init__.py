@@ -1,0 +1,7 @@
+"""Who may take part in a job.
+
+    secret.py      the job's secret: where it comes from, and keys derived from it
+    admission.py   how two ranks prove the secret to each other before a link carries anything
+
+The secret itself never crosses a network; what crosses are proofs bound to fresh random numbers.
+"""

@@ -1,0 +1,116 @@
+"""The job's secret: from `GRADWIRE_TOKEN`, or on loopback from a file that only this user can read.
+
+Processes of one user on one machine then agree without being told anything; a job that spans machines must be given
+a token, because no file is known to be both shared and private there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import pwd
+import secrets
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from gradwire.errors import ConfigError
+
+TOKEN = "GRADWIRE_TOKEN"
+SHORTEST_TOKEN = 16  # characters; less can be guessed from one recorded proof
+_LONGEST_FILE = 4096
+
+
+def new_token() -> str:
+    """A fresh random token, printable and safe in an environment variable."""
+    return secrets.token_urlsafe(32)
+
+
+def job_secret(environ: Mapping[str, str], loopback: bool) -> bytes:
+    """The secret that all processes of the job hold; `loopback` says that none of them is on another machine."""
+    token = environ.get(TOKEN)
+    if token is not None:
+        return _checked_token(token)
+    if not loopback:
+        raise ConfigError(
+            f"a job that reaches beyond this machine needs a secret: set {TOKEN} to the same value for all its "
+            'processes, for example the output of: python -c "import secrets; print(secrets.token_urlsafe(32))"'
+        )
+    path = secret_path(environ)
+    try:
+        return _read(path) or _create(path)
+    except OSError as error:
+        raise ConfigError(f"cannot keep the job secret in {path}: {error.strerror}; set {TOKEN} instead") from error
+
+
+def derive(secret: bytes, purpose: str, *context: bytes) -> bytes:
+    """A key (or proof) of 32 bytes for one purpose. Parts are length-prefixed, so no two lists of them look alike."""
+    mac = hmac.new(secret, digestmod=hashlib.sha256)
+    for part in (purpose.encode(), *context):
+        mac.update(len(part).to_bytes(8, "big"))
+        mac.update(part)
+    return mac.digest()
+
+
+def secret_path(environ: Mapping[str, str]) -> Path:
+    """Where the per-user secret lives: the session's private directory if there is one, else the home directory."""
+    runtime = environ.get("XDG_RUNTIME_DIR")
+    if runtime and _is_own_directory(runtime):
+        return Path(runtime, "gradwire", "secret")
+    home = environ.get("HOME") or pwd.getpwuid(os.geteuid()).pw_dir
+    return Path(home, ".config", "gradwire", "secret")
+
+
+def _checked_token(token: str) -> bytes:
+    if len(token) < SHORTEST_TOKEN:
+        raise ConfigError(f"{TOKEN} has {len(token)} characters and needs at least {SHORTEST_TOKEN}")
+    return token.encode("utf-8", "surrogateescape")
+
+
+def _is_own_directory(path: str) -> bool:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and os.access(path, os.W_OK)
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ConfigError(f"the job secret {path} is not a regular file; remove it")
+        if status.st_uid != os.geteuid():
+            raise ConfigError(f"the job secret {path} belongs to user id {status.st_uid}, not to this user; remove it")
+        if status.st_mode & 0o077:
+            raise ConfigError(
+                f"the job secret {path} is open to other users: chmod 600 it, or remove it to get a new one"
+            )
+        content = file.read(_LONGEST_FILE + 1).strip()
+    if not SHORTEST_TOKEN <= len(content) <= _LONGEST_FILE:
+        raise ConfigError(f"the job secret {path} holds {len(content)} bytes, which cannot be one; remove it")
+    return content
+
+
+def _create(path: Path) -> bytes:
+    """Write a whole file aside and link it into place: of racing creators one wins, and all read the winner's."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        with open(descriptor, "w") as file:
+            file.write(new_token() + "\n")
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, path)
+    finally:
+        draft.unlink()
+    secret = _read(path)
+    if secret is None:
+        raise ConfigError(f"the job secret {path} was removed while it was being created; start again")
+    return secret

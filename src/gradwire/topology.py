@@ -1,0 +1,55 @@
+"""Which ranks share a host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from gradwire.errors import ConfigError, InvalidRank, InvalidSize
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The ranks of a group by host: each host's ranks in order, hosts in the order of their lowest rank.
+
+    Equal topologies compare and hash equal, on every rank: plans are cached by them.
+    """
+
+    hosts: tuple[tuple[int, ...], ...]
+    _host: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.hosts or not all(self.hosts):
+            raise InvalidSize("a topology needs at least one host, and each host at least one rank")
+        placed = {rank: host for host, ranks in enumerate(self.hosts) for rank in ranks}
+        size = sum(map(len, self.hosts))
+        if placed.keys() != set(range(size)):
+            raise ConfigError(f"the hosts {self.hosts} do not hold each rank of 0 … {size - 1} once")
+        if self.hosts != tuple(sorted(tuple(sorted(ranks)) for ranks in self.hosts)):
+            raise ConfigError(f"the hosts {self.hosts} are not ordered by their ranks")
+        object.__setattr__(self, "_host", tuple(placed[rank] for rank in range(size)))
+
+    @classmethod
+    def single(cls, size: int) -> Topology:
+        """All ranks on one host."""
+        if size < 1:
+            raise InvalidSize(f"a topology of {size} ranks")
+        return cls((tuple(range(size)),))
+
+    @classmethod
+    def of(cls, host_names: Sequence[str]) -> Topology:
+        """From the name of each rank's host, in rank order; equal names share a host."""
+        hosts: dict[str, list[int]] = {}
+        for rank, name in enumerate(host_names):
+            hosts.setdefault(name, []).append(rank)
+        return cls(tuple(map(tuple, hosts.values())))
+
+    @property
+    def size(self) -> int:
+        return len(self._host)
+
+    def host_of(self, rank: int) -> int:
+        """The index in `hosts` of the host that this rank lives on."""
+        if not 0 <= rank < self.size:
+            raise InvalidRank(f"rank {rank} is not one of 0 … {self.size - 1}", rank=rank)
+        return self._host[rank]

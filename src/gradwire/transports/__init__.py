@@ -1,0 +1,1 @@
+"""Ways to make links between ranks; `base` states what each of them offers."""

@@ -1,0 +1,154 @@
+"""What a transport is: a maker of links, and a way to wait for them.
+
+A link is a non-blocking, ordered, duplex stream of bytes to one peer on one channel. A channel is a number that both
+ends know: each group's collectives have one, so have control messages and point-to-point messages, and none can
+stand in the way of another. Everything above (messages, groups, failures) is the same over every transport.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from gradwire.errors import Closed, NoConnection
+
+CONTROL_CHANNEL = 1
+MESSAGE_CHANNEL = 2
+SPIN_SECONDS = 100e-6  # how long a wait may poll before it sleeps: about two wake-ups' worth
+
+Buffer = memoryview | bytearray | bytes
+
+
+class LinkClosed(Exception):
+    """The other end of a link is gone; what it means for the job is decided above."""
+
+
+class Link(Protocol):
+    """One end of a stream. Neither method blocks; one thread sends and one receives at a time."""
+
+    peer: int
+    channel: int
+
+    def send(self, buffers: Sequence[Buffer]) -> int:
+        """Take as many bytes as there is room for and say how many."""
+
+    def receive(self, buffers: Sequence[memoryview]) -> int:
+        """Fill the buffers with what has arrived and say how many bytes; 0 if nothing. `LinkClosed` at the end."""
+
+    def close(self) -> None:
+        """Give the link up; the peer sees its end."""
+
+
+class Bell(Protocol):
+    """Wakes every wait that listens to it, from any thread, until it is silenced."""
+
+    def ring(self) -> None: ...
+    def silence(self) -> None: ...
+
+
+class Transport(Protocol):
+    """What `local` and `tcp` offer alike."""
+
+    name: str
+    rank: int
+    spin: float
+    """Seconds a wait may poll before it sleeps; 0 where ranks outnumber the cores."""
+
+    def dial(self, peer: int, channel: int, deadline: float) -> Link:
+        """Make a link; the peer gets its end from `accept`, or through `adopt`."""
+
+    def accept(self, peer: int, channel: int, deadline: float) -> Link:
+        """Wait for the link that the peer dials."""
+
+    def adopt(self, channel: int, taker: Callable[[Link], None]) -> None:
+        """Hand links that peers dial on this channel to `taker`, as they come, instead of keeping them for `accept`."""
+
+    def bell(self) -> Bell: ...
+
+    def wait(self, reads: Iterable[Link], writes: Iterable[Link], bell: Bell, timeout: float) -> None:
+        """Return when a link can be read or written, the bell rings, or the time is over."""
+
+    def gone(self, peer: int) -> bool:
+        """Whether the peer is known to have died without its links being closed (in-process ranks can)."""
+
+    def touch(self) -> None:
+        """The calling thread acts for this rank."""
+
+    def close(self) -> None: ...
+
+    def abandon(self) -> None:
+        """In a forked child: let go of every descriptor without a word to the peers."""
+
+
+class Arrivals:
+    """Links that peers have dialled, until somebody here asks for them; every (peer, channel) at most once."""
+
+    MAX_PARKED = 4096
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._parked: dict[tuple[int, int], Link] = {}
+        self._live: dict[tuple[int, int], Link] = {}
+        self._takers: dict[int, Callable[[Link], None]] = {}
+        self._closed = False
+
+    def refusal(self, peer: int, channel: int) -> str | None:
+        """Why a link from this peer on this channel cannot be taken, if it cannot."""
+        with self._changed:
+            if self._closed:
+                return "this rank is closing"
+            if (peer, channel) in self._live:
+                return f"rank {peer} already holds this link"
+            if len(self._parked) >= self.MAX_PARKED:
+                return "too many links wait to be taken"
+        return None
+
+    def add(self, link: Link) -> None:
+        key = link.peer, link.channel
+        with self._changed:
+            late = self._closed or key in self._live  # another admission of the same link was quicker
+            if not late:
+                self._live[key] = link
+            taker = self._takers.get(link.channel)
+            if taker is None and not late:
+                self._parked[key] = link
+                self._changed.notify_all()
+        if late:
+            link.close()
+        elif taker is not None:
+            taker(link)
+
+    def adopt(self, channel: int, taker: Callable[[Link], None]) -> None:
+        with self._changed:
+            self._takers[channel] = taker
+            early = [key for key in self._parked if key[1] == channel]
+            links = [self._parked.pop(key) for key in early]
+        for link in links:
+            taker(link)
+
+    def forget(self, link: Link) -> None:
+        """The link was closed here: the peer may dial anew."""
+        with self._changed:
+            if self._live.get((link.peer, link.channel)) is link:
+                del self._live[link.peer, link.channel]
+
+    def take(self, peer: int, channel: int, deadline: float) -> Link:
+        with self._changed:
+            while (peer, channel) not in self._parked:
+                if self._closed:
+                    raise Closed("the transport is closed", peer=peer)
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    raise NoConnection(f"rank {peer} did not connect in time", peer=peer)
+                self._changed.wait(remaining)
+            return self._parked.pop((peer, channel))
+
+    def close(self) -> list[Link]:
+        """Refuse everybody from now on; returns the links nobody took."""
+        with self._changed:
+            self._closed = True
+            parked, self._parked = list(self._parked.values()), {}
+            self._changed.notify_all()
+        return parked

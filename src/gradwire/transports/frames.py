@@ -1,0 +1,147 @@
+"""Whole messages over a link, for the channels that one thread reads for everybody (control, point to point)."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from gradwire.transports.base import Link
+from gradwire.wire import HEADER_BYTES, Header, parse
+
+READ_AHEAD = 256 * 1024
+
+
+class Sink(Protocol):
+    """Where frames go. `begin` offers memory for a payload, bounded by what was expected; `finish` says it is there."""
+
+    def begin(self, link: Link, header: Header) -> memoryview: ...
+    def finish(self, link: Link, header: Header, payload: memoryview) -> None: ...
+
+
+class FrameReader:
+    """Cuts a link's stream into frames. Small frames are read many at a time; large payloads straight into place."""
+
+    def __init__(self, link: Link, sink: Sink, lock: AbstractContextManager[object]) -> None:
+        self.link = link
+        self._sink = sink
+        self._lock = lock  # held while bytes move into memory that the sink gave, so that it can take it back
+        self._ahead = memoryview(bytearray(READ_AHEAD))
+        self._start = 0
+        self._end = 0
+        self._header: Header | None = None
+        self._payload = memoryview(b"")
+        self._filled = 0
+
+    def pump(self) -> int:
+        """Take in what has arrived, as far as one pass goes; the number of bytes. `LinkClosed` at the end."""
+        if self._header is not None and self._end == self._start:
+            with self._lock:
+                got = self.link.receive([self._payload[self._filled :]])
+                self._filled += got
+            self._complete()
+            return got
+        if self._start:
+            self._ahead[: self._end - self._start] = self._ahead[self._start : self._end]
+            self._end -= self._start
+            self._start = 0
+        got = self.link.receive([self._ahead[self._end :]])
+        self._end += got
+        self._cut()
+        return got
+
+    def redirect(self, old: memoryview, new: memoryview) -> None:
+        """Let a payload that is arriving in `old` go on arriving in `new`; the caller holds the sink's lock."""
+        if self._header is not None and self._payload is old:
+            new[: self._filled] = old[: self._filled]
+            self._payload = new
+
+    def _cut(self) -> None:
+        while True:
+            if self._header is None:
+                if self._end - self._start < HEADER_BYTES:
+                    return
+                with self._lock:
+                    self._header = parse(self._ahead[self._start : self._start + HEADER_BYTES])
+                    self._start += HEADER_BYTES
+                    self._payload = self._sink.begin(self.link, self._header)
+                    self._filled = 0
+            with self._lock:
+                part = min(self._end - self._start, len(self._payload) - self._filled)
+                self._payload[self._filled : self._filled + part] = self._ahead[self._start : self._start + part]
+                self._filled += part
+            self._start += part
+            if not self._complete():
+                return
+
+    def _complete(self) -> bool:
+        if self._header is None or self._filled < len(self._payload):
+            return False
+        header, payload = self._header, self._payload
+        self._header, self._payload = None, memoryview(b"")
+        self._sink.finish(self.link, header, payload)
+        return True
+
+
+class Outbox:
+    """Messages on their way out of a link: sent at once where there is room, else by the thread that flushes."""
+
+    MAX_WAITING = 8 * 1024 * 1024
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self._lock = threading.Lock()
+        self._waiting: deque[memoryview] = deque()
+        self._bytes = 0
+        self._held = False
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something is left to flush, and nobody streams past it."""
+        return bool(self._waiting) and not self._held
+
+    @property
+    def full(self) -> bool:
+        return self._bytes > self.MAX_WAITING
+
+    def post(self, message: bytes) -> bool:
+        """Send a message in its turn, without blocking; True if a part of it must be flushed later."""
+        with self._lock:
+            rest = memoryview(message)
+            if not self._waiting and not self._held:
+                rest = rest[self.link.send([rest]) :]
+            if rest:
+                self._waiting.append(rest)
+                self._bytes += len(rest)
+            return bool(self._waiting)
+
+    def flush(self) -> bool:
+        """Send what waits, as far as there is room; True when nothing is left."""
+        with self._lock:
+            if not self._held:
+                self._send_waiting()
+            return not self._waiting
+
+    def hold(self) -> bool:
+        """Take the link for one's own streaming; False if others' messages must go first."""
+        with self._lock:
+            if self._held:
+                return False
+            self._send_waiting()
+            self._held = not self._waiting
+            return self._held
+
+    def release(self) -> None:
+        with self._lock:
+            self._held = False
+
+    def _send_waiting(self) -> None:
+        while self._waiting:
+            message = self._waiting[0]
+            sent = self.link.send([message])
+            self._bytes -= sent
+            if sent < len(message):
+                self._waiting[0] = message[sent:]
+                return
+            self._waiting.popleft()

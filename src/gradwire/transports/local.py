@@ -1,0 +1,199 @@
+"""Ranks as threads of one process: bounded byte pipes in memory, no sockets, the errors of the real thing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from gradwire.transports.base import Arrivals, Bell, Buffer, Link, LinkClosed
+
+PIPE_BYTES = 256 * 1024
+DEAD_AFTER = 0.5  # seconds without a living thread after which a rank that is waited for counts as dead
+
+
+class Hub:
+    """The ground that the ranks of one process share: a lock for all their pipes, and a condition for each rank."""
+
+    def __init__(self, size: int) -> None:
+        self.lock = threading.Lock()
+        self.activity = [threading.Condition(self.lock) for _ in range(size)]
+        self.transports = [LocalTransport(self, rank) for rank in range(size)]
+
+
+class _Pipe:
+    """One direction of a link; guarded by the hub's lock."""
+
+    __slots__ = ("chunks", "closed", "filled")
+
+    def __init__(self) -> None:
+        self.chunks: deque[memoryview] = deque()
+        self.filled = 0
+        self.closed = False
+
+    def put(self, buffers: Sequence[Buffer]) -> int:
+        taken = 0
+        for buffer in buffers:
+            part = memoryview(buffer)[: PIPE_BYTES - self.filled]
+            if part.nbytes:
+                self.chunks.append(memoryview(bytes(part)))
+                self.filled += part.nbytes
+                taken += part.nbytes
+            if part.nbytes < len(buffer):
+                break
+        return taken
+
+    def get(self, buffers: Sequence[memoryview]) -> int:
+        got = 0
+        for buffer in buffers:
+            at = 0
+            while at < len(buffer) and self.chunks:
+                chunk = self.chunks[0]
+                part = min(len(chunk), len(buffer) - at)
+                buffer[at : at + part] = chunk[:part]
+                at += part
+                if part == len(chunk):
+                    self.chunks.popleft()
+                else:
+                    self.chunks[0] = chunk[part:]
+            got += at
+            if at < len(buffer):
+                break
+        self.filled -= got
+        return got
+
+
+class LocalLink:
+    """A link between two threads."""
+
+    def __init__(self, hub: Hub, rank: int, peer: int, channel: int, outgoing: _Pipe, incoming: _Pipe) -> None:
+        self.rank = rank
+        self.peer = peer
+        self.channel = channel
+        self._hub = hub
+        self._outgoing = outgoing
+        self._incoming = incoming
+
+    def send(self, buffers: Sequence[Buffer]) -> int:
+        with self._hub.lock:
+            if self._outgoing.closed:
+                raise LinkClosed
+            taken = self._outgoing.put(buffers)
+            if taken:
+                self._hub.activity[self.peer].notify_all()
+        return taken
+
+    def receive(self, buffers: Sequence[memoryview]) -> int:
+        with self._hub.lock:
+            got = self._incoming.get(buffers)
+            if got:
+                self._hub.activity[self.peer].notify_all()
+            elif self._incoming.closed:
+                raise LinkClosed
+        return got
+
+    def close(self) -> None:
+        with self._hub.lock:
+            self._outgoing.closed = self._incoming.closed = True
+            for rank in (self.peer, self.rank):
+                self._hub.activity[rank].notify_all()
+        self._hub.transports[self.rank].arrivals.forget(self)
+
+    def readable(self) -> bool:
+        return bool(self._incoming.filled) or self._incoming.closed
+
+    def writable(self) -> bool:
+        return self._outgoing.filled < PIPE_BYTES or self._outgoing.closed
+
+
+class LocalBell:
+    """A bell among the conditions of one rank."""
+
+    def __init__(self, activity: threading.Condition) -> None:
+        self._activity = activity
+        self.rung = False
+
+    def ring(self) -> None:
+        with self._activity:
+            self.rung = True
+            self._activity.notify_all()
+
+    def silence(self) -> None:
+        with self._activity:
+            self.rung = False
+
+
+class LocalTransport:
+    """One rank's way to the others of its process."""
+
+    name = "local"
+    spin = 0.0  # one interpreter runs one thread at a time: polling would only keep the peer from answering
+
+    def __init__(self, hub: Hub, rank: int) -> None:
+        self.rank = rank
+        self.arrivals = Arrivals()
+        self._hub = hub
+        self._links: list[LocalLink] = []
+        self._thread: threading.Thread | None = None
+        self._dead_since: float | None = None
+
+    def touch(self) -> None:
+        """Remember which thread plays this rank, so that its death can be seen."""
+        self._thread = threading.current_thread()
+
+    def gone(self, peer: int) -> bool:
+        return self._hub.transports[peer]._dead()
+
+    def _dead(self) -> bool:
+        if self._thread is None or self._thread.is_alive():
+            self._dead_since = None
+            return False
+        now = time.monotonic()
+        if self._dead_since is None:
+            self._dead_since = now
+        return now - self._dead_since >= DEAD_AFTER
+
+    def dial(self, peer: int, channel: int, deadline: float) -> Link:
+        there, back = _Pipe(), _Pipe()
+        mine = LocalLink(self._hub, self.rank, peer, channel, there, back)
+        theirs = LocalLink(self._hub, peer, self.rank, channel, back, there)
+        other = self._hub.transports[peer]
+        self._links.append(mine)
+        if other.arrivals.refusal(self.rank, channel):
+            mine.close()  # the peer has closed: as with a socket, the first use of the link tells
+            return mine
+        other._links.append(theirs)
+        other.arrivals.add(theirs)
+        return mine
+
+    def accept(self, peer: int, channel: int, deadline: float) -> Link:
+        return self.arrivals.take(peer, channel, deadline)
+
+    def adopt(self, channel: int, taker: Callable[[Link], None]) -> None:
+        self.arrivals.adopt(channel, taker)
+
+    def bell(self) -> LocalBell:
+        return LocalBell(self._hub.activity[self.rank])
+
+    def wait(self, reads: Iterable[Link], writes: Iterable[Link], bell: Bell, timeout: float) -> None:
+        assert isinstance(bell, LocalBell)
+        readers = [link for link in reads if isinstance(link, LocalLink)]
+        writers = [link for link in writes if isinstance(link, LocalLink)]
+        activity = self._hub.activity[self.rank]
+        with activity:
+            activity.wait_for(
+                lambda: (
+                    bell.rung or any(link.readable() for link in readers) or any(link.writable() for link in writers)
+                ),
+                timeout,
+            )
+
+    def close(self) -> None:
+        self.arrivals.close()
+        for link in list(self._links):
+            link.close()
+        self._links.clear()
+
+    def abandon(self) -> None:
+        """A forked child owns copies of the pipes: there is nothing to let go of."""

@@ -1,0 +1,159 @@
+"""The door of a TCP rank: strangers are heard with patience that is bounded in bytes, number and time.
+
+One thread runs every admission at once, so a slow or silent stranger delays nobody. Nothing from a stranger is stored
+beyond the admission's fixed frames, and of too many strangers the one that has dawdled longest is shown out first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from gradwire.security.admission import Acceptor, Hello
+
+log = logging.getLogger("gradwire.transports")
+
+MAX_STRANGERS = 256
+PATIENCE_SECONDS = 5.0
+LOGGED_PER_MINUTE = 60
+
+
+@dataclass(slots=True)
+class _Stranger:
+    sock: socket.socket
+    source: str
+    acceptor: Acceptor
+    until: float
+
+
+class Acceptance:
+    """Accepts connections on a listener and hands on those that prove to know the job's secret."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        key: bytes,
+        check: Callable[[Hello], str | None],
+        admitted: Callable[[socket.socket, Hello], None],
+        bell: Any,
+    ) -> None:
+        self._listener = listener
+        self._key = key
+        self._check = check
+        self._admitted = admitted
+        self._bell = bell
+        self._strangers: dict[int, _Stranger] = {}
+        self._stopping = False
+        self._paused_until = 0.0
+        self._logged: tuple[float, int] = (0.0, 0)
+        self._thread = threading.Thread(target=self._run, name="gradwire-accept", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._bell.ring()
+        self._thread.join()
+
+    def abandon(self) -> None:
+        """In a forked child: the thread does not exist here, its sockets do."""
+        for stranger in self._strangers.values():
+            stranger.sock.close()
+
+    def _run(self) -> None:
+        while not self._stopping:
+            for descriptor, _ in self._poll():
+                if descriptor == self._listener.fileno():
+                    self._accept()
+                elif descriptor in self._strangers:
+                    self._hear(descriptor)
+            self._show_out_the_late()
+        for descriptor in list(self._strangers):
+            self._dismiss(descriptor, None)
+
+    def _poll(self) -> list[tuple[int, int]]:
+        poll = select.poll()
+        poll.register(self._bell.fileno(), select.POLLIN)
+        now = time.monotonic()
+        deadlines = [stranger.until for stranger in self._strangers.values()]
+        if now >= self._paused_until:
+            poll.register(self._listener.fileno(), select.POLLIN)
+        else:
+            deadlines.append(self._paused_until)
+        for descriptor in self._strangers:
+            poll.register(descriptor, select.POLLIN)
+        timeout = max(0.0, min(deadlines) - now) * 1000 + 1 if deadlines else None
+        return poll.poll(timeout)
+
+    def _accept(self) -> None:
+        try:
+            sock, address = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            # Out of descriptors, most likely: wait instead of spinning on a listener that stays readable.
+            log.warning("cannot accept a connection: %s", error)
+            self._paused_until = time.monotonic() + 0.5
+            return
+        sock.setblocking(False)
+        if len(self._strangers) >= MAX_STRANGERS:
+            eldest = min(self._strangers, key=lambda descriptor: self._strangers[descriptor].until)
+            self._dismiss(eldest, "too many connections that say nothing")
+        source = f"{address[0]}:{address[1]}"
+        until = time.monotonic() + PATIENCE_SECONDS
+        self._strangers[sock.fileno()] = _Stranger(sock, source, Acceptor(self._key, self._check), until)
+
+    def _hear(self, descriptor: int) -> None:
+        stranger = self._strangers[descriptor]
+        try:
+            data = stranger.sock.recv(stranger.acceptor.wanted)
+            if not data:
+                stranger.acceptor.eof()
+                self._dismiss(descriptor, stranger.acceptor.refusal)
+                return
+            answer = stranger.acceptor.feed(data)
+            if answer and stranger.sock.send(answer) < len(answer):
+                self._dismiss(descriptor, "does not read its answers")
+                return
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._dismiss(descriptor, f"broke off: {error}")
+            return
+        if stranger.acceptor.refusal is not None:
+            self._dismiss(descriptor, stranger.acceptor.refusal)
+        elif stranger.acceptor.done:
+            del self._strangers[descriptor]
+            assert stranger.acceptor.hello is not None
+            self._admitted(stranger.sock, stranger.acceptor.hello)
+
+    def _show_out_the_late(self) -> None:
+        now = time.monotonic()
+        for descriptor in [d for d, stranger in self._strangers.items() if stranger.until <= now]:
+            self._dismiss(descriptor, f"said too little in {PATIENCE_SECONDS:g} s")
+
+    def _dismiss(self, descriptor: int, reason: str | None) -> None:
+        stranger = self._strangers.pop(descriptor)
+        with contextlib.suppress(OSError):
+            stranger.sock.close()
+        if reason is not None and self._may_log():
+            log.warning("refused a link from %s: %s", stranger.source, reason)
+
+    def _may_log(self) -> bool:
+        """A flood of strangers must not become a flood of lines."""
+        began, count = self._logged
+        now = time.monotonic()
+        if now - began > 60:
+            began, count = now, 0
+        self._logged = (began, count + 1)
+        if count == LOGGED_PER_MINUTE:
+            log.warning("more refused links follow within this minute; they are not logged")
+        return count < LOGGED_PER_MINUTE

@@ -1,0 +1,28 @@
+"""Every cell of the table of algorithms and collectives, for tests that go through it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gradwire.collectives import COLLECTIVES, ROOTED, Schedule, algorithms, build
+from gradwire.topology import Topology
+
+CELLS = [(collective, algorithm) for collective in COLLECTIVES for algorithm in algorithms(collective)]
+CELLS.append(("all_reduce", "oneshot"))
+FLAT_CELLS = [cell for cell in CELLS if cell[1] != "hierarchical"]
+
+
+def uneven(size: int) -> Topology:
+    """Hosts of unequal size, their ranks not in a row."""
+    return Topology.of([str(rank * rank % 7 % 4) for rank in range(size)])
+
+
+def schedules(collective: str, algorithm: str, size: int, roots: int | None = None) -> Iterator[Schedule]:
+    """One for each root, or for so many of them, first and last included; hierarchical ones on uneven hosts."""
+    topology = uneven(size) if algorithm == "hierarchical" else None
+    if collective not in ROOTED:
+        yield build(collective, algorithm, size, topology=topology)
+        return
+    chosen = range(size) if roots is None else {i * (size - 1) // max(1, roots - 1) for i in range(roots)}
+    for root in sorted(chosen):
+        yield build(collective, algorithm, size, topology=topology, root=root)

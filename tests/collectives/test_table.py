@@ -1,0 +1,96 @@
+"""The whole table of algorithms and collectives is right, for many sizes, roots and topologies."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from collectives.table import CELLS, FLAT_CELLS, schedules
+from gradwire.collectives import COLLECTIVES, ROOTED, Schedule, algorithms, build, placement, verify
+from gradwire.topology import Topology
+
+TABLE = {
+    "all_reduce": ("star", "ring", "tree", "halving", "direct", "hierarchical"),
+    "broadcast": ("star", "tree", "direct", "hierarchical"),
+    "reduce": ("star", "tree", "direct"),
+    "all_gather": ("ring", "halving", "direct"),
+    "reduce_scatter": ("ring", "halving", "direct"),
+    "gather": ("star", "direct"),
+    "scatter": ("star", "direct"),
+    "all_to_all": ("star", "direct"),
+}
+
+
+def test_the_table_has_the_promised_cells() -> None:
+    assert {collective: algorithms(collective) for collective in COLLECTIVES} == TABLE
+
+
+@pytest.mark.parametrize(("collective", "algorithm"), CELLS)
+def test_every_cell_is_right_for_1_to_33_ranks(collective: str, algorithm: str) -> None:
+    for size in range(1, 34):
+        for schedule in schedules(collective, algorithm, size, roots=None if size <= 9 else 3):
+            verify(schedule)
+
+
+@given(st.sampled_from(FLAT_CELLS), st.integers(34, 80), st.data())
+@settings(max_examples=25)
+def test_cells_are_right_for_larger_sizes(cell: tuple[str, str], size: int, data: st.DataObject) -> None:
+    root = data.draw(st.integers(0, size - 1), label="root") if cell[0] in ROOTED else 0
+    verify(build(*cell, size, root=root))
+
+
+topologies = st.lists(st.integers(0, 6), min_size=1, max_size=24).map(lambda hosts: Topology.of(list(map(str, hosts))))
+
+
+@given(topologies)
+@settings(max_examples=80)
+def test_hierarchical_all_reduce_is_right_on_any_hosts(topology: Topology) -> None:
+    verify(build("all_reduce", "hierarchical", topology.size, topology=topology))
+
+
+@given(topologies, st.data())
+@settings(max_examples=80)
+def test_hierarchical_broadcast_is_right_on_any_hosts_from_any_root(topology: Topology, data: st.DataObject) -> None:
+    root = data.draw(st.integers(0, topology.size - 1), label="root")
+    verify(build("broadcast", "hierarchical", topology.size, topology=topology, root=root))
+
+
+@pytest.mark.parametrize(("collective", "algorithm"), CELLS)
+def test_only_the_one_shot_all_reduce_needs_acc_apart(collective: str, algorithm: str) -> None:
+    assert build(collective, algorithm, 3).separate_acc == (algorithm == "oneshot")
+
+
+def test_direct_star_and_one_shot_fold_in_rank_order() -> None:
+    for algorithm in ("direct", "star", "oneshot"):
+        orders = verify(build("all_reduce", algorithm, 4)).values()
+        assert set(orders) == {(((0, 1), 2), 3)}
+
+
+def test_a_ring_folds_each_segment_once_round_and_ends_at_its_owner() -> None:
+    assert verify(build("reduce_scatter", "ring", 3)) == {0: ((1, 2), 0), 1: ((2, 0), 1), 2: ((0, 1), 2)}
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_every_output_segment_has_a_place_and_an_input(collective: str, size: int) -> None:
+    schedule = build(collective, "direct", size, root=size - 1)
+    places = [_placement(schedule, rank) for rank in range(size)]
+    everything = set(range(schedule.segments))
+    assert set().union(*(brought for brought, _ in places)) == everything
+    assert set().union(*(owed for _, owed in places)) == everything
+
+
+def _placement(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return placement(schedule.collective, schedule.size, schedule.segments, schedule.root, rank)
+
+
+def test_placement_says_who_brings_and_who_gets_what() -> None:
+    assert placement("broadcast", 3, 3, 1, 1) == ((0, 1, 2), (0, 1, 2))
+    assert placement("broadcast", 3, 3, 1, 0) == ((), (0, 1, 2))
+    assert placement("reduce", 3, 1, 1, 0) == ((0,), ())
+    assert placement("all_gather", 3, 3, None, 2) == ((2,), (0, 1, 2))
+    assert placement("reduce_scatter", 3, 3, None, 2) == ((0, 1, 2), (2,))
+    assert placement("gather", 3, 3, 0, 2) == ((2,), ())
+    assert placement("scatter", 3, 3, 0, 2) == ((), (2,))
+    assert placement("all_to_all", 3, 9, None, 1) == ((3, 4, 5), (1, 4, 7))

@@ -1,0 +1,227 @@
+"""The verifier rejects what is wrong, and says where and why."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from dataclasses import replace
+
+import pytest
+
+from collectives.mutations import mutants, with_program, with_programs
+from collectives.table import CELLS, schedules
+from gradwire.collectives import (
+    ROOTED,
+    Copy,
+    Finish,
+    Fold,
+    From,
+    InvalidSchedule,
+    Program,
+    Recv,
+    Schedule,
+    Send,
+    Slice,
+    build,
+    verify,
+)
+from gradwire.collectives.schedule import Phase
+from gradwire.errors import GradwireError
+
+IN, OUT, ACC = Slice("in", 0), Slice("out", 0), Slice("acc", 0)
+
+
+def survivors(schedule: Schedule, sample: int | None = None) -> list[str]:
+    """What was done to the mutants that the verifier took for right."""
+    candidates = list(mutants(schedule))
+    if sample is not None:
+        candidates = random.Random(schedule.size).sample(candidates, min(sample, len(candidates)))
+    return [what for what, mutant in candidates if not rejects(mutant)]
+
+
+def rejects(schedule: Schedule) -> bool:
+    try:
+        verify(schedule)
+    except InvalidSchedule:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(("collective", "algorithm"), CELLS)
+def test_every_small_mutation_is_rejected(collective: str, algorithm: str) -> None:
+    for size in (1, 2, 3, 4):
+        for schedule in schedules(collective, algorithm, size, roots=1 if size == 4 else 2):
+            assert survivors(schedule) == []
+
+
+@pytest.mark.parametrize(("collective", "algorithm"), CELLS)
+def test_mutations_of_larger_schedules_are_rejected(collective: str, algorithm: str) -> None:
+    for size in (6, 9):
+        for schedule in schedules(collective, algorithm, size, roots=2):
+            assert survivors(schedule, sample=80) == []
+
+
+@pytest.mark.parametrize(("collective", "algorithm"), [cell for cell in CELLS if cell[0] in ROOTED])
+def test_a_schedule_for_another_root_is_rejected(collective: str, algorithm: str) -> None:
+    schedule = build(collective, algorithm, 4, root=1)
+    for root in (0, 2, 3):
+        assert rejects(replace(schedule, root=root))
+
+
+def test_a_schedule_of_another_collective_is_rejected() -> None:
+    assert rejects(replace(build("all_gather", "ring", 3), collective="reduce_scatter"))
+    assert rejects(replace(build("reduce", "star", 3, root=0), collective="all_reduce", root=None))
+    assert rejects(replace(build("gather", "star", 3, root=0), collective="all_gather", root=None))
+
+
+def pair(collective: str, first: Program, second: Program, *, segments: int = 1, separate: bool = False) -> Schedule:
+    """A handmade schedule of two ranks."""
+    programs = [first, second]
+    phase = Phase(range(2), segments, len(first), programs.__getitem__, separate)
+    return Schedule(collective, "handmade", 2, 0 if collective in ROOTED else None, phase)
+
+
+def reason(schedule: Schedule) -> str:
+    with pytest.raises(InvalidSchedule) as caught:
+        verify(schedule)
+    return caught.value.reason
+
+
+def swap_inputs(*, partial: bool = False) -> tuple[Program, Program]:
+    """Both send their input and fold: an all-reduce but for its end."""
+    return (
+        ((Send(IN, (1,)), Fold(ACC, (IN, From(1, partial)))),),
+        ((Send(IN, (0,)), Fold(ACC, (From(0, partial), IN))),),
+    )
+
+
+END: Program = ((Finish(OUT, ACC),),)
+
+
+def test_the_handmade_all_reduce_is_right() -> None:
+    first, second = swap_inputs()
+    assert verify(pair("all_reduce", first + END, second + END, separate=True)) == {0: (0, 1)}
+
+
+def test_an_error_says_where_and_why_and_survives_pickling() -> None:
+    schedule = build("all_reduce", "ring", 3)
+    program = schedule.program(1)
+    with pytest.raises(InvalidSchedule) as caught:
+        verify(with_program(schedule, 1, ((program[0][1],), *program[1:])))
+    error: InvalidSchedule = pickle.loads(pickle.dumps(caught.value))
+    assert isinstance(error, GradwireError)
+    assert isinstance(error, ValueError)
+    assert (error.rank, error.round_number, error.operation) == (2, 0, "acc[0] = ←1 + in[0]")
+    assert error.reason == "rank 1 does not send it in this round"
+    assert str(error) == (
+        "all_reduce by ring with 3 ranks: rank 2, round 0, acc[0] = ←1 + in[0]: rank 1 does not send it in this round"
+    )
+
+
+def test_sending_what_is_folded_into_needs_acc_apart() -> None:
+    first, second = swap_inputs()
+    assert "writes segment 0 in the same round" in reason(pair("all_reduce", first + END, second + END))
+
+
+def test_ranks_that_fold_in_different_orders_are_told_apart() -> None:
+    first, _ = swap_inputs()
+    second: Program = ((Send(IN, (0,)), Fold(ACC, (IN, From(0, False)))),)
+    assert "another order" in reason(pair("all_reduce", first + END, second + END, separate=True))
+
+
+def test_types_of_messages_must_agree() -> None:
+    first, second = swap_inputs(partial=True)
+    assert "another type" in reason(pair("all_reduce", first + END, second + END, separate=True))
+
+
+def test_a_finished_result_is_neither_folded_nor_finished_again() -> None:
+    first, second = swap_inputs()
+    again: Program = ((Send(OUT, (1,)),), ())
+    fold: Program = ((Fold(ACC, (From(0, False),)),), ((Finish(OUT, ACC),)))
+    schedule = pair("all_reduce", first + END + again, second + END + fold, separate=True)
+    assert reason(schedule) == "it folds a finished result"
+
+
+def test_an_incomplete_result_is_not_finished() -> None:
+    alone: Program = ((Fold(ACC, (IN,)),), *END)
+    assert reason(pair("all_reduce", alone, alone)) == "the input of rank 1 is missing"
+
+
+def test_no_input_counts_twice() -> None:
+    twice: Program = ((Fold(ACC, (IN, IN)),), *END)
+    assert reason(pair("all_reduce", twice, twice)) == "it folds the input of rank 0 twice"
+
+
+def test_buffers_over_each_other_are_not_read_after_they_were_overwritten() -> None:
+    first: Program = ((Fold(ACC, (IN, From(1, False))),), (Send(IN, (1,)),), *END)
+    second: Program = ((Send(IN, (0,)),), (Fold(ACC, (From(0, False), IN)),), *END)
+    assert reason(pair("all_reduce", first, second)) == "in[0] may have been overwritten"
+    assert verify(pair("all_reduce", first, second, separate=True)) == {0: (0, 1)}
+
+
+def test_a_copy_beside_readers_of_its_source_is_harmless_but_its_target_is_not_yet_there() -> None:
+    recv: Program = ((Recv(OUT, 0),),)
+    assert verify(pair("broadcast", ((Copy(OUT, IN), Send(IN, (1,))),), recv)) == {0: 0}
+    assert "in the same round" in reason(pair("broadcast", ((Copy(OUT, IN), Send(OUT, (1,))),), recv))
+
+
+def test_work_in_vain_is_rejected() -> None:
+    recv: Program = ((Recv(OUT, 0),), (Recv(OUT, 0),))
+    send: Program = ((Copy(OUT, IN), Send(IN, (1,))), (Send(IN, (1,)),))
+    assert reason(pair("broadcast", send, recv)) == "out[0] holds that already"
+    unused: Program = ((Recv(OUT, 0),), (Recv(ACC, 0),))
+    assert reason(pair("broadcast", send, unused)) == "nobody reads acc[0]"
+
+
+@pytest.mark.parametrize(
+    ("op", "why"),
+    [
+        (Send(IN, (0,)), "rank 0 is not another rank"),
+        (Send(IN, (2,)), "rank 2 is not another rank"),
+        (Send(IN, ()), "it has nothing to do"),
+        (Send(Slice("in", 1), (1,)), "in[1] is not within the 1 segments"),
+        (Send(Slice("in", 0, 0), (1,)), "in[0:0] is not within the 1 segments"),
+        (Send(IN, (1,)), "rank 1 does not receive it in this round"),
+        (Recv(OUT, 1), "rank 1 does not send it in this round"),
+        (Recv(IN, 1), "inputs are not written"),
+        (Fold(ACC, (IN,)), "broadcast reduces nothing"),
+        (Finish(OUT, ACC), "broadcast reduces nothing"),
+        (Copy(OUT, ACC), "acc[0] was never written"),
+    ],
+    ids=str,
+)
+def test_single_wrong_operations(op: Send | Recv | Fold | Finish | Copy, why: str) -> None:
+    assert reason(pair("broadcast", ((op,),), ((),))) == why
+
+
+@pytest.mark.parametrize(
+    ("op", "why"),
+    [
+        (Fold(OUT, (IN,)), "a fold is into acc"),
+        (Fold(ACC, ()), "it has nothing to do"),
+        (Finish(OUT, IN), "a finish is from acc to out"),
+        (Copy(ACC, IN), "a copy does not change the type"),
+        (Copy(OUT, Slice("in", 1)), "in[1] and out[0] are not the same segments"),
+        (Copy(Slice("out", 1), Slice("in", 1)), "rank 0 has no output out[1]"),
+    ],
+    ids=str,
+)
+def test_single_wrong_operations_of_a_reduction(op: Fold | Finish | Copy, why: str) -> None:
+    assert reason(pair("reduce_scatter", ((op,),), ((),), segments=2)) == why
+
+
+def test_nothing_is_sent_that_was_never_written() -> None:
+    assert reason(pair("broadcast", ((Send(OUT, (1,)),),), ((Recv(OUT, 0),),))) == "out[0] was never written"
+
+
+def test_all_ranks_must_have_equally_many_rounds() -> None:
+    schedule = build("broadcast", "star", 2)
+    programs = [schedule.program(0), (*schedule.program(1), ())]
+    assert reason(with_programs(schedule, programs)) == "it has 2 rounds, but rank 0 has 1"
+
+
+def test_a_rank_that_ends_without_its_result_is_named() -> None:
+    with pytest.raises(InvalidSchedule, match=r"rank 1: it ends without out\[0\]") as caught:
+        verify(pair("broadcast", ((Copy(OUT, IN),),), ((),)))
+    assert caught.value.rank == 1
+    assert caught.value.operation is None

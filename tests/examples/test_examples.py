@@ -1,0 +1,83 @@
+"""The examples run as a newcomer would run them: fresh processes, started by the command line."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gradwire
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def call(*command: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with these arguments, where `import gradwire` finds what the tests import, in a world of its own."""
+    source = str(Path(gradwire.__file__).parents[1])
+    started = {"PYTHONPATH": source, "PYTHONUTF8": "1", "NO_COLOR": "1"}
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("GRADWIRE_", "FORCE_COLOR"))}
+    return subprocess.run(
+        [sys.executable, *command], env=environ | started, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def run(ranks: int, example: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return call("-m", "gradwire", "run", "-n", str(ranks), str(EXAMPLES / example), *arguments)
+
+
+def said(outcome: subprocess.CompletedProcess[str]) -> str:
+    return f"exit code {outcome.returncode}\n{outcome.stdout}\n{outcome.stderr}"
+
+
+def test_every_example_is_in_the_table_of_contents() -> None:
+    text = (EXAMPLES / "README.md").read_text()
+    for script in EXAMPLES.glob("*.py"):
+        assert f"[`{script.name}`]({script.name})" in text
+
+
+def test_hello() -> None:
+    outcome = run(4, "hello.py")
+    assert outcome.returncode == 0, said(outcome)
+    for rank in range(4):
+        assert f"[{rank}] all_reduce: [6. 6. 6.] and, of a number, 3\n" in outcome.stdout, said(outcome)
+        assert f"[{rank}] broadcast: [0. 1. 2.]\n" in outcome.stdout
+        assert f"[{rank}] stream: [4.0, 40.0, 400.0]\n" in outcome.stdout
+    assert "[2] subgroup [0, 2]: I am 1 of 2, the sum is 2\n" in outcome.stdout
+    assert "[3] subgroup [1, 3]: I am 1 of 2, the sum is 4\n" in outcome.stdout
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_digits_are_learned_alike_by_any_number_of_ranks(ranks: int) -> None:
+    outcome = run(ranks, "digits.py", "--epochs", "2", "--target", "0.8")
+    assert outcome.returncode == 0, said(outcome)
+    ends = re.findall(r"^\[(\d)\] rank \1 ends with (\w{8})$", outcome.stdout, re.MULTILINE)
+    assert sorted(rank for rank, _ in ends) == [str(rank) for rank in range(ranks)], said(outcome)
+    assert len({digest for _, digest in ends}) == 1
+    assert f"[0] ✓ the same bits on every rank ({ranks})\n" in outcome.stdout
+    assert outcome.stdout.count("[0] ✓ ") == 4
+    assert "\x1b" not in outcome.stdout  # no cursor movements through a pipe
+    assert re.search(
+        r"^\[0\] epoch   2 ━{24} loss 0\.\d{4}  test accuracy  [89]\d\.\d% 0:00:\d\d", outcome.stdout, re.M
+    )
+
+
+def test_digits_in_a_lone_process() -> None:
+    outcome = call(str(EXAMPLES / "digits.py"), "--epochs", "2", "--target", "0.8")
+    assert outcome.returncode == 0, said(outcome)
+    assert "✓ at most 0.0e+00 from a single process's weights" in outcome.stdout
+
+
+def test_a_single_changed_bit_is_found_and_fails_the_run() -> None:
+    outcome = run(3, "digits.py", "--epochs", "1", "--target", "0", "--tamper", "2")
+    assert outcome.returncode == 1, said(outcome)
+    assert "[0] ✗ FAILED: other bits: output.bias on rank 2\n" in outcome.stdout
+
+
+def test_an_accuracy_that_is_not_reached_fails_the_run() -> None:
+    outcome = run(2, "digits.py", "--epochs", "1", "--target", "1")
+    assert outcome.returncode == 1, said(outcome)
+    assert re.search(r"^\[0\] ✗ FAILED: .* of 360 test images right \(wanted: 100%\)$", outcome.stdout, re.MULTILINE)

@@ -1,0 +1,104 @@
+"""For tests of launching: jobs without a rendezvous, and processes that are waited for without guessing how long."""
+
+from __future__ import annotations
+
+import io
+import os
+import select
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from gradwire.launch.output import Output
+from gradwire.launch.rendezvous import Rendezvous
+from gradwire.launch.supervisor import Outcome, Supervisor
+from gradwire.launch.worker import Task
+
+LONG = 60.0  # seconds; a bound for what normally takes milliseconds, on a machine that is busy
+
+
+class NoCoordinator:
+    """In the place of a coordinator, for scripts that never ask for one."""
+
+    address = "127.0.0.1:9"
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def start(self) -> None:
+        self.calls.append("start")
+
+    def stop(self) -> None:
+        self.calls.append("stop")
+
+
+def nowhere() -> Rendezvous:
+    return Rendezvous(NoCoordinator(), job="a-job", token="a token of this job")
+
+
+@dataclass(frozen=True)
+class Ended:
+    outcome: Outcome
+    out: str
+    err: str
+
+
+class Job:
+    """A supervisor whose output can be read."""
+
+    def __init__(
+        self,
+        task: Task,
+        size: int,
+        *,
+        grace: float = 0.0,
+        kill_after: float = LONG,
+        environ: Mapping[str, str] | None = None,
+        log_dir: Path | None = None,
+    ) -> None:
+        self.out, self.err = io.StringIO(), io.StringIO()
+        self.rendezvous = nowhere()
+        self.supervisor = Supervisor(
+            task,
+            size,
+            self.rendezvous,
+            output=Output(size, out=self.out, err=self.err, log_dir=log_dir),
+            environ=environ,
+            grace=grace,
+            kill_after=kill_after,
+        )
+
+    def ended(self) -> Ended:
+        assert self.supervisor.wait(LONG), f"the job did not end\n{self.out.getvalue()}\n{self.err.getvalue()}"
+        assert self.supervisor.outcome is not None
+        return Ended(self.supervisor.outcome, self.out.getvalue(), self.err.getvalue())
+
+
+def run(task: Task, size: int, **options: object) -> Ended:
+    job = Job(task, size, **options)  # type: ignore[arg-type]
+    with job.supervisor:
+        return job.ended()
+
+
+def written(folder: Path, code: str, name: str = "script.py") -> str:
+    path = folder / name
+    path.write_text(textwrap.dedent(code))
+    return str(path)
+
+
+class Watched:
+    """A process that is not ours, held by a pidfd: its number may be used anew, the descriptor not."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._fd = os.pidfd_open(pid)
+
+    def ends(self, timeout: float = LONG) -> bool:
+        poll = select.poll()
+        poll.register(self._fd, select.POLLIN)
+        return bool(poll.poll(timeout * 1000))
+
+    def __del__(self) -> None:
+        if hasattr(self, "_fd"):
+            os.close(self._fd)

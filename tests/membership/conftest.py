@@ -1,0 +1,38 @@
+"""Fixtures for a rendezvous over real sockets: coordinators that are stopped, and a log that can be waited for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from gradwire.membership.service import Coordinator
+from membership.journal import SECRET, Journal
+
+
+@pytest.fixture
+def journal() -> Iterator[Journal]:
+    logger, handler = logging.getLogger("gradwire.membership"), Journal()
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield handler
+    logger.removeHandler(handler)
+    logger.setLevel(before)
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Coordinator]]:
+    """Starts coordinators on free loopback ports, and stops them after the test."""
+    started: list[Coordinator] = []
+
+    def start(size: int, host: str = "127.0.0.1", port: int = 0, **options: object) -> Coordinator:
+        coordinator = Coordinator(host, port, size=size, **{"secret": SECRET, **options})  # type: ignore[arg-type]
+        coordinator.start()
+        started.append(coordinator)
+        return coordinator
+
+    yield start
+    for coordinator in started:
+        coordinator.stop(grace=0.0)

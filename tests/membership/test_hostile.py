@@ -1,0 +1,168 @@
+"""Others on the coordinator's port, and others in the coordinator's place."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+
+from gradwire.errors import NoConnection, Refused
+from gradwire.membership import Member
+from gradwire.membership.client import register
+from gradwire.membership.sealing import CoordinatorSeal, WorkerSeal
+from gradwire.membership.service import Coordinator
+from gradwire.membership.v1 import gradwire_pb2 as pb
+from gradwire.membership.v1 import gradwire_pb2_grpc as rpc
+from membership.journal import SECRET, Journal
+
+Serve = Callable[..., Coordinator]
+ME = Member("me", 0, "machine", "host", 1, "127.0.0.1:1")
+
+
+def join(address: str, timeout: float = 10.0) -> int:
+    return register(address, ME, size=1, secret=SECRET, job=None, timeout=timeout).rank
+
+
+@pytest.fixture
+def stub(serve: Serve) -> Iterator[Any]:
+    """A bare gRPC stub for a coordinator of one rank."""
+    with grpc.insecure_channel(serve(1).address) as channel:
+        yield rpc.MembershipStub(channel)  # type: ignore[no-untyped-call]
+
+
+def status(call: Callable[[], object]) -> grpc.StatusCode:
+    with pytest.raises(grpc.RpcError) as caught:
+        call()
+    code = caught.value.code()
+    assert isinstance(code, grpc.StatusCode)
+    return code
+
+
+def test_strangers_get_nothing_and_are_logged(stub: Any, journal: Journal) -> None:
+    unproven = pb.HelloRequest(worker_nonce=bytes(32), proof=bytes(32))
+    assert status(lambda: stub.Hello(unproven)) == grpc.StatusCode.UNAUTHENTICATED
+    assert status(lambda: stub.RegisterWorker(pb.Sealed(body=b"x"))) == grpc.StatusCode.UNAUTHENTICATED
+    assert status(lambda: stub.UnregisterWorker(pb.Sealed(body=b"x"))) == grpc.StatusCode.UNAUTHENTICATED
+    journal.wait_for(r"refused a call from 127\.0\.0\.1:[0-9]+: the caller does not hold this job's secret", times=3)
+
+
+def test_a_recorded_request_is_not_heard_again(stub: Any) -> None:
+    seal = WorkerSeal(SECRET)
+    seal.meet(stub.Hello(seal.hello()))
+    sealed = seal.seal("UnregisterWorker", b"")
+    stub.UnregisterWorker(sealed)
+    assert status(lambda: stub.UnregisterWorker(sealed)) == grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_a_request_to_an_earlier_coordinator_is_sent_back(stub: Any) -> None:
+    seal = WorkerSeal(SECRET)
+    seal.meet(CoordinatorSeal(SECRET).meet(seal.hello()))
+    assert status(lambda: stub.RegisterWorker(seal.seal("RegisterWorker", b""))) == grpc.StatusCode.FAILED_PRECONDITION
+
+
+def test_nonsense_from_a_holder_of_the_secret(stub: Any) -> None:
+    seal = WorkerSeal(SECRET)
+    seal.meet(stub.Hello(seal.hello()))
+    sealed = seal.seal("RegisterWorker", b"\xff\xff\xff")
+    assert status(lambda: stub.RegisterWorker(sealed)) == grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_oversized_requests_are_not_taken_in(stub: Any) -> None:
+    assert status(lambda: stub.RegisterWorker(pb.Sealed(body=bytes(1 << 20)))) == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_noise_on_the_port_does_not_disturb(serve: Serve) -> None:
+    coordinator = serve(1)
+    host, _, port = coordinator.address.rpartition(":")
+    noise = [
+        b"",
+        b"GET / HTTP/1.0\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + secrets.token_bytes(500),
+        bytes(5000),
+    ]
+    sockets = []
+    for data in noise * 5:
+        sockets.append(socket.create_connection((host, int(port))))
+        sockets[-1].sendall(data)
+    assert join(coordinator.address) == 0
+    for connection in sockets:
+        connection.close()
+
+
+class Impostor(rpc.MembershipServicer):
+    """Serves in a coordinator's place; with the secret or without, it does not play by the rules."""
+
+    def __init__(self, hello: Callable[[pb.HelloRequest], pb.HelloReply]) -> None:
+        self._hello = hello
+        self.told: list[pb.Sealed] = []
+
+    def Hello(self, request: pb.HelloRequest, context: Any) -> pb.HelloReply:  # noqa: N802
+        return self._hello(request)
+
+    def RegisterWorker(self, request: pb.Sealed, context: Any) -> pb.Sealed:  # noqa: N802
+        self.told.append(request)
+        return pb.Sealed(
+            worker_nonce=request.worker_nonce,
+            coordinator_nonce=request.coordinator_nonce,
+            sequence=request.sequence,
+            proof=request.proof,
+        )
+
+
+@pytest.fixture
+def impose() -> Iterator[Callable[[Impostor | None], str]]:
+    servers = []
+
+    def start(impostor: Impostor | None) -> str:
+        server = grpc.server(ThreadPoolExecutor(2))
+        servers.append(server)
+        if impostor is not None:
+            rpc.add_MembershipServicer_to_server(impostor, server)  # type: ignore[no-untyped-call]
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        return f"127.0.0.1:{port}"
+
+    yield start
+    for server in servers:
+        server.stop(None).wait()
+
+
+def test_an_impostor_without_the_secret_is_told_nothing(impose: Callable[[Impostor | None], str]) -> None:
+    impostor = Impostor(lambda request: pb.HelloReply(coordinator_nonce=bytes(32), proof=request.proof))
+    with pytest.raises(Refused, match="does not hold this job's secret: check GRADWIRE_TOKEN"):
+        join(impose(impostor))
+    assert impostor.told == []
+
+
+def test_a_forged_reply_is_not_believed(impose: Callable[[Impostor | None], str]) -> None:
+    impostor = Impostor(CoordinatorSeal(SECRET).meet)
+    with pytest.raises(Refused, match="its reply is not authenticated"):
+        join(impose(impostor))
+    assert len(impostor.told) == 1
+
+
+def test_another_grpc_service_is_recognised(impose: Callable[[Impostor | None], str]) -> None:
+    with pytest.raises(Refused, match="is no gradwire coordinator"):
+        join(impose(None))
+
+
+def test_something_else_on_the_port_is_said() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def hang_up() -> None:
+            while True:
+                try:
+                    listener.accept()[0].close()
+                except OSError:
+                    return
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        with pytest.raises(NoConnection, match="something listens there, but"):
+            join(f"127.0.0.1:{listener.getsockname()[1]}", timeout=0.5)
+        listener.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,331 @@
+"""The rendezvous over real sockets: coordinators, workers as threads and as processes, and everybody's errors."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from gradwire.errors import ConfigError, InvalidSize, NoConnection, Refused, Timeout, TransportError
+from gradwire.membership import Assembly, Member, client, service
+from gradwire.membership.client import register, unregister
+from gradwire.membership.service import Coordinator
+from membership.journal import SECRET, Journal
+
+Serve = Callable[..., Coordinator]
+
+WORKER = """
+import os, sys
+from gradwire.membership import Member
+from gradwire.membership.client import register
+address, rank, size, secret = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4].encode()
+me = Member(f"process-{os.getpid()}", rank, "machine", "host", os.getpid(), f"127.0.0.1:{rank + 1}")
+found = register(address, me, size=size, secret=secret, job=None, timeout=60)
+assert found.rank == rank and len(found.members) == size and found.members[rank] == me
+"""
+
+
+def member(rank: int | None, name: str | None = None) -> Member:
+    return Member(name or f"worker-{rank}", rank, "machine", "host", os.getpid(), f"127.0.0.1:{1 + (rank or 0)}")
+
+
+def join(coordinator: Coordinator | str, who: Member, size: int, **options: Any) -> Assembly:
+    address = coordinator if isinstance(coordinator, str) else coordinator.address
+    return register(address, who, size=size, **{"secret": SECRET, "job": None, "timeout": 20.0, **options})
+
+
+def joining(coordinator: Coordinator | str, who: Member, size: int, **options: Any) -> Future[Assembly]:
+    """`join` in a thread of its own."""
+    result: Future[Assembly] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(join(coordinator, who, size, **options))
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return result
+
+
+def worker_process(coordinator: Coordinator, rank: int, size: int) -> subprocess.Popen[bytes]:
+    arguments = [coordinator.address, str(rank), str(size), SECRET.decode()]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.Popen([sys.executable, "-c", WORKER, *arguments], env=environ)
+
+
+def test_everybody_learns_everybody_else(serve: Serve) -> None:
+    coordinator = serve(3, job="named")
+    others = [joining(coordinator, member(rank), 3) for rank in (2, 0)]
+    found = join(coordinator, member(1), 3, job="named")
+    assert found.members == tuple(member(rank) for rank in range(3))
+    assert (found.job, found.generation, found.rank, len(found.run)) == ("named", 1, 1, 16)
+    assert [other.result(10).rank for other in others] == [2, 0]
+    assert {other.result().run for other in others} == {found.run}
+
+
+def test_a_job_of_one(serve: Serve) -> None:
+    coordinator = serve(1)
+    found = join(coordinator, member(None, "alone"), 1)
+    assert found.members == (member(0, "alone"),)
+    assert found.job == coordinator.job
+
+
+def test_two_jobs_have_nothing_in_common(serve: Serve) -> None:
+    one, other = (join(serve(1), member(0), 1) for _ in range(2))
+    assert one.run != other.run
+    assert one.job != other.job
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+def test_the_address_is_one_that_workers_can_use(host: str, serve: Serve) -> None:
+    if host == "::1" and not _has_ipv6():
+        pytest.skip("this machine has no IPv6 loopback")
+    coordinator = serve(1, host=host)
+    assert coordinator.address.startswith("[::1]:" if host == "::1" else f"{host}:")
+    assert join(coordinator, member(0), 1).rank == 0
+
+
+def test_many_at_once(serve: Serve) -> None:
+    size = 40
+    coordinator = serve(size)
+    with ThreadPoolExecutor(size) as pool:
+        found = list(pool.map(lambda rank: join(coordinator, member(rank), size), range(size)))
+    assert [assembly.rank for assembly in found] == list(range(size))
+
+
+def test_more_than_can_be_held_back_at_a_time(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "_HELD", 2)
+    coordinator = serve(12)
+    with ThreadPoolExecutor(12) as pool:
+        found = list(pool.map(lambda rank: join(coordinator, member(rank), 12), range(12)))
+    assert [assembly.rank for assembly in found] == list(range(12))
+
+
+def test_32_processes(serve: Serve) -> None:
+    start = time.monotonic()
+    coordinator = serve(32)
+    processes = [worker_process(coordinator, rank, 32) for rank in range(32)]
+    assert [process.wait(timeout=60) for process in processes] == [0] * 32
+    assert time.monotonic() - start < 20
+
+
+def test_a_coordinator_that_is_stopped_at_once_has_told_everybody(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 may stop its coordinator as soon as it knows the others itself."""
+    monkeypatch.setattr(service, "_HELD", 3)
+    coordinator = serve(8)
+    others = [joining(coordinator, member(rank), 8) for rank in range(1, 8)]
+    join(coordinator, member(0), 8)
+    coordinator.stop()
+    assert [other.result(10).rank for other in others] == list(range(1, 8))
+
+
+def test_no_thread_is_left_behind(serve: Serve) -> None:
+    before = set(threading.enumerate())
+    coordinator = serve(2)
+    other = joining(coordinator, member(1), 2)
+    join(coordinator, member(0), 2)
+    other.result(10)
+    coordinator.stop()
+    left = [thread for thread in threading.enumerate() if thread not in before and not thread.name.endswith("(run)")]
+    assert left == []
+
+
+def test_workers_may_come_before_their_coordinator(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = threading.Semaphore(0)
+    original = client._try
+
+    def observed(*arguments: Any) -> str | None:
+        trouble = original(*arguments)
+        tried.release()
+        return trouble
+
+    monkeypatch.setattr(client, "_try", observed)
+    port = _free_port()
+    early = joining(f"127.0.0.1:{port}", member(0), 1)
+    for _ in range(3):
+        assert tried.acquire(timeout=10)
+    serve(1, port=port)
+    assert early.result(10).rank == 0
+
+
+def test_workers_find_a_coordinator_that_was_started_anew(serve: Serve, journal: Journal) -> None:
+    first = serve(2)
+    patient = joining(first, member(1), 2)
+    journal.wait_for("rank 1 .* has come")
+    port = int(first.address.rpartition(":")[2])
+    first._server.stop(None).wait()  # as a crash does, without a word
+    second = serve(2, port=port)
+    journal.wait_for("rank 1 .* has come", times=2)
+    assert join(second, member(0), 2).rank == 0
+    assert patient.result(10).rank == 1
+
+
+# Who is turned away, and what both sides are told.
+
+
+@pytest.mark.parametrize(
+    ("who", "size", "options", "said"),
+    [
+        (member(2), 2, {}, "rank 2 is out of range: a job of 2 has the ranks 0 to 1"),
+        (member(-1), 2, {}, "rank -1 is out of range"),
+        (member(1), 3, {}, "expects a job of 3 ranks, and this one has 2"),
+        (member(1), 2, {"job": "other"}, "belongs to job 'other', and this is job 'mine'"),
+        (member(1, ""), 2, {}, None),
+        (member(0, "double"), 2, {}, r"rank 0 is taken by rank 0 \(host host, pid"),
+        (member(1, "worker-0"), 2, {}, "the id 'worker-0' is taken by rank 0"),
+        (member(1), 2, {"secret": b"another secret!!"}, "does not hold this job's secret"),
+    ],
+)
+def test_refusals_reach_both_sides_and_harm_nobody(
+    who: Member, size: int, options: dict[str, Any], said: str | None, serve: Serve, journal: Journal
+) -> None:
+    if said is None:
+        who, said = Member("", 1, "machine", "host", 1, "127.0.0.1:1"), "id must not be empty"
+    coordinator = serve(2, job="mine")
+    first = joining(coordinator, member(0), 2)
+    journal.wait_for("rank 0 .* has come")
+    with pytest.raises(Refused, match=said):
+        join(coordinator, who, size, **options)
+    journal.wait_for(f"refused .*127\\.0\\.0\\.1:[0-9]+: .*{said}")
+    join(coordinator, member(1), 2)
+    assert first.result(10).members == (member(0), member(1))
+
+
+def test_a_rank_of_a_running_job_stays_taken(serve: Serve) -> None:
+    coordinator = serve(1)
+    join(coordinator, member(0), 1)
+    with pytest.raises(Refused, match="rank 0 is taken by rank 0"):
+        join(coordinator, member(0, "late"), 1)
+
+
+def test_size_zero(serve: Serve) -> None:
+    with pytest.raises(InvalidSize, match="not 0"):
+        serve(0)
+    with pytest.raises(InvalidSize, match="not 0"):
+        join("127.0.0.1:1", member(0), 0)
+
+
+def test_the_deadline_names_who_did_not_come_and_frees_the_place(serve: Serve) -> None:
+    coordinator = serve(4)
+    start = time.monotonic()
+    with pytest.raises(Timeout, match=r"within 0\.3 s: of 4, ranks 0, 2, 3 did not come") as caught:
+        join(coordinator, member(1), 4, timeout=0.3)
+    assert 0.3 <= time.monotonic() - start < 5
+    assert (caught.value.seconds, caught.value.operation) == (0.3, "rendezvous")
+    with pytest.raises(Timeout, match="ranks 0, 2, 3"):
+        join(coordinator, member(1, "restarted"), 4, timeout=0.1)
+
+
+def test_a_killed_worker_frees_its_place_at_once(serve: Serve, journal: Journal) -> None:
+    coordinator = serve(2)
+    victim = worker_process(coordinator, 1, 2)
+    journal.wait_for("rank 1 .* has come")
+    victim.kill()
+    assert victim.wait(10) == -signal.SIGKILL
+    journal.wait_for("rank 1 .* went away while it waited", timeout=2.0)
+    again = joining(coordinator, member(1, "restarted"), 2)
+    assert join(coordinator, member(0), 2).members[1].id == "restarted"
+    assert again.result(10).rank == 1
+
+
+def test_a_coordinator_that_gives_up_tells_those_who_wait(serve: Serve, journal: Journal) -> None:
+    coordinator = serve(2)
+    waiting = joining(coordinator, member(1), 2)
+    journal.wait_for("rank 1 .* has come")
+    coordinator.stop()
+    with pytest.raises(Refused, match="the coordinator was stopped before all ranks had come"):
+        waiting.result(10)
+    coordinator.stop()
+
+
+def test_waiting_long_is_said(serve: Serve, journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_TELL_AFTER", 0.0)
+    monkeypatch.setattr(client, "_PATIENCE", 0.05)
+    coordinator = serve(3)
+    waiting = joining(coordinator, member(1), 3)
+    journal.wait_for("s at the rendezvous 127.0.0.1:.*: of 3, ranks 0, 2 have not come")
+    coordinator.stop()
+    with pytest.raises(Refused):
+        waiting.result(10)
+
+
+def test_taking_leave(serve: Serve) -> None:
+    coordinator = serve(1)
+    join(coordinator, member(0), 1)
+    assert unregister(coordinator.address, member(0), secret=SECRET)
+    assert not unregister(coordinator.address, member(0, "unknown"), secret=SECRET)
+    with pytest.raises(Refused, match="does not hold this job's secret"):
+        unregister(coordinator.address, member(0), secret=b"another secret!!")
+
+
+# Addresses at which nobody can serve, or nobody answers.
+
+
+def test_a_busy_port_is_named(serve: Serve) -> None:
+    busy = serve(1)
+    port = int(busy.address.rpartition(":")[2])
+    with pytest.raises(
+        TransportError, match=f"cannot listen at 127.0.0.1:{port}: Address already in use; another process"
+    ):
+        serve(1, port=port)
+    assert join(busy, member(0), 1).rank == 0
+
+
+def test_a_foreign_address_is_named(serve: Serve) -> None:
+    with pytest.raises(TransportError, match="this machine does not have that address"):
+        serve(1, host="192.0.2.1", insecure=True)
+
+
+def test_listening_beyond_this_machine_must_be_meant(serve: Serve) -> None:
+    with pytest.raises(ConfigError, match=r"0\.0\.0\.0:0 could be reached from other machines.*insecure=True"):
+        serve(1, host="0.0.0.0")
+    coordinator = serve(1, host="0.0.0.0", insecure=True)
+    assert join(coordinator, member(0), 1).rank == 0
+
+
+def test_an_unresolvable_host(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_NAME_GRACE", 0.0)
+    with pytest.raises(ConfigError, match=r"'no-such-host\.invalid' cannot be resolved"):
+        serve(1, host="no-such-host.invalid")
+    with pytest.raises(ConfigError, match=r"'no-such-host\.invalid' cannot be resolved"):
+        join("no-such-host.invalid:1", member(0), 1)
+    with pytest.raises(ConfigError, match="needs a port"):
+        join("127.0.0.1:0", member(0), 1)
+
+
+def test_nobody_there() -> None:
+    address = f"127.0.0.1:{_free_port()}"
+    start = time.monotonic()
+    with pytest.raises(
+        NoConnection, match=rf"{address}: check that rank 0 .*waited 0\.3 s; .*Connection refused"
+    ) as caught:
+        join(address, member(0), 1, timeout=0.3)
+    assert type(caught.value) is NoConnection
+    assert 0.3 <= time.monotonic() - start < 2
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,97 @@
+"""Proofs on messages: what is believed, and what is not."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradwire.membership.sealing import CoordinatorSeal, Stale, Unproven, WorkerSeal
+from gradwire.membership.v1 import gradwire_pb2 as pb
+
+SECRET = b"a secret of sixteen"
+
+
+def acquainted() -> tuple[WorkerSeal, CoordinatorSeal]:
+    worker, coordinator = WorkerSeal(SECRET), CoordinatorSeal(SECRET)
+    worker.meet(coordinator.meet(worker.hello()))
+    return worker, coordinator
+
+
+@given(bodies=st.lists(st.binary(max_size=100), min_size=1, max_size=5))
+def test_holders_of_the_secret_understand_each_other(bodies: list[bytes]) -> None:
+    worker, coordinator = acquainted()
+    for body in bodies:
+        request = worker.seal("Method", body)
+        assert coordinator.open("Method", request) == body
+        assert worker.open("Method", request, coordinator.seal("Method", request, body[::-1])) == body[::-1]
+
+
+def test_a_wrong_secret_is_found_at_the_first_hello() -> None:
+    stranger, coordinator = WorkerSeal(b"another secret!!"), CoordinatorSeal(SECRET)
+    with pytest.raises(Unproven):
+        coordinator.meet(stranger.hello())
+    honest, impostor = WorkerSeal(SECRET), CoordinatorSeal(b"another secret!!")
+    with pytest.raises(Unproven):
+        impostor.meet(honest.hello())
+    hello = honest.hello()
+    with pytest.raises(Unproven):
+        honest.meet(pb.HelloReply(coordinator_nonce=bytes(32), proof=hello.proof))
+
+
+@pytest.mark.parametrize("nonce", [b"", b"short", bytes(33)])
+def test_nonces_have_one_length(nonce: bytes) -> None:
+    worker, coordinator = acquainted()
+    with pytest.raises(Unproven):
+        coordinator.meet(pb.HelloRequest(worker_nonce=nonce))
+    with pytest.raises(Unproven):
+        coordinator.open("Method", pb.Sealed(worker_nonce=nonce))
+    with pytest.raises(Unproven):
+        worker.meet(pb.HelloReply(coordinator_nonce=nonce))
+
+
+def test_a_request_is_heard_once() -> None:
+    worker, coordinator = acquainted()
+    first, second = worker.seal("Method", b"1"), worker.seal("Method", b"2")
+    coordinator.open("Method", second)
+    for replayed in (first, second):
+        with pytest.raises(Unproven):
+            coordinator.open("Method", replayed)
+
+
+def test_a_request_to_an_earlier_coordinator_is_stale() -> None:
+    worker, _ = acquainted()
+    with pytest.raises(Stale):
+        CoordinatorSeal(SECRET).open("Method", worker.seal("Method", b""))
+
+
+@given(field=st.sampled_from(["worker_nonce", "coordinator_nonce", "sequence", "body", "proof", "method"]))
+def test_every_part_of_a_message_is_bound(field: str) -> None:
+    worker, coordinator = acquainted()
+    request = worker.seal("Method", b"body")
+    reply = coordinator.seal("Method", request, b"answer")
+    for message in (forged := pb.Sealed.FromString(request.SerializeToString()), reply):
+        if field == "sequence":
+            message.sequence += 1
+        elif field != "method":
+            setattr(message, field, bytes([getattr(message, field)[0] ^ 1]) + getattr(message, field)[1:])
+    method = "Other" if field == "method" else "Method"
+    with pytest.raises(Unproven):
+        coordinator.open(method, forged)
+    with pytest.raises(Unproven):
+        worker.open(method, request, reply)
+
+
+def test_a_request_does_not_pass_for_its_own_reply() -> None:
+    worker, _ = acquainted()
+    request = worker.seal("Method", b"body")
+    with pytest.raises(Unproven):
+        worker.open("Method", request, request)
+
+
+def test_strangers_are_not_remembered() -> None:
+    _, coordinator = acquainted()
+    for number in range(100):
+        with pytest.raises(Unproven):
+            coordinator.open("Method", pb.Sealed(worker_nonce=bytes([number]) * 32, sequence=1))
+    assert len(coordinator._heard) == 0

@@ -1,0 +1,71 @@
+"""Running ranks as threads: most tests of collectives need nothing more."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from gradwire.errors import GradwireError
+
+
+class Abortable(Protocol):
+    def abort(self, reason: str) -> object: ...
+
+
+G = TypeVar("G", bound=Abortable)
+T = TypeVar("T")
+
+
+def run_ranks(groups: Sequence[G], fn: Callable[[G], T], *, timeout: float = 30.0) -> list[T]:
+    """Run fn(group) for each group in a thread of its own; return the results in the order of the groups.
+
+    If ranks fail, the exception that was raised first is raised here, with the others as notes. The group of a rank
+    that fails is aborted, so that the rest need not wait for it. Whoever is not done in time is shown with its stack.
+    """
+    results: dict[int, T] = {}
+    failures: list[tuple[int, BaseException]] = []  # in the order in which they happened: list.append is atomic
+
+    def run(rank: int, group: G) -> None:
+        try:
+            results[rank] = fn(group)
+        except BaseException as error:
+            failures.append((rank, error))
+            with contextlib.suppress(GradwireError):
+                group.abort(f"a test failed with {error!r}")
+
+    threads = [
+        threading.Thread(target=run, args=(rank, group), name=f"rank {rank}", daemon=True)
+        for rank, group in enumerate(groups)
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + timeout
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    stuck = [thread for thread in threads if thread.is_alive()]
+    if failures:
+        raise _first(failures, stuck)
+    if stuck:
+        raise AssertionError(f"not done after {timeout:g} s:\n" + "\n".join(map(_stack, stuck)))
+    return [results[rank] for rank in range(len(groups))]
+
+
+def _first(failures: Sequence[tuple[int, BaseException]], stuck: Sequence[threading.Thread]) -> BaseException:
+    (rank, first), *others = failures
+    first.add_note(f"raised on rank {rank}")
+    for rank, error in others:
+        first.add_note(f"then on rank {rank}: {type(error).__name__}: {error}")
+    for thread in stuck:
+        first.add_note(f"and still running: {_stack(thread)}")
+    return first
+
+
+def _stack(thread: threading.Thread) -> str:
+    frame = sys._current_frames().get(thread.ident or 0)
+    where = "".join(traceback.format_stack(frame)) if frame else "  (just ended)\n"
+    return f"{thread.name} at\n{where}"

@@ -1,0 +1,243 @@
+"""Link admission: who gets in, who does not, and what each side is told."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from gradwire.errors import ConfigError, NoConnection, Refused
+from gradwire.security.admission import LONGEST_REASON, NO_SECRET, Acceptor, Dialer, Hello
+
+KEY = b"k" * 32
+OTHER_KEY = b"o" * 32
+HELLO = Hello(job=b"j" * 16, generation=1, channel=7, source=2, target=0)
+
+hellos = st.builds(
+    Hello,
+    job=st.binary(min_size=16, max_size=16),
+    generation=st.integers(0, 2**64 - 1),
+    channel=st.integers(0, 2**64 - 1),
+    source=st.integers(0, 2**32 - 1),
+    target=st.integers(0, 2**32 - 1),
+)
+
+
+def welcome(hello: Hello) -> str | None:
+    return None
+
+
+def deliver(side: Dialer | Acceptor, data: bytes, piece: int = 1000) -> bytes:
+    """Feed `data` in pieces of at most `piece` bytes and never more than is wanted; returns what came back."""
+    answer = b""
+    while data and side.wanted:
+        count = min(piece, side.wanted, len(data))
+        answer += side.feed(data[:count])
+        data = data[count:]
+    return answer
+
+
+def meet(dialer: Dialer, acceptor: Acceptor, piece: int = 1000) -> list[bytes]:
+    """Run the whole handshake; returns the frames in the order in which they crossed."""
+    frames = [dialer.start()]
+    sides: tuple[Dialer | Acceptor, ...] = (acceptor, dialer)
+    while frames[-1]:
+        frames.append(deliver(sides[(len(frames) - 1) % 2], frames[-1], piece))
+    return frames[:-1]
+
+
+@given(hello=hellos, piece=st.integers(1, 100))
+def test_holders_of_the_secret_meet_whatever_the_pieces(hello: Hello, piece: int) -> None:
+    dialer, acceptor = Dialer(KEY, hello), Acceptor(KEY, welcome)
+    frames = meet(dialer, acceptor, piece)
+    assert dialer.done
+    assert acceptor.done
+    assert acceptor.refusal is None
+    assert acceptor.hello == hello
+    assert dialer.wanted == acceptor.wanted == 0
+    assert len(frames) == 4
+    assert max(map(len, frames)) <= 128
+
+
+@given(piece=st.integers(1, 300))
+def test_a_wrong_secret_reads_as_such_on_both_sides(piece: int) -> None:
+    acceptor = Acceptor(KEY, welcome)
+    with pytest.raises(Refused, match=f"{NO_SECRET}.*not authenticated"):
+        meet(Dialer(OTHER_KEY, HELLO), acceptor, piece)
+    assert acceptor.refusal == f"the process that says it is rank 2 {NO_SECRET}"
+    assert not acceptor.done
+    assert acceptor.wanted == 0
+
+
+def test_an_acceptor_that_cannot_prove_the_secret_is_not_believed() -> None:
+    dialer = Dialer(KEY, HELLO)
+    challenge = Acceptor(OTHER_KEY, welcome).feed(dialer.start())
+    deliver(dialer, challenge)
+    admitted = challenge[:8] + b"\x02\x20" + secrets.token_bytes(32)
+    with pytest.raises(Refused, match=NO_SECRET) as caught:
+        deliver(dialer, admitted)
+    assert not dialer.done
+    assert (caught.value.rank, caught.value.peer, caught.value.generation) == (2, 0, 1)
+
+
+@given(reason=st.text(max_size=300), piece=st.integers(1, 300))
+def test_the_reason_of_a_check_reaches_the_dialer_bounded_and_authenticated(reason: str, piece: int) -> None:
+    acceptor = Acceptor(KEY, lambda hello: reason)
+    with pytest.raises(Refused) as caught:
+        meet(Dialer(KEY, HELLO), acceptor, piece)
+    assert acceptor.refusal == reason
+    assert not acceptor.done
+    assert "not authenticated" not in caught.value.message.removesuffix(reason)
+    assert caught.value.message.isprintable()
+    assert len(caught.value.message) < LONGEST_REASON + 100
+    if reason.isascii() and reason.isprintable() and len(reason) <= LONGEST_REASON:
+        assert caught.value.message == f"rank 0 refused the link: {reason}"
+
+
+def test_a_forged_reason_is_marked_as_such() -> None:
+    dialer = Dialer(KEY, HELLO)
+    deliver(dialer, Acceptor(KEY, welcome).feed(dialer.start()))
+    forged = b"the job is over\r\n\x1b[2J"
+    with pytest.raises(Refused, match=r"the job is over.*\(reply not authenticated\)") as caught:
+        deliver(dialer, b"gw-reply\x03" + bytes([32 + len(forged)]) + bytes(32) + forged)
+    assert caught.value.message.isprintable()
+
+
+def test_check_is_asked_only_about_the_proven() -> None:
+    asked: list[Hello] = []
+    with pytest.raises(Refused):
+        meet(Dialer(OTHER_KEY, HELLO), Acceptor(KEY, asked.append))
+    assert asked == []
+    meet(Dialer(KEY, HELLO), Acceptor(KEY, asked.append))
+    assert asked == [HELLO]
+
+
+def test_a_recorded_admission_cannot_be_replayed() -> None:
+    hello, _, proof, _ = meet(Dialer(KEY, HELLO), Acceptor(KEY, welcome))
+    acceptor = Acceptor(KEY, welcome)
+    acceptor.feed(hello)
+    acceptor.feed(proof)
+    assert not acceptor.done
+    assert NO_SECRET in (acceptor.refusal or "")
+
+
+def test_recorded_replies_do_not_convince_a_new_dialer() -> None:
+    _, challenge, _, admitted = meet(Dialer(KEY, HELLO), Acceptor(KEY, welcome))
+    dialer = Dialer(KEY, HELLO)
+    dialer.start()
+    deliver(dialer, challenge)
+    with pytest.raises(Refused, match=NO_SECRET):
+        deliver(dialer, admitted)
+
+
+def test_a_proof_cannot_be_reflected() -> None:
+    """An impostor that sends the dialer's own proof back as the acceptor's is found out."""
+    dialer = Dialer(KEY, HELLO)
+    proof = deliver(dialer, Acceptor(KEY, welcome).feed(dialer.start()))
+    with pytest.raises(Refused, match=NO_SECRET):
+        deliver(dialer, b"gw-reply\x02\x20" + proof)
+
+
+@given(position=st.integers(0, 79), bit=st.integers(0, 7))
+def test_every_bit_of_the_hello_is_bound(position: int, bit: int) -> None:
+    """Someone between the two who changes any bit (another rank, channel, job …) breaks the admission."""
+    dialer, acceptor = Dialer(KEY, HELLO), Acceptor(KEY, welcome)
+    hello = bytearray(dialer.start())
+    hello[position] ^= 1 << bit
+    answer = deliver(acceptor, bytes(hello), 1000)
+    if acceptor.refusal is None:
+        acceptor.feed(deliver(dialer, answer))
+    assert acceptor.refusal is not None
+    assert not acceptor.done
+
+
+@given(noise=st.binary(max_size=400), piece=st.integers(1, 400))
+def test_random_bytes_are_never_admitted_and_never_pile_up(noise: bytes, piece: int) -> None:
+    acceptor = Acceptor(KEY, welcome)
+    answer = deliver(acceptor, noise, piece)
+    assert not acceptor.done
+    assert len(answer) < 300
+    assert len(acceptor._received) < 128
+    acceptor.eof()
+    assert acceptor.refusal
+
+
+@given(noise=st.binary(min_size=8, max_size=400), piece=st.integers(1, 400), challenged=st.booleans())
+def test_random_replies_are_refused(noise: bytes, piece: int, challenged: bool) -> None:
+    assume(not noise.startswith(b"gw-reply"))
+    dialer = Dialer(KEY, HELLO)
+    first = Acceptor(KEY, welcome).feed(dialer.start())
+    if challenged:
+        deliver(dialer, first)
+    with pytest.raises(Refused):
+        deliver(dialer, noise, piece)
+
+
+@given(tail=st.binary(max_size=300))
+def test_random_frames_behind_a_right_magic_do_not_admit(tail: bytes) -> None:
+    dialer = Dialer(KEY, HELLO)
+    deliver(dialer, Acceptor(KEY, welcome).feed(dialer.start()))
+    with contextlib.suppress(Refused):
+        deliver(dialer, b"gw-reply" + tail, 1000)
+    assert not dialer.done
+
+
+def test_a_wrong_magic_is_refused_at_its_first_wrong_byte() -> None:
+    acceptor = Acceptor(KEY, welcome)
+    assert b"not a gradwire admission" in acceptor.feed(b"G")
+    assert acceptor.refusal == "what arrived is not a gradwire admission"
+
+
+@given(cut=st.integers(0, 79))
+def test_a_truncated_hello_is_a_refusal(cut: int) -> None:
+    acceptor = Acceptor(KEY, welcome)
+    assert acceptor.feed(Dialer(KEY, HELLO).start()[:cut]) == b""
+    acceptor.eof()
+    assert acceptor.refusal == f"the connection ended {80 - cut} bytes short of a hello"
+
+
+def test_a_truncated_proof_is_a_refusal() -> None:
+    dialer, acceptor = Dialer(KEY, HELLO), Acceptor(KEY, welcome)
+    acceptor.feed(deliver(dialer, acceptor.feed(dialer.start()))[:31])
+    acceptor.eof()
+    assert acceptor.refusal == "the connection ended 1 bytes short of a proof that it is rank 2"
+
+
+def test_the_end_of_an_admitted_connection_changes_nothing() -> None:
+    acceptor = Acceptor(KEY, welcome)
+    meet(Dialer(KEY, HELLO), acceptor)
+    acceptor.eof()
+    assert acceptor.done
+    assert acceptor.refusal is None
+
+
+def test_a_dialer_left_alone_says_by_whom() -> None:
+    error = Dialer(KEY, HELLO).eof()
+    assert type(error) is NoConnection
+    assert "rank 0 closed the connection during admission" in error.message
+
+
+def test_more_bytes_than_wanted_are_an_error_of_the_caller() -> None:
+    with pytest.raises(ValueError, match="fed 81 bytes where it wanted 80"):
+        Acceptor(KEY, welcome).feed(bytes(81))
+    dialer = Dialer(KEY, HELLO)
+    meet(dialer, Acceptor(KEY, welcome))
+    with pytest.raises(ValueError, match="wanted 0"):
+        dialer.feed(b"payload")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"job": b"short"}, {"generation": -1}, {"channel": 2**64}, {"source": 2**32}, {"target": -1}]
+)
+def test_a_hello_that_does_not_fit_its_frame_is_refused_here(wrong: dict[str, object]) -> None:
+    fields: dict[str, object] = {"job": b"j" * 16, "generation": 0, "channel": 0, "source": 0, "target": 1}
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        Hello(**{**fields, **wrong})  # type: ignore[arg-type]
+
+
+def test_a_short_key_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at least 16 bytes"):
+        Dialer(b"short", HELLO)

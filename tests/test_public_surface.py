@@ -1,0 +1,154 @@
+"""What users see: exactly these names, each with a docstring."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any
+
+import pytest
+
+import gradwire as gw
+from gradwire import config, errors
+
+# A name that is added here is a promise; one that is taken away breaks somebody's program.
+EXPECTED = {
+    # starting
+    "init",
+    "launch",
+    "local_group",
+    "loopback_pair",
+    # talking
+    "Capabilities",
+    "Group",
+    "Stream",
+    "Topology",
+    "Work",
+    # training
+    "Sampler",
+    # errors
+    "Aborted",
+    "ArrayError",
+    "Broken",
+    "Closed",
+    "CollectiveMismatch",
+    "ConfigError",
+    "GradwireError",
+    "InvalidRank",
+    "InvalidSize",
+    "NoConnection",
+    "PeerLost",
+    "Refused",
+    "SizeMismatch",
+    "Timeout",
+    "TransportError",
+    "UnsupportedOp",
+    "WorkerFailed",
+    "__version__",
+}
+
+COLLECTIVES = {
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "all_gather",
+    "gather",
+    "reduce_scatter",
+    "scatter",
+    "all_to_all",
+    "all_reduce_named",
+    "barrier",
+}
+ON_GROUP = COLLECTIVES | {
+    "rank",
+    "size",
+    "generation",
+    "topology",
+    "capabilities",
+    "close",
+    "abort",
+    "recover",
+    "send",
+    "recv",
+    "sendrecv",
+    "copy",
+    "broadcast_value",
+    "all_gather_values",
+    "stream",
+    "subgroup",
+    "empty",
+}
+
+
+def test_the_names_are_these() -> None:
+    assert len(gw.__all__) == len(set(gw.__all__))
+    assert set(gw.__all__) == EXPECTED
+    assert set(gw.__all__) <= set(dir(gw))
+
+
+def test_launch_can_be_called_beside_the_package_of_its_name() -> None:
+    importlib.import_module("gradwire.launch")  # which binds the package's name to the module
+    assert callable(gw.launch)
+
+
+def test_every_error_is_public() -> None:
+    kinds = (kind for kind in vars(errors).values() if isinstance(kind, type))
+    assert {kind.__name__ for kind in kinds if issubclass(kind, errors.GradwireError)} <= EXPECTED
+
+
+def test_the_version_is_the_installed_one() -> None:
+    assert metadata.version("gradwire") == gw.__version__
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(gw.Group, ON_GROUP), (gw.Stream, COLLECTIVES | {"synchronize"})])
+def test_methods(kind: type, expected: set[str]) -> None:
+    assert expected <= {name for name in dir(kind) if not name.startswith("_")} | set(inspect.get_annotations(kind))
+
+
+@pytest.mark.parametrize("name", sorted(COLLECTIVES))
+def test_group_and_stream_say_the_same(name: str) -> None:
+    on_group, on_stream = (inspect.signature(getattr(kind, name)) for kind in (gw.Group, gw.Stream))
+    assert list(on_group.parameters.values()) == list(on_stream.parameters.values())
+
+
+@pytest.mark.parametrize("name", sorted(COLLECTIVES))
+def test_every_collective_takes_an_algorithm_and_a_timeout(name: str) -> None:
+    parameters = inspect.signature(getattr(gw.Group, name)).parameters
+    assert (parameters["algorithm"].default, parameters["timeout"].default) == ("auto", None)
+    assert parameters["algorithm"].kind is parameters["timeout"].kind is inspect.Parameter.KEYWORD_ONLY
+
+
+def test_init_has_the_promised_defaults() -> None:
+    parameters = inspect.signature(gw.init).parameters
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
+    assert defaults == {
+        "rank": None,
+        "size": None,
+        "address": None,
+        "transport": "auto",
+        "timeout": 300.0,
+        "insecure": False,
+    }
+    # This very object: only so can GRADWIRE_TIMEOUT change the default and yet never what a caller says.
+    assert parameters["timeout"].default is config.DEFAULT_TIMEOUT
+
+
+DESCRIPTORS = (property, classmethod, staticmethod)
+
+
+def public_things() -> Iterator[tuple[str, Any]]:
+    for name in sorted(EXPECTED - {"__version__"}):
+        thing = getattr(gw, name)
+        yield name, thing
+        if isinstance(thing, type):
+            for member, value in vars(thing).items():
+                if not member.startswith("_") and (callable(value) or isinstance(value, DESCRIPTORS)):
+                    yield f"{name}.{member}", value
+
+
+@pytest.mark.parametrize("thing", [pytest.param(thing, id=name) for name, thing in public_things()])
+def test_is_documented(thing: Any) -> None:
+    # Not inspect.getdoc, which would accept the docstring of a base class.
+    assert (getattr(thing, "__doc__", None) or "").strip()

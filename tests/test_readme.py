@@ -1,0 +1,38 @@
+"""What the README shows works as shown."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text("utf-8")
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
+
+
+def test_the_example_runs(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)[0], "utf-8")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("GRADWIRE_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "gradwire", "run", "-n", "2", str(script)],
+        env=environ,
+        cwd=tmp_path,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout.decode() + done.stderr.decode()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
+        if "://" not in link and not link.startswith("mailto:"):
+            assert (page.parent / link).exists(), f"{link} does not exist"
