@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +30,6 @@ OTHER_OPERATIONS = (
     *("send", "recv", "sendrecv", "copy", "barrier", "all_reduce_named", "broadcast_value", "all_gather_values"),
     *("subgroup", "stream", "empty", "abort"),
 )
-Named = TypeVar("Named", bound=Mapping[str, Any])
 _COPY_TAG = -1  # users' tags are not negative
 MAX_TAG = (1 << 62) - 1
 
@@ -273,8 +272,8 @@ class Group:
         return result
 
     def all_reduce_named(
-        self, tensors: Named, op: str = "sum", *, algorithm: str = "auto", timeout: float | None = None
-    ) -> Named:
+        self, tensors: dict[str, Any], op: str = "sum", *, algorithm: str = "auto", timeout: float | None = None
+    ) -> dict[str, Any]:
         """Reduce a dict of arrays in place, in one go; names and shapes that differ between ranks are named.
 
         >>> import gradwire as gw, numpy as np

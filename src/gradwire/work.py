@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gradwire import operations
@@ -179,7 +179,7 @@ class Stream:
         return self._later(operation, timeout)
 
     def all_reduce_named(
-        self, tensors: Mapping[str, Any], op: str = "sum", *, algorithm: str = "auto", timeout: float | None = None
+        self, tensors: dict[str, Any], op: str = "sum", *, algorithm: str = "auto", timeout: float | None = None
     ) -> Work:
         """`Group.all_reduce_named`, queued."""
         return self._later(operations.all_reduce_named(tensors, op, algorithm), timeout)

@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import io
+import os
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gradwire.errors import TransportError
+from gradwire.launch.output import Output
+from gradwire.launch.screen import ERR, OUT, Screen
+from launch.jobs import LONG
+
+
+class Terminal(io.StringIO):
+    """Remembers everything, and can replay what a terminal would show at the end."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def shown(self) -> list[str]:
+        lines = [""]
+        for token in re.findall(r"\x1b\[2K|\x1b\[[0-9;]*m|.|\n|\r", self.getvalue()):
+            if token == "\n":
+                lines.append("")
+            elif token == "\x1b[2K":
+                lines[-1] = ""
+            elif token != "\r" and not token.startswith("\x1b"):
+                lines[-1] += token
+        return lines
+
+
+class Narrow(io.TextIOWrapper):
+    """Can only write ASCII."""
+
+    def __init__(self) -> None:
+        self.bytes = io.BytesIO()
+        super().__init__(self.bytes, encoding="ascii")
+
+
+@pytest.fixture(autouse=True)
+def colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+
+def printed(
+    *pieces: tuple[int, int, bytes],
+    size: int = 2,
+    clock: Callable[[], float] = lambda: 0.0,
+    log_dir: Path | None = None,
+) -> tuple[str, str]:
+    """What is shown on both streams when ranks print these pieces: (rank, stream, bytes)."""
+    out, err = io.StringIO(), io.StringIO()
+    output = Output(size, out=out, err=err, clock=clock, log_dir=log_dir)
+    for rank in range(size):
+        with output.pipes(rank) as pipes:
+            for who, stream, data in pieces:
+                if who == rank:
+                    os.write(pipes[stream], data)
+    output.start()
+    assert output.close(LONG)
+    return out.getvalue(), err.getvalue()
+
+
+def test_each_line_has_its_rank_in_front_and_keeps_its_stream() -> None:
+    out, err = printed((0, OUT, b"a\nb\n"), (1, OUT, b"c\n"), (1, ERR, b"d\n"))
+    assert sorted(out.splitlines()) == ["[0] a", "[0] b", "[1] c"]
+    assert err == "[1] d\n"
+
+
+def test_a_missing_newline_at_the_end_is_added() -> None:
+    assert printed((0, OUT, b"no end"))[0] == "[0] no end\n"
+
+
+def test_a_progress_bar_in_a_file_is_its_first_and_last_state_and_one_now_and_then() -> None:
+    times = iter([0.0, 0.0, 1.0, 2.0, 6.0, 6.0, 7.0])
+    out = io.StringIO()
+    output = Output(1, out=out, err=io.StringIO(), clock=lambda: next(times))
+    with output.pipes(0) as (pipe, _):
+        output.start()
+        for percent in (b"0%\r", b"1%\r", b"2%\r", b"3%\r", b"4%\r"):
+            os.write(pipe, percent)
+            _until_read(pipe)
+        os.write(pipe, b"100%\n")
+    assert output.close(LONG)
+    assert out.getvalue().splitlines() == ["[0] 0%", "[0] 3%", "[0] 100%"]
+
+
+def _until_read(pipe: int) -> None:
+    """Wait until the reader has taken everything out of the pipe, so that it comes in pieces."""
+    import fcntl
+    import struct
+    import termios
+
+    while struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, b"\0\0\0\0"))[0]:
+        os.sched_yield()
+
+
+def test_the_log_is_what_the_rank_wrote_byte_by_byte(tmp_path: Path) -> None:
+    data = b"10%\r20%\r\n\xff\x00 no end"
+    printed((1, OUT, data), (0, ERR, b"error\n"), log_dir=tmp_path / "new" / "logs")
+    assert (tmp_path / "new" / "logs" / "rank-1.log").read_bytes() == data
+    assert (tmp_path / "new" / "logs" / "rank-0.log").read_bytes() == b"error\n"
+
+
+def test_a_log_that_cannot_be_written_is_an_error_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(TransportError, match="cannot write logs in"):
+        Output(2, log_dir=tmp_path / "file")
+
+
+def test_a_full_disk_ends_the_log_and_not_the_job() -> None:
+    err = io.StringIO()
+    output = Output(1, out=io.StringIO(), err=err)
+    output._logs = [os.open("/dev/full", os.O_WRONLY)]
+    with output.pipes(0) as (_, pipe):
+        os.write(pipe, b"one\n")
+    output.start()
+    assert output.close(LONG)
+    assert err.getvalue() == "[0] (gradwire: the log of this rank ends here: No space left on device)\n[0] one\n"
+
+
+def test_the_last_lines_are_remembered() -> None:
+    output = Output(1, out=io.StringIO(), err=io.StringIO())
+    with output.pipes(0) as (pipe, _):
+        os.write(pipe, b"".join(b"%d\n" % number for number in range(100)) + b"end")
+    output.start()
+    assert output.close(LONG)
+    assert output.tail(0) == [*map(str, range(81, 100)), "end"]
+
+
+def test_a_pipe_that_outlives_the_workers_does_not_hold_up_the_end() -> None:
+    output = Output(1, out=io.StringIO(), err=io.StringIO())
+    with output.pipes(0) as (pipe, _):
+        escaped = os.dup(pipe)
+    output.start()
+    try:
+        assert output.close(LONG)
+    finally:
+        os.close(escaped)
+
+
+def test_a_screen_that_stands_still_holds_up_nobody_else() -> None:
+    reading, writing = os.pipe()
+    with open(writing, "w") as paused:
+        output = Output(1, out=paused, err=io.StringIO())
+        with output.pipes(0) as (pipe, _):
+            output.start()
+            writer = threading.Thread(target=lambda: os.write(pipe, b"x\n" * 500_000), daemon=True)
+            writer.start()
+            assert not output.close(timeout=0.05)
+            with open(reading, "rb") as reader:  # it moves again
+                first = reader.read(4)
+                threading.Thread(target=reader.read, daemon=True).start()
+                writer.join(LONG)
+                os.close(os.dup(pipe))
+        assert first == b"[0] "
+        assert output.close(LONG)
+
+
+def test_a_screen_that_is_gone_is_given_up() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    err = io.StringIO()
+    gone = open(writing, "w")  # noqa: SIM115
+    screen = Screen(1, gone, err)
+    screen.show(0, OUT, ["one"])
+    screen.show(0, OUT, ["two"])
+    screen.show(0, ERR, ["three"])
+    assert err.getvalue() == "[0] three\n"
+    with pytest.raises(BrokenPipeError):
+        gone.close()
+
+
+def test_a_screen_that_lacks_letters_shows_them_escaped() -> None:
+    narrow = Narrow()
+    Screen(1, narrow, io.StringIO()).show(0, OUT, ["grüße"])
+    assert narrow.bytes.getvalue() == b"[0] gr\\xfc\\xdfe\n"
+
+
+def test_prefixes_have_colours_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, file = Terminal(), io.StringIO()
+    screen = Screen(1, terminal, file)
+    screen.show(0, OUT, ["a"])
+    screen.show(0, ERR, ["a"])
+    assert "\x1b[36m" in terminal.getvalue()
+    assert terminal.shown() == ["[0] a", ""]
+    assert file.getvalue() == "[0] a\n"
+    monkeypatch.setenv("NO_COLOR", "1")
+    plain = Terminal()
+    Screen(1, plain, file).show(0, OUT, ["a"])
+    assert plain.getvalue() == "[0] a\n"
+
+
+def test_a_colour_does_not_run_into_the_next_line() -> None:
+    terminal = Terminal()
+    Screen(1, terminal, terminal).show(0, OUT, ["\x1b[31mred"])
+    assert terminal.getvalue().endswith("\x1b[31mred\x1b[0m\n")
+
+
+def test_on_a_terminal_the_unfinished_line_stays_at_the_bottom() -> None:
+    terminal = Terminal()
+    screen = Screen(2, terminal, terminal)
+    screen.show(0, ERR, [], "10%")
+    assert terminal.shown() == ["[0] 10%"]
+    screen.show(1, OUT, ["hello"])
+    assert terminal.shown() == ["[1] hello", "[0] 10%"]
+    screen.show(0, ERR, [], "20%")
+    assert terminal.shown() == ["[1] hello", "[0] 20%"]
+    screen.show(1, OUT, [], "x" * 100)
+    assert terminal.shown() == ["[1] hello", "[1] " + "x" * 24 + "…"]
+    screen.show(1, OUT, ["y"])
+    assert terminal.shown() == ["[1] hello", "[1] y", ""]
