@@ -52,6 +52,7 @@ class GradwireError(Exception):
 
     @property
     def message(self) -> str:
+        """What happened, in words: `str(error)`."""
         return str(self.args[0]) if self.args else ""
 
     def facts(self) -> dict[str, Any]:

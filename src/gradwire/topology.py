@@ -46,6 +46,7 @@ class Topology:
 
     @property
     def size(self) -> int:
+        """How many ranks there are."""
         return len(self._host)
 
     def host_of(self, rank: int) -> int:

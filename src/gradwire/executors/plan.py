@@ -130,6 +130,8 @@ class Plan:
         self.meaning = meaning
         self.divisor = schedule.size if op == "mean" else None
         self.reduces = op is not None
+        # Where a fold's result may lie on what the same round still sends, the executor folds when all is sent.
+        self.folds_last = schedule.separate_acc
         self._lengths = [bounds[i + 1] - bounds[i] for i in range(schedule.segments)]
         self._program = schedule.program(rank)
         inputs, outputs = placement(schedule.collective, schedule.size, schedule.segments, schedule.root, rank)
@@ -174,7 +176,7 @@ class Plan:
 
     @property
     def _separate_acc(self) -> bool:
-        return self.reduces and (self.dtype.widens or self.schedule.separate_acc)
+        return self.reduces and self.dtype.widens
 
     def _home(self, buffer: str, segment: int) -> tuple[int, int] | None:
         if buffer == "in" and segment in self._in:

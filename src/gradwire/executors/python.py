@@ -6,6 +6,7 @@ other. Bytes go from and to the user's memory by `sendmsg` and `recvmsg_into`; o
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from gradwire.wire import HEADER_BYTES, MAGIC, Kind, pack_collective
 
 _COLLECTIVE = int(Kind.COLLECTIVE)
 _NOTHING = np.empty(0, np.uint8)
+_NO_CONTEXT = contextlib.nullcontext()
 
 
 class Patience(Protocol):
@@ -90,8 +92,9 @@ class PythonExecutor:
     def run(self, plan: Plan, x: Array, out: Array, sheet: Sheet, patience: Patience) -> None:
         """Carry the plan out: read x, leave the result in out (which may be x)."""
         run = _Run(self, plan, x, out, sheet, patience)
-        for wave in plan.waves():
-            run.wave(wave)
+        with numerics.quiet() if plan.reduces else _NO_CONTEXT:
+            for wave in plan.waves():
+                run.wave(wave)
 
     def staging(self, nbytes: int) -> memoryview:
         if len(self._staging) < nbytes:
@@ -181,7 +184,7 @@ class _Run:
                 progress += self._push(link, sending)
             for link in list(receiving):
                 progress += self._pull(link, receiving, arrived)
-            if folds and progress:
+            if folds and progress and not (self._plan.folds_last and sending):
                 folds = [fold for fold in folds if not self._fold_if_ready(fold, arrived, wave, staging)]
             if progress:
                 spin_until = 0.0
@@ -242,16 +245,16 @@ class _Run:
 
     def _fold_arrays(self, dst: Array, terms: list[Array]) -> None:
         """Left to right. The running value may live in dst only once no later term reads dst's memory."""
-        accumulator = self._plan.dtype.accumulator
-        combine = self._combine
+        accumulator, combine = self._plan.dtype.accumulator, self._combine
         assert combine is not None
         value = _widened(terms[0], accumulator)
-        with numerics.quiet():
-            for position, term in enumerate(terms[1:], start=1):
-                shared = any(numerics.same_memory(dst, later) for later in terms[position + 1 :])
-                target = np.empty_like(dst) if shared and not self._may_overwrite(value) else value if shared else dst
-                combine(value, _widened(term, accumulator), target)
-                value = target
+        last = len(terms) - 1
+        for position in range(1, last + 1):
+            target = dst
+            if position < last and any(numerics.same_memory(dst, later) for later in terms[position + 1 :]):
+                target = value if self._may_overwrite(value) else np.empty_like(dst)
+            combine(value, _widened(terms[position], accumulator), target)
+            value = target
         if value is not dst and not numerics.same_memory(value, dst):
             np.copyto(dst, value)
 
@@ -274,8 +277,7 @@ class _Run:
         finishes, divisor = move.finishes, self._plan.divisor
         for dst, src in aligned([self._arrays(move.dst), self._arrays(move.src)]):
             if finishes:
-                with numerics.quiet():
-                    numerics.finish(dst, src, divisor)
+                numerics.finish(dst, src, divisor)
             elif not numerics.same_memory(dst, src):
                 np.copyto(dst, src)
 
