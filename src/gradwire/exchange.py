@@ -53,6 +53,7 @@ class Runner:
         self._turn = threading.Condition(threading.Lock())
         self._issued = 0
         self._serving = 0
+        self._skipped: set[int] = set()
         self._queue: deque[tuple[int, Work, Callable[[], Any]]] = deque()
         self._progress: threading.Thread | None = None
         self._failed = False
@@ -83,8 +84,13 @@ class Runner:
         with self._turn:
             ticket = self._issued
             self._issued += 1
-            while self._serving != ticket:
-                self._turn.wait()
+            try:
+                while self._serving != ticket:
+                    self._turn.wait()
+            except BaseException as error:  # Ctrl-C: this call will not be made, but others may already wait for it
+                self._skipped.add(ticket)
+                self.generation.interrupt(operation.name, error)
+                raise
         try:
             return self._run(operation, timeout, site)
         finally:
@@ -119,6 +125,9 @@ class Runner:
     def _next(self) -> None:
         with self._turn:
             self._serving += 1
+            while self._serving in self._skipped:
+                self._skipped.remove(self._serving)
+                self._serving += 1
             if self._issued != self._serving or self.closed:
                 self._turn.notify_all()
 
@@ -184,7 +193,7 @@ class Runner:
         with self._turn:
             if self.closed:
                 return
-            self.closed = True
+            self.closed = self.calls.closed = True
             self._turn.notify_all()
         self.generation.control.unwatch(self.calls)
         for link in self._links.values():

@@ -325,7 +325,7 @@ class Watch:
         now = time.monotonic()
         pause = min(self._deadline, self._slow_at, now + 0.25) - now
         generation.transport.wait(reads, writes, generation.alarm, max(0.0, pause))
-        if generation.closed or not generation.control.sound:
+        if self._calls.closed or generation.closed or not generation.control.sound:
             raise self.broken()
         now = time.monotonic()
         for link in {*reads, *writes}:
@@ -338,11 +338,13 @@ class Watch:
             self._tell_slow(now)
 
     def broken(self) -> GradwireError:
-        if self._generation.closed:
+        if self._generation.closed or (self._calls.closed and self._generation.control.sound):
             return Closed("the group was closed", operation=self.operation)
         return self._generation.error(self.operation, self.during())
 
     def lost(self, peer: int) -> GradwireError:
+        if self._calls.closed:
+            return self.broken()
         return self._generation.lost(peer, self.operation, self.during())
 
     def mismatch(self, peer: int, header: bytes) -> GradwireError:

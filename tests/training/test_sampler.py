@@ -143,8 +143,8 @@ def test_impossible_batches_steps_and_epochs_are_refused() -> None:
         mine.epoch(-1)
 
 
-def test_it_needs_no_group() -> None:
-    """A data loader in a process of its own can ask for indices without loading the rest."""
+def test_importing_it_stays_light() -> None:
+    """A data loader in a process of its own can ask for indices without loading the control plane."""
     script = "import sys, gradwire.training.sampler; print('grpc' in sys.modules)"
     assert (
         subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "False\n"

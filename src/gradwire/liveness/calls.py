@@ -53,6 +53,7 @@ class CallLog:
         self.members = tuple(members)  # world ranks
         self.sequence = 0  # of the last call; 0: none yet
         self.finished = 0  # the last call whose work is done
+        self.closed = False  # the group was closed here
         self._chain = 0
         self._ring: list[Any] = [None] * KEPT
 

@@ -10,7 +10,7 @@ from typing import Protocol
 from gradwire.transports.base import Link
 from gradwire.wire import HEADER_BYTES, Header, parse
 
-READ_AHEAD = 256 * 1024
+READ_AHEAD = 64 * 1024
 
 
 class Sink(Protocol):
