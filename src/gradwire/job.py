@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Sequence
 
-from gradwire.config import Address, JobConfig, resolve
+from gradwire.config import DEFAULT_TIMEOUT, Address, JobConfig, resolve
 from gradwire.errors import ConfigError, GradwireError, InvalidSize, UnsupportedOp
 from gradwire.generation import Generation, Identity
 from gradwire.group import WORLD, Group
@@ -24,7 +24,6 @@ from gradwire.topology import Topology
 from gradwire.transports.local import Hub
 from gradwire.transports.tcp import TcpTransport
 
-DEFAULT_TIMEOUT = 300.0
 HOST = "GRADWIRE_HOST"  # overrides the identity of this machine: several "hosts" on one, for tests
 
 _live: weakref.WeakSet[Generation] = weakref.WeakSet()
@@ -52,7 +51,6 @@ def init(
     ...     group.rank, group.size
     (0, 1)
     """
-    deadline = time.monotonic() + timeout
     config = resolve(rank, size, address, transport=transport, timeout=timeout, insecure=insecure)
     if config.transport not in ("auto", "tcp"):
         raise UnsupportedOp(f"transport {config.transport!r} is not built yet; there is 'tcp'", operation="init")
