@@ -83,8 +83,16 @@ class Generation:
         self._thread.start()
 
     def _add_control_link(self, link: Link) -> None:
-        self._outboxes[link.peer, CONTROL_CHANNEL] = Outbox(link)
-        self._readers.append(FrameReader(link, _ControlSink(self), threading.Lock()))
+        self._serve_link(link, CONTROL_CHANNEL, FrameReader(link, _ControlSink(self), threading.Lock()))
+
+    def _serve_link(self, link: Link, channel: int, reader: FrameReader) -> Outbox:
+        """Let the service thread read a link, and write what is posted to it under this peer and channel."""
+        outbox = Outbox(link)
+        with self._lock:
+            self._outboxes[link.peer, channel] = outbox
+            self._readers = [*self._readers, reader]
+        self._bell.ring()
+        return outbox
 
     def close(self, finding: Finding | None = None) -> None:
         """Say goodbye — or, with a finding, why not — and let go of everything; idempotent."""
@@ -166,10 +174,11 @@ class Generation:
             self._end_of_link(reader.link)
 
     def _end_of_link(self, link: Link) -> None:
-        self._readers = [reader for reader in self._readers if reader.link is not link]
-        for key, outbox in list(self._outboxes.items()):
-            if outbox.link is link:
-                del self._outboxes[key]
+        with self._lock:
+            self._readers = [reader for reader in self._readers if reader.link is not link]
+            for key, outbox in list(self._outboxes.items()):
+                if outbox.link is link:
+                    del self._outboxes[key]
         # Only the control link says why it ends; the end of a message link may overtake a goodbye.
         if link.channel == CONTROL_CHANNEL and not self.closed:
             self.control.lost(link.peer, time.monotonic())
@@ -228,16 +237,13 @@ class Generation:
                 except NoConnection:
                     self.fail_if_broken("send")
                     raise
-                outbox = self._outboxes[peer, MESSAGE_CHANNEL] = Outbox(link)
-                self._readers.append(FrameReader(link, _MessageSink(self), self.mailbox.changed))
-                self._bell.ring()
+                reader = FrameReader(link, _MessageSink(self), self.mailbox.changed)
+                outbox = self._serve_link(link, MESSAGE_CHANNEL, reader)
             return outbox
 
     def _adopt_message_link(self, link: Link) -> None:
         # The peer dialled it to send on; this rank only answers on it.
-        self._outboxes[link.peer, -MESSAGE_CHANNEL] = Outbox(link)
-        self._readers.append(FrameReader(link, _MessageSink(self), self.mailbox.changed))
-        self._bell.ring()
+        self._serve_link(link, -MESSAGE_CHANNEL, FrameReader(link, _MessageSink(self), self.mailbox.changed))
 
     def _accept_offer(self, world: int, letter: object) -> None:
         identity = getattr(letter, "identity", 0)
