@@ -32,7 +32,7 @@ format: $(VENV)/.installed-test ## let ruff put things in order
 	$(RUN) ruff format .
 
 verify: test $(VENV)/.installed-verify ## test, then the slow tests, the examples and a short benchmark
-	$(RUN) pytest -m "slow or soak" $(ARGS)
+	$(RUN) pytest -m "slow or soak" --timeout=600 -o faulthandler_timeout=660 $(ARGS)
 	@set -e; for script in examples/*.py; do \
 	    echo "$$script"; $(BIN)/gradwire run -n 3 "$$script"; \
 	done
@@ -43,7 +43,7 @@ soak: $(VENV)/.installed-test ## the stress tests, again and again for MINUTES
 	end=$$(( $$(date +%s) + $(MINUTES) * 60 )); round=0; \
 	while [ $$(date +%s) -lt $$end ]; do \
 	    round=$$((round + 1)); echo "soak: round $$round"; \
-	    $(RUN) pytest -q -x -m soak --timeout=1800 $(ARGS); \
+	    $(RUN) pytest -q -x -m soak --timeout=1800 -o faulthandler_timeout=1860 $(ARGS); \
 	done; \
 	echo "soak: $$round rounds passed in $(MINUTES) minutes"
 

@@ -18,11 +18,13 @@ needs_proc = pytest.mark.skipif(not leftovers.PROC.exists(), reason="needs /proc
 
 @needs_proc
 def test_a_child_process_is_seen_until_it_is_waited_for() -> None:
-    before = leftovers.children()
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        assert child.pid in leftovers.children()
+    code = "print('up', flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"up\n"  # before, it may have no command line yet
         assert "input()" in leftovers.children()[child.pid]
-    assert leftovers.children() == before
+        child.communicate(b"\n")
+    assert child.pid not in leftovers.children()
 
 
 @needs_proc

@@ -1,4 +1,4 @@
-"""What the README shows works as shown."""
+"""What the README and the other pages show is so."""
 
 from __future__ import annotations
 
@@ -36,3 +36,9 @@ def test_links_lead_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
         if "://" not in link and not link.startswith("mailto:"):
             assert (page.parent / link).exists(), f"{link} does not exist"
+
+
+def test_every_variable_is_documented() -> None:
+    code = "".join(file.read_text("utf-8") for file in (ROOT / "src").rglob("*.py"))
+    page = (ROOT / "docs" / "environment-variables.md").read_text("utf-8")
+    assert [name for name in sorted(set(re.findall(r"GRADWIRE_[A-Z_]+", code))) if f"`{name}`" not in page] == []

@@ -1,7 +1,7 @@
 """What users hand in — NumPy, DLPack, buffers, numbers — as typed views; the table of dtypes.
 
 A `View` is a flat, contiguous NumPy array over the user's memory where that is possible, and over a private copy
-that `View.store()` writes back where it is not (strided arrays). Nothing here communicates.
+where it is not (strided arrays): `load()` fills it, `store()` writes it back. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from gradwire.errors import ArrayError, UnsupportedOp
 
 Array = npt.NDArray[Any]
 REDUCE_OPS = ("sum", "mean", "min", "max", "prod")
+_HOST_MEMORY = (1, 3, 11)  # DLPack's kDLCPU, kDLCUDAHost and kDLROCMHost: pinned memory is memory
+_WORK = 1000  # steps that the exact test for overlapping memory may take before it assumes the worst
 
 
 @runtime_checkable
@@ -78,50 +80,64 @@ _TABLE = _rows()
 
 def dtype_of(array: Array) -> DType:
     """The table's row for an array, or `ArrayError` for what cannot travel (objects, strings, big-endian)."""
-    row = _TABLE.get(array.dtype)
-    if row is not None and array.dtype.isnative:
+    return _row(array.dtype)
+
+
+def _row(dtype: np.dtype[Any]) -> DType:
+    row = _TABLE.get(dtype)
+    if row is not None and dtype.isnative:
         return row
-    if not array.dtype.isnative and array.dtype.newbyteorder("=") in _TABLE:
-        raise ArrayError(
-            f"{array.dtype} is of foreign byte order: pass x.astype({array.dtype.newbyteorder('=').name!r})"
-        )
+    native = dtype.newbyteorder("=")
+    if not dtype.isnative and native in _TABLE:
+        raise ArrayError(f"{dtype} is of foreign byte order: pass x.astype({native.name!r})")
     names = ", ".join(row.name for row in _TABLE.values())
-    raise ArrayError(f"arrays of dtype {array.dtype} cannot be exchanged; these can: {names}")
+    raise ArrayError(f"arrays of dtype {dtype} cannot be exchanged; these can: {names}")
 
 
 def parse_dtype(dtype: Any) -> DType:
-    """A dtype by name or NumPy type, "bfloat16" included."""
-    if dtype == "bfloat16":
-        dtype = ml_dtypes.bfloat16
+    """A dtype by name or NumPy type, "bfloat16" included.
+
+    >>> parse_dtype("bfloat16").accumulator
+    dtype('float32')
+    """
+    if isinstance(dtype, str) and dtype == "bfloat16":
+        return _row(np.dtype(ml_dtypes.bfloat16))
+    if dtype is None:  # which NumPy takes for float64
+        raise ArrayError("None is not a dtype")
     try:
-        return dtype_of(np.empty(0, dtype))
-    except TypeError as error:
-        if isinstance(error, ArrayError):
-            raise
+        found = np.dtype(dtype)
+    except (TypeError, ValueError, SyntaxError) as error:
         raise ArrayError(f"{dtype!r} is not a dtype") from error
+    return _row(found)
 
 
-def check_reduction(op: str, dtype: DType) -> None:
+def check_reduction(op: Any, dtype: DType) -> None:
     """Refuse what has no meaning (the mean of integers, the maximum of complex numbers) before anything is sent."""
-    if op not in REDUCE_OPS:
-        raise UnsupportedOp(f"unknown reduce op {op!r}; there are {', '.join(REDUCE_OPS)}", operation=op)
-    if op in dtype.ops:
+    if isinstance(op, str) and op in dtype.ops:
         return
+    if not isinstance(op, str) or op not in REDUCE_OPS:
+        raise UnsupportedOp(f"unknown reduce op {op!r}; there are {', '.join(REDUCE_OPS)}", operation=str(op))
     hint = "; convert to a float type first" if op == "mean" else ""
     raise UnsupportedOp(f"op {op!r} has no meaning for {dtype.name}{hint}", operation=op)
 
 
 def as_array(x: Any) -> Array:
     """A NumPy array over the memory of x: an ndarray itself, a DLPack tensor on the CPU, or any buffer."""
-    if isinstance(x, np.ndarray):
+    if type(x) is np.ndarray:
         return x
+    if isinstance(x, np.ma.MaskedArray):
+        raise ArrayError("a masked array cannot be exchanged, its mask would be lost: pass x.data or x.filled()")
+    if isinstance(x, np.ndarray):
+        return x.view(np.ndarray)  # np.matrix and others bend indexing and shapes
+    if x is None or isinstance(x, (str, numbers.Number, np.generic)):
+        raise ArrayError(
+            f"expected an array, got {type(x).__name__}; broadcast_value and all_gather_values take plain values"
+        )
     if isinstance(x, SupportsDLPack):
         return _from_dlpack(x)
-    if isinstance(x, (str, numbers.Number)) or x is None:
-        raise ArrayError(f"expected an array, got {type(x).__name__}")
     try:
         return np.asarray(memoryview(x))
-    except TypeError as error:
+    except (TypeError, ValueError, BufferError) as error:
         raise ArrayError(
             f"{type(x).__name__} is neither a NumPy array nor a DLPack tensor nor a buffer; pass numpy.asarray(x)"
         ) from error
@@ -129,37 +145,61 @@ def as_array(x: Any) -> Array:
 
 def _from_dlpack(x: SupportsDLPack) -> Array:
     device, _ = x.__dlpack_device__()
-    if device != 1:  # kDLCPU
+    if device not in _HOST_MEMORY:
         raise ArrayError(f"{type(x).__name__} is not in CPU memory (DLPack device type {device}); move it there first")
     try:
         return np.from_dlpack(x)
-    except (BufferError, RuntimeError, TypeError) as error:
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise ArrayError(f"{type(x).__name__} cannot be viewed through DLPack: {error}") from error
 
 
 @dataclass(slots=True)
 class View:
-    """Flat contiguous elements of a user's array; `store()` writes them back if they are a private copy."""
+    """Flat contiguous elements of a user's array: its own memory, or a private copy where that is not flat.
+
+    What waits in a queue must see the array as it is when its turn comes, so the copy is made by `load()`.
+    """
 
     flat: Array
     array: Array
     dtype: DType
+    private: bool
+
+    def load(self) -> Array:
+        """`flat`, with the elements as they are now."""
+        if self.private:
+            np.copyto(self.flat.reshape(self.array.shape), self.array)
+        return self.flat
 
     def store(self) -> None:
         """Bring the result into the user's memory; nothing to do where `flat` already is that memory."""
-        if not np.may_share_memory(self.flat, self.array):
+        if self.private:
             np.copyto(self.array, self.flat.reshape(self.array.shape))
 
 
-def view(x: Any, *, writable: bool) -> View:
-    """The typed view of x. A read-only x is refused where it would be written."""
+def view(x: Any, *, writable: bool, instead: str = "pass a copy") -> View:
+    """The typed view of x. A read-only x is refused where it would be written, saying what to do instead."""
     array = as_array(x)
     dtype = dtype_of(array)
-    if writable and not array.flags.writeable:
-        raise ArrayError("the array is read-only: pass out= for the result, or a copy")
-    if array.flags.c_contiguous and array.flags.aligned:
-        return View(array.reshape(-1), array, dtype)
-    return View(np.ascontiguousarray(array).reshape(-1).copy(), array, dtype)
+    flags = array.flags
+    if writable and not flags.writeable:
+        raise ArrayError(f"the array is read-only: {instead}")
+    if flags.c_contiguous and flags.aligned:
+        return View(array.reshape(-1), array, dtype, False)
+    return View(np.empty(array.size, dtype.storage), array, dtype, True)
+
+
+def overlap(a: View, b: View) -> bool:
+    """Whether two views' arrays have memory in common (or it is too hard to tell)."""
+    return np.may_share_memory(a.array, b.array, max_work=_WORK)  # type: ignore[arg-type]  # its stubs know -1 and 0
+
+
+def same_place(a: View, b: View) -> bool:
+    """Whether two views are of the same elements in the same order; both have equally many."""
+    one, other = a.array.__array_interface__, b.array.__array_interface__
+    flat = not a.private and not b.private
+    same_layout = flat or (one["shape"], one["strides"]) == (other["shape"], other["strides"])
+    return bool(one["data"][0] == other["data"][0] and same_layout)
 
 
 def raw(flat: Array) -> memoryview:
@@ -167,13 +207,15 @@ def raw(flat: Array) -> memoryview:
     return memoryview(flat.view(np.uint8))  # type: ignore[arg-type]
 
 
-def number_as_array(x: numbers.Number) -> Array:
-    """A Python number as an array of one element."""
+def number_as_array(x: Any) -> Array:
+    """A number as an array of one element: Python's own of 64 bits (complex: 128), NumPy's of their type."""
     if isinstance(x, (bool, float, complex, np.generic)):
         return np.array([x])
+    if not isinstance(x, int):
+        raise ArrayError(f"{x!r} is a {type(x).__name__}, which has no dtype: pass float(x)")
     try:
         return np.array([x], dtype=np.int64)
-    except (OverflowError, TypeError, ValueError) as error:
+    except OverflowError as error:
         raise ArrayError(f"{x!r} does not fit into a 64-bit integer") from error
 
 

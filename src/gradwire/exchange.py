@@ -19,9 +19,10 @@ from gradwire.collectives import build, choose
 from gradwire.errors import Broken, Closed, GradwireError, NoConnection
 from gradwire.executors.plan import Plan, even_bounds, ragged_bounds
 from gradwire.executors.python import PythonExecutor, Sheet
-from gradwire.generation import Generation, Watch
+from gradwire.generation import Generation
 from gradwire.liveness.calls import CallLog, Meaning
 from gradwire.liveness.control import disagreement
+from gradwire.liveness.watch import Watch
 from gradwire.operations import Operation, Shape
 from gradwire.topology import Topology
 from gradwire.transports.base import Link
@@ -64,7 +65,7 @@ class Runner:
     def dial(self, deadline: float) -> None:
         """Open the links to the lower ranks; those of the higher ones come by themselves."""
         for rank in range(self.rank):
-            self._links[rank] = self.generation.transport.dial(self.members[rank], self._channel, deadline)
+            self._links[rank] = self.generation.connect(self.members[rank], self._channel, deadline, "subgroup")
 
     def _await_links(self, watch: Watch) -> None:
         for rank in range(self.rank + 1, self.size):
@@ -81,6 +82,7 @@ class Runner:
 
     def now(self, operation: Operation, timeout: float, site: Site) -> Any:
         """Run an operation on this thread, after everything that was called before it."""
+        self._check_open(operation.name)  # before the lock: in a forked child nobody may be there to release it
         with self._turn:
             ticket = self._issued
             self._issued += 1
@@ -89,6 +91,7 @@ class Runner:
                     self._turn.wait()
             except BaseException as error:  # Ctrl-C: this call will not be made, but others may already wait for it
                 self._skipped.add(ticket)
+                self._pass_skipped()
                 self.generation.interrupt(operation.name, error)
                 raise
         try:
@@ -125,11 +128,14 @@ class Runner:
     def _next(self) -> None:
         with self._turn:
             self._serving += 1
-            while self._serving in self._skipped:
-                self._skipped.remove(self._serving)
-                self._serving += 1
-            if self._issued != self._serving or self.closed:
-                self._turn.notify_all()
+            self._pass_skipped()
+
+    def _pass_skipped(self) -> None:
+        while self._serving in self._skipped:
+            self._skipped.remove(self._serving)
+            self._serving += 1
+        if self._issued != self._serving or self.closed:
+            self._turn.notify_all()
 
     def check(self, operation: str | None = None) -> None:
         """Raise if nothing can be called on this group any more."""
@@ -137,8 +143,13 @@ class Runner:
             raise Closed("the group is closed", operation=operation)
         self.generation.check(operation)
 
+    def _check_open(self, operation: str) -> None:
+        """Raise if the group is closed; whether it is broken is asked when the call is on record, for others to see."""
+        if self.closed or self.generation.closed:
+            self.check(operation)
+
     def _run(self, operation: Operation, timeout: float, site: Site) -> Any:
-        self.check(operation.name)
+        self._check_open(operation.name)
         self.generation.transport.touch()
         step = _Step(self, operation.name, timeout, site)
         try:
@@ -158,6 +169,9 @@ class Runner:
     def exchange(self, shape: Shape, x: Array, out: Array, name: str, timeout: float, site: Site) -> None:
         plan = self._plans.get(shape) or self._plan(shape)
         sequence = self.calls.record(plan.meaning, site)
+        if not self.generation.control.sound:
+            self.generation.control.called(time.monotonic())
+            self.check(name)
         sheet = self._sheet
         sheet.sequence = sequence
         sheet.fingerprint = plan.meaning.fingerprint
@@ -167,9 +181,9 @@ class Runner:
         self._executor.run(plan, x, out, sheet, watch)
         self.calls.finished = sequence
 
-    def disagree(self, name: str, timeout: float) -> GradwireError:
+    def disagree(self, name: str, timeout: float, reason: str) -> GradwireError:
         sequence = self.calls.sequence
-        self.generation.control.report(disagreement(self.calls, sequence), time.monotonic())
+        self.generation.control.report(disagreement(self.calls, sequence, reason), time.monotonic())
         self.generation.wake()
         return Watch(self.generation, self.calls, name, sequence, timeout).broken()
 
@@ -190,14 +204,19 @@ class Runner:
 
     def close(self) -> None:
         """End this group's links and thread; the generation goes on."""
+        if self.generation.inherited:  # a forked child has neither, and nobody may be there to release the lock
+            self.closed = self.calls.closed = True
+            return
         with self._turn:
             if self.closed:
                 return
             self.closed = self.calls.closed = True
             self._turn.notify_all()
         self.generation.control.unwatch(self.calls)
-        for link in self._links.values():
+        for link in list(self._links.values()):
             link.close()
+        # Those of higher ranks that nobody has taken yet, or that come later, must see the end too.
+        self.generation.transport.adopt(self._channel, lambda link: link.close())
 
 
 class _Step:
@@ -216,8 +235,8 @@ class _Step:
     def __call__(self, shape: Shape, x: Array, out: Array) -> None:
         self._runner.exchange(shape, x, out, self._name, self._timeout, self._site)
 
-    def disagree(self) -> GradwireError:
-        return self._runner.disagree(self._name, self._timeout)
+    def disagree(self, reason: str) -> GradwireError:
+        return self._runner.disagree(self._name, self._timeout, reason)
 
 
 def _meaning(shape: Shape, algorithm: str) -> Meaning:

@@ -14,11 +14,13 @@ import weakref
 from collections.abc import Sequence
 
 from gradwire.config import DEFAULT_TIMEOUT, Address, JobConfig, resolve
-from gradwire.errors import ConfigError, GradwireError, InvalidSize, UnsupportedOp
+from gradwire.errors import Broken, Closed, ConfigError, InvalidSize, UnsupportedOp
 from gradwire.generation import Generation, Identity
 from gradwire.group import WORLD, Group
 from gradwire.liveness.verdict import Finding
 from gradwire.membership import Assembly, Member
+from gradwire.membership.addresses import resolve as endpoints
+from gradwire.membership.doorkeeper import Doorkeeper
 from gradwire.security.secret import derive, job_secret
 from gradwire.topology import Topology
 from gradwire.transports.local import Hub
@@ -123,11 +125,19 @@ def _start(generations: Sequence[Generation], timeout: float, deadline: float) -
             groups.append(Group(generation, members, WORLD, timeout))
         for group in groups:
             group._runner.dial(deadline)
-    except BaseException:
+    except BaseException as error:
         for generation in generations:
-            generation.close()
+            generation.close(_giving_up(generation, error))
         raise
     return groups
+
+
+def _giving_up(generation: Generation, error: BaseException) -> Finding | None:
+    """What the others are told of a rank that ends with an error: nothing new if they know why."""
+    if isinstance(error, (Broken, Closed)) or not generation.control.sound:
+        return None
+    reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return Finding("aborted", reason[:2000], generation.identity.rank)
 
 
 # -- a rank among processes -------------------------------------------------------------------------------------------
@@ -162,6 +172,7 @@ def _join(config: JobConfig, deadline: float) -> Group:
     except BaseException:
         transport.close()
         raise
+    generation.belongings += _doorkeepers(config, address)
     return _start([generation], config.timeout, deadline)[0]
 
 
@@ -174,6 +185,16 @@ def _coordinator(config: JobConfig, address: Address, secret: bytes) -> contextl
     return Coordinator(
         address.host, address.port, size=config.size, secret=secret, job=config.job, insecure=config.insecure
     )
+
+
+def _doorkeepers(config: JobConfig, address: Address) -> list[Doorkeeper]:
+    """Who comes to the coordinator's address after all have come is told so, as long as rank 0 lives."""
+    if config.role != "coordinator":
+        return []
+    reason = f"all {config.size} ranks of the job there have come"
+    with contextlib.suppress(OSError):  # somebody was quicker to take the port: then they answer there
+        return [Doorkeeper(endpoints(address.host, address.port)[0], reason)]
+    return []
 
 
 def _member(config: JobConfig, transport: TcpTransport) -> Member:
@@ -248,12 +269,8 @@ def _say_goodbye() -> None:
     """A process that ends has closed its groups; one that ends with an exception has given up, and says why."""
     error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
     for generation in list(_live):
-        finding = None
-        if error is not None and not isinstance(error, GradwireError) and generation.control.sound:
-            reason = f"{type(error).__name__}: {error}"[:2000]
-            finding = Finding("aborted", reason, generation.identity.rank)
         with contextlib.suppress(Exception):
-            generation.close(finding)
+            generation.close(None if error is None else _giving_up(generation, error))
 
 
 def _abandon() -> None:

@@ -24,17 +24,24 @@ _OVERHEAD = 256
 class Letter:
     """A message that is here, or offered; `payload` is None while it only is offered."""
 
+    world: int  # the sender's world rank; `source` is its rank in the group
     group: int
     source: int
     tag: int
     nbytes: int
     identity: int = 0
     payload: memoryview | None = None
+    number: int = 0  # in the order of arrival
+
+    @property
+    def weight(self) -> int:
+        """What an unasked letter counts against its sender."""
+        return _OVERHEAD + (self.nbytes if self.identity == 0 else 0)
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A `recv` that waits. It ends with `source` set, or with an error."""
+    """A `recv` that waits. It ends with `sender` set, or with an error."""
 
     group: int
     source: int | None
@@ -72,13 +79,61 @@ class Transfer:
     target: memoryview
 
 
+class Shelf:
+    """Letters that nobody has asked for yet, in the order of arrival among those that one `recv` could mean."""
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[int, int], dict[int, deque[Letter]]] = {}  # by group and tag, then by source
+        self._arrived = 0
+
+    def add(self, letter: Letter) -> None:
+        if not letter.number:
+            self._arrived += 1
+            letter.number = self._arrived
+        queue = self._places.setdefault((letter.group, letter.tag), {}).setdefault(letter.source, deque())
+        later = (position for position, other in enumerate(queue) if letter.number < other.number)
+        if queue and letter.number < queue[-1].number:  # one that was taken and is put back
+            queue.insert(next(later), letter)
+        else:
+            queue.append(letter)
+
+    def find(self, request: Request) -> Letter | None:
+        """The eldest letter that a request means."""
+        queues = self._places.get((request.group, request.tag))
+        if not queues:
+            return None
+        if request.source is not None:
+            queue = queues.get(request.source)
+            return queue[0] if queue else None
+        return min((queue[0] for queue in queues.values()), key=lambda letter: letter.number)
+
+    def take(self, letter: Letter) -> None:
+        """Remove a letter: the first of its queue, unless it is withdrawn."""
+        key = letter.group, letter.tag
+        queue = self._places[key][letter.source]
+        if queue[0] is letter:
+            queue.popleft()
+        else:
+            queue.remove(letter)
+        if not queue:  # nothing is kept of tags that are used once
+            del self._places[key][letter.source]
+            if not self._places[key]:
+                del self._places[key]
+
+    def offered(self, world: int, identity: int) -> Letter | None:
+        """The letter of an offer, if it still lies here."""
+        letters = (letter for queues in self._places.values() for queue in queues.values() for letter in queue)
+        return next((letter for letter in letters if (letter.world, letter.identity) == (world, identity)), None)
+
+
 class Mailbox:
     """Everything that has arrived or is asked for on one rank. `changed` guards it and tells those who wait."""
 
-    def __init__(self, accept: Callable[[int, Letter], None]) -> None:
+    def __init__(self, accept: Callable[[int, Letter], None], relieved: Callable[[], None]) -> None:
         self.changed = threading.Condition(threading.RLock())
         self._accept = accept  # tells the sender of an offer (a world rank) to go on
-        self._letters: deque[tuple[int, Letter]] = deque()
+        self._relieved = relieved  # told when a peer that was overfull no longer is
+        self._shelf = Shelf()
         self._requests: list[Request] = []
         self._offers: dict[int, Offer] = {}
         self._transfers: dict[tuple[int, int], Transfer] = {}
@@ -90,11 +145,11 @@ class Mailbox:
     def ask(self, request: Request) -> None:
         """Post a `recv`; it may be done at once."""
         with self.changed:
-            for world, letter in self._letters:
-                if request.fits(letter):
-                    self._match(world, letter, request)
-                    return
-            self._requests.append(request)
+            letter = self._shelf.find(request)
+            if letter is None:
+                self._requests.append(request)
+            else:
+                self._match(letter, request)
 
     def give_up(self, request: Request, redirect: Callable[[int, memoryview, memoryview], None]) -> bool:
         """End a `recv` early; False if it was done after all. What it had accepted keeps its place in the queue.
@@ -113,11 +168,12 @@ class Mailbox:
                     if transfer.target is request.target:
                         transfer.target = memoryview(bytearray(transfer.letter.nbytes))
                         redirect(world, request.target, transfer.target)
-                    self._letters.appendleft((world, transfer.letter))
+                    self._keep(transfer.letter)
                     return True
             return True
 
-    def _match(self, world: int, letter: Letter, request: Request) -> None:
+    def _match(self, letter: Letter, request: Request) -> None:
+        """Give a letter of the shelf to a request, or the request its error."""
         if letter.nbytes != len(request.target):
             request.error = SizeMismatch(
                 f"rank {letter.source} sent {letter.nbytes} bytes with tag {letter.tag}, "
@@ -127,28 +183,28 @@ class Mailbox:
             )
             self.changed.notify_all()
             return
+        self._unkeep(letter)
+        transfer = self._transfers.get((letter.world, letter.identity))
         if letter.payload is not None:
             request.target[:] = letter.payload
             request.sender = letter.source
-            self._drop(world, letter)
-        elif (world, letter.identity) in self._transfers:
-            # A half-arrived message whose first asker gave up: it ends up here when it is whole.
-            transfer = self._transfers[world, letter.identity]
-            transfer.request = request
-            self._discard(world, letter)
+        elif transfer is not None:
+            transfer.request = request  # half-arrived, and its first asker gave up: it ends up here when it is whole
         else:
-            self._discard(world, letter)
-            self._transfers[world, letter.identity] = Transfer(letter, request, request.target)
-            self._accept(world, letter)
+            self._transfers[letter.world, letter.identity] = Transfer(letter, request, request.target)
+            self._accept(letter.world, letter)
         self.changed.notify_all()
 
-    def _discard(self, world: int, letter: Letter) -> None:
-        self._letters = deque(entry for entry in self._letters if entry[1] is not letter)
+    def _keep(self, letter: Letter) -> None:
+        self._shelf.add(letter)
+        self._kept[letter.world] = self._kept.get(letter.world, 0) + letter.weight
 
-    def _drop(self, world: int, letter: Letter) -> None:
-        self._discard(world, letter)
-        if letter.identity == 0:
-            self._kept[world] = self._kept.get(world, 0) - letter.nbytes - _OVERHEAD
+    def _unkeep(self, letter: Letter) -> None:
+        self._shelf.take(letter)
+        was_overfull = self.overfull(letter.world)
+        self._kept[letter.world] -= letter.weight
+        if was_overfull and not self.overfull(letter.world):
+            self._relieved()
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
@@ -181,6 +237,8 @@ class Mailbox:
                 if transfer is None or transfer.letter.nbytes != header.nbytes:
                     raise WireError(f"a payload of {header.nbytes} bytes that was not accepted")
                 return transfer.target
+        if header.nbytes or header.kind not in (Kind.OFFER, Kind.ACCEPT, Kind.WITHDRAW):
+            raise WireError(f"kind {header.kind}, {header.nbytes} bytes, point to point")
         return memoryview(b"")
 
     def finish(self, world: int, header: Header, payload: memoryview) -> None:
@@ -188,9 +246,9 @@ class Mailbox:
         with self.changed:
             match header.kind:
                 case Kind.EAGER:
-                    self._arrive(world, _letter(header, payload))
+                    self._arrive(_letter(world, header, payload))
                 case Kind.OFFER:
-                    self._arrive(world, _letter(header, None))
+                    self._arrive(_letter(world, header, None))
                 case Kind.PAYLOAD:
                     self._complete(world, header.sequence, payload)
                 case Kind.ACCEPT:
@@ -199,24 +257,20 @@ class Mailbox:
                         offer.accepted = True
                 case Kind.WITHDRAW:
                     self._withdrawn(world, header.sequence)
-                case _:
-                    raise WireError(f"message kind {header.kind} point to point")
             self.changed.notify_all()
 
-    def _arrive(self, world: int, letter: Letter) -> None:
-        self._letters.append((world, letter))
-        if letter.identity == 0:
-            self._kept[world] = self._kept.get(world, 0) + letter.nbytes + _OVERHEAD
-        for request in self._requests:
-            if request.fits(letter):
-                self._requests.remove(request)
-                self._match(world, letter, request)
+    def _arrive(self, letter: Letter) -> None:
+        self._keep(letter)
+        for request in [request for request in self._requests if request.fits(letter)]:
+            self._requests.remove(request)
+            self._match(letter, request)
+            if request.error is None:
                 return
 
     def _withdrawn(self, world: int, identity: int) -> None:
-        self._letters = deque(
-            (rank, letter) for rank, letter in self._letters if (rank, letter.identity) != (world, identity)
-        )
+        letter = self._shelf.offered(world, identity)
+        if letter is not None:
+            self._unkeep(letter)
         transfer = self._transfers.pop((world, identity), None)
         if transfer is not None and transfer.request is not None:
             self.ask(transfer.request)  # accepted just as the sender gave up
@@ -231,8 +285,8 @@ class Mailbox:
             request.sender = letter.source
 
 
-def _letter(header: Header, payload: memoryview | None) -> Letter:
+def _letter(world: int, header: Header, payload: memoryview | None) -> Letter:
     identity = 0 if payload is not None else header.sequence
     tag = header.fingerprint if header.fingerprint < 1 << 63 else header.fingerprint - (1 << 64)
     nbytes = header.nbytes if payload is not None else header.tile | header.round << 32
-    return Letter(header.group, header.source, tag, nbytes, identity, payload)
+    return Letter(world, header.group, header.source, tag, nbytes, identity, payload)

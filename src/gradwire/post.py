@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradwire.errors import GradwireError, PeerLost, Timeout
+from gradwire.errors import Broken, Closed, GradwireError, PeerLost, Timeout
+from gradwire.executors.python import after
 from gradwire.generation import Generation
 from gradwire.liveness.verdict import Finding
-from gradwire.messages import Request
+from gradwire.liveness.watch import ANSWER_SECONDS, POLL_SECONDS, Slowness
+from gradwire.messages import Offer, Request
 from gradwire.transports.base import LinkClosed
 from gradwire.transports.frames import Outbox
 from gradwire.wire import MAX_EAGER, Header, Kind
+
+log = logging.getLogger("gradwire")
 
 _TAG_MASK = (1 << 64) - 1
 
@@ -29,19 +35,19 @@ class Post:
     def send(self, data: memoryview, dst: int, tag: int, timeout: float, operation: str = "send") -> None:
         """Deliver bytes: at once up to the eager bound, else when the receiver has a buffer for them."""
         deadline = time.monotonic() + timeout
-        self.generation.check(operation)
+        self._check(operation)
         if len(data) <= MAX_EAGER:
             self._send_eagerly(data, dst, tag, deadline, timeout, operation)
         else:
             self._send_on_offer(data, dst, tag, deadline, timeout, operation)
 
-    def _outbox(self, dst: int, deadline: float) -> Outbox:
-        return self.generation.message_outbox(self.members[dst], deadline)
+    def _outbox(self, dst: int, deadline: float, operation: str) -> Outbox:
+        return self.generation.message_outbox(self.members[dst], deadline, operation)
 
     def _send_eagerly(
         self, data: memoryview, dst: int, tag: int, deadline: float, timeout: float, operation: str
     ) -> None:
-        outbox = self._outbox(dst, deadline)
+        outbox = self._outbox(dst, deadline, operation)
         changed = self.generation.mailbox.changed
         while outbox.full:
             with changed:
@@ -55,36 +61,24 @@ class Post:
                     operation=operation,
                     seconds=timeout,
                 )
-        message = self._frame(Kind.EAGER, bytes(data), tag)
-        try:
-            if outbox.post(message):
-                self.generation.wake()
-        except LinkClosed:
-            raise self._gone(dst, operation) from None
+        self._tell(outbox, dst, operation, self._frame(Kind.EAGER, bytes(data), tag))
 
     def _send_on_offer(
         self, data: memoryview, dst: int, tag: int, deadline: float, timeout: float, operation: str
     ) -> None:
-        mailbox = self.generation.mailbox
-        outbox = self._outbox(dst, deadline)
-        offer = mailbox.offer()
+        outbox = self._outbox(dst, deadline, operation)
+        offer = self.generation.mailbox.offer()
         size = {"tile": len(data) & 0xFFFFFFFF, "round": len(data) >> 32}
+        self._tell(outbox, dst, operation, self._frame(Kind.OFFER, b"", tag, sequence=offer.identity, **size))
         try:
-            if outbox.post(self._frame(Kind.OFFER, b"", tag, sequence=offer.identity, **size)):
-                self.generation.wake()
-        except LinkClosed:
-            raise self._gone(dst, operation) from None
-        with mailbox.changed:
-            while not offer.accepted:
-                left = deadline - time.monotonic()
-                if left <= 0 and mailbox.withdraw(offer):
-                    break
-                mailbox.changed.wait(min(0.25, max(0.0, left)))
-                if not self.generation.control.sound or self.generation.closed or self._absent(dst):
-                    break
+            self._await_acceptance(offer, dst, deadline, operation)
+        except BaseException:  # Ctrl-C too: a recv there must not wait for what nobody sends
+            self.generation.mailbox.withdraw(offer)
+            with contextlib.suppress(GradwireError):
+                self._tell(outbox, dst, operation, self._frame(Kind.WITHDRAW, b"", tag, sequence=offer.identity))
+            raise
         if not offer.accepted:
-            self._check_peer(dst, operation)
-            outbox.post(self._frame(Kind.WITHDRAW, b"", tag, sequence=offer.identity))
+            self._tell(outbox, dst, operation, self._frame(Kind.WITHDRAW, b"", tag, sequence=offer.identity))
             raise Timeout(
                 f"{operation} of {len(data)} bytes to rank {dst} waited {timeout:g} s for a recv there. Above "
                 f"{MAX_EAGER} bytes send waits for its recv: if both ranks send first, use sendrecv",
@@ -106,41 +100,82 @@ class Post:
         ).pack()
         self._stream(outbox, [memoryview(head), data], dst, deadline, timeout, operation)
 
+    def _await_acceptance(self, offer: Offer, dst: int, deadline: float, operation: str) -> None:
+        """Return when an offer was accepted, or taken back because the time is over."""
+        mailbox = self.generation.mailbox
+        slowness = Slowness(time.monotonic())
+        while True:
+            with mailbox.changed:
+                now = time.monotonic()
+                if offer.accepted or (now >= deadline and mailbox.withdraw(offer)):
+                    return
+                mailbox.changed.wait(_pause(now, deadline, slowness))
+            self._check_peer(dst, operation)
+            self._tell_if_slow(slowness, f"in {operation} to rank {dst}: it has not called recv", [dst])
+
+    def _tell(self, outbox: Outbox, dst: int, operation: str, message: bytes) -> None:
+        try:
+            if outbox.post(message):
+                self.generation.wake()
+        except LinkClosed:
+            raise self._gone(dst, operation) from None
+
     def _stream(
         self, outbox: Outbox, parts: list[memoryview], dst: int, deadline: float, timeout: float, operation: str
     ) -> None:
         """Write a payload straight from the user's memory, in turn with other messages of the link."""
-        generation = self.generation
-        held = False
+        whole = sum(map(len, parts))
+        self._take_link(outbox, dst, deadline, timeout, operation)
         try:
             while parts:
-                held = held or outbox.hold()
-                sent = outbox.link.send(parts) if held else 0
-                while parts and sent >= len(parts[0]):
-                    sent -= len(parts.pop(0))
-                if sent:
-                    parts[0] = parts[0][sent:]
-                    continue
-                if not parts:
-                    break
-                generation.transport.wait((), (outbox.link,), generation.alarm, 0.25)
-                self._check_peer(dst, operation)
-                if time.monotonic() >= deadline:
-                    # Half a payload is on its way: the link cannot be used for anything else any more.
-                    reason = f"{operation} to rank {dst} did not finish in {timeout:g} s: it stopped reading"
-                    finding = Finding("timeout", reason, self.members[dst], timeout, operation)
-                    generation.control.report(finding, time.monotonic())
-                    raise generation.error(operation)
+                sent = outbox.link.send(parts)
+                parts = after(parts, sent)
+                if parts and not sent:
+                    self._await_room(outbox, dst, deadline, timeout, operation)
         except LinkClosed:
             raise self._gone(dst, operation) from None
+        except (Broken, Closed):
+            raise
+        except BaseException as error:
+            if sum(map(len, parts)) < whole:  # half a payload is on its way: nothing else can follow it
+                self.generation.interrupt(operation, error)
+            raise
         finally:
-            if held:
-                outbox.release()
-                generation.wake()
+            outbox.release()
+            with self.generation.mailbox.changed:
+                self.generation.mailbox.changed.notify_all()
+            self.generation.wake()
+
+    def _take_link(self, outbox: Outbox, dst: int, deadline: float, timeout: float, operation: str) -> None:
+        """Wait until no other message is on its way."""
+        changed = self.generation.mailbox.changed
+        try:
+            while not outbox.hold():
+                with changed:
+                    changed.wait(0.01)  # messages that wait are flushed by the service thread
+                self._check_peer(dst, operation)
+                if time.monotonic() >= deadline:
+                    raise self._stalled(dst, timeout, operation)
+        except LinkClosed:
+            raise self._gone(dst, operation) from None
+
+    def _await_room(self, outbox: Outbox, dst: int, deadline: float, timeout: float, operation: str) -> None:
+        generation = self.generation
+        generation.transport.wait((), (outbox.link,), generation.alarm, 0.25)
+        self._check_peer(dst, operation)
+        if time.monotonic() >= deadline:
+            raise self._stalled(dst, timeout, operation)
+
+    def _stalled(self, dst: int, timeout: float, operation: str) -> GradwireError:
+        """The receiver has a buffer but reads nothing: its process stands still, and the payload cannot be recalled."""
+        reason = f"{operation} to rank {dst} did not finish in {timeout:g} s: it stopped reading"
+        finding = Finding("timeout", reason, self.members[dst], timeout, operation)
+        self.generation.control.report(finding, time.monotonic())
+        return self.generation.error(operation)
 
     def post_request(self, target: memoryview, src: int | None, tag: int) -> Request:
         """Ask for a message without waiting for it."""
-        self.generation.check("recv")
+        self._check("recv")
         request = Request(self.group, src, tag, target)
         self.generation.mailbox.ask(request)
         return request
@@ -153,13 +188,18 @@ class Post:
         """Wait for a message that was asked for; the sender's rank. On time-out everything keeps its place."""
         generation, mailbox = self.generation, self.generation.mailbox
         deadline = time.monotonic() + timeout
+        slowness = Slowness(time.monotonic())
+        whom = "any rank" if request.source is None else f"rank {request.source}"
+        peers = [request.source] if request.source is not None else self._others()
         try:
-            with mailbox.changed:
-                while not request.done:
-                    left = deadline - time.monotonic()
-                    if left <= 0 or generation.closed or not generation.control.sound or self._nobody(request):
+            while not request.done:
+                with mailbox.changed:
+                    now = time.monotonic()
+                    if now >= deadline or not self._usable() or self._nobody(request):
                         break
-                    mailbox.changed.wait(min(0.25, left))
+                    if not request.done:
+                        mailbox.changed.wait(_pause(now, deadline, slowness))
+                self._tell_if_slow(slowness, f"for a message from {whom} with tag {request.tag}", peers)
         finally:
             gave_up = mailbox.give_up(request, generation.redirect)
         if request.error is not None:
@@ -167,17 +207,24 @@ class Post:
         if not gave_up:
             assert request.sender is not None
             return request.sender
-        generation.check(operation)
+        self._check(operation, f" during {operation}")
         if self._nobody(request):
-            peers = [request.source] if request.source is not None else self._others()
             raise self._gone(min(peers), operation)
-        whom = "any rank" if request.source is None else f"rank {request.source}"
         raise Timeout(
             f"no message from {whom} with tag {request.tag} came in {timeout:g} s; the recv can be repeated",
             peer=request.source,
             operation=operation,
             seconds=timeout,
         )
+
+    def _tell_if_slow(self, slowness: Slowness, what: str, peers: Sequence[int]) -> None:
+        now = time.monotonic()
+        if now < slowness.due:
+            return
+        slowness.told(now)
+        last = self.generation.control.last_calls(self.group, [self.members[peer] for peer in peers], ANSWER_SECONDS)
+        rank = self.generation.identity.rank
+        log.warning("rank %d has waited %.0f s %s; %s", rank, now - slowness.began, what, last)
 
     def _others(self) -> list[int]:
         return [rank for rank in range(len(self.members)) if rank != self.rank]
@@ -190,8 +237,17 @@ class Post:
     def _absent(self, rank: int) -> bool:
         return self.generation.departed(self.members[rank])
 
+    def _usable(self) -> bool:
+        generation = self.generation
+        return not generation.closed and generation.control.sound and generation.control.open(self.group)
+
+    def _check(self, operation: str, during: str = "") -> None:
+        self.generation.check(operation, during)
+        if not self.generation.control.open(self.group):
+            raise Closed("the group is closed", operation=operation)
+
     def _check_peer(self, dst: int, operation: str) -> None:
-        self.generation.check(operation)
+        self._check(operation, f" during {operation}")
         if self._absent(dst):
             raise self._gone(dst, operation)
 
@@ -205,3 +261,7 @@ class Post:
         return self.generation.frame(
             kind, payload, group=self.group, source=self.rank, fingerprint=tag & _TAG_MASK, **fields
         )
+
+
+def _pause(now: float, deadline: float, slowness: Slowness) -> float:
+    return max(0.0, min(deadline - now, slowness.due - now, POLL_SECONDS))

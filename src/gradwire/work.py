@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import numbers
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gradwire import operations
-from gradwire.errors import Timeout
+from gradwire.errors import InvalidSize, Timeout
 from gradwire.liveness.calls import call_site
 from gradwire.operations import Operation
+from gradwire.operations.call import settled
 
 if TYPE_CHECKING:
     from gradwire.group import Group
@@ -35,13 +38,13 @@ class Work:
     def wait(self, timeout: float | None = None) -> Any:
         """Block until the work is done and return its result; `Timeout` leaves work and group as they are.
 
+        Without a timeout it waits for as long as the collective itself may take, which has one.
+
         >>> import gradwire as gw, numpy as np
-        >>> [group] = gw.local_group(1)
-        >>> group.stream().all_reduce(np.ones(2)).wait()
+        >>> with gw.init() as group: group.stream().all_reduce(np.ones(2)).wait(timeout=60)
         array([1., 1.])
-        >>> group.close()
         """
-        if not self._done.wait(timeout):
+        if not self._done.wait(bounded(timeout)):
             raise Timeout(
                 f"{self.operation} was not done in {timeout:g} s; it goes on", operation=self.operation, seconds=timeout
             )
@@ -52,12 +55,25 @@ class Work:
 
     @property
     def done(self) -> bool:
-        """Whether it has run, well or badly."""
+        """Whether it has run, well or badly.
+
+        >>> import gradwire as gw
+        >>> with gw.init() as group:
+        ...     work = group.stream().barrier()
+        ...     work.wait()
+        >>> work.done
+        True
+        """
         return self._done.is_set()
 
     @property
     def result(self) -> Any:
-        """What the collective returned; waits for it."""
+        """What the collective returned; waits for it.
+
+        >>> import gradwire as gw
+        >>> with gw.init() as group: group.stream().all_reduce(3).result
+        3
+        """
         return self.wait()
 
     def heed(self) -> BaseException | None:
@@ -68,52 +84,107 @@ class Work:
     def run(self, body: Callable[[], Any], *, first_error: bool) -> bool:
         """Do the work; True if it went well. Of a chain of failures only the first is worth a line in the log."""
         try:
-            self._result = body()
+            self._result = settled(body())
         except BaseException as error:
             self._error = error
             self._heeded = not first_error
         self._done.set()
         return self._error is None
 
+    def __repr__(self) -> str:
+        state = "pending" if not self.done else "failed" if self._error is not None else "done"
+        return f"<gradwire.Work {self.operation}, {state}>"
+
     def __del__(self) -> None:
         if not self._heeded and self._error is not None:
             log.error("%s failed and nobody waited for it: %s", self.operation, self._error)
 
 
+def bounded(timeout: Any) -> float | None:
+    """A timeout as threads accept it; `InvalidSize` for one that is none."""
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real) or not float(timeout) > 0:
+        raise InvalidSize(f"a timeout of {timeout!r} s: it must be a number above 0")
+    return min(float(timeout), threading.TIMEOUT_MAX)
+
+
 class Stream:
-    """A queue of a group's collectives. Each call returns a `Work`; errors come out of `wait()` and `synchronize()`."""
+    """A queue of a group's collectives. Each call returns a `Work`; errors come out of `wait()` and `synchronize()`.
+
+    The methods are those of `Group`, with the same arguments; arrays belong to the stream until their work is done.
+
+    >>> import gradwire as gw, numpy as np
+    >>> with gw.init() as group:
+    ...     stream = group.stream()
+    ...     works = [stream.all_reduce(np.full(2, i)) for i in range(3)]
+    ...     stream.synchronize()
+    >>> works[2].result
+    array([2, 2])
+    """
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._works: list[Work] = []
+        self._lock = threading.Lock()
+        self._works: deque[Work] = deque()  # those that synchronize() still has to look at
+
+    def __repr__(self) -> str:
+        return f"<gradwire.Stream of {self._group!r}, {sum(not work.done for work in self._works)} pending>"
 
     def _later(self, operation: Operation, timeout: float | None) -> Work:
         work = self._group._runner.later(operation, self._group._seconds(timeout), call_site())
-        self._works = [*(one for one in self._works if not one.done or one._error is not None), work]
+        with self._lock:
+            while self._works and self._works[0].done and self._works[0]._error is None:
+                self._works.popleft()
+            self._works.append(work)
         return work
 
     def synchronize(self, timeout: float | None = None) -> None:
-        """Return when everything queued so far has run; raises the first error that none has waited for."""
-        seconds = self._group._seconds(timeout)
-        deadline = time.monotonic() + seconds
-        works, self._works = self._works, []
-        first: BaseException | None = None
-        for position, work in enumerate(works):
-            if not work._done.wait(max(0.0, deadline - time.monotonic())):
-                self._works = [*works[position:], *self._works]
-                work.wait(1e-9)
-            first = first or work.heed()
+        """Return when everything queued so far has run; raises the first error among it.
+
+        Without a timeout it waits for as long as the collectives themselves may take; `Timeout` leaves them running.
+
+        >>> import gradwire as gw
+        >>> with gw.init() as group: group.stream().synchronize()
+        """
+        seconds = bounded(timeout)
+        deadline = None if seconds is None else time.monotonic() + seconds
+        with self._lock:
+            works = list(self._works)
+        late = next((work for work in works if not work._done.wait(_left(deadline))), None)
+        ended = {work for work in works if work.done}
+        first = next((work._error for work in works if work in ended and work._error is not None), None)
+        if late is not None and first is None:
+            raise Timeout(
+                f"{len(works) - len(ended)} of {len(works)} works were not done in {timeout:g} s; they go on",
+                operation=late.operation,
+                seconds=timeout,
+            )
+        for work in ended:
+            work.heed()
+        with self._lock:
+            self._works = deque(work for work in self._works if work not in ended)
         if first is not None:
             raise first
 
     def all_reduce(
         self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto", timeout: float | None = None
     ) -> Work:
-        """`Group.all_reduce`, queued."""
+        """`Group.all_reduce`, queued.
+
+        >>> import gradwire as gw, numpy as np
+        >>> with gw.init() as group: group.stream().all_reduce(np.ones(2), op="mean").wait()
+        array([1., 1.])
+        """
         return self._later(operations.all_reduce(x, op, out, algorithm), timeout)
 
     def broadcast(self, x: Any, root: int = 0, *, algorithm: str = "auto", timeout: float | None = None) -> Work:
-        """`Group.broadcast`, queued."""
+        """`Group.broadcast`, queued.
+
+        >>> import gradwire as gw, numpy as np
+        >>> with gw.init() as group: group.stream().broadcast(np.ones(2), root=0).wait()
+        array([1., 1.])
+        """
         group = self._group
         return self._later(operations.broadcast(x, root, group.size, group.rank, algorithm), timeout)
 
@@ -127,16 +198,31 @@ class Stream:
         algorithm: str = "auto",
         timeout: float | None = None,
     ) -> Work:
-        """`Group.reduce`, queued."""
+        """`Group.reduce`, queued.
+
+        >>> import gradwire as gw, numpy as np
+        >>> with gw.init() as group: group.stream().reduce(np.ones(2), root=0).wait()
+        array([1., 1.])
+        """
         group = self._group
         return self._later(operations.reduce(x, op, root, out, group.size, group.rank, algorithm), timeout)
 
     def all_gather(self, x: Any, *, algorithm: str = "auto", timeout: float | None = None) -> Work:
-        """`Group.all_gather`, queued."""
+        """`Group.all_gather`, queued.
+
+        >>> import gradwire as gw, numpy as np
+        >>> with gw.init() as group: group.stream().all_gather(np.ones((2, 3))).wait().shape
+        (2, 3)
+        """
         return self._later(operations.all_gather(x, algorithm), timeout)
 
     def gather(self, x: Any, root: int = 0, *, algorithm: str = "auto", timeout: float | None = None) -> Work:
-        """`Group.gather`, queued."""
+        """`Group.gather`, queued.
+
+        >>> import gradwire as gw, numpy as np
+        >>> with gw.init() as group: group.stream().gather(np.ones((2, 3))).wait().shape
+        (2, 3)
+        """
         return self._later(operations.gather(x, root, self._group.size, algorithm), timeout)
 
     def reduce_scatter(
@@ -148,7 +234,12 @@ class Stream:
         algorithm: str = "auto",
         timeout: float | None = None,
     ) -> Work:
-        """`Group.reduce_scatter`, queued."""
+        """`Group.reduce_scatter`, queued.
+
+        >>> import gradwire as gw, numpy as np
+        >>> with gw.init() as group: group.stream().reduce_scatter(np.ones(2)).wait()
+        array([1., 1.])
+        """
         group = self._group
         return self._later(operations.reduce_scatter(x, op, counts, group.size, group.rank, algorithm), timeout)
 
@@ -161,7 +252,12 @@ class Stream:
         algorithm: str = "auto",
         timeout: float | None = None,
     ) -> Work:
-        """`Group.scatter`, queued."""
+        """`Group.scatter`, queued.
+
+        >>> import gradwire as gw, numpy as np
+        >>> with gw.init() as group: group.stream().scatter(np.ones(2)).wait()
+        array([1., 1.])
+        """
         group = self._group
         return self._later(operations.scatter(x, root, counts, group.size, group.rank, algorithm), timeout)
 
@@ -174,16 +270,34 @@ class Stream:
         algorithm: str = "auto",
         timeout: float | None = None,
     ) -> Work:
-        """`Group.all_to_all`, queued."""
+        """`Group.all_to_all`, queued.
+
+        >>> import gradwire as gw, numpy as np
+        >>> with gw.init() as group: group.stream().all_to_all(np.ones(2)).wait()
+        array([1., 1.])
+        """
         operation = operations.all_to_all(x, send_counts, recv_counts, self._group.size, algorithm)
         return self._later(operation, timeout)
 
     def all_reduce_named(
         self, tensors: dict[str, Any], op: str = "sum", *, algorithm: str = "auto", timeout: float | None = None
     ) -> Work:
-        """`Group.all_reduce_named`, queued."""
+        """`Group.all_reduce_named`, queued.
+
+        >>> import gradwire as gw, numpy as np
+        >>> with gw.init() as group: group.stream().all_reduce_named({"w": np.ones(2)}).wait()
+        {'w': array([1., 1.])}
+        """
         return self._later(operations.all_reduce_named(tensors, op, algorithm), timeout)
 
     def barrier(self, *, algorithm: str = "auto", timeout: float | None = None) -> Work:
-        """`Group.barrier`, queued."""
+        """`Group.barrier`, queued.
+
+        >>> import gradwire as gw
+        >>> with gw.init() as group: group.stream().barrier().wait()
+        """
         return self._later(operations.barrier(algorithm), timeout)
+
+
+def _left(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())

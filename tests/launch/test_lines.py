@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,7 +42,7 @@ def test_lines_are_what_a_terminal_would_show(data: bytes, expected: list[str]) 
 def test_how_the_bytes_are_cut_makes_no_difference(text: str, places: list[int]) -> None:
     data = text.encode()
     edges = sorted({min(place, len(data)) for place in places} | {0, len(data)})
-    assert cut(*(data[start:stop] for start, stop in zip(edges, edges[1:], strict=False))) == cut(data)
+    assert cut(*(data[start:stop] for start, stop in itertools.pairwise(edges))) == cut(data)
 
 
 @given(st.binary())

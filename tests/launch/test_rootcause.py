@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from gradwire.launch.rootcause import Ending, Report, describe, explain, find
+from gradwire.launch.rootcause import Ending, Report, consequences, describe, explain, find
 
 
 def report(
@@ -93,6 +93,14 @@ def test_a_stuck_rank_is_named_by_those_who_waited_for_it() -> None:
 def test_an_ending_in_one_line(one: Ending, text: str, code: int) -> None:
     assert describe(one) == text
     assert one.exit_code == code
+
+
+def test_equal_fates_are_told_together() -> None:
+    cause = ending(1, said=report(1))
+    others = [ending(0, said=lost(2, 1)), ending(2, 0), ending(3, said=lost(3, 1)), ending(4, -15, told=2)]
+    told = consequences([others[0], cause, *others[1:]], cause)
+    assert told == ["ranks 0, 3 raised PeerLost: boom", "rank 4 was stopped"]
+    assert consequences([ending(2, -15, told=2), ending(3, -15, told=2)], cause) == ["ranks 2, 3 were stopped"]
 
 
 def test_sigkill_hints_at_memory() -> None:

@@ -73,6 +73,18 @@ def test_a_guard_that_is_dismissed_kills_nobody(family: tuple[subprocess.Popen[s
     assert not sessions.is_empty(leader.pid)
 
 
+def test_a_guard_can_be_dismissed_while_a_forked_process_holds_its_pipe() -> None:
+    guard = sessions.Guard()
+    forked = os.fork()
+    if forked == 0:
+        signal.pause()
+    try:
+        guard.close()
+    finally:
+        os.kill(forked, signal.SIGKILL)
+        os.waitpid(forked, 0)
+
+
 # A supervisor in small: it tells a guard of the session, and then waits to be killed.
 SUPERVISOR = """
 import os, signal, sys
@@ -89,9 +101,7 @@ signal.pause()
 
 
 @pytest.mark.parametrize("how", ["plain", "fork"])
-def test_a_guard_kills_when_its_supervisor_is_killed(
-    how: str, family: tuple[subprocess.Popen[str], list[int]]
-) -> None:
+def test_a_guard_kills_when_its_supervisor_is_killed(how: str, family: tuple[subprocess.Popen[str], list[int]]) -> None:
     """Also when a process that the supervisor forked still holds the pipe to the guard."""
     leader, others = family
     watched = [Watched(pid) for pid in others]

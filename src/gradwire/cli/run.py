@@ -142,12 +142,8 @@ def _tell(outcome: Outcome, log_dir: Path) -> None:
             console.print(f"gradwire: stopped by {signal.Signals(outcome.stopped_by).name}; logs in {log_dir}")
         return
     console.print()
-    others = [ending for ending in outcome.endings if ending.failed and ending is not root]
-    for ending in others:
-        if not ending.stopped:
-            console.print(f"gradwire: {rootcause.describe(ending)}", style="dim")
-    if stopped := [str(ending.rank) for ending in others if ending.stopped]:
-        console.print(f"gradwire: stopped: rank {', '.join(stopped)}", style="dim")
+    for line in rootcause.consequences(outcome.endings, root):
+        console.print(f"gradwire: {line}", style="dim")
     console.print(f"gradwire: logs in {log_dir}", style="dim")
     console.print("gradwire: the root cause:", style="bold red")
     console.print(rootcause.explain(root, outcome.last_lines))

@@ -8,6 +8,7 @@ results over sockets that only they have: nothing here is read from a network.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import operator
 import os
@@ -89,6 +90,8 @@ def _sent_by_value(fn: Callable[..., Any]) -> Iterator[None]:
     """Send the function's module along if the workers could not import it, as with test files that pytest imports."""
     import cloudpickle
 
+    while isinstance(fn, functools.partial):
+        fn = fn.func
     module = sys.modules.get(getattr(fn, "__module__", None) or "")
     if module is None or _is_importable(module) or module.__name__ in cloudpickle.list_registry_pickle_by_value():
         yield
@@ -145,16 +148,15 @@ def _result(worker: Worker) -> Any:
 
 def _failure(worker: Worker, root: Ending, outcome: Outcome) -> Exception:
     """The root cause's own exception if it came through, caused by what is known of its process; else only that."""
-    from gradwire.launch.rootcause import describe, explain
+    from gradwire.launch.rootcause import consequences, explain
 
     known = WorkerFailed(explain(root, outcome.last_lines), culprit=root.rank, exit_code=root.exit_code)
     error = _exception(worker)
     if error is not None:
         error.__cause__ = known
     failure = error or known
-    for ending in outcome.endings:
-        if ending.failed and not ending.stopped and ending is not root:
-            failure.add_note(f"and then {describe(ending)}")
+    for line in consequences([ending for ending in outcome.endings if not ending.stopped], root):
+        failure.add_note(f"and then {line}")
     return failure
 
 

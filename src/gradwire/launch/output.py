@@ -82,8 +82,8 @@ class Output:
     def close(self, timeout: float | None = None) -> bool:
         """Wait until everything is shown, at most so long: a screen may never move again. False if it took longer."""
         with self._lock:
-            self._closing = True
-            if not self._released:
+            first, self._closing = not self._closing, True
+            if first and not self._released:
                 os.write(self._wake_write, b".")
         if self._thread is not None:
             self._thread.join(timeout)

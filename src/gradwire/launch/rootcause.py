@@ -91,16 +91,35 @@ def _blames(failure: Ending) -> int:
 
 def describe(ending: Ending) -> str:
     """One line: how this worker ended."""
-    who = f"rank {ending.rank} (pid {ending.pid})"
+    return f"rank {ending.rank} (pid {ending.pid}) {_fate(ending)}"
+
+
+def consequences(endings: Iterable[Ending], root: Ending) -> list[str]:
+    """How the other workers ended that did not end well, those with the same fate in one line."""
+    fates: dict[str, list[str]] = {}
+    for ending in endings:
+        if ending.failed and ending is not root:
+            fates.setdefault(_fate(ending), []).append(str(ending.rank))
+    return [_told_of(ranks, fate) for fate, ranks in fates.items()]
+
+
+def _told_of(ranks: list[str], fate: str) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} {fate}"
+    first, _, rest = fate.partition(" ")
+    return f"ranks {', '.join(ranks)} {'were' if first == 'was' else first} {rest}"
+
+
+def _fate(ending: Ending) -> str:
     if ending.stopped:
-        return f"{who} was stopped"
+        return "was stopped"
     if ending.report is not None:
-        return f"{who} {ending.report.summary()}"
+        return ending.report.summary()
     if ending.status < 0:
-        return f"{who} was killed by {_signal_name(-ending.status)}{_hint(-ending.status)}"
+        return f"was killed by {_signal_name(-ending.status)}{_hint(-ending.status)}"
     if ending.result_missing:
-        return f"{who} exited with code 0 before its function returned"
-    return f"{who} exited with code {ending.status}"
+        return "exited with code 0 before its function returned"
+    return f"exited with code {ending.status}"
 
 
 def explain(root: Ending, last_lines: Sequence[str]) -> str:

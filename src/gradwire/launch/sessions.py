@@ -78,7 +78,11 @@ class Guard:
         self._tell(_GOODBYE)
         if self._process.stdin is not None:
             self._process.stdin.close()
-        self._process.wait()
+        try:
+            self._process.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:  # somebody has stopped it
+            self._process.kill()
+            self._process.wait()
 
     def _tell(self, text: bytes) -> None:
         with contextlib.suppress(BrokenPipeError):  # somebody killed the guard; the job can do without
@@ -130,7 +134,7 @@ def _listen(ears: _Ears, supervisor: int) -> None:
     poll.register(0, select.POLLIN)
     with contextlib.suppress(OSError, AttributeError):
         poll.register(os.pidfd_open(supervisor), select.POLLIN)
-    while os.getppid() == supervisor:
+    while os.getppid() == supervisor and not ears.goodbye:
         if any(fd == 0 for fd, _ in poll.poll()) and not ears.hear():
             return
     os.set_blocking(0, False)

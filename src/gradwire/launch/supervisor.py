@@ -98,8 +98,11 @@ class Supervisor:
             self._thread = threading.Thread(target=self._run, name="gradwire-supervisor", daemon=True)
             self._thread.start()
         except BaseException as error:
-            self._thread = None
-            self._release()
+            if self._thread is not None and self._thread.is_alive():  # an interrupt at the last moment
+                self.stop(signal.SIGKILL)
+                self._thread.join()
+            else:
+                self._release()
             if isinstance(error, OSError) and not isinstance(error, TransportError):
                 raise TransportError(f"cannot start worker {len(self.workers)} of {self.size}: {error}") from error
             raise
@@ -209,7 +212,7 @@ class Supervisor:
             number = self._requests.popleft()
             self._stopped_by = self._stopped_by or number
             self._ladder.asked(number, now)
-        if any(worker.has_failed for worker in self.workers):
+        if any(worker.has_failed(now) for worker in self.workers):
             self._ladder.failed(now)
         for number in self._ladder.due(now):
             for worker in self.workers:

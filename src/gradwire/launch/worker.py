@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from gradwire.launch import child, sessions
 from gradwire.launch.rootcause import Ending, Report
 
+_LAST_STEPS = 2.0  # seconds from an uncaught exception to the exit, before it counts as hanging
 _LEFTOVERS = 1.0  # seconds for what a worker leaves behind (multiprocessing's resource tracker) to end by itself
 _UNKILLABLE = 5.0  # seconds more, after which a process that hangs in the kernel is left to it
 _UNKNOWN = 255  # the exit code of a process that somebody else has reaped
@@ -51,6 +52,7 @@ class Worker:
         self.gone = False  # it and all that it started
         self._returns = task.returns
         self._told: float | None = None
+        self._killed: float | None = None
         self._channel, theirs = socket.socketpair()
         self._messages = _Messages(self._channel)
         try:
@@ -85,15 +87,15 @@ class Worker:
 
     @property
     def must_be_asked(self) -> bool:
-        """Whether there can be news that no descriptor tells: of its session, or on systems without pidfd."""
-        return not self.gone and (self.ending is not None or self._exit_fd is None)
+        """Whether there can be news that no descriptor tells: of its session, of time, on systems without pidfd."""
+        told_by_none = self.ending or self.report or self._killed or self._exit_fd is None
+        return not self.gone and bool(told_by_none)
 
-    @property
-    def has_failed(self) -> bool:
-        """By its exit, or by an exception whose traceback it sent before ending."""
+    def has_failed(self, now: float) -> bool:
+        """By how it ended; or by an exception that it has reported, if it does not end after it (a thread holds it)."""
         if self.ending is not None:
             return self.ending.failed
-        return self.report is not None and self.report.fatal
+        return self.report is not None and self.report.fatal and now >= self.report.time + _LAST_STEPS
 
     def signal(self, number: int, now: float) -> None:
         """Tell the worker to stop; SIGKILL is for its whole session."""
@@ -102,6 +104,7 @@ class Worker:
         if self.ending is None and self._told is None:
             self._told = now
         if number == signal.SIGKILL:
+            self._killed = now
             sessions.kill(self.pid)
         elif self.ending is None:
             os.kill(self.pid, number)
@@ -112,6 +115,8 @@ class Worker:
             return
         if self.ending is None:
             status = self._status()
+            if self._killed is not None and now >= self._killed + _UNKILLABLE:
+                status = status or -signal.SIGKILL  # it hangs in the kernel (a driver, a file server): left to it
             self._listen()
             if status is not None:
                 missing = status == 0 and self._returns and self.result is None
@@ -152,7 +157,7 @@ class Worker:
     def close(self) -> None:
         """Reap it and close all descriptors; when it is gone."""
         with contextlib.suppress(subprocess.TimeoutExpired):  # one that cannot even be killed
-            self._process.wait(_UNKILLABLE)
+            self._process.wait(_LEFTOVERS)
         self._channel.close()
         if self._exit_fd is not None:
             os.close(self._exit_fd)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -33,6 +33,17 @@ class Call:
 
     def __str__(self) -> str:
         return f"{self.what} at {self.site}"
+
+    @classmethod
+    def from_wire(cls, fields: Mapping[str, Any]) -> Call:
+        """Believe a peer's call as far as it is well-formed; ValueError otherwise."""
+        call = cls(**{**fields, "items": tuple(fields["items"])})
+        texts = (call.what, call.site, *call.items)
+        if type(call.sequence) is not int or type(call.fingerprint) is not int:
+            raise ValueError(f"malformed call {str(fields)[:200]}")
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"malformed call {str(fields)[:200]}")
+        return call
 
 
 @dataclass(frozen=True, slots=True)

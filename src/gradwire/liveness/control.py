@@ -2,6 +2,7 @@
 
     finding   a reason to break the generation                      → the verdict; passed on to all
     calls     what a rank last called, when calls are disputed      → the verdict
+    verdict   what a rank has settled on                            → joined by those who have not
     bye       a rank closed or ended as it should
     at        how far a rank has got in a group, with its chain     → compared with one's own calls
     where     a question: what have you called last?
@@ -16,18 +17,22 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from gradwire.errors import Broken
-from gradwire.liveness.calls import Call, CallLog
+from gradwire.liveness.calls import SHOWN, Call, CallLog
 from gradwire.liveness.verdict import MAX_TEXT, Finding, Verdict
 from gradwire.wire import MAX_CONTROL
 
 log = logging.getLogger("gradwire.liveness")
 
+BEHIND_SECONDS = 0.2  # how long a rank that has not made a disputed call waits for its program to make it
 MAX_GROUPS = 4096
+MAX_DISPUTES = 16
+MAX_SHOWN = 16  # ranks, in one line
 MAX_ITEM_BYTES = MAX_CONTROL // 2
 
 
@@ -57,7 +62,8 @@ class Control:
         self._broke = broke
         self._lock = threading.RLock()
         self._verdict = Verdict(len(self._names), generation)
-        self._told_calls = False
+        self._told_calls: set[int] = set()  # groups
+        self._disputed: set[int] = set()
         self._logs: dict[int, CallLog] = {}
         self._sent: dict[int, int] = {}
         self._ahead: dict[tuple[int, int], tuple[int, int]] = {}
@@ -77,6 +83,10 @@ class Control:
             self._logs.pop(calls.group, None)
             self._sent.pop(calls.group, None)
 
+    def open(self, group: int) -> bool:
+        """Whether a group is in use here: neither closed nor unknown."""
+        return group in self._logs
+
     @property
     def sound(self) -> bool:
         return self._verdict.sound
@@ -87,7 +97,13 @@ class Control:
             if self._verdict.find(finding, now):
                 self._tell_all({"t": "finding", "finding": finding.to_wire()})
                 self._broke()
-            self._dispute()
+            self._dispute(now)
+            self._decide(now)
+
+    def called(self, now: float) -> None:
+        """A call was put on record although the generation is broken: it may be the one that others want to see."""
+        with self._lock:
+            self._dispute(now)
             self._decide(now)
 
     def lost(self, peer: int, now: float, why: str = "closed its link") -> None:
@@ -110,6 +126,12 @@ class Control:
         """When a peer said goodbye, if it did."""
         return self._verdict.left_at(peer)
 
+    def introduce(self, peer: int) -> None:
+        """A link to this peer was made just now: if the generation broke meanwhile, it has not heard of it."""
+        with self._lock:
+            for finding in self._verdict.findings:
+                self._tell(peer, {"t": "finding", "finding": finding.to_wire()})
+
     def goodbye(self) -> None:
         self._tell_all({"t": "bye"})
 
@@ -122,12 +144,15 @@ class Control:
             raise ValueError("a control message is an object")
         kind = message.get("t")
         with self._lock:
-            if kind == "finding":
+            if kind in ("finding", "verdict"):
                 finding = Finding.from_wire(message["finding"], len(self._names))
                 if finding.culprit == self.rank and finding.kind == "lost":
-                    # Others have given this rank up: it is the one that is cut off.
-                    finding = Finding("aborted", "its peers gave this rank up as lost", self.rank)
-                self.report(finding, now)
+                    # Others have given this rank up: what it finds from here on would only mislead them.
+                    self._join(Finding("aborted", "its peers gave this rank up as lost", self.rank), now)
+                elif kind == "verdict":
+                    self._join(finding, now)
+                else:
+                    self.report(finding, now)
             elif kind == "calls":
                 self._hear_calls(peer, message, now)
             elif kind == "bye":
@@ -144,9 +169,13 @@ class Control:
                 self._answered.notify_all()
 
     def _hear_calls(self, peer: int, message: dict[str, Any], now: float) -> None:
-        calls = [Call(**{**fields, "items": tuple(fields["items"])}) for fields in message["calls"]]
-        self._verdict.among([int(rank) for rank in message["among"]])
-        self._verdict.add_calls(peer, calls)
+        group, members = int(message["g"]), [int(rank) for rank in message["among"]]
+        calls = [Call.from_wire(fields) for fields in message["calls"][:SHOWN]]
+        if not all(0 <= rank < len(self._names) for rank in members):
+            raise ValueError("a group of ranks that do not exist")
+        if len(self._disputed) < MAX_DISPUTES or group in self._disputed:
+            self._disputed.add(group)
+            self._verdict.add_calls(group, members, peer, calls)
         self._decide(now)
 
     def _hear_at(self, peer: int, group: int, sequence: int, chain: int, now: float) -> None:
@@ -179,10 +208,11 @@ class Control:
                     del self._ahead[group, peer]
                     if calls is not None:
                         self._hear_at(peer, group, sequence, chain, now)
+            self._dispute(now)
             self._decide(now)
             due = self._verdict.due()
             if due is not None:
-                return max(0.0, due - now)
+                return max(0.0, min(due, max(self._verdict.since + BEHIND_SECONDS, now + 0.01)) - now)
             return 0.1 if moved else 0.3
 
     def _announce(self) -> bool:
@@ -200,23 +230,37 @@ class Control:
                     self._tell(peer, {"t": "at", "g": group, "s": sequence, "c": chain})
         return moved
 
-    def _dispute(self) -> None:
-        """Calls are disputed: show everybody one's own, once."""
+    def _dispute(self, now: float) -> None:
+        """Calls are disputed: show everybody one's own, once. Who is about to make the disputed one makes it first."""
         dispute = self._verdict.dispute()
-        if dispute is None or self._told_calls:
+        calls = self._logs.get(dispute.group) if dispute is not None else None
+        if dispute is None or calls is None or calls.group in self._told_calls:
             return
-        calls = self._logs.get(dispute.group)
-        if calls is None:
+        if calls.sequence < dispute.sequence and now < self._verdict.since + BEHIND_SECONDS:
             return
-        self._told_calls = True
+        self._told_calls.add(calls.group)
         recent = _bounded(calls.recent(dispute.sequence))
-        self._verdict.among(calls.members)
-        self._verdict.add_calls(self.rank, recent)
-        self._tell_all({"t": "calls", "among": calls.members, "calls": [asdict(call) for call in recent]})
+        self._verdict.add_calls(calls.group, calls.members, self.rank, recent)
+        shown = [asdict(call) for call in recent]
+        self._tell_all({"t": "calls", "g": calls.group, "among": calls.members, "calls": shown})
 
     def _decide(self, now: float) -> None:
         if self._verdict.open and self._verdict.decide(now):
-            self._settled.set()
+            self._settle()
+
+    def _join(self, finding: Finding, now: float) -> None:
+        """Settle on a verdict that others have reached."""
+        if self._verdict.adopt(finding, now):
+            self._settle()
+            self._broke()
+
+    def _settle(self) -> None:
+        decided = self._verdict.decided
+        assert decided is not None
+        given_up = decided.culprit == self.rank and decided.kind == "aborted"  # everybody has heard it from this rank
+        if decided.kind != "mismatch" and not given_up:  # a mismatch each rank explains by itself, from all the calls
+            self._tell_all({"t": "verdict", "finding": decided.to_wire()})
+        self._settled.set()
 
     # -- asking -------------------------------------------------------------------------------------------------------
 
@@ -235,9 +279,28 @@ class Control:
             found = {peer: self._positions.get((calls.group, peer)) for peer in asked}
         return {peer: position for peer, position in found.items() if position is not None}
 
+    def last_calls(self, group: int, peers: Sequence[int], seconds: float) -> str:
+        """What world ranks last called in a group, in words, as far as they answer."""
+        calls = self._logs.get(group)
+        positions = self.positions(calls, seconds) if calls is not None else {}
+        told = [(peer, positions.get(peer)) for peer in peers[:MAX_SHOWN]]
+        return "; ".join(
+            f"rank {peer}'s last call was {place.last}" if place else f"rank {peer} does not answer"
+            for peer, place in told
+        )
+
     def settle(self, seconds: float) -> bool:
-        """Wait until the verdict is in."""
-        return self._settled.wait(seconds)
+        """Wait until the verdict is in. Who waits also decides when it is due: it does not hang on another thread."""
+        deadline = time.monotonic() + seconds
+        while not self._settled.is_set():
+            now = time.monotonic()
+            with self._lock:
+                self._decide(now)
+                due = self._verdict.due()
+            if now >= deadline:
+                break
+            self._settled.wait(max(0.001, min(deadline, due or deadline) - now))
+        return self._settled.is_set()
 
     @property
     def settled(self) -> bool:
@@ -260,11 +323,11 @@ class Control:
             self._post(peer, json.dumps(message, separators=(",", ":")).encode())
 
 
-def disagreement(calls: CallLog, sequence: int) -> Finding:
+def disagreement(calls: CallLog, sequence: int, reason: str = "ranks called different things") -> Finding:
     """Ranks of a group called different things, at this call or before it."""
     last = calls.last()
     operation = last.what.partition("(")[0] if last else None
-    return Finding("mismatch", "ranks called different things", None, None, operation, calls.group, sequence)
+    return Finding("mismatch", reason[:MAX_TEXT], None, None, operation, calls.group, sequence)
 
 
 def _bounded(calls: Sequence[Call]) -> list[Call]:

@@ -3,11 +3,13 @@
 Pure: findings and the time come in, what to tell the peers and in the end one error come out. A first finding opens a
 short window in which others may arrive (several ranks die at once; a rank that aborts also closes its links), then
 the gravest wins, and of equals the one that names the lowest rank. A mismatch waits a little longer, for the calls of
-all ranks, because the error shows them.
+all ranks, because the error shows them. Whoever has settled tells the others, and who has not settled yet joins it:
+so a rank that raises its error and ends at once is not taken for one more loss by a rank that is slower.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,6 +20,7 @@ from gradwire.liveness.calls import Call
 SETTLE_SECONDS = 0.03
 CALLS_SECONDS = 0.5
 MAX_TEXT = 4096
+MAX_FINDINGS = 256  # taken in before the verdict; the gravest of that many is grave enough
 
 _GRAVITY = {"mismatch": 0, "aborted": 1, "lost": 2, "timeout": 3}
 _ERRORS: dict[str, type[Broken]] = {
@@ -52,14 +55,14 @@ class Finding:
             finding.kind in _GRAVITY
             and isinstance(finding.reason, str)
             and len(finding.reason) <= MAX_TEXT
-            and (culprit is None or (isinstance(culprit, int) and 0 <= culprit < size))
-            and isinstance(finding.group, int)
-            and isinstance(finding.sequence, int)
-            and (finding.operation is None or isinstance(finding.operation, str))
+            and (culprit is None or (type(culprit) is int and 0 <= culprit < size))
+            and type(finding.group) is int
+            and type(finding.sequence) is int
+            and (finding.operation is None or (isinstance(finding.operation, str) and len(finding.operation) < 200))
             and (finding.seconds is None or isinstance(finding.seconds, (int, float)))
         )
         if not well_formed:
-            raise ValueError(f"malformed finding {fields!r}")
+            raise ValueError(f"malformed finding {str(fields)[:200]}")
         return finding
 
 
@@ -72,8 +75,8 @@ class Verdict:
         self._findings: list[Finding] = []
         self._since: float | None = None
         self._left: dict[int, float] = {}
-        self._calls: dict[int, tuple[Call, ...]] = {}
-        self._disputants: tuple[int, ...] = tuple(range(size))
+        self._calls: dict[int, dict[int, tuple[Call, ...]]] = {}  # by group and rank
+        self._members: dict[int, tuple[int, ...]] = {}  # of disputed groups
         self.decided: Finding | None = None
         self.detail = ""
 
@@ -83,16 +86,34 @@ class Verdict:
         return self._since is not None and self.decided is None
 
     @property
+    def since(self) -> float:
+        """When the first finding came in."""
+        return self._since if self._since is not None else math.inf
+
+    @property
+    def findings(self) -> Sequence[Finding]:
+        return tuple(self._findings)
+
+    @property
     def sound(self) -> bool:
         return self._since is None
 
     def find(self, finding: Finding, now: float) -> bool:
         """Take a finding in; True if it is news that the peers should hear."""
-        if self.decided is not None or finding in self._findings:
+        if self.decided is not None or finding in self._findings or len(self._findings) >= MAX_FINDINGS:
             return False
         if self._since is None:
             self._since = now
         self._findings.append(finding)
+        return True
+
+    def adopt(self, finding: Finding, now: float) -> bool:
+        """Settle on what a peer has settled on; False if this rank had settled already."""
+        if self.decided is not None:
+            return False
+        if self._since is None:
+            self._since = now
+        self.decided = finding
         return True
 
     def leave(self, rank: int, now: float) -> None:
@@ -106,14 +127,12 @@ class Verdict:
     def dispute(self) -> Finding | None:
         """The earliest mismatch found so far: the one to tell one's calls for."""
         disputes = [finding for finding in self._findings if finding.kind == "mismatch"]
-        return min(disputes, key=lambda finding: finding.sequence, default=None)
+        return min(disputes, key=self._gravity, default=None)
 
-    def among(self, ranks: Sequence[int]) -> None:
-        """Say whose calls the disputed group consists of."""
-        self._disputants = tuple(ranks)
-
-    def add_calls(self, rank: int, calls: Sequence[Call]) -> None:
-        self._calls[rank] = tuple(calls)
+    def add_calls(self, group: int, members: Sequence[int], rank: int, calls: Sequence[Call]) -> None:
+        """What a rank has called in a group with these members, where that is disputed."""
+        self._members[group] = tuple(members)
+        self._calls.setdefault(group, {})[rank] = tuple(calls)
 
     def due(self) -> float | None:
         """When `decide` should be asked next, at the latest."""
@@ -128,25 +147,34 @@ class Verdict:
         due = self.due()
         if due is None:
             return False
-        lost = {finding.culprit for finding in self._findings if finding.kind == "lost"}
-        known = set(self._calls) | set(self._left) | lost
-        complete = self.dispute() is not None and known >= set(self._disputants)
-        if now < due and not complete:
+        if now < due and not self._all_told():
             return False
         self.decided = min(self._findings, key=self._gravity)
         if self.decided.kind == "mismatch":
             self._explain(self.decided)
         return True
 
+    def _all_told(self) -> bool:
+        """Whether calls are disputed and everybody who can has shown theirs."""
+        dispute = self.dispute()
+        if dispute is None:
+            return False
+        lost = {finding.culprit for finding in self._findings if finding.kind == "lost"}
+        known = set(self._calls.get(dispute.group, ())) | set(self._left) | lost
+        return known >= set(self._members.get(dispute.group, range(self._size)))
+
     @staticmethod
-    def _gravity(finding: Finding) -> tuple[int, int, int]:
+    def _gravity(finding: Finding) -> tuple[int, int, int, int, str]:
+        """Smaller is graver; all ranks sort alike, whatever order they heard things in."""
         culprit = finding.culprit if finding.culprit is not None else 1 << 31
-        return _GRAVITY[finding.kind], finding.sequence, culprit
+        return _GRAVITY[finding.kind], finding.sequence, finding.group, culprit, finding.reason
 
     def _explain(self, finding: Finding) -> None:
         """Find the first call on which ranks differ, and describe what each of them did there."""
-        by_rank = {rank: {call.sequence: call for call in calls} for rank, calls in self._calls.items()}
-        sequence = _first_difference(by_rank) or finding.sequence
+        told = self._calls.get(finding.group, {})
+        by_rank = {rank: {call.sequence: call for call in calls} for rank, calls in told.items()}
+        difference = _first_difference(by_rank)
+        sequence = difference or finding.sequence
         at = {rank: calls.get(sequence) for rank, calls in by_rank.items()}
         lines = []
         for rank in sorted(at):
@@ -160,7 +188,8 @@ class Verdict:
         self.decided = Finding(
             "mismatch", finding.reason, _odd_one_out(known), None, finding.operation, finding.group, sequence
         )
-        self.detail = f"ranks disagree on call #{sequence}{_item_difference(known)}\n" + "\n".join(lines)
+        why = _item_difference(known) if difference else f": {finding.reason}"
+        self.detail = f"ranks disagree on call #{sequence}{why}\n" + "\n".join(lines)
 
     def error(self, *, operation: str | None, during: str, who: str) -> Broken:
         """The error to raise here: `during` says what this rank was doing, `who` names the culprit in full."""

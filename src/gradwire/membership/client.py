@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from gradwire.errors import ConfigError, InvalidSize, NoConnection, Refused, Timeout
 from gradwire.membership.addresses import Endpoint, Unresolved, resolve, split
+from gradwire.membership.doorkeeper import told_at
 from gradwire.membership.members import Assembly, Member, named
 from gradwire.membership.messages import Malformed, assembly_from_wire, member_to_wire, parse
 from gradwire.membership.quiet import grpc
@@ -145,6 +146,7 @@ class _Conversation:
         self._stub: Any = None
         self._met = False  # at least once
         self._last = "nothing listens there"
+        self._endpoint: Endpoint | None = None
 
     @property
     def left(self) -> float:
@@ -187,7 +189,7 @@ class _Conversation:
 
     def _connect(self) -> None:
         """Reach the coordinator and have it prove the secret, before it is told anything of use."""
-        endpoint = self._reach()
+        endpoint = self._endpoint = self._reach()
         family = "ipv6" if endpoint.family == socket.AF_INET6 else "ipv4"
         target = f"{family}:{endpoint}".replace("%", "%25")  # a zone, in a URL
         self._channel = grpc.insecure_channel(target, options=self._options())
@@ -223,6 +225,12 @@ class _Conversation:
             ) from error
         if code not in (*_TRY_AGAIN, grpc.StatusCode.FAILED_PRECONDITION):
             raise Refused(f"what answers at {self.address} is no gradwire coordinator: {details or code}") from error
+        over = told_at(self._endpoint, min(1.0, max(0.1, self.left))) if self._endpoint else None
+        if over is not None:
+            raise Refused(
+                f"the rendezvous at {self.address} is over: {over}. If this process is not one too many, "
+                "another job has this address: choose another port"
+            ) from error
         if code != grpc.StatusCode.FAILED_PRECONDITION:
             self._last = f"something listens there, but: {details or code}"
 

@@ -17,8 +17,14 @@ from gradwire.errors import Closed, NoConnection
 CONTROL_CHANNEL = 1
 MESSAGE_CHANNEL = 2
 SPIN_SECONDS = 100e-6  # how long a wait may poll before it sleeps: about two wake-ups' worth
+CHECK_SECONDS = 0.1  # how often a wait for a link asks whether it still makes sense
 
 Buffer = memoryview | bytearray | bytes
+Check = Callable[[], None]
+
+
+def no_check() -> None:
+    """For waits that only their deadline ends."""
 
 
 class LinkClosed(Exception):
@@ -56,10 +62,10 @@ class Transport(Protocol):
     spin: float
     """Seconds a wait may poll before it sleeps; 0 where ranks outnumber the cores."""
 
-    def dial(self, peer: int, channel: int, deadline: float) -> Link:
-        """Make a link; the peer gets its end from `accept`, or through `adopt`."""
+    def dial(self, peer: int, channel: int, deadline: float, check: Check = no_check) -> Link:
+        """Make a link; the peer gets its end from `accept`, or through `adopt`. `check` may end the wait by raising."""
 
-    def accept(self, peer: int, channel: int, deadline: float) -> Link:
+    def accept(self, peer: int, channel: int, deadline: float, check: Check = no_check) -> Link:
         """Wait for the link that the peer dials."""
 
     def adopt(self, channel: int, taker: Callable[[Link], None]) -> None:
@@ -134,16 +140,19 @@ class Arrivals:
             if self._live.get((link.peer, link.channel)) is link:
                 del self._live[link.peer, link.channel]
 
-    def take(self, peer: int, channel: int, deadline: float) -> Link:
-        with self._changed:
-            while (peer, channel) not in self._parked:
+    def take(self, peer: int, channel: int, deadline: float, check: Check = no_check) -> Link:
+        while True:
+            with self._changed:
+                remaining = deadline - time.monotonic()
+                pause = min(remaining, CHECK_SECONDS)
+                self._changed.wait_for(lambda: self._closed or (peer, channel) in self._parked, pause)
+                if (peer, channel) in self._parked:
+                    return self._parked.pop((peer, channel))
                 if self._closed:
                     raise Closed("the transport is closed", peer=peer)
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
-                    raise NoConnection(f"rank {peer} did not connect in time", peer=peer)
-                self._changed.wait(remaining)
-            return self._parked.pop((peer, channel))
+            check()
+            if remaining <= 0:
+                raise NoConnection(f"rank {peer} did not connect in time", peer=peer)
 
     def close(self) -> list[Link]:
         """Refuse everybody from now on; returns the links nobody took."""

@@ -23,11 +23,11 @@ class Sink(Protocol):
 class FrameReader:
     """Cuts a link's stream into frames. Small frames are read many at a time; large payloads straight into place."""
 
-    def __init__(self, link: Link, sink: Sink, lock: AbstractContextManager[object]) -> None:
+    def __init__(self, link: Link, sink: Sink, lock: AbstractContextManager[object], ahead: int = READ_AHEAD) -> None:
         self.link = link
         self._sink = sink
         self._lock = lock  # held while bytes move into memory that the sink gave, so that it can take it back
-        self._ahead = memoryview(bytearray(READ_AHEAD))
+        self._ahead = memoryview(bytearray(ahead))
         self._start = 0
         self._end = 0
         self._header: Header | None = None
@@ -69,7 +69,8 @@ class FrameReader:
                     self._filled = 0
             with self._lock:
                 part = min(self._end - self._start, len(self._payload) - self._filled)
-                self._payload[self._filled : self._filled + part] = self._ahead[self._start : self._start + part]
+                if part:
+                    self._payload[self._filled : self._filled + part] = self._ahead[self._start : self._start + part]
                 self._filled += part
             self._start += part
             if not self._complete():

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from gradwire.transports.base import Arrivals, Bell, Buffer, Link, LinkClosed
+from gradwire.transports.base import Arrivals, Bell, Buffer, Check, Link, LinkClosed, no_check
 
 PIPE_BYTES = 256 * 1024
 DEAD_AFTER = 0.5  # seconds without a living thread after which a rank that is waited for counts as dead
@@ -98,7 +98,7 @@ class LocalLink:
             self._outgoing.closed = self._incoming.closed = True
             for rank in (self.peer, self.rank):
                 self._hub.activity[rank].notify_all()
-        self._hub.transports[self.rank].arrivals.forget(self)
+        self._hub.transports[self.rank]._forget(self)
 
     def readable(self) -> bool:
         return bool(self._incoming.filled) or self._incoming.closed
@@ -134,19 +134,21 @@ class LocalTransport:
         self.rank = rank
         self.arrivals = Arrivals()
         self._hub = hub
-        self._links: list[LocalLink] = []
-        self._thread: threading.Thread | None = None
+        self._links: set[LocalLink] = set()
+        self._threads: tuple[threading.Thread, ...] = ()
         self._dead_since: float | None = None
 
     def touch(self) -> None:
-        """Remember which thread plays this rank, so that its death can be seen."""
-        self._thread = threading.current_thread()
+        """Remember which threads play this rank, so that its death can be seen when the last of them has ended."""
+        current = threading.current_thread()
+        if current not in self._threads:
+            self._threads = (*(thread for thread in self._threads if thread.is_alive()), current)
 
     def gone(self, peer: int) -> bool:
         return self._hub.transports[peer]._dead()
 
     def _dead(self) -> bool:
-        if self._thread is None or self._thread.is_alive():
+        if not self._threads or any(thread.is_alive() for thread in self._threads):
             self._dead_since = None
             return False
         now = time.monotonic()
@@ -154,21 +156,25 @@ class LocalTransport:
             self._dead_since = now
         return now - self._dead_since >= DEAD_AFTER
 
-    def dial(self, peer: int, channel: int, deadline: float) -> Link:
+    def dial(self, peer: int, channel: int, deadline: float, check: Check = no_check) -> Link:
         there, back = _Pipe(), _Pipe()
         mine = LocalLink(self._hub, self.rank, peer, channel, there, back)
         theirs = LocalLink(self._hub, peer, self.rank, channel, back, there)
         other = self._hub.transports[peer]
-        self._links.append(mine)
+        self._links.add(mine)
         if other.arrivals.refusal(self.rank, channel):
             mine.close()  # the peer has closed: as with a socket, the first use of the link tells
             return mine
-        other._links.append(theirs)
+        other._links.add(theirs)
         other.arrivals.add(theirs)
         return mine
 
-    def accept(self, peer: int, channel: int, deadline: float) -> Link:
-        return self.arrivals.take(peer, channel, deadline)
+    def accept(self, peer: int, channel: int, deadline: float, check: Check = no_check) -> Link:
+        return self.arrivals.take(peer, channel, deadline, check)
+
+    def _forget(self, link: LocalLink) -> None:
+        self._links.discard(link)
+        self.arrivals.forget(link)
 
     def adopt(self, channel: int, taker: Callable[[Link], None]) -> None:
         self.arrivals.adopt(channel, taker)
@@ -193,7 +199,6 @@ class LocalTransport:
         self.arrivals.close()
         for link in list(self._links):
             link.close()
-        self._links.clear()
 
     def abandon(self) -> None:
         """A forked child owns copies of the pipes: there is nothing to let go of."""

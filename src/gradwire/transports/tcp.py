@@ -1,4 +1,8 @@
-"""Ranks connected by TCP: one connection for each pair and channel, admitted by mutual challenge."""
+"""Ranks connected by TCP: one connection for each pair and channel, admitted by mutual challenge.
+
+A forked child must be able to let go of every socket, or it keeps a dead rank looking alive. So each is on record from
+the moment it exists, and no fork happens in between: see `Sockets`.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +16,26 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from gradwire.errors import NoConnection, TransportError
+from gradwire.errors import NoConnection, Refused, TransportError
 from gradwire.security.admission import Dialer, Hello
-from gradwire.transports.base import SPIN_SECONDS, Arrivals, Bell, Buffer, Link, LinkClosed
+from gradwire.transports.base import (
+    CHECK_SECONDS,
+    SPIN_SECONDS,
+    Arrivals,
+    Bell,
+    Buffer,
+    Check,
+    Link,
+    LinkClosed,
+    no_check,
+)
+from gradwire.transports.sockets import Sockets
 from gradwire.transports.tcp_accept import Acceptance
 
 MAX_BUFFERS = 512  # of one system call; Linux takes 1,024
 RETRY_SECONDS = 0.05
+# A rank listens before it registers: one whose port refuses connections for so long is dead, not late.
+REFUSING_SECONDS = 5.0
 _GONE = (errno.EPIPE, errno.ECONNRESET, errno.ECONNABORTED, errno.ETIMEDOUT, errno.ENOTCONN, errno.EBADF)
 
 
@@ -66,10 +83,6 @@ class TcpLink:
         self._socket.close()
         self._forget(self)
 
-    def abandon(self) -> None:
-        """Close this process's descriptor only: after a fork the parent still uses the connection."""
-        self._socket.close()
-
     def fileno(self) -> int:
         return self._socket.fileno()
 
@@ -114,10 +127,13 @@ class PipeBell:
 
     def close(self) -> None:
         with self._lock:
-            if self._hears >= 0:
-                os.close(self._hears)
-                os.close(self._rings)
-            self._hears = self._rings = -1
+            self.abandon()
+
+    def abandon(self) -> None:
+        if self._hears >= 0:
+            os.close(self._hears)
+            os.close(self._rings)
+        self._hears = self._rings = -1
 
 
 class TcpTransport:
@@ -137,7 +153,8 @@ class TcpTransport:
         self._lock = threading.Lock()
         self._acceptance: Acceptance | None = None
         self._closed = False
-        self._listener = listen(host)
+        self._sockets = Sockets()
+        self._listener = listen(host, self._sockets)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -154,7 +171,7 @@ class TcpTransport:
         self._addresses = list(addresses)
         self._key = key
         self._hello = lambda target, channel: Hello(job, generation, channel, rank, target)
-        self._acceptance = Acceptance(self._listener, key, self._refusal, self._admitted, self.bell())
+        self._acceptance = Acceptance(self._listener, self._sockets, key, self._refusal, self._admitted, self.bell())
         self._acceptance.start()
 
     def _refusal(self, hello: Hello) -> str | None:
@@ -183,47 +200,51 @@ class TcpTransport:
             self._links.discard(link)
         self.arrivals.forget(link)
 
-    def dial(self, peer: int, channel: int, deadline: float) -> Link:
+    def dial(self, peer: int, channel: int, deadline: float, check: Check = no_check) -> Link:
         assert self._hello is not None
         hello = self._hello(peer, channel)
+        refusing_since: float | None = None
         while True:
+            now = time.monotonic()
             try:
-                sock = connect(self._addresses[peer], deadline)
-                break
-            except OSError as error:
-                if time.monotonic() + RETRY_SECONDS >= deadline:
+                return self._keep(TcpLink(self._call(hello, deadline, check), peer, channel, self._forget))
+            except Refused:
+                raise
+            except (OSError, NoConnection) as error:  # also an admission that was broken off: the door may be crowded
+                refusing = isinstance(error, ConnectionRefusedError)
+                refusing_since = (refusing_since or now) if refusing else None
+                dead = refusing_since is not None and now - refusing_since > REFUSING_SECONDS
+                if dead or now + RETRY_SECONDS >= deadline:
                     host, port = self._addresses[peer]
                     raise NoConnection(f"rank {peer} at {host}:{port} does not answer: {error}", peer=peer) from error
-                time.sleep(RETRY_SECONDS)
+            check()
+            time.sleep(RETRY_SECONDS)
+
+    def _call(self, hello: Hello, deadline: float, check: Check) -> socket.socket:
+        """An admitted connection."""
+        sock = self._sockets.open(self._addresses[hello.target][0])
         try:
-            self._admit(sock, hello, deadline)
+            _connect(sock, self._addresses[hello.target], deadline, check)
+            self._admit(sock, hello, deadline, check)
         except BaseException:
             sock.close()
             raise
-        return self._keep(TcpLink(sock, peer, channel, self._forget))
+        return sock
 
-    def _admit(self, sock: socket.socket, hello: Hello, deadline: float) -> None:
+    def _admit(self, sock: socket.socket, hello: Hello, deadline: float, check: Check) -> None:
         dialer = Dialer(self._key, hello)
-        try:
-            sock.sendall(dialer.start())
-            while not dialer.done:
-                sock.settimeout(max(0.001, deadline - time.monotonic()))
-                data = sock.recv(dialer.wanted)
-                if not data:
-                    raise dialer.eof()
-                answer = dialer.feed(data)
-                if answer:
-                    sock.sendall(answer)
-        except TimeoutError as error:
-            text = f"rank {hello.target} did not finish the admission in time"
-            raise NoConnection(text, peer=hello.target) from error
-        except ConnectionError as error:
-            if isinstance(error, NoConnection):
-                raise
-            raise NoConnection(f"rank {hello.target} broke the admission off: {error}", peer=hello.target) from error
+        sock.sendall(dialer.start())  # less than any socket's buffer
+        while not dialer.done:
+            _await(sock, select.POLLIN, deadline, check)
+            data = sock.recv(dialer.wanted)
+            if not data:
+                raise dialer.eof()
+            answer = dialer.feed(data)
+            if answer:
+                sock.sendall(answer)
 
-    def accept(self, peer: int, channel: int, deadline: float) -> Link:
-        return self.arrivals.take(peer, channel, deadline)
+    def accept(self, peer: int, channel: int, deadline: float, check: Check = no_check) -> Link:
+        return self.arrivals.take(peer, channel, deadline, check)
 
     def adopt(self, channel: int, taker: Callable[[Link], None]) -> None:
         self.arrivals.adopt(channel, taker)
@@ -269,29 +290,21 @@ class TcpTransport:
             bell.close()
 
     def abandon(self) -> None:
+        # Locks may be held by threads that do not exist in the child; nothing here takes one.
         self._closed = True
-        self._listener.close()
-        if self._acceptance is not None:
-            self._acceptance.abandon()
-        for link in list(self._links):
-            link.abandon()
+        self._sockets.abandon()
         for bell in self._bells:
-            os.close(bell._hears)
-            os.close(bell._rings)
-            bell._hears = bell._rings = -1
+            bell.abandon()
 
 
-def listen(host: str) -> socket.socket:
-    """A listening socket on a free port of the host's address; IPv4 or IPv6 as the address is."""
+def listen(host: str, sockets: Sockets) -> socket.socket:
+    """A listening socket on a free port of a numeric address."""
     try:
-        family, kind, protocol, _, target = socket.getaddrinfo(
-            host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
+        listener = sockets.open(host)
     except OSError as error:
         raise TransportError(f"cannot listen on {host}: {error}") from error
     try:
-        listener.bind(target)
+        listener.bind(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0][4])
         listener.listen(512)
     except OSError as error:
         listener.close()
@@ -300,6 +313,24 @@ def listen(host: str) -> socket.socket:
     return listener
 
 
-def connect(address: tuple[str, int], deadline: float) -> socket.socket:
-    """A connected socket that still blocks, for the admission."""
-    return socket.create_connection(address, timeout=max(0.001, deadline - time.monotonic()))
+def _connect(sock: socket.socket, address: tuple[str, int], deadline: float, check: Check) -> None:
+    """Connect a socket; it does not block afterwards either."""
+    sock.setblocking(False)
+    trouble = sock.connect_ex(address)
+    if trouble == errno.EINPROGRESS:
+        _await(sock, select.POLLOUT, deadline, check)
+        trouble = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if trouble:
+        raise OSError(trouble, os.strerror(trouble))  # which makes it a ConnectionRefusedError where it is one
+    if sock.getsockname() == sock.getpeername():
+        # On loopback a socket can meet itself where nobody listens, if the port is among the ephemeral ones.
+        raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+
+
+def _await(sock: socket.socket, events: int, deadline: float, check: Check) -> None:
+    poll = select.poll()
+    poll.register(sock, events)
+    while not poll.poll(1000 * min(CHECK_SECONDS, max(0.0, deadline - time.monotonic()))):
+        check()
+        if time.monotonic() >= deadline:
+            raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradwire.security.admission import Acceptor, Hello
+from gradwire.transports.sockets import Sockets
 
 log = logging.getLogger("gradwire.transports")
 
@@ -39,12 +40,14 @@ class Acceptance:
     def __init__(
         self,
         listener: socket.socket,
+        sockets: Sockets,
         key: bytes,
         check: Callable[[Hello], str | None],
         admitted: Callable[[socket.socket, Hello], None],
         bell: Any,
     ) -> None:
         self._listener = listener
+        self._sockets = sockets
         self._key = key
         self._check = check
         self._admitted = admitted
@@ -63,21 +66,24 @@ class Acceptance:
         self._bell.ring()
         self._thread.join()
 
-    def abandon(self) -> None:
-        """In a forked child: the thread does not exist here, its sockets do."""
-        for stranger in self._strangers.values():
-            stranger.sock.close()
-
     def _run(self) -> None:
         while not self._stopping:
-            for descriptor, _ in self._poll():
-                if descriptor == self._listener.fileno():
-                    self._accept()
-                elif descriptor in self._strangers:
-                    self._hear(descriptor)
-            self._show_out_the_late()
+            try:
+                self._turn()
+            except Exception:
+                # One link less is better than a door that nobody opens any more.
+                log.exception("a connection could not be handled")
+                self._paused_until = time.monotonic() + 0.5
         for descriptor in list(self._strangers):
             self._dismiss(descriptor, None)
+
+    def _turn(self) -> None:
+        for descriptor, _ in self._poll():
+            if descriptor == self._listener.fileno():
+                self._accept()
+            elif descriptor in self._strangers:
+                self._hear(descriptor)
+        self._show_out_the_late()
 
     def _poll(self) -> list[tuple[int, int]]:
         poll = select.poll()
@@ -95,7 +101,7 @@ class Acceptance:
 
     def _accept(self) -> None:
         try:
-            sock, address = self._listener.accept()
+            sock, source = self._sockets.accept(self._listener)
         except BlockingIOError:
             return
         except OSError as error:
@@ -107,7 +113,6 @@ class Acceptance:
         if len(self._strangers) >= MAX_STRANGERS:
             eldest = min(self._strangers, key=lambda descriptor: self._strangers[descriptor].until)
             self._dismiss(eldest, "too many connections that say nothing")
-        source = f"{address[0]}:{address[1]}"
         until = time.monotonic() + PATIENCE_SECONDS
         self._strangers[sock.fileno()] = _Stranger(sock, source, Acceptor(self._key, self._check), until)
 
@@ -133,7 +138,11 @@ class Acceptance:
         elif stranger.acceptor.done:
             del self._strangers[descriptor]
             assert stranger.acceptor.hello is not None
-            self._admitted(stranger.sock, stranger.acceptor.hello)
+            try:
+                self._admitted(stranger.sock, stranger.acceptor.hello)
+            except BaseException:
+                stranger.sock.close()
+                raise
 
     def _show_out_the_late(self) -> None:
         now = time.monotonic()

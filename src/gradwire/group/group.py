@@ -4,91 +4,56 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from gradwire import arrays, operations
-from gradwire.arrays import REDUCE_OPS, Array, parse_dtype, raw, view
+from gradwire import operations
+from gradwire.arrays import Array, parse_dtype
 from gradwire.collectives import COLLECTIVES, algorithms
-from gradwire.errors import ArrayError, InvalidRank, InvalidSize, UnsupportedOp
+from gradwire.errors import InvalidRank, InvalidSize, UnsupportedOp
 from gradwire.exchange import Runner
 from gradwire.generation import Generation
+from gradwire.group.messaging import Messaging
 from gradwire.liveness.calls import call_site
 from gradwire.liveness.verdict import Finding
-from gradwire.operations import Operation
+from gradwire.operations import Capabilities, Operation
+from gradwire.operations.call import check_rank, settled
 from gradwire.post import Post
 from gradwire.topology import Topology
 from gradwire.wire import fingerprint, group_identity
 from gradwire.work import Stream
 
 WORLD = 1
-OTHER_OPERATIONS = (
-    *("send", "recv", "sendrecv", "copy", "barrier", "all_reduce_named", "broadcast_value", "all_gather_values"),
-    *("subgroup", "stream", "empty", "abort"),
-)
-_COPY_TAG = -1  # users' tags are not negative
-MAX_TAG = (1 << 62) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Capabilities:
-    """What this group's backend can do; ask before, instead of catching `UnsupportedOp` after.
-
-    >>> import gradwire as gw
-    >>> [group] = gw.local_group(1)
-    >>> group.capabilities.native, "ring" in group.capabilities.algorithms["all_reduce"]
-    (False, True)
-    >>> group.capabilities.supports("all_reduce", dtype="int32", op="mean")
-    False
-    >>> group.close()
-    """
-
-    transport: str
-    native: bool
-    registered: bool
-    recovers: bool
-    algorithms: Mapping[str, tuple[str, ...]]
-    reduce_ops: tuple[str, ...] = REDUCE_OPS
-
-    def supports(
-        self, operation: str, *, dtype: Any = "float32", op: str | None = None, algorithm: str = "auto"
-    ) -> bool:
-        """Whether a call with these arguments is understood here."""
-        if operation not in self.algorithms:
-            return operation in OTHER_OPERATIONS
-        try:
-            row = parse_dtype(dtype)
-        except ArrayError:
-            return False
-        return (op is None or op in row.ops) and (algorithm == "auto" or algorithm in self.algorithms[operation])
-
-
-class Group:
+class Group(Messaging):
     """Some ranks of a job that call collectives together; each has one order of calls, the program's.
 
     All collectives take `algorithm="auto"` (or star, ring, tree, halving, direct, hierarchical, where they exist) and
-    `timeout=None` (the group's). An error that breaks the group (`PeerLost`, `CollectiveMismatch`, `Aborted`, a
-    collective's `Timeout`) is raised on every rank and names the rank that caused it.
+    `timeout=None` (the group's). What cannot be is refused before anything is sent, and the group goes on. An error
+    that breaks the group (`PeerLost`, `CollectiveMismatch`, `Aborted`, a collective's `Timeout`) is raised on every
+    rank and names the rank that caused it.
 
     >>> import gradwire as gw, numpy as np
     >>> with gw.init() as group:           # alone here; with RANK, WORLD_SIZE … one of many
+    ...     group.rank, group.size, group.generation, group.topology.hosts
     ...     group.all_reduce(np.arange(3.0), op="mean")
+    (0, 1, 1, ((0,),))
     array([0., 1., 2.])
     """
 
     def __init__(self, generation: Generation, members: Sequence[int], identity: int, timeout: float) -> None:
         self._generation = generation
-        self._timeout = timeout
         self._members = tuple(members)
         self._identity = identity
         self._topology = _restricted(generation.identity.topology, self._members)
         channel = fingerprint("collective", identity)
         self._runner = Runner(generation, identity, channel, self._members, self._topology)
-        self._post = Post(generation, identity, self._runner.rank, self._members)
+        post = Post(generation, identity, self._runner.rank, self._members)
+        super().__init__(post, self._runner.rank, len(self._members), timeout)
         self._subgroups: dict[tuple[int, ...], Group] = {}
         self._instances: dict[tuple[int, ...], int] = {}
         self._lock = threading.Lock()
@@ -97,13 +62,13 @@ class Group:
 
     @property
     def rank(self) -> int:
-        """This process's number in the group."""
-        return self._runner.rank
+        """This process's number in the group, from 0."""
+        return self._rank
 
     @property
     def size(self) -> int:
         """How many ranks the group has."""
-        return len(self._members)
+        return self._size
 
     @property
     def generation(self) -> int:
@@ -144,16 +109,29 @@ class Group:
     def close(self) -> None:
         """Say goodbye and let go of all links; idempotent. Others learn of it only if they still need this rank.
 
+        Works that still wait end with `Closed`. Its subgroups end with the group.
+
         >>> import gradwire as gw
-        >>> [group] = gw.local_group(1)
+        >>> group = gw.init()
         >>> group.close(); group.close()
         """
+        for subgroup in list(self._subgroups.values()):
+            subgroup.close()
         self._runner.close()
         if self._identity == WORLD:
             self._generation.close()
 
     def abort(self, reason: str) -> None:
-        """Break the group on every rank of the job with `Aborted`, giving the reason; idempotent."""
+        """Break the group on every rank of the job with `Aborted`, giving the reason; idempotent.
+
+        >>> import gradwire as gw
+        >>> one, two = gw.loopback_pair()
+        >>> one.abort("the loss is not a number")
+        >>> try: two.barrier()
+        ... except gw.Aborted as error: error.culprit
+        0
+        >>> one.close(); two.close()
+        """
         if self._closed or not self._generation.control.sound:
             return
         finding = Finding("aborted", str(reason)[:2000], self._generation.identity.rank)
@@ -161,22 +139,20 @@ class Group:
         self._generation.wake()
 
     def recover(self, timeout: float | None = None) -> Group:
-        """The group of the next generation, after a break. Jobs of fixed membership have none: they say so."""
+        """The group of the next generation, after a break. Jobs of fixed membership have none: they say so.
+
+        >>> import gradwire as gw
+        >>> with gw.init() as group: group.capabilities.recovers
+        False
+        """
         raise UnsupportedOp(
             "this job's membership is fixed, so it cannot go on without a lost rank: start it again "
             "(recovery needs a coordinator that outlives its workers)",
             operation="recover",
         )
 
-    def _seconds(self, timeout: float | None) -> float:
-        if timeout is None:
-            return self._timeout
-        if not timeout > 0:
-            raise InvalidSize(f"a timeout of {timeout!r} s: it must be more than 0", seconds=timeout)
-        return float(timeout)
-
     def _now(self, operation: Operation, timeout: float | None) -> Any:
-        return self._runner.now(operation, self._seconds(timeout), call_site())
+        return settled(self._runner.now(operation, self._seconds(timeout), call_site()))
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
@@ -188,15 +164,18 @@ class Group:
         op is sum, mean, min, max or prod. Half types accumulate in float32. A Python number returns a number.
 
         >>> import gradwire as gw
-        >>> [group] = gw.local_group(1)
-        >>> group.all_reduce(2.5)
+        >>> with gw.init() as group: group.all_reduce(2.5)
         2.5
-        >>> group.close()
         """
         return self._now(operations.all_reduce(x, op, out, algorithm), timeout)
 
     def broadcast(self, x: Any, root: int = 0, *, algorithm: str = "auto", timeout: float | None = None) -> Any:
-        """Copy the root's x into every rank's x; returns x."""
+        """Copy the root's x into every rank's x; returns x.
+
+        >>> import gradwire as gw, numpy as np
+        >>> with gw.init() as group: group.broadcast(np.ones(2), root=0)
+        array([1., 1.])
+        """
         return self._now(operations.broadcast(x, root, self.size, self.rank, algorithm), timeout)
 
     def reduce(
@@ -209,23 +188,31 @@ class Group:
         algorithm: str = "auto",
         timeout: float | None = None,
     ) -> Any:
-        """Reduce x over all ranks into a new array (or `out`) on the root; None elsewhere. x stays as it is."""
+        """Reduce x over all ranks into a new array (or `out`) on the root; None elsewhere. x stays as it is.
+
+        >>> import gradwire as gw, numpy as np
+        >>> with gw.init() as group: group.reduce(np.ones(2), op="max", root=0)
+        array([1., 1.])
+        """
         return self._now(operations.reduce(x, op, root, out, self.size, self.rank, algorithm), timeout)
 
     def all_gather(self, x: Any, *, algorithm: str = "auto", timeout: float | None = None) -> Array:
         """Every rank's x joined along the first axis, in rank order; first axes may differ in length.
 
         >>> import gradwire as gw, numpy as np
-        >>> [group] = gw.local_group(1)
-        >>> group.all_gather(np.zeros((2, 3))).shape
+        >>> with gw.init() as group: group.all_gather(np.zeros((2, 3))).shape
         (2, 3)
-        >>> group.close()
         """
         result: Array = self._now(operations.all_gather(x, algorithm), timeout)
         return result
 
     def gather(self, x: Any, root: int = 0, *, algorithm: str = "auto", timeout: float | None = None) -> Array | None:
-        """As `all_gather`, but only the root gets the result; None elsewhere."""
+        """As `all_gather`, but only the root gets the result; None elsewhere.
+
+        >>> import gradwire as gw, numpy as np
+        >>> with gw.init() as group: group.gather(np.zeros((2, 3)), root=0).shape
+        (2, 3)
+        """
         result: Array | None = self._now(operations.gather(x, root, self.size, algorithm), timeout)
         return result
 
@@ -238,7 +225,12 @@ class Group:
         algorithm: str = "auto",
         timeout: float | None = None,
     ) -> Array:
-        """Reduce x over all ranks and return this rank's part of the first axis: an equal one, or as `counts` says."""
+        """Reduce x over all ranks and return this rank's part of the first axis: an equal one, or as `counts` says.
+
+        >>> import gradwire as gw, numpy as np
+        >>> with gw.init() as group: group.reduce_scatter(np.arange(3), counts=[3])
+        array([0, 1, 2])
+        """
         operation = operations.reduce_scatter(x, op, counts, self.size, self.rank, algorithm)
         result: Array = self._now(operation, timeout)
         return result
@@ -252,7 +244,12 @@ class Group:
         algorithm: str = "auto",
         timeout: float | None = None,
     ) -> Array:
-        """This rank's part of the root's x along the first axis; x may be None on the others."""
+        """This rank's part of the root's x along the first axis; x may be None on the others.
+
+        >>> import gradwire as gw, numpy as np
+        >>> with gw.init() as group: group.scatter(np.arange(3), root=0)
+        array([0, 1, 2])
+        """
         operation = operations.scatter(x, root, counts, self.size, self.rank, algorithm)
         result: Array = self._now(operation, timeout)
         return result
@@ -266,7 +263,12 @@ class Group:
         algorithm: str = "auto",
         timeout: float | None = None,
     ) -> Array:
-        """Send part j of x's first axis to rank j, and return what all ranks sent here, joined in rank order."""
+        """Send part j of x's first axis to rank j, and return what all ranks sent here, joined in rank order.
+
+        >>> import gradwire as gw, numpy as np
+        >>> with gw.init() as group: group.all_to_all(np.arange(3), send_counts=[3])
+        array([0, 1, 2])
+        """
         operation = operations.all_to_all(x, send_counts, recv_counts, self.size, algorithm)
         result: Array = self._now(operation, timeout)
         return result
@@ -277,101 +279,38 @@ class Group:
         """Reduce a dict of arrays in place, in one go; names and shapes that differ between ranks are named.
 
         >>> import gradwire as gw, numpy as np
-        >>> [group] = gw.local_group(1)
-        >>> group.all_reduce_named({"w": np.ones(2), "b": np.zeros(1)}, op="mean")
+        >>> with gw.init() as group: group.all_reduce_named({"w": np.ones(2), "b": np.zeros(1)}, op="mean")
         {'w': array([1., 1.]), 'b': array([0.])}
-        >>> group.close()
         """
         self._now(operations.all_reduce_named(tensors, op, algorithm), timeout)
         return tensors
 
     def barrier(self, *, algorithm: str = "auto", timeout: float | None = None) -> None:
-        """Return when every rank has called it."""
+        """Return when every rank has called it.
+
+        >>> import gradwire as gw
+        >>> with gw.init() as group: group.barrier()
+        """
         self._now(operations.barrier(algorithm), timeout)
 
     def broadcast_value(self, value: Any = None, root: int = 0, *, timeout: float | None = None) -> Any:
-        """The root's JSON-like value, on every rank.
+        """The root's JSON-like value, on every rank. One that cannot be sent is an error on all; the group goes on.
 
         >>> import gradwire as gw
-        >>> [group] = gw.local_group(1)
-        >>> group.broadcast_value({"epoch": 3})
+        >>> with gw.init() as group: group.broadcast_value({"epoch": 3})
         {'epoch': 3}
-        >>> group.close()
         """
         return self._now(operations.broadcast_value(value, root, self.size, self.rank), timeout)
 
     def all_gather_values(self, value: Any, *, timeout: float | None = None) -> list[Any]:
-        """Every rank's JSON-like value, in rank order."""
+        """Every rank's JSON-like value, in rank order. One that cannot be sent is an error on all; the group goes on.
+
+        >>> import gradwire as gw
+        >>> with gw.init() as group: group.all_gather_values({"loss": 0.5})
+        [{'loss': 0.5}]
+        """
         result: list[Any] = self._now(operations.all_gather_values(value), timeout)
         return result
-
-    # -- point to point -----------------------------------------------------------------------------------------------
-
-    def send(self, x: Any, dst: int, tag: int = 0, timeout: float | None = None) -> None:
-        """Send the bytes of x to a rank. Up to 64 KiB return at once; longer ones wait for the matching `recv`."""
-        self._peer(dst)
-        self._post.send(raw(view(x, writable=False).flat), dst, _tag(tag), self._seconds(timeout))
-
-    def recv(self, x: Any, src: int | None = None, tag: int = 0, timeout: float | None = None) -> int:
-        """Receive into x from a rank (None: anyone) and return who sent it; a `recv` that timed out can be repeated.
-
-        >>> import gradwire as gw, numpy as np
-        >>> one, two = gw.loopback_pair()
-        >>> one.send(np.arange(3), dst=1)
-        >>> x = np.zeros(3, int); two.recv(x), x
-        (0, array([0, 1, 2]))
-        >>> one.close(); two.close()
-        """
-        if src is not None:
-            self._peer(src)
-        target = view(x, writable=True)
-        request = self._post.post_request(raw(target.flat), src, _tag(tag))
-        sender = self._post.finish_request(request, self._seconds(timeout))
-        target.store()
-        return sender
-
-    def sendrecv(self, x: Any, y: Any, dst: int, src: int, tag: int = 0, timeout: float | None = None) -> None:
-        """Send x to one rank while y receives from another (or the same): never locks up, whatever the sizes."""
-        self._peer(dst)
-        self._peer(src)
-        seconds = self._seconds(timeout)
-        source, target = view(x, writable=False), view(y, writable=True)
-        request = self._post.post_request(raw(target.flat), src, _tag(tag))
-        try:
-            self._post.send(raw(source.flat), dst, _tag(tag), seconds, "sendrecv")
-        except BaseException:
-            self._post.cancel_request(request)
-            raise
-        self._post.finish_request(request, seconds, "sendrecv")
-        target.store()
-
-    def copy(self, x: Any, y: Any, src: int, dst: int, timeout: float | None = None) -> None:
-        """Copy x on rank src into y on rank dst, whatever strides either has; only those two need call it."""
-        self._rank(src)
-        self._rank(dst)
-        if self.rank == src == dst:
-            source, target = view(x, writable=False), view(y, writable=True)
-            if source.dtype != target.dtype or source.flat.size != target.flat.size:
-                raise ArrayError(f"{arrays.describe(source.array)} does not fit {arrays.describe(target.array)}")
-            target.flat[:] = source.flat.copy()
-            target.store()
-        elif self.rank == src:
-            data = raw(view(x, writable=False).flat)
-            self._post.send(data, dst, _COPY_TAG, self._seconds(timeout), "copy")
-        elif self.rank == dst:
-            target = view(y, writable=True)
-            request = self._post.post_request(raw(target.flat), src, _COPY_TAG)
-            self._post.finish_request(request, self._seconds(timeout), "copy")
-            target.store()
-
-    def _rank(self, rank: int) -> None:
-        if not isinstance(rank, (int, np.integer)) or not 0 <= rank < self.size:
-            raise InvalidRank(f"rank {rank!r} is not one of 0 … {self.size - 1}")
-
-    def _peer(self, rank: int) -> None:
-        self._rank(rank)
-        if rank == self.rank:
-            raise InvalidRank(f"rank {rank} is this rank itself: there is nobody to talk to", rank=rank, peer=rank)
 
     # -- more -------------------------------------------------------------------------------------------------------
 
@@ -379,27 +318,19 @@ class Group:
         """A queue of collectives that run beside the program, in the order they were called.
 
         >>> import gradwire as gw, numpy as np
-        >>> [group] = gw.local_group(1)
-        >>> stream = group.stream()
-        >>> work = stream.all_reduce(np.ones(2))
-        >>> stream.synchronize()
-        >>> work.result
+        >>> with gw.init() as group: group.stream().all_reduce(np.ones(2)).wait()
         array([1., 1.])
-        >>> group.close()
         """
         return Stream(self)
 
     def subgroup(self, ranks: Sequence[int]) -> Group:
-        """The group of some of these ranks, numbered anew in ascending order; only they call it. Made once and kept."""
-        wanted = tuple(sorted(int(rank) for rank in ranks))
-        if not wanted:
-            raise InvalidSize("a subgroup needs at least one rank")
-        if len(set(wanted)) != len(wanted):
-            raise InvalidRank(f"ranks {list(wanted)} name a rank twice")
-        for rank in wanted:
-            self._rank(rank)
-        if self.rank not in wanted:
-            raise InvalidRank(f"rank {self.rank} is not a member of the subgroup {list(wanted)}", rank=self.rank)
+        """The group of some of these ranks, numbered anew in ascending order; only they call it. Made once and kept.
+
+        >>> import gradwire as gw
+        >>> with gw.init() as group: group.subgroup([0]) is group.subgroup([0])
+        True
+        """
+        wanted = self._chosen(ranks)
         self._runner.check("subgroup")
         with self._lock:
             known = self._subgroups.get(wanted)
@@ -408,23 +339,41 @@ class Group:
             instance = self._instances[wanted] = self._instances.get(wanted, 0) + 1
             identity = group_identity(self._identity, wanted, instance)
             members = [self._members[rank] for rank in wanted]
-            group = self._subgroups[wanted] = Group(self._generation, members, identity, self._timeout)
-            group._runner.dial(time.monotonic() + self._timeout)
+            group = Group(self._generation, members, identity, self._timeout)
+            try:
+                group._runner.dial(time.monotonic() + self._timeout)
+            except BaseException:
+                group.close()
+                raise
+            self._subgroups[wanted] = group
             return group
 
+    def _chosen(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """The ranks of a subgroup, sorted, if they can be one of which this rank is a member."""
+        try:
+            wanted = tuple(sorted(check_rank(rank, self.size) for rank in ranks))
+        except TypeError:
+            raise InvalidRank(f"ranks {ranks!r} is not a sequence of ranks") from None
+        if not wanted:
+            raise InvalidSize("a subgroup needs at least one rank")
+        if len(set(wanted)) != len(wanted):
+            raise InvalidRank(f"ranks {list(wanted)} name a rank twice")
+        if self.rank not in wanted:
+            raise InvalidRank(f"rank {self.rank} is not a member of the subgroup {list(wanted)}", rank=self.rank)
+        return wanted
+
     def empty(self, shape: int | tuple[int, ...], dtype: Any = "float32") -> Array:
-        """An uninitialised array that this group exchanges best."""
+        """An uninitialised array that this group exchanges best.
+
+        >>> import gradwire as gw
+        >>> with gw.init() as group: group.empty((2, 3), "bfloat16").nbytes
+        12
+        """
         row = parse_dtype(dtype)
         try:
             return np.empty(shape, row.storage)
-        except (TypeError, ValueError, MemoryError) as error:
+        except (TypeError, ValueError, OverflowError, MemoryError) as error:
             raise InvalidSize(f"no array of shape {shape!r}: {error}") from error
-
-
-def _tag(tag: int) -> int:
-    if not isinstance(tag, (int, np.integer)) or not 0 <= tag <= MAX_TAG:
-        raise InvalidSize(f"tag {tag!r} is not a number from 0 to 2**62 - 1")
-    return int(tag)
 
 
 def _restricted(topology: Topology, members: Sequence[int]) -> Topology:

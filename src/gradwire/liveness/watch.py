@@ -1,0 +1,144 @@
+"""The patience of one operation of a group: it waits, tells of long waits, and knows what to raise in the end."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from gradwire.errors import Closed, GradwireError
+from gradwire.liveness.calls import CallLog
+from gradwire.liveness.control import Position, disagreement
+from gradwire.liveness.verdict import Finding
+from gradwire.wire import WireError, parse
+
+if TYPE_CHECKING:
+    from gradwire.generation import Generation
+    from gradwire.transports.base import Link
+
+log = logging.getLogger("gradwire")
+
+SLOW_SECONDS = 5.0
+ANSWER_SECONDS = 0.3
+POLL_SECONDS = 0.25  # between looks at what rings no bell: the end of an in-process rank's thread
+
+
+class Slowness:
+    """When a wait is long enough to be told: at 5, 10, 20 … seconds."""
+
+    def __init__(self, began: float) -> None:
+        self.began = began
+        self.due = began + SLOW_SECONDS
+
+    def told(self, now: float) -> None:
+        self.due = now + (now - self.began)
+
+
+class Watch:
+    """What an executor asks while it can do nothing."""
+
+    def __init__(self, generation: Generation, calls: CallLog, operation: str, sequence: int, timeout: float) -> None:
+        self._generation = generation
+        self._calls = calls
+        self.operation = operation
+        self.sequence = sequence
+        self._timeout = timeout
+        self._slowness: Slowness | None = None  # begins when the operation first has to wait
+        self._deadline = 0.0
+
+    def during(self) -> str:
+        call = self._calls.call(self.sequence)
+        site = f", {call.site}" if call else ""
+        return f" during {self.operation} #{self.sequence}{site}"
+
+    def wait(self, reads: Iterable[Link], writes: Iterable[Link]) -> None:
+        """Return when there may be something to do; raise when the group broke or the time is over."""
+        generation = self._generation
+        now = time.monotonic()
+        if self._slowness is None:
+            self._slowness = Slowness(now)
+            self._deadline = now + self._timeout
+        pause = min(self._deadline, self._slowness.due, now + POLL_SECONDS) - now
+        generation.transport.wait(reads, writes, generation.alarm, max(0.0, pause))
+        if self._calls.closed or generation.closed or not generation.control.sound:
+            raise self.broken()
+        now = time.monotonic()
+        for link in {*reads, *writes}:
+            if generation.transport.gone(link.peer):
+                generation.control.lost(link.peer, now, "ended its thread")
+                raise self.broken()
+        if now >= self._deadline:
+            raise self._timed_out()
+        if now >= self._slowness.due:
+            self._slowness.told(now)
+            waited = now - self._slowness.began
+            rank = generation.identity.rank
+            log.warning("rank %d has waited %.0f s%s: %s", rank, waited, self.during(), describe_late(self.late()))
+
+    def broken(self) -> GradwireError:
+        """The error to raise when the group can no longer be used."""
+        if self._generation.closed or (self._calls.closed and self._generation.control.sound):
+            return Closed("the group was closed", operation=self.operation)
+        return self._generation.error(self.operation, self.during())
+
+    def lost(self, peer: int) -> GradwireError:
+        """The link to a world rank ended: the error to raise."""
+        if self._calls.closed:
+            return self.broken()
+        return self._generation.lost(peer, self.operation, self.during())
+
+    def mismatch(self, peer: int, header: bytes) -> GradwireError:
+        """A world rank sent something else than was expected: the error to raise."""
+        now = time.monotonic()
+        sequence = self._disputed(peer, header)
+        if sequence is None:
+            self._generation.control.lost(peer, now, "sent nonsense")
+        else:
+            self._generation.control.report(disagreement(self._calls, sequence), now)
+        self._generation.wake()
+        return self.broken()
+
+    def _disputed(self, peer: int, header: bytes) -> int | None:
+        """The call on which a peer's header shows that it means something else; None if it is no header of ours."""
+        try:
+            seen = parse(header)
+        except WireError as error:
+            log.warning("rank %d sent nonsense: %s", peer, error)
+            return None
+        identity = self._generation.identity
+        mine = self._calls.call(self.sequence)
+        belongs = (seen.job, seen.generation, seen.group) == (identity.job, identity.number, self._calls.group)
+        same_call = seen.sequence == self.sequence and mine is not None and seen.fingerprint == mine.fingerprint
+        if not belongs or same_call:
+            log.warning("rank %d sent nonsense: %s", peer, seen)
+            return None
+        return min(self.sequence, max(1, seen.sequence))
+
+    def late(self) -> list[tuple[int, Position | None]]:
+        """Ranks that have not reached this call, as far as they answer; lowest first."""
+        positions = self._generation.control.positions(self._calls, ANSWER_SECONDS)
+        peers = [rank for rank in self._calls.members if rank != self._generation.identity.rank]
+        silent = [(rank, None) for rank in peers if rank not in positions]
+        behind = [(rank, place) for rank, place in positions.items() if place.sequence < self.sequence]
+        return sorted([*silent, *behind], key=lambda entry: entry[0])
+
+    def _timed_out(self) -> GradwireError:
+        late = self.late()
+        culprit = late[0][0] if late else None
+        reason = f"{self.operation} #{self.sequence} did not finish in {self._timeout:g} s: {describe_late(late)}"
+        finding = Finding("timeout", reason[:4000], culprit, self._timeout, self.operation)
+        self._generation.control.report(finding, time.monotonic())
+        self._generation.wake()
+        return self.broken()
+
+
+def describe_late(late: Sequence[tuple[int, Position | None]]) -> str:
+    """Who keeps the others waiting, in words."""
+    if not late:
+        return "all ranks have arrived, but their messages have not"
+    parts = [
+        f"rank {rank} has not arrived, its last call was {place.last}" if place else f"rank {rank} does not answer"
+        for rank, place in late
+    ]
+    return "; ".join(parts)

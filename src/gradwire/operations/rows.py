@@ -1,0 +1,209 @@
+"""Collectives that split or join arrays along their first axis.
+
+Lengths that only some ranks know are exchanged before what they measure; nothing else is allocated by hearsay.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gradwire import arrays
+from gradwire.arrays import Array, DType, View, check_reduction, view
+from gradwire.errors import ArrayError, GradwireError, InvalidSize
+from gradwire.operations.call import (
+    Declined,
+    Exchange,
+    Operation,
+    Shape,
+    algorithm_text,
+    check_algorithm,
+    check_root,
+    nothing,
+)
+from gradwire.operations.values import broadcast_bytes
+
+_COUNT = arrays.parse_dtype("int64")
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """An array seen as rows along its first axis; a number in an array is one row."""
+
+    view: View
+    rows: int
+    tail: tuple[int, ...]
+
+    @property
+    def dtype(self) -> DType:
+        return self.view.dtype
+
+    @property
+    def width(self) -> int:
+        """Elements of one row."""
+        return math.prod(self.tail)
+
+    def text(self, rows: object = "?") -> str:
+        return f"{self.dtype.name}[{', '.join(map(str, (rows, *self.tail)))}]"
+
+
+def _rows(x: Any) -> _Rows:
+    source = view(x, writable=False)
+    rows, *tail = source.array.shape or (1,)
+    return _Rows(source, rows, tuple(tail))
+
+
+def _joined(dtype: DType, rows: int, tail: tuple[int, ...]) -> Array:
+    try:
+        return np.empty((rows, *tail), dtype.storage)
+    except (MemoryError, ValueError) as error:
+        raise ArrayError(f"no memory for the result, {dtype.name}[{rows}, …]: {error}") from error
+
+
+def _learn_counts(exchange: Exchange, own: Sequence[int], call: str) -> Array:
+    """Everybody's numbers, in rank order."""
+    mine = np.asarray(own, np.int64)
+    everyones = np.empty((exchange.size, mine.size), np.int64)
+    counts = (mine.size,) * exchange.size
+    exchange(Shape("all_gather", _COUNT, counts, call=call), mine, everyones.reshape(-1))
+    return everyones
+
+
+def all_gather(x: Any, algorithm: str) -> Operation:
+    check_algorithm("all_gather", algorithm)
+    source = _rows(x)
+    call = f"all_gather({source.text()}{algorithm_text(algorithm)})"
+
+    def body(exchange: Exchange) -> Array:
+        rows = [int(n) for n in _learn_counts(exchange, [source.rows], call)[:, 0]]
+        result = _joined(source.dtype, sum(rows), source.tail)
+        counts = tuple(n * source.width for n in rows)
+        shape = Shape("all_gather", source.dtype, counts, None, None, algorithm, call)
+        exchange(shape, source.view.load(), result.reshape(-1))
+        return result
+
+    return Operation("all_gather", body)
+
+
+def gather(x: Any, root: int, size: int, algorithm: str) -> Operation:
+    check_algorithm("gather", algorithm)
+    root = check_root(root, size)
+    source = _rows(x)
+    call = f"gather({source.text()}, root={root}{algorithm_text(algorithm)})"
+
+    def body(exchange: Exchange) -> Array | None:
+        rows = [int(n) for n in _learn_counts(exchange, [source.rows], call)[:, 0]]
+        result = _joined(source.dtype, sum(rows), source.tail) if exchange.rank == root else None
+        counts = tuple(n * source.width for n in rows)
+        shape = Shape("gather", source.dtype, counts, None, root, algorithm, call)
+        exchange(shape, source.view.load(), nothing(source.dtype) if result is None else result.reshape(-1))
+        return result
+
+    return Operation("gather", body)
+
+
+def _split(rows: int, size: int, counts: Sequence[int] | None, name: str) -> tuple[int, ...]:
+    """Rows for each rank: as the caller says, or equal parts."""
+    if counts is None:
+        if rows % size:
+            raise InvalidSize(f"{rows} rows cannot be split evenly over {size} ranks; say how with {name}=")
+        return (rows // size,) * size
+    parts = _counts(counts, size, name)
+    if sum(parts) != rows:
+        raise InvalidSize(f"{name}={list(parts)} add up to {sum(parts)}, but there are {rows} rows")
+    return parts
+
+
+def _counts(counts: Sequence[int], size: int, name: str) -> tuple[int, ...]:
+    try:
+        parts = tuple(map(operator.index, counts))
+    except TypeError as error:
+        raise InvalidSize(f"{name}={counts!r} must be a sequence of {size} whole numbers") from error
+    if len(parts) != size or any(n < 0 for n in parts):
+        raise InvalidSize(f"{name}={list(parts)} must be {size} numbers, none of them negative")
+    return parts
+
+
+def reduce_scatter(x: Any, op: str, counts: Sequence[int] | None, size: int, rank: int, algorithm: str) -> Operation:
+    check_algorithm("reduce_scatter", algorithm)
+    source = _rows(x)
+    check_reduction(op, source.dtype)
+    parts = _split(source.rows, size, counts, "counts")
+    elements = tuple(n * source.width for n in parts)
+    shape = Shape("reduce_scatter", source.dtype, elements, op, None, algorithm)
+
+    def body(exchange: Exchange) -> Array:
+        result = _joined(source.dtype, parts[rank], source.tail)
+        exchange(shape, source.view.load(), result.reshape(-1))
+        return result
+
+    return Operation("reduce_scatter", body)
+
+
+def scatter(x: Any, root: int, counts: Sequence[int] | None, size: int, rank: int, algorithm: str) -> Operation:
+    """Only the root knows what is scattered; if that cannot be, all ranks are told and raise the same."""
+    check_algorithm("scatter", algorithm)
+    root = check_root(root, size)
+    expected = None if counts is None else _counts(counts, size, "counts")
+    source, announced = _to_scatter(x, expected, size) if rank == root else (None, b"")
+    call = f"scatter(root={root}{algorithm_text(algorithm)})"
+
+    def body(exchange: Exchange) -> Array | Declined:
+        received = broadcast_bytes(exchange, announced, root, call)
+        if isinstance(received, Declined):
+            return received
+        name, tail, parts = json.loads(received)
+        if expected is not None and list(expected) != parts:
+            reason = f"rank {exchange.rank} expects counts={list(expected)}, rank {root} splits by {parts}"
+            raise exchange.disagree(reason)
+        dtype, width = arrays.parse_dtype(name), math.prod(tail)
+        result = _joined(dtype, parts[exchange.rank], tuple(tail))
+        shape = Shape("scatter", dtype, tuple(n * width for n in parts), None, root, algorithm, call)
+        exchange(shape, nothing(dtype) if source is None else source.view.load(), result.reshape(-1))
+        return result
+
+    return Operation("scatter", body)
+
+
+def _to_scatter(x: Any, counts: Sequence[int] | None, size: int) -> tuple[_Rows | None, bytes | GradwireError]:
+    """The root's array and what it announces: dtype, shape of a row and counts, or why there is nothing to scatter."""
+    if x is None:
+        return None, ArrayError("the root of a scatter must pass the array")
+    try:
+        source = _rows(x)
+        parts = _split(source.rows, size, counts, "counts")
+    except (ArrayError, InvalidSize) as error:
+        return None, error
+    return source, json.dumps([source.dtype.name, source.tail, parts]).encode()
+
+
+def all_to_all(
+    x: Any, send_counts: Sequence[int] | None, recv_counts: Sequence[int] | None, size: int, algorithm: str
+) -> Operation:
+    check_algorithm("all_to_all", algorithm)
+    source = _rows(x)
+    sent = _split(source.rows, size, send_counts, "send_counts")
+    wanted = None if recv_counts is None else _counts(recv_counts, size, "recv_counts")
+    even = send_counts is None and recv_counts is None
+    rows = source.rows if even else "?"
+    call = f"all_to_all({source.text(rows)}{'' if even else ', counts'}{algorithm_text(algorithm)})"
+
+    def body(exchange: Exchange) -> Array:
+        table = np.tile(np.asarray(sent, np.int64), (size, 1)) if even else _learn_counts(exchange, sent, call)
+        got = [int(n) for n in table[:, exchange.rank]]
+        if wanted is not None and list(wanted) != got:
+            reason = f"rank {exchange.rank} expects recv_counts={list(wanted)}, the others send it {got}"
+            raise exchange.disagree(reason)
+        result = _joined(source.dtype, sum(got), source.tail)
+        counts = tuple(int(n) * source.width for n in table.reshape(-1))
+        shape = Shape("all_to_all", source.dtype, counts, None, None, algorithm, call)
+        exchange(shape, source.view.load(), result.reshape(-1))
+        return result
+
+    return Operation("all_to_all", body)

@@ -1,0 +1,133 @@
+"""JSON-like values. One that cannot be sent is an error on all ranks, which stay in step: nobody waits in vain."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import numpy as np
+
+from gradwire import arrays
+from gradwire.arrays import Array
+from gradwire.errors import ArrayError, GradwireError, InvalidSize
+from gradwire.executors.plan import ragged_bounds
+from gradwire.operations.call import Declined, Exchange, Operation, Shape, check_root, nothing
+
+MAX_VALUE_BYTES = 256 << 20
+MAX_TEXT = 2000
+_BYTE = arrays.parse_dtype("uint8")
+_KINDS: dict[str, type[GradwireError]] = {"ArrayError": ArrayError, "InvalidSize": InvalidSize}
+
+
+def broadcast_value(value: Any, root: int, size: int, rank: int) -> Operation:
+    root = check_root(root, size)
+    call = f"broadcast_value(root={root})"
+    data = encode_or_error(value) if rank == root else b""
+
+    def body(exchange: Exchange) -> Any:
+        received = broadcast_bytes(exchange, data, root, call)
+        return received if isinstance(received, Declined) else decode(received)
+
+    return Operation("broadcast_value", body)
+
+
+def all_gather_values(value: Any) -> Operation:
+    data = encode_or_error(value)
+    call = "all_gather_values()"
+
+    def body(exchange: Exchange) -> list[Any] | Declined:
+        message, size = _message(data)
+        everyones = np.empty(exchange.size, np.int64)
+        shape = Shape("all_gather", arrays.dtype_of(everyones), (1,) * exchange.size, call=call)
+        exchange(shape, np.array([size], np.int64), everyones)
+        sizes = [_checked_size(n) for n in everyones]
+        joined = np.empty(sum(map(abs, sizes)), np.uint8)
+        exchange(Shape("all_gather", _BYTE, tuple(map(abs, sizes)), call=call), message, joined)
+        bounds = itertools.pairwise(ragged_bounds([abs(n) for n in sizes]))
+        texts = [joined[a:b].tobytes() for a, b in bounds]
+        for rank, size in enumerate(sizes):
+            if size < 0:
+                return _declined(texts[rank], rank, exchange.rank, data, call)
+        values = [decode(text) for text in texts]
+        return next((one for one in values if isinstance(one, Declined)), values)
+
+    return Operation("all_gather_values", body)
+
+
+def encode_or_error(value: Any) -> bytes | GradwireError:
+    """The bytes that a value travels as, or why it cannot."""
+    try:
+        _check_keys(value)
+        data = json.dumps(value, separators=(",", ":")).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        return ArrayError(
+            f"only JSON-like values can be sent (numbers, strings, lists, dicts with string keys, None): {error}"
+        )
+    if len(data) > MAX_VALUE_BYTES:
+        return InvalidSize(f"a value of {len(data)} bytes is too large (more than {MAX_VALUE_BYTES}): send an array")
+    return data
+
+
+def _check_keys(value: Any) -> None:
+    """Refuse keys that are not strings: JSON would turn them into strings without a word."""
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"the key {key!r} is not a string")
+            _check_keys(entry)
+    elif isinstance(value, (list, tuple)):
+        for entry in value:
+            _check_keys(entry)
+
+
+def decode(data: bytes) -> Any:
+    """The value, or `Declined` where it is too deep for this rank's stack."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        return Declined(ArrayError(f"a value of {len(data)} bytes cannot be taken apart here: {error}"))
+
+
+def broadcast_bytes(exchange: Exchange, data: bytes | GradwireError, root: int, call: str) -> bytes | Declined:
+    """The root's bytes on every rank, or its error."""
+    message, size = _message(data)
+    length = np.array([size], np.int64)
+    _broadcast(exchange, length, root, call)
+    size = _checked_size(length[0])
+    if exchange.rank != root:
+        message = np.empty(abs(size), np.uint8)
+    _broadcast(exchange, message, root, call)
+    text = message.tobytes()
+    return _declined(text, root, exchange.rank, data, call) if size < 0 else text
+
+
+def _broadcast(exchange: Exchange, array: Array, root: int, call: str) -> None:
+    dtype = arrays.dtype_of(array)
+    brought = array if exchange.rank == root else nothing(dtype)
+    exchange(Shape("broadcast", dtype, array.size, None, root, "auto", call), brought, array)
+
+
+def _message(data: bytes | GradwireError) -> tuple[Array, int]:
+    """What travels, and its size: that of an error is negative."""
+    if not isinstance(data, GradwireError):
+        return np.frombuffer(data, np.uint8), len(data)
+    text = json.dumps([type(data).__name__, data.message[:MAX_TEXT]]).encode()
+    return np.frombuffer(text, np.uint8), -len(text)
+
+
+def _declined(text: bytes, source: int, rank: int, data: bytes | GradwireError, call: str) -> Declined:
+    """What a rank's error means here: on that rank it is the error itself."""
+    operation = call.partition("(")[0]
+    if rank == source and isinstance(data, GradwireError):
+        data.rank, data.operation = rank, operation
+        return Declined(data)
+    kind, reason = json.loads(text)
+    error = _KINDS.get(kind, ArrayError)
+    return Declined(error(f"{call} failed on rank {source}: {reason}", rank=source, operation=operation))
+
+
+def _checked_size(claimed: Any) -> int:
+    if abs(int(claimed)) > MAX_VALUE_BYTES:
+        raise InvalidSize(f"a peer announced a value of {claimed} bytes")
+    return int(claimed)

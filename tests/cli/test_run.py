@@ -1,0 +1,267 @@
+"""`gradwire run` as its users have it: a process of its own, its output, its exit code, signals from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from launch.jobs import LONG, Watched, written
+
+Start = Callable[..., subprocess.Popen[str]]
+
+READY = """
+    import os, signal, sys
+    def ready():
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+        print("ready", os.getpid(), child)
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """start(arguments…, options of Popen): `gradwire run`, killed at the end if it has not ended."""
+    with contextlib.ExitStack() as stack:
+
+        def start(*arguments: str, **options: object) -> subprocess.Popen[str]:
+            process: subprocess.Popen[str] = subprocess.Popen(  # type: ignore[call-overload]
+                [sys.executable, "-m", "gradwire", "run", *arguments],
+                cwd=tmp_path,
+                env=os.environ | {"TMPDIR": str(tmp_path / "tmp")},
+                **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options,
+            )
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            return process
+
+        (tmp_path / "tmp").mkdir()
+        yield start
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=LONG)
+    return process.returncode, out, err
+
+
+def processes_of(run: subprocess.Popen[str], count: int) -> list[Watched]:
+    """What `ready()` has told, of so many ranks."""
+    assert run.stdout is not None
+    lines = [run.stdout.readline().split() for _ in range(count)]
+    assert all(line[1] == "ready" for line in lines), lines
+    return [Watched(int(pid)) for line in lines for pid in line[2:]]
+
+
+def test_a_script_runs_on_all_ranks_with_its_arguments_verbatim(start: Start, tmp_path: Path) -> None:
+    written(tmp_path, "import os, sys; print(os.environ['GRADWIRE_RANK'], sys.argv[1:], sys.stdin.read())", "train.py")
+    arguments = ["-n", "5", "--help", "--log-dir", "x", "-m", "--", "*", "", "a b"]
+    code, out, err = finish(start("-n", "2", "train.py", *arguments, stdin=subprocess.PIPE))
+    assert sorted(out.splitlines()) == [f"[0] 0 {arguments!r} ", f"[1] 1 {arguments!r} "]
+    assert (code, err) == (0, "")
+
+
+def test_a_module_too(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    written(tmp_path / "package", "import sys; print(__name__, sys.argv[1:])", "train.py")
+    code, out, err = finish(start("-n", "2", "-m", "package.train", "-n", "--lr=1"))
+    assert sorted(out.splitlines()) == ["[0] __main__ ['-n', '--lr=1']", "[1] __main__ ['-n', '--lr=1']"]
+    assert (code, err) == (0, "")
+
+
+def test_the_root_cause_comes_last_and_its_exit_code_is_returned(start: Start, tmp_path: Path) -> None:
+    script = """
+        import os, signal
+        from gradwire.errors import PeerLost
+
+        def step():
+            raise ValueError("no more data")
+
+        rank = int(os.environ["RANK"])
+        if rank == 2:
+            step()
+        if rank == 1:
+            raise PeerLost("rank 2 is gone", culprit=2)
+        signal.pause()
+    """
+    path = written(tmp_path, script, "train.py")
+    code, out, err = finish(start("-n", "3", "--grace", "0.5", "train.py"))
+    assert (code, out) == (1, "")
+    assert "[1] gradwire.errors.PeerLost: rank 2 is gone" in err
+    *_, others = err.partition("\n\n")
+    traceback = f'  File "{path}", line 6, in step\n    raise ValueError("no more data")\nValueError: no more data\n'
+    assert others.endswith(traceback)
+    assert "gradwire: rank 0 was stopped\n" in others
+    (logs,) = (tmp_path / "tmp").iterdir()
+    assert f"\ngradwire: logs in {logs}\n" in others
+    assert (logs / "rank-2.log").read_text().endswith(traceback)
+    assert "raised ValueError: no more data\nTraceback" in others
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-n", "0", "here.py"], "0 is not in the range"),
+        (["-n", "two", "here.py"], "not a valid integer"),
+        (["here.py"], "Missing option '-n'"),
+        (["-n", "2"], "Missing argument 'SCRIPT'"),
+        (["-n", "2", "missing.py"], "there is no script 'missing.py'"),
+        (["-n", "2", "package.train"], "(for a module: -m package.train)"),
+        (["-n", "2", "."], "'.' is a directory, not a script"),
+        (["-n", "2", "--unknown", "here.py"], "No such option"),
+        (["-n", "2", "--log-dir", "here.py", "here.py"], "is a file"),
+    ],
+)
+def test_mistakes_are_told_before_anything_starts(
+    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from click.testing import CliRunner
+
+    from gradwire.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path, "", "here.py")
+    result = CliRunner().invoke(main, ["run", *arguments])
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+def test_a_module_that_is_missing_is_told_by_the_workers(start: Start) -> None:
+    code, _, err = finish(start("-n", "2", "-m", "nowhere_to_be_found"))
+    assert code == 1
+    assert err.endswith("No module named nowhere_to_be_found\n")
+
+
+def test_help_shows_examples() -> None:
+    from click.testing import CliRunner
+
+    from gradwire.cli import main
+
+    assert "gradwire run -n 4 train.py --epochs 10" in CliRunner().invoke(main, ["run", "--help"]).output
+    assert "run" in CliRunner().invoke(main, ["--help"]).output
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_stops_everything(number: signal.Signals, code: int, start: Start, tmp_path: Path) -> None:
+    """What the workers have started may end in time: here it notices that its parent is gone."""
+    follow = """
+        import os, signal, sys
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(writing)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)
+            os.read(reading, 1)
+            os._exit(0)
+        print("ready", os.getpid(), child)
+        signal.pause()
+    """
+    written(tmp_path, follow, "train.py")
+    run = start("-n", "2", "train.py")
+    watched = processes_of(run, 2)
+    run.send_signal(number)
+    returned, _, err = finish(run)
+    assert returned == code
+    assert all(one.ends(0) for one in watched)
+    assert f"gradwire: stopped by {number.name}" in err.splitlines()[-1]
+
+
+def test_a_second_ctrl_c_kills(start: Start, tmp_path: Path) -> None:
+    deaf = (
+        READY
+        + """
+    signal.signal(signal.SIGINT, lambda *_: print("not now"))
+    ready()
+    while True: signal.pause()
+    """
+    )
+    written(tmp_path, deaf, "train.py")
+    run = start("-n", "1", "train.py")
+    watched = processes_of(run, 1)
+    run.send_signal(signal.SIGINT)
+    assert run.stdout is not None
+    assert run.stdout.readline() == "[0] not now\n"
+    run.send_signal(signal.SIGINT)
+    assert finish(run)[0] == 130
+    assert all(one.ends(0) for one in watched)
+
+
+def test_killing_the_supervisor_leaves_no_orphan(start: Start, tmp_path: Path) -> None:
+    deaf = (
+        READY
+        + """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    ready()
+    while True: signal.pause()
+    """
+    )
+    written(tmp_path, deaf, "train.py")
+    run = start("-n", "2", "train.py")
+    watched = processes_of(run, 2)
+    run.kill()
+    assert all(one.ends() for one in watched)
+
+
+def test_signals_that_are_ignored_stay_ignored_and_exits_are_seen(start: Start, tmp_path: Path) -> None:
+    """As under nohup, and under parents that leave SIGCHLD ignored."""
+    go_on = (
+        READY
+        + """
+    ready()
+    with open("go") as file:
+        file.read()
+    sys.exit(5)
+    """
+    )
+    written(tmp_path, go_on, "train.py")
+    os.mkfifo(tmp_path / "go")
+
+    def ignore() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+    run = start("-n", "1", "train.py", preexec_fn=ignore)
+    processes_of(run, 1)
+    run.send_signal(signal.SIGHUP)
+    (tmp_path / "go").write_text("")
+    assert finish(run)[0] == 5
+
+
+def test_a_reader_that_goes_away_does_not_stop_the_job(start: Start, tmp_path: Path) -> None:
+    written(tmp_path, "for i in range(100_000): print('line', i)\nopen('done', 'w').close()\n", "train.py")
+    run = start("-n", "1", "--log-dir", "logs", "train.py", stderr=subprocess.DEVNULL)
+    assert run.stdout is not None
+    assert run.stdout.readline() == "[0] line 0\n"
+    run.stdout.close()
+    assert run.wait(LONG) == 0
+    assert (tmp_path / "done").exists()
+    assert (tmp_path / "logs" / "rank-0.log").read_text().endswith("line 99999\n")
+
+
+def test_on_a_terminal_ranks_have_colours_and_bars_stay_in_their_place(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bar = "for percent in range(0, 101, 10): print(f'\\r{percent} %', end='')\nprint()\n"
+    written(tmp_path, bar, "train.py")
+    ours, theirs = pty.openpty()
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    run = start("-n", "1", "train.py", stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # Linux tells the end of a terminal by an error
+        while chunk := os.read(ours, 4096):
+            shown += chunk
+    os.close(ours)
+    assert run.wait(LONG) == 0
+    assert shown.count(b"\n") == 1
+    assert shown.endswith(b"\x1b[36m[0] \x1b[0m100 %\r\n")

@@ -1,0 +1,151 @@
+"""Ranks that stay: groups over every transport, each played by a thread that takes one task after another.
+
+A transport joins the conformance suite by joining `TRANSPORTS`: a function from a topology to the groups of its ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import secrets
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from gradwire import job
+from gradwire.errors import GradwireError
+from gradwire.generation import Generation, Identity
+from gradwire.group import Group
+from gradwire.topology import Topology
+from gradwire.transports.local import Hub
+from gradwire.transports.tcp import TcpTransport
+
+T = TypeVar("T")
+TIMEOUT = 60.0
+
+
+def local_ranks(topology: Topology) -> list[Group]:
+    """As `gw.local_group`, but on several hosts if wanted."""
+    transports = Hub(topology.size).transports
+    return _connected(topology, transports, secrets.token_bytes(8))
+
+
+def tcp_ranks(topology: Topology) -> list[Group]:
+    """As `gw.loopback_pair`, but any number of ranks: real sockets between threads of one process."""
+    run, key = secrets.token_bytes(16), secrets.token_bytes(32)
+    transports = [TcpTransport("127.0.0.1") for _ in range(topology.size)]
+    addresses = [transport.address for transport in transports]
+    for rank, transport in enumerate(transports):
+        transport.assemble(rank=rank, addresses=addresses, job=run, generation=1, key=key, spin=False)
+    return _connected(topology, transports, run)
+
+
+def _connected(topology: Topology, transports: Sequence[Any], run: bytes) -> list[Group]:
+    names = tuple(f"rank {rank} (a thread of this test)" for rank in range(topology.size))
+    number = int.from_bytes(run[:8], "little")
+    generations = [
+        Generation(Identity(number, 1, rank, names, topology), transport) for rank, transport in enumerate(transports)
+    ]
+    return job._start(generations, TIMEOUT, time.monotonic() + TIMEOUT)
+
+
+TRANSPORTS: dict[str, Callable[[Topology], list[Group]]] = {"local": local_ranks, "tcp": tcp_ranks}
+
+
+class Crew:
+    """Groups of all ranks and a thread for each; `run` gives all of them the same task."""
+
+    def __init__(self, make: Callable[[], list[Group]]) -> None:
+        self._make = make
+        self._begin()
+
+    def _begin(self) -> None:
+        self.groups = self._make()
+        self._sound = True
+        self._tasks: list[queue.SimpleQueue[Callable[[], None] | None]] = [queue.SimpleQueue() for _ in self.groups]
+        self._threads = [
+            threading.Thread(target=self._work, args=(tasks,), name=f"rank {rank}", daemon=True)
+            for rank, tasks in enumerate(self._tasks)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def size(self) -> int:
+        return len(self.groups)
+
+    @property
+    def topology(self) -> Topology:
+        return self.groups[0].topology
+
+    @staticmethod
+    def _work(tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+        while (task := tasks.get()) is not None:
+            task()
+
+    def run(self, fn: Callable[[Group], T], *, timeout: float = TIMEOUT) -> list[T]:
+        """fn(group) on every rank; the results in rank order, or the first failure with the others as notes.
+
+        A failure aborts the crew's groups, so that nobody waits for the rank that failed; the next task gets new ones.
+        """
+        if not self._sound:
+            self.close()
+            self._begin()
+        results: dict[int, T] = {}
+        failures: list[tuple[int, BaseException]] = []
+        done = threading.Semaphore(0)
+
+        def task(rank: int, group: Group) -> None:
+            try:
+                results[rank] = fn(group)
+            except BaseException as error:
+                failures.append((rank, error))
+                with contextlib.suppress(GradwireError):
+                    group.abort(f"a test failed with {error!r}")
+            finally:
+                done.release()
+
+        for rank, group in enumerate(self.groups):
+            self._tasks[rank].put(lambda rank=rank, group=group: task(rank, group))  # type: ignore[misc]
+        deadline = time.monotonic() + timeout
+        finished = all(done.acquire(timeout=max(0.0, deadline - time.monotonic())) for _ in self.groups)
+        if failures or not finished:
+            self._sound = False
+            raise self._explained(failures, results)
+        return [results[rank] for rank in range(self.size)]
+
+    def _explained(self, failures: Sequence[tuple[int, BaseException]], results: dict[int, Any]) -> BaseException:
+        ended = {*results, *(rank for rank, _ in failures)}
+        stuck = [f"rank {rank} stands at\n{self._stack(rank)}" for rank in range(self.size) if rank not in ended]
+        if not failures:
+            return AssertionError("not done in time: " + "\n".join(stuck))
+        (rank, first), *others = failures
+        first.add_note(f"raised on rank {rank}")
+        for note in (*(f"then on rank {rank}: {error!r}" for rank, error in others), *stuck):
+            first.add_note(note)
+        return first
+
+    def _stack(self, rank: int) -> str:
+        frame = sys._current_frames().get(self._threads[rank].ident or 0)
+        return "".join(traceback.format_stack(frame)) if frame else "(its end)"
+
+    def close(self) -> None:
+        """Close all groups and end the threads."""
+        for group in self.groups:
+            group.close()
+        for tasks in self._tasks:
+            tasks.put(None)
+        for thread in self._threads:
+            thread.join(TIMEOUT)
+
+
+@contextlib.contextmanager
+def crew_of(transport: str, topology: Topology) -> Iterator[Crew]:
+    crew = Crew(lambda: TRANSPORTS[transport](topology))
+    try:
+        yield crew
+    finally:
+        crew.close()

@@ -1,0 +1,130 @@
+"""What a collective must give, worked out the plain way from the inputs of all ranks.
+
+Reductions are folded in the order of the schedule's own expression, in the accumulator's type, with the numeric rules
+written down once more in the simplest form; so the comparison is exact for floats too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from gradwire.arrays import Array, DType, dtype_of
+from gradwire.collectives import Schedule, build, choose, verify
+from gradwire.collectives.expressions import Expression
+from gradwire.executors.plan import even_bounds, ragged_bounds
+from gradwire.topology import Topology
+
+
+def reduced(
+    collective: str,
+    inputs: Sequence[Array],
+    op: str,
+    algorithm: str,
+    topology: Topology,
+    *,
+    root: int = 0,
+    counts: Sequence[int] | None = None,
+) -> Array:
+    """The flat result of a reduction of flat inputs; counts are the elements of each segment where they are given."""
+    dtype = dtype_of(inputs[0])
+    count = inputs[0].size
+    chosen = choose(collective, algorithm, count * dtype.itemsize, topology)
+    schedule = build(collective, chosen, topology.size, topology=topology, root=root)
+    bounds = even_bounds(count, schedule.segments, dtype.itemsize) if counts is None else ragged_bounds(counts)
+    result = np.empty(count, dtype.storage)
+    for segment, expression in _expressions(schedule).items():
+        part = slice(bounds[segment], bounds[segment + 1])
+        result[part] = folded(expression, [x[part] for x in inputs], op, dtype)
+    return result
+
+
+@lru_cache
+def _expressions(schedule: Schedule) -> dict[int, Expression]:
+    return verify(schedule)
+
+
+def folded(expression: Expression, inputs: Sequence[Array], op: str, dtype: DType) -> Array:
+    """One segment: folded in the accumulator's type, divided if it is a mean, then rounded once."""
+    with np.errstate(all="ignore"):
+        total = _value(expression, [x.astype(dtype.accumulator) for x in inputs], OPS[op])
+        if op == "mean":
+            total = _divided(total, len(inputs))
+        return total.astype(dtype.storage)
+
+
+def _value(expression: Expression, inputs: Sequence[Array], combine: Callable[[Array, Array], Array]) -> Array:
+    if isinstance(expression, int):
+        return inputs[expression]
+    left, right = expression
+    return combine(_value(left, inputs, combine), _value(right, inputs, combine))
+
+
+def _divided(total: Array, ranks: int) -> Array:
+    parts = total.view(total.real.dtype)
+    return (parts / parts.dtype.type(ranks)).view(total.dtype)
+
+
+def _least(a: Array, b: Array) -> Array:
+    smaller = np.where((a < b) | ((a == b) & np.signbit(a)), a, b) if a.dtype.kind == "f" else np.where(a < b, a, b)
+    return np.where(a != a, a, np.where(b != b, b, smaller))
+
+
+def _greatest(a: Array, b: Array) -> Array:
+    larger = np.where((a > b) | ((a == b) & np.signbit(b)), a, b) if a.dtype.kind == "f" else np.where(a > b, a, b)
+    return np.where(a != a, a, np.where(b != b, b, larger))
+
+
+def _product(a: Array, b: Array) -> Array:
+    if a.dtype.kind != "c":
+        return np.asarray(a * b)
+    result = np.empty_like(a)
+    result.real = a.real * b.real - a.imag * b.imag
+    result.imag = a.real * b.imag + a.imag * b.real
+    return result
+
+
+def _sum(a: Array, b: Array) -> Array:
+    return np.asarray(a + b)
+
+
+OPS: dict[str, Callable[[Array, Array], Array]] = {
+    "sum": _sum,
+    "mean": _sum,
+    "prod": _product,
+    "min": _least,
+    "max": _greatest,
+}
+
+
+def bits(array: Any) -> bytes:
+    """The bytes of an array, with all NaNs alike: their payloads are outside the contract."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    if flat.dtype.kind == "c":
+        flat = flat.view(flat.real.dtype)
+    if flat.dtype.kind in "fV":  # ml_dtypes' own kinds are V
+        flat = np.where(flat != flat, flat.dtype.type(np.nan), flat)
+    return bytes(flat.tobytes())
+
+
+def assert_same(result: Any, expected: Any, what: object = "") -> None:
+    """Equal in kind, shape and bits."""
+    if expected is None:
+        assert result is None, what
+        return
+    assert isinstance(result, np.ndarray), what
+    assert (result.dtype, result.shape) == (expected.dtype, expected.shape), what
+    if bits(result) != bits(expected):
+        differ = [i for i, (a, b) in enumerate(zip(_units(result), _units(expected), strict=True)) if a != b]
+        first = differ[0]
+        raise AssertionError(
+            f"{what}: {len(differ)} of {result.size} elements differ, the first is [{first}]: "
+            f"{result.reshape(-1)[first]!r} instead of {expected.reshape(-1)[first]!r}"
+        )
+
+
+def _units(array: Array) -> list[bytes]:
+    return [bits(element) for element in array.reshape(-1)]

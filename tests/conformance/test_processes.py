@@ -1,0 +1,87 @@
+"""Real processes: one program that goes through everything, on 2, 3, 5 and 8 of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+from conformance.cases import Case
+from conformance.conftest import HOSTS
+from conformance.test_table import COLLECTIVES
+from gradwire.collectives import REDUCING, ROOTED, algorithms
+from gradwire.topology import Topology
+
+KINDS = (("float32", "mean"), ("float16", "sum"), ("int64", "max"), ("complex128", "prod"), ("bfloat16", "min"))
+
+
+def battery(size: int) -> Iterator[Case]:
+    turn = 0
+    for collective in COLLECTIVES:
+        parts = size * size if collective == "all_to_all" else size
+        for algorithm in ("auto", *algorithms(collective)):
+            for kind in range(5 if size < 5 else 2):  # more processes than cores are slow, and cover more by themselves
+                turn += 1
+                dtype, op = KINDS[(turn + kind) % 5]
+                rows = (turn * 311 % 2000,) if collective in ("all_reduce", "reduce", "broadcast") else None
+                yield Case(
+                    collective,
+                    dtype,
+                    rows or tuple((turn + part) * 7 % 30 for part in range(parts)),
+                    op if collective in REDUCING else "sum",
+                    turn % size if collective in ROOTED else 0,
+                    algorithm,
+                    layout=("flat", "strided")[turn % 2],
+                )
+
+
+def program(size: int, hosts: str) -> dict[str, Any]:
+    """What every rank does; the parent compares."""
+    os.environ["GRADWIRE_HOST"] = hosts[int(os.environ["GRADWIRE_RANK"])]
+    with gw.init() as group:
+        rank = group.rank
+        found: dict[str, Any] = {"hosts": group.topology.hosts}
+        found["calls"] = [case.call(group, case.input(rank, size), rank, size) for case in battery(size)]
+        streams = [group.stream() for _ in range(3)]
+        works = [
+            case.call(streams[turn % 3], case.input(rank, size), rank, size)
+            for turn, case in enumerate(battery(size))
+            if turn % 5 == 0
+        ]
+        for stream in streams:
+            stream.synchronize()
+        found["works"] = [work.result for work in works]
+        found["values"] = group.all_gather_values({"rank": rank, "text": "größer", "nested": [None, 1.5, True]})
+        found["value"] = group.broadcast_value([rank], root=size - 1)
+        side = group.subgroup(range(rank % 2, size, 2))
+        found["side"] = side.rank, side.size, side.all_reduce(rank)
+        received = np.zeros(50_000, int)
+        group.sendrecv(np.full(50_000, rank), received, (rank + 1) % size, (rank - 1) % size, tag=1)
+        found["around"] = set(received.tolist())
+        found["named"] = group.all_reduce_named({"w": np.full((2, 2), rank), "b": np.ones(1, np.float32)})
+        group.barrier()
+        return found
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+def test_everything(size: int) -> None:
+    found = gw.launch(program, size, (size, HOSTS[size]))
+    topology = Topology.of(list(HOSTS[size]))
+    cases = list(battery(size))
+    for position, case in enumerate(cases):
+        case.check(case.inputs(size), [answers["calls"][position] for answers in found], topology)
+    for position, case in enumerate(cases[::5]):
+        case.check(case.inputs(size), [answers["works"][position] for answers in found], topology)
+    for rank, answers in enumerate(found):
+        assert answers["hosts"] == topology.hosts
+        assert [value["rank"] for value in answers["values"]] == list(range(size))
+        assert answers["value"] == [size - 1]
+        mates = range(rank % 2, size, 2)
+        assert answers["side"] == (rank // 2, len(mates), sum(mates))
+        assert answers["around"] == {(rank - 1) % size}
+        assert answers["named"]["w"].tolist() == [[sum(range(size))] * 2] * 2
+        assert answers["named"]["b"].tolist() == [size]

@@ -1,0 +1,61 @@
+"""Every cell of the table: each collective by each of its algorithms, over every dtype, op, root and kind of count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from conformance.cases import DTYPES, Case
+from conformance.crews import Crew
+from gradwire.arrays import REDUCE_OPS, parse_dtype
+from gradwire.collectives import REDUCING, ROOTED, algorithms
+from gradwire.group import Group
+
+COLLECTIVES = ("all_reduce", "reduce", "broadcast", "all_gather", "gather", "reduce_scatter", "scatter", "all_to_all")
+
+
+def cases(collective: str, size: int) -> Iterator[Case]:
+    """All dtypes and ops for each algorithm, with roots and counts taking turns."""
+    shapes = list(rows_of(collective, size))
+    turn = 0
+    for algorithm in ("auto", *algorithms(collective)):
+        for dtype in DTYPES:
+            ops = [op for op in REDUCE_OPS if op in parse_dtype(dtype).ops] if collective in REDUCING else ["sum"]
+            for op in ops:
+                root = turn % size if collective in ROOTED else 0
+                fill = ("mixed", "special", "exact")[turn % 3]
+                rows = shapes[turn % len(shapes)]
+                yield Case(collective, dtype, rows, op, root, algorithm, fill=fill, out=turn % 2 == 0)
+                turn += 1
+
+
+def rows_of(collective: str, size: int) -> Iterator[tuple[int, ...]]:
+    """Even, uneven, odd and no counts."""
+    if collective in ("all_reduce", "reduce", "broadcast"):
+        yield from [(1,), (37,), (0,), (64 * size,), (1000,)]
+        return
+    parts = size * size if collective == "all_to_all" else size
+    yield (16,) * parts
+    yield (0,) * parts
+    yield (1,) * parts
+    yield tuple(i * 7 % 5 for i in range(parts))
+    yield tuple(33 * (i == parts - 1) for i in range(parts))
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_every_algorithm_dtype_and_op(crew: Crew, collective: str) -> None:
+    run(crew, list(cases(collective, crew.size)))
+
+
+def run(crew: Crew, every: Sequence[Case]) -> None:
+    """Make calls one after the other on all ranks, then compare."""
+
+    def battery(group: Group) -> list[object]:
+        return [
+            case.call(group, case.input(group.rank, group.size), group.rank, group.size) for case in every
+        ]
+
+    results = crew.run(battery)
+    for position, case in enumerate(every):
+        case.check(case.inputs(crew.size), [results[rank][position] for rank in range(crew.size)], crew.topology)

@@ -1,0 +1,68 @@
+"""Small tiles: many of them, ragged last ones and more than are in flight, with arrays of a few thousand elements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conformance.cases import Case
+from conformance.conftest import HOSTS
+from conformance.crews import TRANSPORTS, Crew, crew_of
+from conformance.strategies import cases
+from conformance.test_drawn import FEW, check_call
+from conformance.test_table import COLLECTIVES, run
+from gradwire.collectives import algorithms
+from gradwire.executors import plan
+from gradwire.topology import Topology
+
+TILE = 256  # bytes
+
+
+@pytest.fixture(scope="module", params=[(t, n) for t in TRANSPORTS for n in (2, 3, 5)], ids=lambda p: f"{p[0]}-{p[1]}")
+def small_tiles(request: pytest.FixtureRequest) -> Iterator[Crew]:
+    """A crew that cuts everything into tiles of 256 bytes: plans are made anew, so nothing of it stays."""
+    transport, size = request.param
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "TILE_BYTES", TILE)
+        patch.setattr(plan, "SMALLEST_TILE", TILE)
+        with crew_of(transport, Topology.of(list(HOSTS[size]))) as crew:
+            yield crew
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_every_algorithm(small_tiles: Crew, collective: str) -> None:
+    run(small_tiles, list(tiled(collective, small_tiles.size)))
+
+
+def tiled(collective: str, size: int) -> Iterator[Case]:
+    """From less than a tile to dozens of them, one element more and less, and with segments of unequal length."""
+    for algorithm in ("auto", *algorithms(collective)):
+        for turn, dtype in enumerate(("float16", "float32", "int64", "complex128", "uint8", "bfloat16")):
+            per_tile = TILE // Case(collective, dtype, ()).kind.itemsize
+            for length in (per_tile - 1, per_tile * size, per_tile * size * 3 + 1, per_tile * size * 10 - 1):
+                rows: tuple[int, ...] = (length,)
+                if collective in ("all_gather", "gather", "reduce_scatter", "scatter"):
+                    rows = tuple((length * (rank + turn)) % (2 * per_tile + 3) for rank in range(size - 1)) + (length,)
+                elif collective == "all_to_all":
+                    rows = tuple(length * (i + turn) % (per_tile + 3) for i in range(size * size))
+                yield Case(collective, dtype, rows, "sum", turn % size, algorithm, out=turn % 2 == 0)
+
+
+@settings(max_examples=FEW)
+@given(data=st.data())
+def test_drawn(small_tiles: Crew, data: st.DataObject) -> None:
+    check_call(small_tiles, tuple(range(small_tiles.size)), data.draw(cases(small_tiles.size)))
+
+
+def test_tiles_are_many(small_tiles: Crew) -> None:
+    """The patch works: what is exercised above is really in many tiles."""
+    bounds = plan.even_bounds(10_000, 1, 4)
+    from gradwire.arrays import parse_dtype
+    from gradwire.collectives import build
+    from gradwire.liveness.calls import Meaning
+
+    one = plan.Plan(build("all_reduce", "tree", 2), 0, parse_dtype("float32"), "sum", bounds, Meaning("", "", 0))
+    assert one.tiles > 10 * plan.IN_FLIGHT

@@ -1,0 +1,285 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gradwire.errors import InvalidSize, TransportError
+from gradwire.launch import sessions, supervisor, worker
+from gradwire.launch.rootcause import describe
+from gradwire.launch.supervisor import Supervisor
+from gradwire.launch.worker import Task
+from launch.jobs import LONG, Job, NoCoordinator, Watched, eventually, nowhere, run, written
+
+WAIT = "import signal\nwhile True: signal.pause()\n"
+RANK = "import os\nrank = int(os.environ['RANK'])\n"
+
+
+class Ready:
+    """A socket on which scripts tell how far they are; `code` is for them, to connect and `say` it."""
+
+    CODE = "import socket\nready = socket.create_connection(('127.0.0.1', {port}))\nsay = ready.sendall\n"
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.settimeout(LONG)
+        self.code = self.CODE.format(port=self._listener.getsockname()[1])
+
+    @contextlib.contextmanager
+    def told(self, count: int) -> Iterator[list[str]]:
+        """The first line that each of so many scripts says; the connections close when the block ends."""
+        with contextlib.ExitStack() as stack:
+            connections = [stack.enter_context(self._listener.accept()[0]) for _ in range(count)]
+            files = [stack.enter_context(connection.makefile()) for connection in connections]
+            yield [file.readline().strip() for file in files]
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+@pytest.fixture
+def ready() -> Iterator[Ready]:
+    found = Ready()
+    yield found
+    found.close()
+
+
+def test_a_job_that_ends_well(tmp_path: Path) -> None:
+    job = Job(Task.script(written(tmp_path, RANK + "print('I am', rank)")), 3)
+    with job.supervisor:
+        assert [one.rank for one in job.supervisor.workers] == [0, 1, 2]
+        ended = job.ended()
+    assert sorted(ended.out.splitlines()) == ["[0] I am 0", "[1] I am 1", "[2] I am 2"]
+    assert ended.err == ""
+    assert (ended.outcome.exit_code, ended.outcome.root, ended.outcome.stopped_by) == (0, None, None)
+    assert [one.status for one in ended.outcome.endings] == [0, 0, 0]
+    coordinator = job.rendezvous.coordinator
+    assert isinstance(coordinator, NoCoordinator)
+    assert coordinator.calls == ["start", "stop"]
+
+
+def test_a_job_of_no_size_is_refused() -> None:
+    with pytest.raises(InvalidSize, match="at least 1 worker, not 0"):
+        Supervisor(Task.script("x.py"), 0, nowhere())
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "said"),
+    [
+        ("raise SystemExit(3)", 3, "left by sys.exit(3) at script.py:4"),
+        ("os._exit(4)", 4, "exited with code 4"),
+        ("raise ValueError('boom')", 1, "raised ValueError: boom"),
+        ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL (signal 9)"),
+        ("os.abort()", 134, "was killed by SIGABRT (signal 6)"),
+        ("os.kill(os.getpid(), 15)", 143, "was killed by SIGTERM (signal 15)"),
+    ],
+)
+def test_when_one_fails_the_rest_is_stopped_and_its_exit_code_returned(
+    code: str, exit_code: int, said: str, tmp_path: Path
+) -> None:
+    ended = run(Task.script(written(tmp_path, f"{RANK}if rank == 1:\n    {code}\n{WAIT}")), 3)
+    root = ended.outcome.root
+    assert root is not None
+    assert (root.rank, ended.outcome.exit_code) == (1, exit_code)
+    assert said in describe(root)
+    assert [one.stopped for one in ended.outcome.endings] == [True, False, True]
+    assert [one.status for one in ended.outcome.endings if one.stopped] == [-15, -15]
+
+
+def test_the_others_have_a_grace_to_end_by_themselves(tmp_path: Path, ready: Ready) -> None:
+    """And what they say in it is known as a consequence, though it came first."""
+    code = f"""
+from gradwire.errors import Aborted
+{RANK}
+{ready.code}
+if rank == 1:
+    say(b"waiting\\n")
+    ready.recv(1)  # until the other one is gone
+    raise ValueError("the reason")
+say(b"failing\\n")
+raise Aborted("rank 1 gave up", culprit=1)
+"""
+    job = Job(Task.script(written(tmp_path, code)), 2, grace=LONG)
+    with job.supervisor:
+        with ready.told(2):
+            assert eventually(lambda: job.supervisor.workers[0].gone)
+        ended = job.ended()
+    assert ended.outcome.root is not None
+    assert (ended.outcome.root.rank, ended.outcome.exit_code) == (1, 1)
+    assert [one.failed for one in ended.outcome.endings] == [True, True]
+
+
+def test_a_rank_that_raised_but_cannot_end_is_made_to(tmp_path: Path) -> None:
+    code = "import threading\nthreading.Thread(target=threading.Event().wait).start()\nraise ValueError('stuck')\n"
+    ended = run(Task.script(written(tmp_path, code)), 1)
+    assert ended.outcome.root is not None
+    assert ended.outcome.root.report is not None
+    assert (ended.outcome.root.report.message, ended.outcome.exit_code) == ("stuck", 1)
+
+
+def test_who_ignores_sigterm_is_killed(tmp_path: Path, ready: Ready) -> None:
+    code = f"{ready.code}import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nsay(b'ready\\n')\n{WAIT}"
+    job = Job(Task.script(written(tmp_path, code)), 2, kill_after=0.1)
+    with job.supervisor:
+        with ready.told(2):
+            job.supervisor.stop()
+        ended = job.ended()
+    assert [one.status for one in ended.outcome.endings] == [-9, -9]
+    assert (ended.outcome.root, ended.outcome.exit_code) == (None, 143)
+
+
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, 137)])
+def test_stopping_is_no_failure(number: int, exit_code: int, tmp_path: Path, ready: Ready) -> None:
+    job = Job(Task.script(written(tmp_path, f"{ready.code}say(b'ready\\n')\n{WAIT}")), 2)
+    with job.supervisor:
+        with ready.told(2):
+            assert not job.supervisor.wait(0)
+            job.supervisor.stop(number)
+        ended = job.ended()
+    assert (ended.outcome.root, ended.outcome.exit_code) == (None, exit_code)
+    assert ("KeyboardInterrupt" in ended.err) == (number == signal.SIGINT)
+    job.supervisor.stop()  # too late, and harmless
+
+
+def test_whatever_a_worker_started_ends_with_it(tmp_path: Path, ready: Ready) -> None:
+    """In its group, in a group of its own, deaf to signals: after a failure as after a good end."""
+    code = f"""
+{RANK}
+{ready.code}
+import signal, subprocess, sys
+wait = "import signal; signal.signal(15, signal.SIG_IGN); print(flush=True); signal.pause()"
+children = [subprocess.Popen([sys.executable, "-c", wait], stdout=subprocess.PIPE, process_group=group)
+            for group in (None, 0)]
+if (pid := os.fork()) == 0:
+    signal.pause()
+for child in children:
+    child.stdout.readline()
+say(" ".join(map(str, [pid, *(child.pid for child in children)])).encode() + b"\\n")
+ready.recv(1)
+os._exit(rank)
+"""
+    job = Job(Task.script(written(tmp_path, code)), 2, grace=LONG)
+    with job.supervisor:
+        with ready.told(2) as told:
+            watched = [Watched(int(pid)) for line in told for pid in line.split()]
+            assert len(watched) == 6
+        ended = job.ended()
+    assert [one.status for one in ended.outcome.endings] == [0, 1]
+    assert all(one.ends(0) for one in watched)
+
+
+def test_who_left_on_purpose_is_let_go_and_does_not_hold_up_the_end(tmp_path: Path, ready: Ready) -> None:
+    code = f"""
+{ready.code}
+import subprocess, sys
+wait = "import signal; signal.pause()"
+say(str(subprocess.Popen([sys.executable, "-c", wait], start_new_session=True).pid).encode() + b"\\n")
+"""
+    job = Job(Task.script(written(tmp_path, code)), 1)
+    with job.supervisor:
+        with ready.told(1) as (pid,):
+            daemon = Watched(int(pid))
+        ended = job.ended()
+    assert ended.outcome.exit_code == 0
+    assert not daemon.ends(0)
+    os.kill(daemon.pid, signal.SIGKILL)
+    assert daemon.ends()
+
+
+def test_much_output_from_all_ranks_gets_through(tmp_path: Path) -> None:
+    code = RANK + "import sys\nfor i in range(4000): print(f'{i:0500}'); print(f'{i:0500}', file=sys.stderr)\n"
+    ended = run(Task.script(written(tmp_path, code)), 3, environ=os.environ | {"PYTHONUNBUFFERED": ""})
+    for text in (ended.out, ended.err):
+        lines = [re.fullmatch(r"\[(\d)\] (\d{500})", line) for line in text.splitlines()]
+        for rank in range(3):
+            assert [int(line[2]) for line in lines if line and int(line[1]) == rank] == list(range(4000))
+
+
+def test_logs(tmp_path: Path) -> None:
+    code = RANK + "import sys\nprint('out', rank)\nprint('err', rank, file=sys.stderr)\n"
+    run(Task.script(written(tmp_path, code)), 2, log_dir=tmp_path / "logs")
+    logs = {path.name: sorted(path.read_text().splitlines()) for path in (tmp_path / "logs").iterdir()}
+    assert logs == {"rank-0.log": ["err 0", "out 0"], "rank-1.log": ["err 1", "out 1"]}
+
+
+def test_the_last_words_of_a_rank_without_a_traceback_are_kept(tmp_path: Path) -> None:
+    code = "import os, sys\nprint('CUDA error: out of luck', file=sys.stderr)\nos._exit(5)\n"
+    ended = run(Task.script(written(tmp_path, code)), 1)
+    assert ended.outcome.last_lines == ("CUDA error: out of luck",)
+
+
+def test_a_worker_that_cannot_be_started_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third one fails; the other two, which run already, are ended."""
+    started: list[worker.Worker] = []
+
+    class Scarce(worker.Worker):
+        def __init__(self, rank: int, *rest: object) -> None:
+            if rank == 2:
+                raise OSError(11, "Resource temporarily unavailable")
+            super().__init__(rank, *rest)  # type: ignore[arg-type]
+            started.append(self)
+
+    monkeypatch.setattr(supervisor, "Worker", Scarce)
+    job = Job(Task.script(written(tmp_path, WAIT)), 3)
+    with pytest.raises(TransportError, match=r"cannot start worker 2 of 3: .*temporarily unavailable"):
+        job.supervisor.start()
+    assert [sessions.is_empty(one.pid) for one in started] == [True, True]
+    coordinator = job.rendezvous.coordinator
+    assert isinstance(coordinator, NoCoordinator)
+    assert coordinator.calls == ["start", "stop"]
+
+
+def test_an_exception_in_the_block_stops_the_job(tmp_path: Path) -> None:
+    job = Job(Task.script(written(tmp_path, WAIT)), 2)
+    with pytest.raises(KeyError), job.supervisor:
+        raise KeyError
+    assert job.supervisor.outcome is not None
+    assert all(one.stopped for one in job.supervisor.outcome.endings)
+
+
+def test_a_process_that_cannot_even_be_killed_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(Task.script(written(tmp_path, WAIT)), 1)
+    monkeypatch.setattr(worker, "_UNKILLABLE", 0.1)
+    monkeypatch.setattr(worker, "_LEFTOVERS", 0.1)
+    with monkeypatch.context() as without:
+        without.setattr(sessions, "kill", lambda session: None)
+        with job.supervisor:
+            job.supervisor.stop(signal.SIGKILL)
+            ended = job.ended()
+    hanging = job.supervisor.workers[0]
+    assert not sessions.is_empty(hanging.pid)
+    assert (ended.outcome.endings[0].status, ended.outcome.exit_code) == (-9, 137)
+    sessions.kill(hanging.pid)
+    hanging.close()
+
+
+def test_where_there_is_no_pidfd_exits_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_exit_fd", lambda pid: None)
+    ended = run(Task.script(written(tmp_path, f"{RANK}if rank == 0: raise SystemExit(6)\n{WAIT}")), 2)
+    assert ended.outcome.exit_code == 6
+
+
+def test_a_job_may_be_started_in_a_thread_that_ends(tmp_path: Path, ready: Ready) -> None:
+    """The workers belong to the process, not to the thread (as they would with PR_SET_PDEATHSIG)."""
+    job = Job(Task.script(written(tmp_path, f"{ready.code}say(b'ready\\n')\nready.recv(1)\nprint('well')")), 1)
+    starter = threading.Thread(target=job.supervisor.start)
+    starter.start()
+    starter.join(LONG)
+    with ready.told(1):
+        pass
+    assert job.ended().out == "[0] well\n"
+
+
+def test_a_supervisor_stops_fast(tmp_path: Path) -> None:
+    """No pause is waited out that nobody needs: a job of scripts that do nothing takes about what they take."""
+    start = time.monotonic()
+    run(Task.script(written(tmp_path, "")), 1, grace=LONG)
+    assert time.monotonic() - start < LONG / 4

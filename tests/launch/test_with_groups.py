@@ -1,0 +1,72 @@
+"""Launched ranks that really meet."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+
+import pytest
+
+import gradwire as gw
+from gradwire.launch import rendezvous, supervisor
+from launch.jobs import LONG
+
+
+def test_ranks_meet_and_reduce() -> None:
+    def job(factor: int) -> tuple[int, int, int]:
+        with gw.init() as group:
+            return group.rank, group.size, group.all_reduce(factor * (group.rank + 1))
+
+    assert gw.launch(job, 3, (10,)) == [(0, 3, 60), (1, 3, 60), (2, 3, 60)]
+
+
+def test_an_exception_reaches_the_other_ranks_and_is_the_one_that_is_raised() -> None:
+    """Though it leaves no `with group`: it is the end of the process that tells the others."""
+
+    def job() -> None:
+        group = gw.init()
+        if group.rank == 1:
+            raise KeyError("lost key")
+        group.barrier()
+
+    with pytest.raises(KeyError, match="lost key") as caught:
+        gw.launch(job, 3)
+    assert isinstance(caught.value.__cause__, gw.WorkerFailed)
+    assert caught.value.__cause__.culprit == 1
+    assert all("raised Aborted: rank 1" in note for note in caught.value.__notes__)
+
+
+def test_a_killed_rank_is_the_cause_and_not_those_that_miss_it() -> None:
+    def job() -> None:
+        group = gw.init()
+        if group.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        group.barrier()
+
+    with pytest.raises(gw.WorkerFailed, match=r"^rank 2 .* was killed by SIGKILL") as caught:
+        gw.launch(job, 3)
+    assert (caught.value.culprit, caught.value.exit_code) == (2, 137)
+    assert all("raised PeerLost: rank 2" in note for note in caught.value.__notes__)
+
+
+def test_a_rank_that_never_comes_does_not_keep_the_others_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def job() -> None:
+        if os.environ["GRADWIRE_RANK"] == "0":
+            raise ImportError("no such library")
+        gw.init()
+
+    monkeypatch.setattr(supervisor, "Supervisor", functools.partial(supervisor.Supervisor, grace=0.5))
+    start = time.monotonic()
+    with pytest.raises(ImportError, match="no such library"):
+        gw.launch(job, 2)
+    assert time.monotonic() - start < LONG / 2
+
+
+def test_a_coordinator_s_life_is_the_job_s() -> None:
+    meeting = rendezvous.on_this_machine(1)
+    meeting.coordinator.start()
+    host, _, port = meeting.coordinator.address.rpartition(":")
+    assert (host, int(port) > 0) == ("127.0.0.1", True)
+    meeting.coordinator.stop()

@@ -1,0 +1,356 @@
+"""What users may hand in, what they get back, and what is refused with which words."""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import mmap
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import gradwire as gw
+from conformance.crews import Crew, crew_of
+from gradwire.arrays import DType, as_array, dtype_of, number_as_array, parse_dtype, view
+from gradwire.topology import Topology
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Crew]:
+    with crew_of("local", Topology.single(2)) as crew:
+        yield crew
+
+
+class Foreign:
+    """A tensor of another library: nothing but DLPack."""
+
+    def __init__(self, values: Any, device: int = 1) -> None:
+        self.values = np.asarray(values)
+        self.device = device
+
+    def __dlpack__(self, **named: Any) -> Any:
+        return self.values.__dlpack__(**named)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.device, 0
+
+
+# -- in place, whatever it is ------------------------------------------------------------------------------------------
+
+
+def base() -> Any:
+    return np.arange(24, dtype=np.float32)
+
+
+def unaligned() -> Any:
+    memory = np.zeros(6 * 4 + 1, np.uint8)
+    x = memory[1:].view(np.float32)
+    x[:] = np.arange(6)
+    assert not x.flags.aligned
+    return x
+
+
+LAYOUTS: dict[str, Callable[[], Any]] = {
+    "contiguous": base,
+    "zero-dimensional": lambda: np.array(3.0),
+    "empty": lambda: np.empty((0, 3)),
+    "strided": lambda: base()[::3],
+    "negative strides": lambda: base()[::-2],
+    "transposed": lambda: base().reshape(2, 3, 4).transpose(2, 0, 1),
+    "Fortran order": lambda: np.asfortranarray(base().reshape(4, 6)),
+    "a column": lambda: base().reshape(4, 6)[:, 2],
+    "reversed rows": lambda: base().reshape(4, 6)[::-1],
+    "unaligned": unaligned,
+    "a matrix": lambda: np.matrix([[1.0, 2.0], [3.0, 4.0]]),
+    "a matrix's column": lambda: np.matrix([[1.0, 2.0], [3.0, 4.0]])[:, 0],
+    "half": lambda: base().astype(np.float16)[::2],
+    "bfloat16": lambda: base().astype(ml_dtypes.bfloat16)[::2],
+}
+
+
+@pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
+@pytest.mark.parametrize("make", LAYOUTS.values(), ids=LAYOUTS)
+def test_arrays_of_any_layout_are_reduced_in_place(two: Crew, make: Callable[[], Any]) -> None:
+    def reduce(group: gw.Group) -> None:
+        x = make()
+        before = np.array(x)
+        assert group.all_reduce(x) is x
+        assert (x.shape, x.dtype) == (before.shape, before.dtype)
+        assert np.array_equal(np.asarray(x), before * 2)
+
+    two.run(reduce)
+
+
+@pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
+@pytest.mark.parametrize("make", LAYOUTS.values(), ids=LAYOUTS)
+def test_arrays_of_any_layout_are_read_and_left_alone(two: Crew, make: Callable[[], Any]) -> None:
+    def call(group: gw.Group) -> None:
+        x, before = make(), np.array(make())
+        out = np.zeros_like(np.array(x))
+        assert group.all_reduce(x, out=out) is out
+        assert np.array_equal(out, before * 2)
+        result = group.reduce(x, root=1)
+        assert result is None if group.rank == 0 else np.array_equal(result, before * 2)
+        joined = group.all_gather(x)
+        assert np.array_equal(joined, np.concatenate([before, before] if before.ndim else [[before], [before]]))
+        assert np.array_equal(np.asarray(x), before)
+
+    two.run(call)
+
+
+@pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
+@pytest.mark.parametrize("make", LAYOUTS.values(), ids=LAYOUTS)
+def test_results_go_into_any_layout(two: Crew, make: Callable[[], Any]) -> None:
+    def call(group: gw.Group) -> None:
+        x, out = np.array(make()), make()
+        assert group.all_reduce(x, out=out) is out
+        assert np.array_equal(np.asarray(out), x * 2)
+        y = make()
+        y[...] = y if group.rank == 0 else 0
+        assert group.broadcast(y) is y
+        assert np.array_equal(np.asarray(y), np.array(make()))
+
+    two.run(call)
+
+
+BUFFERS: dict[str, Callable[[], Any]] = {
+    "bytearray": lambda: bytearray(b"\1\2\3"),
+    "memoryview": lambda: memoryview(bytearray(b"\1\2\3")),
+    "a strided memoryview": lambda: memoryview(bytearray(b"\1\2\3\4"))[::2],
+    "array.array": lambda: array.array("d", [1.0, 2.0]),
+    "ctypes": lambda: (ctypes.c_int32 * 3)(1, 2, 3),
+    "mmap": lambda: mmap.mmap(-1, 5),
+    "DLPack": lambda: Foreign([1.0, 2.0]),
+}
+
+
+@pytest.mark.parametrize("make", BUFFERS.values(), ids=BUFFERS)
+def test_buffers_and_tensors_of_other_libraries(two: Crew, make: Callable[[], Any]) -> None:
+    def reduce(group: gw.Group) -> None:
+        x = make()
+        before = as_array(x).copy()
+        assert group.all_reduce(x) is x
+        assert np.array_equal(as_array(x), before * 2)
+
+    two.run(reduce)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool", "complex64", "int8"])
+def test_dtypes_by_name(dtype: str) -> None:
+    row = parse_dtype(dtype)
+    assert isinstance(row, DType)
+    assert row.name == dtype
+    assert dtype_of(np.zeros(1, row.storage)) is row
+
+
+def test_platform_names_of_the_same_dtype_are_one() -> None:
+    assert dtype_of(np.zeros(1, "longlong")) is dtype_of(np.zeros(1, "long")) is parse_dtype(int)
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "op", "expected"),
+    [
+        (3, "sum", 6),
+        (2.5, "mean", 2.5),
+        (-0.0, "min", -0.0),
+        (True, "sum", True),
+        (1 + 2j, "sum", 2 + 4j),
+        (2**62, "max", 2**62),
+        (-(2**63), "min", -(2**63)),
+        (np.float32(1.5), "sum", np.float32(3)),
+        (np.int8(100), "sum", np.int8(-56)),
+        (np.float16(1), "mean", np.float16(1)),
+        (ml_dtypes.bfloat16(2), "prod", ml_dtypes.bfloat16(4)),
+        (np.bool_(False), "max", np.bool_(False)),
+    ],
+)
+def test_a_number_returns_a_number_of_its_type(two: Crew, number: Any, op: str, expected: Any) -> None:
+    for result in two.run(lambda group: group.all_reduce(number, op)):
+        assert type(result) is type(number)
+        assert result == expected
+        assert repr(result) == repr(expected)
+
+
+def test_nan_passes_through(two: Crew) -> None:
+    for result in two.run(lambda group: group.all_reduce(float("nan") if group.rank else 1.0, "max")):
+        assert result != result
+
+
+@pytest.mark.parametrize("number", [2**63, -(2**63) - 1, 10**30])
+def test_an_integer_beyond_64_bits_is_refused(number: int) -> None:
+    with pytest.raises(gw.ArrayError, match="does not fit into a 64-bit integer"):
+        number_as_array(number)
+
+
+@pytest.mark.parametrize("number", [Decimal("2.5"), Fraction(5, 2)])
+def test_numbers_that_would_be_cut_are_refused(alone: gw.Group, number: Any) -> None:
+    with pytest.raises(gw.ArrayError, match=r"pass float\(x\)"):
+        alone.all_reduce(number)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone() -> Iterator[gw.Group]:
+    with gw.init() as group:
+        yield group
+
+
+def read_only(x: Any) -> Any:
+    x = np.array(x)
+    x.flags.writeable = False
+    return x
+
+
+@pytest.mark.parametrize("x", [read_only([1.0]), b"abc", memoryview(b"abc")], ids=["array", "bytes", "memoryview"])
+def test_read_only_arrays_want_out(alone: gw.Group, x: Any) -> None:
+    with pytest.raises(gw.ArrayError, match="out="):
+        alone.all_reduce(x)
+    assert np.array_equal(alone.all_reduce(x, out=np.zeros_like(as_array(x))), as_array(x))
+    assert alone.broadcast(x) is x  # the root only reads it
+    assert np.array_equal(alone.all_gather(x), as_array(x))
+
+
+def test_a_read_only_array_cannot_be_broadcast_into(two: Crew) -> None:
+    def call(group: gw.Group) -> None:
+        if group.rank == 1:
+            with pytest.raises(gw.ArrayError, match="read-only: pass a copy"):
+                group.broadcast(read_only([1.0]))
+
+    two.run(call)
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "objects": (np.array([object()]), "dtype object cannot be exchanged; these can: float16, bfloat16"),
+    "strings": (np.array(["a"]), "cannot be exchanged"),
+    "bytes": (np.array([b"a"]), "cannot be exchanged"),
+    "dates": (np.array(["2020-01-01"], "datetime64[D]"), "cannot be exchanged"),
+    "durations": (np.array([1], "timedelta64[s]"), "cannot be exchanged"),
+    "records": (np.zeros(2, "i4,f4"), "cannot be exchanged"),
+    "a recarray": (np.zeros(2, "i4,f4").view(np.recarray), "cannot be exchanged"),
+    "long doubles": (np.zeros(2, np.longdouble), "cannot be exchanged"),
+    "big-endian": (np.zeros(2, ">f4"), r"foreign byte order: pass x.astype\('float32'\)"),
+    "masked": (np.ma.masked_array([1.0, 2.0], [True, False]), "mask would be lost"),
+    "None": (None, "expected an array, got NoneType"),
+    "a string": ("text", "expected an array, got str"),
+    "a list": ([1.0, 2.0], r"pass numpy.asarray\(x\)"),
+    "a set": ({1}, r"pass numpy.asarray\(x\)"),
+    "a released buffer": (memoryview(b"x"), "neither"),
+    "a tensor elsewhere": (Foreign([1.0], device=2), r"not in CPU memory \(DLPack device type 2\)"),
+}
+REFUSED["a released buffer"][0].release()
+
+
+@pytest.mark.parametrize(("x", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_travel_is_refused(alone: gw.Group, x: Any, words: str) -> None:
+    for call in (alone.all_reduce, alone.broadcast, alone.reduce, alone.all_gather, alone.all_to_all):
+        with pytest.raises(gw.ArrayError, match=words):
+            call(x)
+    with pytest.raises(gw.ArrayError, match=words):
+        alone.all_reduce_named({"w": x})
+
+
+def test_a_number_is_no_array_elsewhere(alone: gw.Group) -> None:
+    for x in (1, 2.5, np.float32(1), np.bool_(True)):
+        with pytest.raises(gw.ArrayError, match="broadcast_value and all_gather_values take plain values"):
+            alone.all_gather(x)
+    with pytest.raises(gw.ArrayError, match="no out="):
+        alone.all_reduce(1.0, out=np.zeros(1))
+
+
+def test_a_tensor_that_hides_itself_is_refused(alone: gw.Group) -> None:
+    class Graph(Foreign):
+        def __dlpack__(self, **named: Any) -> Any:
+            raise BufferError("it requires grad")
+
+    with pytest.raises(gw.ArrayError, match="Graph cannot be viewed through DLPack: it requires grad"):
+        alone.all_reduce(Graph([1.0]))
+
+
+# -- out ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "out", [np.zeros(2), np.zeros((2, 2)), np.zeros(3, np.float32), np.zeros(3, int)], ids=lambda out: str(out.dtype)
+)
+def test_out_must_fit(alone: gw.Group, out: Any) -> None:
+    for call in (alone.all_reduce, alone.reduce):
+        with pytest.raises(gw.ArrayError, match=r"out is .*, which does not fit float64\[3\]"):
+            call(np.zeros(3), out=out)
+
+
+def test_out_must_be_writable(alone: gw.Group) -> None:
+    with pytest.raises(gw.ArrayError, match="read-only"):
+        alone.all_reduce(np.zeros(3), out=read_only(np.zeros(3)))
+
+
+def test_out_may_be_x_itself(two: Crew) -> None:
+    def call(group: gw.Group) -> None:
+        for x in (np.arange(4.0), np.arange(8.0)[::2], np.arange(6.0).reshape(2, 3).T):
+            before = x.copy()
+            assert group.all_reduce(x, out=x) is x
+            assert np.array_equal(x, before * 2)
+            same = x[:]
+            assert group.all_reduce(x, out=same) is same
+            assert np.array_equal(x, before * 4)
+            root = group.reduce(x, out=x, root=0)
+            assert (root is x) == (group.rank == 0)
+
+    two.run(call)
+
+
+def test_out_must_not_overlap_half_way(alone: gw.Group) -> None:
+    memory = np.zeros(12)
+    square = np.zeros((3, 3))
+    pairs = [
+        (memory[:8], memory[1:9]),
+        (memory[::2], memory[:6]),
+        (memory[:6], memory[5::-1]),
+        (square, square.T),
+        (memory[::2][:3], memory[2::2][:3]),
+    ]
+    for x, out in pairs:
+        with pytest.raises(gw.ArrayError, match="out overlaps x"):
+            alone.all_reduce(x, out=out)
+
+
+def test_out_may_lie_between_the_elements_of_x(two: Crew) -> None:
+    def call(group: gw.Group) -> None:
+        columns = np.arange(6.0).reshape(3, 2)
+        group.all_reduce(columns[:, 0], out=columns[:, 1])
+        assert columns.tolist() == [[0, 0], [2, 4], [4, 8]]
+
+    two.run(call)
+
+
+def test_out_may_have_another_shape_of_as_many_elements(alone: gw.Group) -> None:
+    out = np.zeros((2, 3))
+    assert alone.all_reduce(np.arange(6.0), out=out) is out
+    assert out.tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+# -- views -------------------------------------------------------------------------------------------------------------
+
+
+def test_flat_arrays_are_not_copied() -> None:
+    for x in (np.arange(6.0), np.arange(6.0).reshape(2, 3), np.array(1.0), np.asfortranarray(np.arange(3))):
+        assert np.shares_memory(view(x, writable=True).flat, x)
+
+
+def test_a_view_of_a_strided_array_is_filled_when_it_is_loaded() -> None:
+    x = np.arange(6)[::2]
+    seen = view(x, writable=True)
+    x += 1
+    assert seen.load().tolist() == [1, 3, 5]
+    seen.flat[:] = 7
+    seen.store()
+    assert x.tolist() == [7, 7, 7]

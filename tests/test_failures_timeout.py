@@ -1,0 +1,213 @@
+"""A rank that does not come: the others say so in the log, and in the end give up with an error that names it."""
+
+from __future__ import annotations
+
+import logging
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+from gradwire.liveness import watch
+from processes import Here, StartJob, place
+from processes import job_fixture as job_fixture
+from processes import zygote_fixture as zygote_fixture
+from ranks import run_ranks
+
+
+def pair() -> list[gw.Group]:
+    return list(gw.loopback_pair())
+
+
+def trio() -> list[gw.Group]:
+    return gw.local_group(3)
+
+
+@pytest.fixture(params=[pair, trio], ids=["tcp", "local"])
+def groups(request: pytest.FixtureRequest) -> list[gw.Group]:
+    made: list[gw.Group] = request.param()
+    request.addfinalizer(lambda: [group.close() for group in made])
+    return made
+
+
+def early_call(group: gw.Group) -> None:
+    group.all_gather_values("hello")  # the last call
+
+
+@pytest.mark.parametrize("called", [True, False], ids=["behind", "never called"])
+def test_a_rank_that_never_comes_is_named_with_its_last_call(groups: list[gw.Group], called: bool) -> None:
+    late = len(groups) - 1
+    everybody_else_is_done = threading.Barrier(len(groups))
+
+    def play(group: gw.Group) -> str:
+        if called:
+            early_call(group)
+        if group.rank == late:
+            everybody_else_is_done.wait(10)
+        began = time.monotonic()
+        with pytest.raises(gw.Timeout) as told:
+            group.all_reduce(np.ones(3), timeout=0.3)
+        took = time.monotonic() - began
+        if group.rank != late:
+            assert 0.25 < took < 2.0
+            everybody_else_is_done.wait(10)
+        assert isinstance(told.value, TimeoutError)
+        assert (told.value.culprit, told.value.operation) == (late, "all_reduce")
+        assert (told.value.generation, told.value.seconds) == (1, 0.3)
+        with pytest.raises(gw.Timeout, match="did not finish"):
+            group.barrier()
+        return str(told.value)
+
+    said = set(run_ranks(groups, play))
+    last = rf"all_gather_values\(\) #2 at {place(early_call, '# the last call')}" if called else "none"
+    number = 3 if called else 1
+    for text in said:
+        expected = rf"all_reduce #{number} did not finish in 0.3 s: rank {late} has not arrived, its last call was {last}"
+        assert re.fullmatch(expected, text), text
+
+
+def test_a_time_out_of_one_rank_breaks_all(groups: list[gw.Group]) -> None:
+    """Whoever was more patient gets the same error, not its own later."""
+    late = len(groups) - 1
+
+    def play(group: gw.Group) -> float:
+        began = time.monotonic()
+        if group.rank != late:
+            with pytest.raises(gw.Timeout, match=r"did not finish in 0.2 s") as told:
+                group.barrier(timeout=0.2 if group.rank == 0 else 60)
+            assert told.value.culprit == late
+        return time.monotonic() - began
+
+    assert max(run_ranks(groups, play)) < 2.0
+
+
+def stands_still(here: Here) -> None:
+    group = gw.init()
+    group.barrier()
+    here.tell(ready=True)
+    here.hear()
+    try:
+        group.barrier(timeout=0.5)
+    except gw.GradwireError as error:
+        here.tell_error(error)
+
+
+def test_a_process_that_stands_still_is_named(job: StartJob) -> None:
+    with job(stands_still, 3) as ranks:
+        for rank in ranks:
+            assert rank.hear()["ready"]
+        ranks[1].signal(signal.SIGSTOP)
+        for rank in ranks:
+            rank.tell()
+        for rank in (ranks[0], ranks[2]):
+            told = rank.hear()
+            assert (told["error"], told["culprit"]) == ("Timeout", 1), told
+            assert told["text"] == "barrier #2 did not finish in 0.5 s: rank 1 does not answer"
+        ranks[1].signal(signal.SIGCONT)
+        told = ranks[1].hear()
+        assert (told["error"], told["culprit"]) == ("Timeout", 1), told
+
+
+# -- waiting is said --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "SLOW_SECONDS", 0.1)
+
+
+class Journal(logging.Handler):
+    """Lines that can be waited for."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._changed = threading.Condition()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with self._changed:
+            self.lines.append(record.getMessage())
+            self._changed.notify_all()
+
+    def wait_for(self, pattern: str, times: int = 1) -> None:
+        def found() -> bool:
+            return sum(re.fullmatch(pattern, line) is not None for line in self.lines) >= times
+
+        with self._changed:
+            assert self._changed.wait_for(found, 10), f"not {times} × {pattern!r} in {self.lines}"
+
+
+@pytest.fixture
+def journal(request: pytest.FixtureRequest) -> Journal:
+    journal = Journal()
+    logger = logging.getLogger("gradwire")
+    logger.addHandler(journal)
+    request.addfinalizer(lambda: logger.removeHandler(journal))
+    return journal
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_long_wait_is_logged_with_who_is_late_and_what_it_last_called(
+    groups: list[gw.Group], journal: Journal
+) -> None:
+    late = len(groups) - 1
+    called = place(early_call, "# the last call")
+    said = (
+        rf"rank 0 has waited \d+ s during all_reduce #3, test_failures_timeout.py:\d+: rank {late} has not arrived, "
+        rf"its last call was all_gather_values\(\) #2 at {called}"
+    )
+
+    def play(group: gw.Group) -> object:
+        early_call(group)
+        if group.rank == late:
+            journal.wait_for(said, times=2)  # and said again later
+        return group.all_reduce(1)
+
+    assert run_ranks(groups, play) == [len(groups)] * len(groups)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize(
+    ("wait", "answer", "said"),
+    [
+        (
+            lambda group: group.recv(np.zeros(2), src=1, tag=4),
+            lambda group: group.send(np.zeros(2), dst=0, tag=4),
+            "for a message from rank 1 with tag 4",
+        ),
+        (
+            lambda group: group.recv(np.zeros(2)),
+            lambda group: group.send(np.zeros(2), dst=0),
+            "for a message from any rank with tag 0",
+        ),
+        (
+            lambda group: group.send(np.zeros(1 << 20), dst=1),
+            lambda group: group.recv(np.zeros(1 << 20), src=0),
+            "in send to rank 1: it has not called recv",
+        ),
+    ],
+    ids=["recv", "recv from anyone", "large send"],
+)
+def test_a_long_wait_for_one_rank_is_logged_too(
+    groups: list[gw.Group],
+    journal: Journal,
+    wait: Callable[[gw.Group], object],
+    answer: Callable[[gw.Group], object],
+    said: str,
+) -> None:
+    last = rf"rank 1's last call was all_gather_values\(\) #2 at {place(early_call, '# the last call')}"
+
+    def play(group: gw.Group) -> None:
+        early_call(group)
+        if group.rank == 0:
+            wait(group)
+        elif group.rank == 1:
+            journal.wait_for(rf"rank 0 has waited \d+ s {said}; {last}(; rank 2's .*)?")
+            answer(group)
+
+    run_ranks(groups, play)

@@ -1,0 +1,356 @@
+"""Streams and works: program order, errors that are never lost, ends that leave nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+from conformance.crews import TRANSPORTS, Crew, crew_of
+from gradwire.topology import Topology
+from ranks import run_ranks
+
+SOON = 30.0
+
+
+@pytest.fixture(scope="module", params=[(t, n) for t in TRANSPORTS for n in (2, 3)], ids=lambda p: f"{p[0]}-{p[1]}")
+def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
+    transport, size = request.param
+    with crew_of(transport, Topology.single(size)) as crew:
+        yield crew
+
+
+@pytest.fixture(params=list(TRANSPORTS))
+def pair(request: pytest.FixtureRequest) -> Iterator[list[gw.Group]]:
+    """Two ranks that a test may break."""
+    groups = TRANSPORTS[request.param](Topology.single(2))
+    yield groups
+    for group in groups:
+        group.close()
+
+
+def progress_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "gradwire-progress"]
+
+
+# -- order -------------------------------------------------------------------------------------------------------------
+
+
+def test_fifty_collectives_on_three_streams(crew: Crew) -> None:
+    """In order on every stream and across them: each doubles what the one before it left."""
+
+    def program(group: gw.Group) -> None:
+        streams = [group.stream() for _ in range(3)]
+        x = np.ones(1000)
+        works = [streams[turn % 3].all_reduce(x, "mean" if turn % 2 else "sum") for turn in range(50)]
+        gathered = streams[1].all_gather(np.array(group.rank))
+        for stream in streams:
+            stream.synchronize(SOON)
+        assert all(work.done for work in works)
+        assert all(work.result is x for work in works)
+        assert set(x) == {float(group.size**25)}
+        assert gathered.result.tolist() == list(range(group.size))
+
+    crew.run(program)
+
+
+def test_calls_of_the_group_wait_for_what_was_queued_before(crew: Crew) -> None:
+    def program(group: gw.Group) -> None:
+        stream, other = group.stream(), group.stream()
+        x = np.ones(300_000)
+        for turn in range(5):
+            first = stream.all_reduce(x)
+            second = other.all_reduce(x, "mean")
+            assert group.all_reduce(x) is x
+            assert first.done
+            assert second.done
+            assert set(x) == {float(group.size ** (2 * turn + 2))}
+
+    crew.run(program)
+
+
+def test_works_show_their_state(crew: Crew) -> None:
+    def program(group: gw.Group) -> None:
+        stream = group.stream()
+        work = stream.all_gather(np.array([group.rank]))
+        assert work.wait(SOON).tolist() == work.result.tolist() == list(range(group.size))
+        assert repr(work) == "<gradwire.Work all_gather, done>"
+        assert repr(stream).startswith("<gradwire.Stream of <gradwire.Group rank")
+        assert stream.barrier().wait() is None
+        stream.synchronize()
+        stream.synchronize()
+
+    crew.run(program)
+
+
+def test_two_groups_do_not_wait_for_each_other(crew: Crew) -> None:
+    """A thread on the world and one on a subgroup of the same ranks, in an order that differs between the ranks."""
+
+    def program(group: gw.Group) -> None:
+        side = group.subgroup(range(group.size))
+        entered = threading.Event()
+        answers: list[Any] = []
+
+        def beside() -> None:
+            entered.wait(SOON)
+            answers.extend(side.all_reduce(1) for _ in range(20))
+
+        thread = threading.Thread(target=beside)
+        thread.start()
+        if group.rank == 0:  # is inside the world's barrier only after the subgroup's calls: they must not need it
+            entered.set()
+            thread.join(SOON)
+            group.barrier(timeout=SOON)
+        else:
+            waiting = group.stream().barrier(timeout=SOON)
+            entered.set()
+            waiting.wait()
+            thread.join(SOON)
+        assert answers == [group.size] * 20
+
+    crew.run(program)
+
+
+def test_two_subgroups_run_side_by_side() -> None:
+    with crew_of("tcp", Topology.single(3)) as crew:
+
+        def program(group: gw.Group) -> None:
+            pairs = [group.subgroup(ranks) for ranks in ((0, 1), (0, 2), (1, 2)) if group.rank in ranks]
+            sums: list[list[int]] = [[], []]
+
+            def use(index: int) -> None:
+                sums[index] = [pairs[index].all_reduce(1) for _ in range(50)]
+
+            threads = [threading.Thread(target=use, args=(index,)) for index in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(SOON)
+            assert sums == [[2] * 50] * 2
+
+        crew.run(program)
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def break_behind(groups: list[gw.Group], make: Any) -> Any:
+    """What `make` returns for rank 0 when rank 1 gives up while rank 0 waits for it in a queued call."""
+    work = make(groups[0])
+    groups[1].abort("rank 1 had enough")
+    return work
+
+
+def test_an_error_surfaces_at_wait_as_often_as_asked(pair: list[gw.Group]) -> None:
+    work = break_behind(pair, lambda group: group.stream().all_reduce(np.ones(2)))
+    for _ in range(2):
+        with pytest.raises(gw.Aborted, match="rank 1 had enough") as caught:
+            work.wait(SOON)
+        assert caught.value.culprit == 1
+    with pytest.raises(gw.Aborted):
+        work.result
+    assert work.done
+    assert repr(work) == "<gradwire.Work all_reduce, failed>"
+
+
+def test_an_error_surfaces_at_synchronize(pair: list[gw.Group]) -> None:
+    stream = pair[0].stream()
+    for _ in range(3):
+        stream.all_reduce(np.ones(2))
+    pair[1].abort("rank 1 had enough")
+    with pytest.raises(gw.Aborted, match="rank 1 had enough"):
+        stream.synchronize(SOON)
+    stream.synchronize(SOON)  # it has been told
+
+
+def test_an_error_that_nobody_waits_for_is_logged_once(
+    pair: list[gw.Group], caplog: pytest.LogCaptureFixture
+) -> None:
+    stream = pair[0].stream()
+    work = [stream.all_reduce(np.ones(2)) for _ in range(3)][-1]
+    pair[1].abort("rank 1 had enough")
+    assert work._done.wait(SOON)
+    with caplog.at_level(logging.ERROR, "gradwire"):
+        del stream, work
+        pair[0].close()
+        gc.collect()
+    lines = [record.getMessage() for record in caplog.records if "nobody waited" in record.getMessage()]
+    assert len(lines) == 1
+    assert "all_reduce failed and nobody waited for it" in lines[0]
+    assert "rank 1 had enough" in lines[0]
+
+
+def test_an_error_that_was_waited_for_is_not_logged(pair: list[gw.Group], caplog: pytest.LogCaptureFixture) -> None:
+    stream = pair[0].stream()
+    works = [stream.all_reduce(np.ones(2)) for _ in range(3)]
+    pair[1].abort("rank 1 had enough")
+    with caplog.at_level(logging.ERROR, "gradwire"):
+        with pytest.raises(gw.Aborted):
+            works[0].wait(SOON)
+        del works
+        with pytest.raises(gw.Aborted):
+            stream.synchronize(SOON)
+        del stream
+        gc.collect()
+    assert "nobody waited" not in caplog.text
+
+
+def test_a_wait_that_times_out_leaves_everything_as_it_is(pair: list[gw.Group]) -> None:
+    one, two = pair
+    stream = one.stream()
+    x = np.ones(2)
+    works = [stream.all_reduce(x), stream.all_reduce(x)]
+    with pytest.raises(gw.Timeout, match="all_reduce was not done in 0.01 s; it goes on") as caught:
+        works[0].wait(0.01)
+    assert (caught.value.culprit, caught.value.seconds, caught.value.operation) == (None, 0.01, "all_reduce")
+    with pytest.raises(gw.Timeout, match=r"2 of 2 works were not done in 0.01 s; they go on"):
+        stream.synchronize(0.01)
+    for _ in works:
+        two.all_reduce(np.ones(2))
+    stream.synchronize(SOON)
+    assert works[1].wait(SOON) is x
+    assert run_ranks(pair, lambda group: group.all_reduce(1)) == [2, 2]
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), "soon", True])
+def test_a_timeout_is_a_number_above_zero(timeout: Any) -> None:
+    with gw.init() as group:
+        stream = group.stream()
+        work = stream.barrier()
+        with pytest.raises(gw.InvalidSize, match="a timeout of"):
+            work.wait(timeout)
+        with pytest.raises(gw.InvalidSize, match="a timeout of"):
+            stream.synchronize(timeout)
+        work.wait(float("inf"))
+
+
+def test_the_collectives_own_timeout_ends_a_wait_without_one(pair: list[gw.Group]) -> None:
+    stream = pair[0].stream()
+    work = stream.all_reduce(np.ones(2), timeout=0.05)
+    with pytest.raises(gw.Timeout) as caught:
+        work.wait()
+    assert caught.value.culprit == 1
+    with pytest.raises(gw.Timeout):
+        pair[1].barrier()
+
+
+def test_an_error_before_a_late_work_is_not_lost(pair: list[gw.Group]) -> None:
+    """synchronize() that runs out of time still raises the error it has found, and keeps what is not done."""
+    stream = pair[0].stream()
+    failed, late = gw.Work("all_reduce"), gw.Work("barrier")
+    failed.run(lambda: 1 / 0, first_error=True)
+    stream._works.extend([failed, late])
+    with pytest.raises(ZeroDivisionError):
+        stream.synchronize(0.01)
+    with pytest.raises(gw.Timeout, match="1 of 1 works"):
+        stream.synchronize(0.01)
+
+
+def test_every_synchronize_waits_for_all(pair: list[gw.Group]) -> None:
+    """Two threads that synchronize one stream both wait, not just the first."""
+    stream = pair[0].stream()
+    work = stream.barrier()
+    seen: list[bool] = []
+
+    def wait() -> None:
+        stream.synchronize(SOON)
+        seen.append(work.done)
+
+    threads = [threading.Thread(target=wait) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    pair[1].barrier()
+    for thread in threads:
+        thread.join(SOON)
+    assert seen == [True, True]
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------
+
+
+def test_closing_ends_what_still_waits(pair: list[gw.Group]) -> None:
+    one, _ = pair
+    stream = one.stream()
+    works = [stream.all_reduce(np.ones(2)) for _ in range(3)]
+    assert not works[0].done
+    one.close()
+    for work in works:
+        with pytest.raises(gw.Closed):
+            work.wait(SOON)
+    with pytest.raises(gw.Closed):
+        stream.barrier()
+    with pytest.raises(gw.Closed):
+        one.stream().barrier()
+
+
+def test_no_thread_is_left_after_close(pair: list[gw.Group]) -> None:
+    before = set(progress_threads())
+
+    def program(group: gw.Group) -> None:
+        group.stream().barrier().wait()
+        side = group.subgroup([0, 1])
+        side.stream().barrier().wait()
+        side.subgroup([group.rank]).stream().barrier().wait()
+
+    run_ranks(pair, program)
+    assert len(set(progress_threads()) - before) == 6
+    for group in pair:
+        group.close()
+    for thread in set(progress_threads()) - before:
+        thread.join(SOON)
+        assert not thread.is_alive()
+
+
+def test_streams_and_works_are_let_go(pair: list[gw.Group]) -> None:
+    """A stream that nobody holds ends by itself; its works still run, and their arrays are free after them."""
+
+    def program(group: gw.Group) -> tuple[bool, bool]:
+        x = np.ones(10)
+        held = weakref.ref(x)
+        stream = group.stream()
+        gone = weakref.ref(stream)
+        stream.all_reduce(x)
+        del stream, x
+        group.barrier()
+        gc.collect()
+        return gone() is None, held() is None
+
+    assert run_ranks(pair, program) == [(True, True)] * 2
+
+
+def test_a_stream_forgets_works_that_went_well() -> None:
+    with gw.init() as group:
+        stream = group.stream()
+        for _ in range(100):
+            stream.barrier().wait()
+        assert len(stream._works) <= 1
+
+
+def test_a_dropped_helper_thread_is_no_lost_rank() -> None:
+    """Whoever used the group last may end; the rank lives as long as any of its threads does."""
+    groups = gw.local_group(2)
+    ready = threading.Event()
+
+    def program(group: gw.Group) -> int:
+        if group.rank == 1:
+            group.barrier()
+            side = threading.Thread(target=lambda: group.subgroup([1]).barrier())
+            side.start()
+            side.join(SOON)
+            assert not ready.wait(1.0)  # computes for a while
+        else:
+            group.barrier()
+        return int(group.all_reduce(1))
+
+    try:
+        assert run_ranks(groups, program) == [2, 2]
+    finally:
+        for group in groups:
+            group.close()
