@@ -60,7 +60,6 @@ class Here:
         known = {name: getattr(error, name, None) for name in ("culprit", "operation", "generation", "seconds", "peer")}
         self.tell(error=type(error).__name__, text=str(error), at=time.monotonic(), **known, **facts)
 
-
     def tell_when_waiting(self) -> None:
         """From another thread, tell `waiting=True` as soon as this one stands still inside gradwire."""
         watched = threading.get_ident()

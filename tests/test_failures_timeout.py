@@ -67,7 +67,9 @@ def test_a_rank_that_never_comes_is_named_with_its_last_call(groups: list[gw.Gro
     last = rf"all_gather_values\(\) #2 at {place(early_call, '# the last call')}" if called else "none"
     number = 3 if called else 1
     for text in said:
-        expected = rf"all_reduce #{number} did not finish in 0.3 s: rank {late} has not arrived, its last call was {last}"
+        expected = (
+            rf"all_reduce #{number} did not finish in 0.3 s: rank {late} has not arrived, its last call was {last}"
+        )
         assert re.fullmatch(expected, text), text
 
 

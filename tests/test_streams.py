@@ -170,9 +170,7 @@ def test_an_error_surfaces_at_synchronize(pair: list[gw.Group]) -> None:
     stream.synchronize(SOON)  # it has been told
 
 
-def test_an_error_that_nobody_waits_for_is_logged_once(
-    pair: list[gw.Group], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_error_that_nobody_waits_for_is_logged_once(pair: list[gw.Group], caplog: pytest.LogCaptureFixture) -> None:
     stream = pair[0].stream()
     work = [stream.all_reduce(np.ones(2)) for _ in range(3)][-1]
     pair[1].abort("rank 1 had enough")

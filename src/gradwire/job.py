@@ -12,8 +12,10 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from gradwire.config import DEFAULT_TIMEOUT, Address, JobConfig, resolve
+from gradwire.environments import torchrun
 from gradwire.errors import Broken, Closed, ConfigError, InvalidSize, UnsupportedOp
 from gradwire.generation import Generation, Identity
 from gradwire.group import WORLD, Group
@@ -25,6 +27,9 @@ from gradwire.security.secret import derive, job_secret
 from gradwire.topology import Topology
 from gradwire.transports.local import Hub
 from gradwire.transports.tcp import TcpTransport
+
+if TYPE_CHECKING:
+    from gradwire.membership.service import Coordinator
 
 HOST = "GRADWIRE_HOST"  # overrides the identity of this machine: several "hosts" on one, for tests
 
@@ -148,11 +153,8 @@ def _join(config: JobConfig, deadline: float) -> Group:
 
     address = config.address
     assert address is not None
-    if config.address_taken:
-        raise ConfigError(
-            f"{address} belongs to torchrun's own store, so the ranks cannot meet there: "
-            "start the script with `gradwire run`, or set GRADWIRE_ADDRESS to a free host:port"
-        )
+    if config.address_taken:  # by torchrun's store, through which the ranks agree on another port
+        address = Address("127.0.0.1" if torchrun.on_one_host(os.environ) else address.host, 0)
     loopback = address.is_loopback()
     if not loopback and not config.insecure:
         raise ConfigError(
@@ -162,9 +164,11 @@ def _join(config: JobConfig, deadline: float) -> Group:
     secret = job_secret(os.environ, loopback)
     transport = TcpTransport(_own_address(address))
     try:
-        with _coordinator(config, address, secret):
+        with _coordinator(config, address, secret) as coordinator:
             member = _member(config, transport)
             left = max(0.1, deadline - time.monotonic())
+            if config.address_taken:
+                address = _agreed(config, coordinator, left)
             assembly = client.register(
                 str(address), member, size=config.size, secret=secret, job=config.job, timeout=left
             )
@@ -176,7 +180,16 @@ def _join(config: JobConfig, deadline: float) -> Group:
     return _start([generation], config.timeout, deadline)[0]
 
 
-def _coordinator(config: JobConfig, address: Address, secret: bytes) -> contextlib.AbstractContextManager[object]:
+def _agreed(config: JobConfig, coordinator: Coordinator | None, timeout: float) -> Address:
+    assert config.address is not None
+    offered = coordinator.address if coordinator else None
+    agreed = torchrun.agree(config.address.host, config.address.port, offered, timeout, os.environ)
+    return Address.parse(agreed, "the address in torchrun's store")
+
+
+def _coordinator(
+    config: JobConfig, address: Address, secret: bytes
+) -> contextlib.AbstractContextManager[Coordinator | None]:
     """Rank 0 of a job that nobody else serves is its own coordinator, until all have come."""
     if config.role != "coordinator":
         return contextlib.nullcontext()

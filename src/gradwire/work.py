@@ -26,6 +26,12 @@ class Work:
     """A collective that was queued. Its result is there after `wait()`; an error it met is raised by `wait()`.
 
     An error that nobody waits for is logged when the handle goes away.
+
+    >>> import gradwire as gw
+    >>> with gw.init() as group:
+    ...     work = group.stream().all_reduce(2.5)
+    ...     work.wait()
+    2.5
     """
 
     def __init__(self, operation: str) -> None:

@@ -52,9 +52,7 @@ def run(crew: Crew, every: Sequence[Case]) -> None:
     """Make calls one after the other on all ranks, then compare."""
 
     def battery(group: Group) -> list[object]:
-        return [
-            case.call(group, case.input(group.rank, group.size), group.rank, group.size) for case in every
-        ]
+        return [case.call(group, case.input(group.rank, group.size), group.rank, group.size) for case in every]
 
     results = crew.run(battery)
     for position, case in enumerate(every):

@@ -6,18 +6,22 @@ often export only `MASTER_ADDR` and `MASTER_PORT` and leave the ranks to srun.
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Mapping
 
 from gradwire.environments.found import Found, Partial, find, join
+from gradwire.errors import NoConnection
 
 RANK = "RANK"
 SIZE = "WORLD_SIZE"
 LOCAL_RANK = "LOCAL_RANK"
+LOCAL_SIZE = "LOCAL_WORLD_SIZE"
 HOST = "MASTER_ADDR"
 PORT = "MASTER_PORT"
 RUN_ID = "TORCHELASTIC_RUN_ID"
 # "True" when torchrun's agent serves its store at MASTER_PORT, where rank 0 can then not listen.
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 
 
 def detect(environ: Mapping[str, str]) -> Partial | None:
@@ -44,3 +48,23 @@ def detect(environ: Mapping[str, str]) -> Partial | None:
         job=Found(f"torchrun-{run.text}", run.source) if run and run.text != "none" else None,
         hint=hint,
     )
+
+
+def on_one_host(environ: Mapping[str, str]) -> bool:
+    """Whether all ranks run where this one does."""
+    here = environ.get(LOCAL_SIZE)
+    return here is not None and here == environ.get(SIZE)
+
+
+def agree(host: str, port: int, offered: str | None, timeout: float, environ: Mapping[str, str]) -> str:
+    """The address at which the ranks meet, told to all through torchrun's store by the one that offers it."""
+    from torch.distributed import TCPStore  # torch is there: its launcher started this process
+
+    key = f"gradwire/coordinator/{environ.get(RUN_ID, '')}/{environ.get(RESTARTS, '0')}"
+    try:
+        store = TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=timeout))
+        if offered is not None:
+            store.set(key, offered)
+        return str(store.get(key).decode())
+    except RuntimeError as error:  # what torch raises, whatever went wrong
+        raise NoConnection(f"the ranks could not agree on an address through torchrun's store: {error}") from error
