@@ -185,10 +185,17 @@ def view(x: Any, *, writable: bool, instead: str = "pass a copy") -> View:
     dtype = dtype_of(array)
     flags = array.flags
     if writable and not flags.writeable:
-        raise ArrayError(f"the array is read-only: {instead}")
+        raise ArrayError(f"the array is read-only{_through(x)}: {instead}")
     if flags.c_contiguous and flags.aligned:
         return View(array.reshape(-1), array, dtype, False)
     return View(np.empty(array.size, dtype.storage), array, dtype, True)
+
+
+def _through(x: Any) -> str:
+    """Old tensors, and old versions of NumPy, know no DLPack that can be written to."""
+    if isinstance(x, np.ndarray) or not isinstance(x, SupportsDLPack):
+        return ""
+    return " as NumPy sees it through DLPack (a NumPy view of it, say x.numpy(), may not be)"
 
 
 def overlap(a: View, b: View) -> bool:

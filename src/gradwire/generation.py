@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 from gradwire.errors import Closed, GradwireError, NoConnection
 from gradwire.liveness.control import Control
@@ -19,7 +19,14 @@ from gradwire.liveness.verdict import Finding
 from gradwire.liveness.watch import ANSWER_SECONDS
 from gradwire.messages import Letter, Mailbox
 from gradwire.topology import Topology
-from gradwire.transports.base import CONTROL_CHANNEL, MESSAGE_CHANNEL, Link, LinkClosed, Transport
+from gradwire.transports.base import (
+    CHECK_SECONDS,
+    CONTROL_CHANNEL,
+    MESSAGE_CHANNEL,
+    Link,
+    LinkClosed,
+    Transport,
+)
 from gradwire.transports.frames import FrameReader, Outbox
 from gradwire.wire import MAX_CONTROL, Header, Kind, WireError
 
@@ -27,6 +34,7 @@ log = logging.getLogger("gradwire")
 
 VERDICT_SECONDS = 5.0  # a settled verdict takes half a second at most; this is for a starved machine
 GOODBYE_SECONDS = 2.0
+EXPECTED_SECONDS = 3.0  # of waiting for a rank to dial, after which to look whether it is still there
 CONTROL_READ_AHEAD = 4096  # control messages are small and few, but there is a reader for each peer
 LAST_WORDS_SECONDS = 0.2  # in which messages sent before a goodbye may still arrive
 
@@ -72,6 +80,7 @@ class Generation:
         self._outboxes: dict[tuple[int, int], Outbox] = {}  # by world rank and channel: links this rank writes to
         self._readers: list[FrameReader] = []
         self._message_links: dict[int, threading.Lock] = {}
+        self._met = threading.Condition()
         self._ending = False
         self._thread = threading.Thread(target=self._run, name="gradwire-service", daemon=True)
 
@@ -81,15 +90,29 @@ class Generation:
         """Begin to serve, and open the control links to the ranks below: of each pair the higher one dials, so that
         they never cross."""
         self.transport.adopt(MESSAGE_CHANNEL, self._adopt_message_link)
+        self.transport.adopt(CONTROL_CHANNEL, self._add_control_link)
         self._thread.start()
         for peer in range(self.identity.rank):
             self._add_control_link(self.connect(peer, CONTROL_CHANNEL, deadline, "init"))
 
     def serve(self, deadline: float) -> None:
-        """Wait for the ranks above to have dialled. A rank that is lost meanwhile ends the wait."""
-        for peer in range(self.identity.rank + 1, self.identity.size):
-            link = self.transport.accept(peer, CONTROL_CHANNEL, deadline, lambda: self.check("init"))
-            self._add_control_link(link)
+        """Wait for the ranks above to have dialled. One that is lost meanwhile ends the wait."""
+        look_at = time.monotonic() + EXPECTED_SECONDS
+        while missing := self._not_met():
+            with self._met:
+                self._met.wait_for(lambda: not self._not_met(), CHECK_SECONDS)
+            self.check("init")
+            now, name = time.monotonic(), self.identity.names[missing[0]]
+            if now >= deadline:
+                raise NoConnection(f"{name} did not connect in time", peer=missing[0])
+            if now >= look_at:
+                look_at = now + EXPECTED_SECONDS
+                if not self.transport.listens(missing[0]):
+                    raise NoConnection(f"{name} has registered and then ended", peer=missing[0])
+
+    def _not_met(self) -> list[int]:
+        above = range(self.identity.rank + 1, self.identity.size)
+        return [peer for peer in above if (peer, CONTROL_CHANNEL) not in self._outboxes]
 
     def connect(self, peer: int, channel: int, deadline: float, operation: str) -> Link:
         """A link to a world rank; fails as soon as it is known that the rank has left or the generation is broken."""
@@ -108,10 +131,14 @@ class Generation:
             raise
 
     def _add_control_link(self, link: Link) -> None:
-        self._serve_link(
-            link, CONTROL_CHANNEL, FrameReader(link, _ControlSink(self), threading.Lock(), CONTROL_READ_AHEAD)
-        )
+        if (link.peer, CONTROL_CHANNEL) in self._outboxes:  # a rank below has no business to dial one
+            link.close()
+            return
+        reader = FrameReader(link, _ControlSink(self), threading.Lock(), CONTROL_READ_AHEAD)
+        self._serve_link(link, CONTROL_CHANNEL, reader)
         self.control.introduce(link.peer)
+        with self._met:
+            self._met.notify_all()
 
     def _serve_link(self, link: Link, channel: int, reader: FrameReader) -> Outbox:
         """Let the service thread read a link, and write what is posted to it under this peer and channel."""
@@ -166,7 +193,7 @@ class Generation:
             pause = self.control.tick(now)
             if self._ending:
                 give_up_at = give_up_at or now + GOODBYE_SECONDS
-                if now >= give_up_at or not self._unsent():
+                if now >= give_up_at or not any(outbox.waiting for outbox in self._served()):
                     return
                 pause = min(pause, give_up_at - now)
             readers = [reader for reader in self._readers if self._may_read(reader)]
@@ -185,9 +212,6 @@ class Generation:
 
     def _may_read(self, reader: FrameReader) -> bool:
         return reader.link.channel == CONTROL_CHANNEL or not self.mailbox.overfull(reader.link.peer)
-
-    def _unsent(self) -> bool:
-        return any(outbox.waiting for outbox in self._served())
 
     def _flush(self, outbox: Outbox) -> None:
         try:
@@ -304,15 +328,12 @@ class Generation:
 
     def check(self, operation: str | None = None, during: str = "") -> None:
         """Raise if this generation can no longer be used; `during` is for those who have waited."""
-        if self.closed:
-            self._raise_closed()
-        if not self.control.sound:
-            raise self.error(operation, during)
-
-    def _raise_closed(self) -> NoReturn:
         if self.inherited:
             raise Closed("this process was forked from a rank: the group belongs to the parent")
-        raise Closed("the group is closed")
+        if self.closed:
+            raise Closed("the group is closed")
+        if not self.control.sound:
+            raise self.error(operation, during)
 
     def error(self, operation: str | None, during: str = "") -> GradwireError:
         """The error of a broken generation, once the verdict is in; also for the one who closed it meanwhile."""

@@ -370,6 +370,8 @@ class Group(Messaging):
         12
         """
         row = parse_dtype(dtype)
+        if shape is None:  # which NumPy used to take for ()
+            raise InvalidSize("no array of shape None")
         try:
             return np.empty(shape, row.storage)
         except (TypeError, ValueError, OverflowError, MemoryError) as error:

@@ -79,6 +79,9 @@ class Transport(Protocol):
     def gone(self, peer: int) -> bool:
         """Whether the peer is known to have died without its links being closed (in-process ranks can)."""
 
+    def listens(self, peer: int) -> bool:
+        """Whether somebody still accepts connections where the peer did when it registered."""
+
     def touch(self) -> None:
         """The calling thread acts for this rank."""
 

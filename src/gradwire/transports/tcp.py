@@ -272,6 +272,17 @@ class TcpTransport:
     def gone(self, peer: int) -> bool:
         return False  # the kernel closes a dead process's sockets
 
+    def listens(self, peer: int) -> bool:
+        sock = self._sockets.open(self._addresses[peer][0])
+        with sock:
+            try:
+                _connect(sock, self._addresses[peer], time.monotonic() + 1.0, no_check)
+            except ConnectionRefusedError:
+                return False
+            except OSError:
+                pass  # no answer is no proof
+        return True
+
     def touch(self) -> None:
         """Nothing to remember: a process is its own witness."""
 
