@@ -167,7 +167,11 @@ class Runner:
     # -- one schedule -------------------------------------------------------------------------------------------------
 
     def exchange(self, shape: Shape, x: Array, out: Array, name: str, timeout: float, site: Site) -> None:
-        plan = self._plans.get(shape) or self._plan(shape)
+        plan = self._plans.get(shape)
+        if plan is None:
+            plan = self._plan(shape)
+        else:
+            self._plans.move_to_end(shape)
         sequence = self.calls.record(plan.meaning, site)
         if not self.generation.control.sound:
             self.generation.control.called(time.monotonic())

@@ -34,6 +34,13 @@ def launch(fn: Callable[..., T], n: int, args: Sequence[Any] = ()) -> list[T]:
 
     In them `gw.init()` finds the job; `launch` itself does not call it. What they print appears here, prefixed by rank.
 
+    >>> import gradwire as gw
+    >>> def total():
+    ...     with gw.init() as group:
+    ...         return group.all_reduce(group.rank)
+    >>> gw.launch(total, 2)
+    [1, 1]
+
     If a rank raises, the others are stopped and the error is raised here, with the rank and its traceback as its
     cause. A rank that ends without an error that could be sent raises WorkerFailed, which names it in `culprit`.
     """
