@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 
@@ -23,6 +24,9 @@ STARTED_BY = ("GRADWIRE_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "MPI_", "TORCHELA
 for _name in list(os.environ):
     if _name.startswith(STARTED_BY) or _name in {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}:
         del os.environ[_name]
+
+# A shell that runs this in the background ignores Ctrl-C on behalf of all our processes; some tests are about Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # What is on its way out when a test returns (a thread past its last statement) gets this long.
 GRACE = 3.0
