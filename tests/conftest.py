@@ -25,8 +25,11 @@ for _name in list(os.environ):
     if _name.startswith(STARTED_BY) or _name in {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}:
         del os.environ[_name]
 
-# A shell that runs this in the background ignores Ctrl-C on behalf of all our processes; some tests are about Ctrl-C.
+# A shell in the background, or nohup, makes all our processes deaf to signals that some tests are about. What a process
+# handles, its children get back as it should be.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 # What is on its way out when a test returns (a thread past its last statement) gets this long.
 GRACE = 3.0
