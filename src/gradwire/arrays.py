@@ -96,6 +96,11 @@ def _row(dtype: np.dtype[Any]) -> DType:
     raise ArrayError(f"arrays of dtype {dtype} cannot be exchanged; these can: {names}")
 
 
+def dtype_named(code: int) -> str:
+    """The name of the dtype with this code, for messages; codes come from peers, so any number will do."""
+    return next((row.name for row in _TABLE.values() if row.code == code), f"dtype {code}")
+
+
 def parse_dtype(dtype: Any) -> DType:
     """A dtype by name or NumPy type, "bfloat16" included.
 

@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
-from gradwire.errors import Closed, GradwireError, NoConnection
+from gradwire.errors import Closed, CollectiveMismatch, GradwireError, NoConnection
 from gradwire.liveness.control import Control
 from gradwire.liveness.verdict import Finding
 from gradwire.liveness.watch import ANSWER_SECONDS
@@ -71,6 +71,7 @@ class Generation:
         self.transport = transport
         self.alarm = transport.bell()  # rings for good when the generation breaks or is closed
         self.closed = False
+        self.raised = False  # whether this rank's program has seen why the generation broke
         self.inherited = False
         self.control = Control(identity.rank, identity.names, identity.number, self._post_control, self._broke)
         self.mailbox = Mailbox(self._accept_offer, self.wake)
@@ -157,6 +158,8 @@ class Generation:
             if self.closed:
                 return
             self.closed = True
+        if (unseen := self.unseen_mismatch()) is not None:
+            log.error("the group is closed, and nobody has been told: %s", unseen)
         self._wake_waits()
         if finding is not None:
             self.control.report(finding, time.monotonic())
@@ -339,7 +342,15 @@ class Generation:
         """The error of a broken generation, once the verdict is in; also for the one who closed it meanwhile."""
         if not self.control.settle(VERDICT_SECONDS):
             return Closed("the group was closed while it broke", operation=operation)
+        self.raised = True
         return self.control.error(operation, during)
+
+    def unseen_mismatch(self) -> CollectiveMismatch | None:
+        """The error of ranks that disagreed without waiting for each other, if no call has raised it yet."""
+        if self.raised or self.control.sound or not self.control.settle(VERDICT_SECONDS):
+            return None
+        error = self.control.error(None, "")
+        return error if isinstance(error, CollectiveMismatch) else None
 
     def lost(self, peer: int, operation: str, during: str) -> GradwireError:
         """A data link to a world rank ended. Its control link says why; if it stays silent, the rank is lost."""

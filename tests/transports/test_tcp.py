@@ -273,6 +273,23 @@ def test_links_are_tuned_for_small_messages_and_for_silent_deaths(assemble: Asse
         assert not link._socket.getblocking()
 
 
+def test_a_link_that_is_made_while_everything_is_closed_is_closed_too(
+    assemble: Assemble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transports = assemble()
+    call, made = transports[1]._call, []
+
+    def slow_call(*arguments: Any) -> socket.socket:
+        made.append(call(*arguments))
+        transports[1].close()
+        return made[0]
+
+    monkeypatch.setattr(transports[1], "_call", slow_call)
+    with pytest.raises(Closed):
+        transports[1].dial(0, 9, deadline())
+    assert made[0].fileno() == -1
+
+
 def test_listening_where_one_cannot() -> None:
     with pytest.raises(TransportError, match=r"cannot listen on 192\.0\.2\.1"):
         TcpTransport("192.0.2.1")

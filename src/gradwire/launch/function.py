@@ -44,8 +44,10 @@ def launch(fn: Callable[..., T], n: int, args: Sequence[Any] = ()) -> list[T]:
     If a rank raises, the others are stopped and the error is raised here, with the rank and its traceback as its
     cause. A rank that ends without an error that could be sent raises WorkerFailed, which names it in `culprit`.
     """
-    if operator.index(n) < 1:
-        raise InvalidSize(f"launch needs at least 1 process, not {n}")
+    if isinstance(n, bool) or not hasattr(n, "__index__") or operator.index(n) < 1:
+        raise InvalidSize(f"launch needs a number of processes, at least 1, not {n!r}")
+    if not callable(fn):
+        raise ConfigError(f"launch needs a function, not {fn!r}")
     from gradwire.launch import rendezvous
     from gradwire.launch.supervisor import Supervisor
     from gradwire.launch.worker import Task

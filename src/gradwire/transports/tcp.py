@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from gradwire.errors import NoConnection, Refused, TransportError
+from gradwire.errors import Broken, Closed, NoConnection, Refused, TransportError
 from gradwire.security.admission import Dialer, Hello
 from gradwire.transports.base import (
     CHECK_SECONDS,
@@ -192,8 +192,11 @@ class TcpTransport:
 
     def _keep(self, link: TcpLink) -> TcpLink:
         with self._lock:
-            self._links.add(link)
-        return link
+            if not self._closed:
+                self._links.add(link)
+                return link
+        link.close()  # made while another thread closed everything
+        raise Closed("the transport is closed", peer=link.peer)
 
     def _forget(self, link: Link) -> None:
         with self._lock:
@@ -208,9 +211,9 @@ class TcpTransport:
             now = time.monotonic()
             try:
                 return self._keep(TcpLink(self._call(hello, deadline, check), peer, channel, self._forget))
-            except Refused:
+            except (Refused, Closed, Broken):
                 raise
-            except (OSError, NoConnection) as error:  # also an admission that was broken off: the door may be crowded
+            except OSError as error:  # an admission that was broken off is tried again too: the door may be crowded
                 refusing = isinstance(error, ConnectionRefusedError)
                 refusing_since = (refusing_since or now) if refusing else None
                 dead = refusing_since is not None and now - refusing_since > REFUSING_SECONDS
