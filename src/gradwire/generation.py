@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
-from typing import Protocol
 
 from gradwire.errors import Closed, CollectiveMismatch, GradwireError, NoConnection
 from gradwire.liveness.control import Control
@@ -23,6 +22,7 @@ from gradwire.transports.base import (
     CHECK_SECONDS,
     CONTROL_CHANNEL,
     MESSAGE_CHANNEL,
+    Belonging,
     Link,
     LinkClosed,
     Transport,
@@ -52,15 +52,6 @@ class Identity:
     @property
     def size(self) -> int:
         return len(self.names)
-
-
-class Belonging(Protocol):
-    """Something that ends with a generation."""
-
-    def close(self) -> None: ...
-
-    def abandon(self) -> None:
-        """In a forked child: let go of descriptors."""
 
 
 class Generation:

@@ -54,7 +54,16 @@ class Bell(Protocol):
     def silence(self) -> None: ...
 
 
-class Transport(Protocol):
+class Belonging(Protocol):
+    """Something that ends with a generation."""
+
+    def close(self) -> None: ...
+
+    def abandon(self) -> None:
+        """In a forked child: let go of every descriptor without a word to the peers."""
+
+
+class Transport(Belonging, Protocol):
     """What `local` and `tcp` offer alike."""
 
     name: str
@@ -84,11 +93,6 @@ class Transport(Protocol):
 
     def touch(self) -> None:
         """The calling thread acts for this rank."""
-
-    def close(self) -> None: ...
-
-    def abandon(self) -> None:
-        """In a forked child: let go of every descriptor without a word to the peers."""
 
 
 class Arrivals:

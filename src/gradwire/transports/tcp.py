@@ -188,7 +188,8 @@ class TcpTransport:
         return self.arrivals.refusal(hello.source, hello.channel)
 
     def _admitted(self, sock: socket.socket, hello: Hello) -> None:
-        self.arrivals.add(self._keep(TcpLink(sock, hello.source, hello.channel, self._forget)))
+        with contextlib.suppress(Closed):  # a peer that comes while this rank leaves: it sees the end of its link
+            self.arrivals.add(self._keep(TcpLink(sock, hello.source, hello.channel, self._forget)))
 
     def _keep(self, link: TcpLink) -> TcpLink:
         with self._lock:
