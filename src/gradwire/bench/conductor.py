@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from gradwire.bench import commands
 from gradwire.bench.cases import Case
-from gradwire.bench.crew import Block, Crew, Unsupported
+from gradwire.bench.crew import Block, Crew, Maker, Unsupported
 from gradwire.bench.rivals import RIVALS, find
 from gradwire.launch import rendezvous
 
@@ -34,6 +34,7 @@ class Plan:
     transport: str | None = None
     algorithm: str = "auto"
     registered: bool = False
+    mpi_threads: str = "multiple"
     blocks: int = 9
     iterations: int | None = None  # in a block; or as many as fit into
     seconds: float = 0.2
@@ -95,6 +96,7 @@ def assembled(plan: Plan, environ: Mapping[str, str], tell: Callable[[str], None
         meeting = rendezvous.on_this_machine(plan.ranks)
         meeting.coordinator.start()
         stack.callback(meeting.coordinator.stop)
+        for_rivals = {"mpi_threads": plan.mpi_threads}
         chosen = {"transport": plan.transport, "algorithm": plan.algorithm, "registered": plan.registered}
 
         def ourselves(place: Path, options: dict[str, Any]) -> list[commands.Command]:
@@ -102,9 +104,11 @@ def assembled(plan: Plan, environ: Mapping[str, str], tell: Callable[[str], None
 
         def rival(name: str, place: Path, options: dict[str, Any]) -> list[commands.Command]:
             cores = commands.usable_cores()
-            return commands.of_rival(RIVALS[name], pythons[name], plan.ranks, place, options, environ, cores)
+            return commands.of_rival(
+                RIVALS[name], pythons[name], plan.ranks, place, {**options, **for_rivals}, environ, cores
+            )
 
-        makers = {OURSELVES: ourselves, **{name: partial(rival, name) for name in plan.against}}
+        makers: dict[str, Maker] = {OURSELVES: ourselves, **{name: partial(rival, name) for name in plan.against}}
         crews = []
         for name, maker in makers.items():
             tell(f"starting {plan.ranks} ranks of {name}")

@@ -27,6 +27,9 @@ _GRACE = 5.0  # seconds to end by itself: mpiexec has files to remove
 _LAST_LINES = 20  # of what the ranks printed, when something went wrong
 _LONGEST_PATH = 107  # of a Unix socket
 
+# What to start, given the place where the ranks shall connect and their options.
+Maker = Callable[[Path, dict[str, Any]], list[Command]]
+
 
 class Unsupported(Exception):
     """The engine has no such case."""
@@ -44,9 +47,9 @@ class Block:
 
 
 class Crew:
-    """`commands` is asked what to start, with the place where the ranks shall connect and their options."""
+    """Starts what `commands` says, watches it, and ends it as a context manager."""
 
-    def __init__(self, name: str, size: int, folder: Path, commands: Callable[[Path, dict[str, Any]], list[Command]]):
+    def __init__(self, name: str, size: int, folder: Path, commands: Maker) -> None:
         self.name, self.size = name, size
         self.about: dict[str, Any] = {}  # what the engine says of itself
         self._folder = folder / name
@@ -72,7 +75,6 @@ class Crew:
                     self._processes.append(self._started(command, log.fileno()))
             self._accept(listener)
         hellos = self._answers("start")
-        self._channels = [channel for _, channel in sorted(zip((hello["rank"] for hello in hellos), self._channels))]
         self.about = {key: value for key, value in hellos[0].items() if key != "rank"}
 
     @property

@@ -80,25 +80,32 @@ def geometric_mean(values: Sequence[float]) -> float:
 # ── as text ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def short(value: float) -> str:
+    """With as many digits as mean something.
+
+    >>> short(123.4), short(12.34), short(0.01234)
+    ('123', '12.34', '0.012')
+    """
+    return f"{value:.{0 if value >= 100 else 2 if value >= 1 else 3}f}"
+
+
 def heading(*, compared: bool) -> list[str]:
     """Two lines, as nccl-tests has them."""
     names = ("size", "count", "type", "redop", "time", "algbw", "busbw", "#wrong")
     units = ("(B)", "(elements)", "", "", "(us)", "(GB/s)", "(GB/s)", "")
-    more = ("rival ÷ gradwire (least … most)", "")
-    rows = ((names, "engine", more[0]), (units, "", more[1]))
-    return [_line("#", cells, engine if compared else None, ratio) for cells, engine, ratio in rows]
+    first = _line("#", names, "engine" if compared else None, "rival ÷ gradwire (least … most)")
+    return [first, _line("#", units, None, "").rstrip()]
 
 
 def lines(result: Result, *, compared: bool) -> Iterator[str]:
     """A line for each engine."""
     case, against = result.case, ratios(result)
-    shown = figures(result)
-    for name, one in shown.items():
-        cells = (str(case.nbytes), str(case.count), case.dtype, case.op, f"{one.us:.2f}")
-        cells += (f"{one.algbw:.3f}", f"{one.busbw:.3f}", str(one.wrong))
+    for name, one in figures(result).items():
+        measured = (f"{one.us:.2f}", f"{one.algbw:.3f}", f"{one.busbw:.3f}", str(one.wrong))
+        cells = (str(case.nbytes), str(case.count), case.dtype, case.op, *measured)
         ratio = against.get(name)
-        text = f"{ratio.median:8.2f}  ({ratio.least:.2f} … {ratio.most:.2f})" if ratio else ""
-        yield _line("", cells, name if compared else None, text if compared else "")
+        text = f"{short(ratio.median):>8}  ({short(ratio.least)} … {short(ratio.most)})" if ratio else ""
+        yield _line("", cells, name if compared else None, text)
     for name, reason in result.unsupported.items():
         yield f"#  {name}: {reason}"
 
@@ -127,8 +134,8 @@ def summary_lines(results: Sequence[Result]) -> Iterator[str]:
         columns = "".join(human(size).rjust(9) for size in sizes)
         yield f"# {collective + ', times as fast as':<32}{columns}{'geo. mean':>11}"
         for name, row in rivals.items():
-            cells = "".join((f"{row[size]:.2f}" if size in row else "—").rjust(9) for size in sizes)
-            yield f"#   {name:<30}{cells}{geometric_mean(list(row.values())):11.2f}"
+            cells = "".join((short(row[size]) if size in row else "—").rjust(9) for size in sizes)
+            yield f"#   {name:<30}{cells}{short(geometric_mean(list(row.values()))):>11}"
 
 
 # ── as JSON ──────────────────────────────────────────────────────────────────────────────────────────────────────────

