@@ -19,11 +19,13 @@ from typing import Any
 from gradwire.bench.cases import Case
 from gradwire.bench.commands import Command
 from gradwire.bench.line import StartingLine
+from gradwire.bench.worker import remove
 from gradwire.errors import TransportError, WorkerFailed
 from gradwire.launch import sessions
 
 PATIENCE = 300.0  # seconds for a start or a block before it counts as hung
-_GRACE = 5.0  # seconds to end by itself: mpiexec has files to remove
+_END = 5.0  # seconds to end after the last block
+_GRACE = 3.0  # seconds more after SIGTERM: mpiexec has files to remove
 _LAST_LINES = 20  # of what the ranks printed, when something went wrong
 _LONGEST_PATH = 107  # of a Unix socket
 
@@ -56,6 +58,7 @@ class Crew:
         self._commands = commands
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[_Channel] = []
+        self._segments: list[str] = []
 
     # ── beginning ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -75,7 +78,8 @@ class Crew:
                     self._processes.append(self._started(command, log.fileno()))
             self._accept(listener)
         hellos = self._answers("start")
-        self.about = {key: value for key, value in hellos[0].items() if key != "rank"}
+        self._segments = [path for hello in hellos for path in hello.pop("segments")]
+        self.about = hellos[0]
 
     @property
     def _log(self) -> Path:
@@ -163,9 +167,9 @@ class Crew:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for channel in self._channels:
-            channel.say({})
+            channel.say({})  # a block that is under way is finished first, so that every engine can end as it should
         try:
-            self._wait(0.0 if kind else PATIENCE / 10)
+            self._wait(_END)
             self._signal(signal.SIGTERM)
             self._wait(_GRACE)
         finally:  # a second Ctrl-C comes here too
@@ -174,6 +178,7 @@ class Crew:
             for process in self._processes:
                 sessions.kill(process.pid)
                 process.wait()
+            remove(self._segments)
 
     def _wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

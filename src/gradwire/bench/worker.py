@@ -2,7 +2,7 @@
 
 Between blocks it is blocked in reading its socket and burns nothing. One line of JSON each way:
 
-    →  {"rank": 0, "version": "5.0.11", …}                               when the engine is ready
+    →  {"segments": ["/dev/shm/…"], "version": "5.0.11", …}              when the engine is ready
     ←  {"case": {…}, "iterations": 200}                                  a block, please
     →  {"begins": [ns …], "ends": [ns …], "wrong": 0}                    on the machine's one monotonic clock
     →  {"unsupported": "…"}                                              not by this engine, and the next block may come
@@ -28,6 +28,7 @@ from gradwire.bench.engines import Call, Engine, Unsupported, open_engine
 from gradwire.bench.line import StartingLine
 from gradwire.bench.values import Array, Values
 
+_SHARED = "/dev/shm/"
 WARMING_UP = 2  # iterations before each block: the caches still hold what another engine did
 
 
@@ -95,7 +96,7 @@ def main(name: str, meeting_place: str, options: dict[str, Any]) -> None:
             try:
                 engine = open_engine(name, options)
                 worker = Worker(engine, StartingLine(options["line"], engine.rank, engine.size))
-                say(rank=engine.rank, **engine.about)
+                say(segments=segments(), **engine.about)
                 while request := json.loads(lines.readline() or "{}"):
                     say(**worker.answer(request))
                 engine.close()
@@ -115,4 +116,18 @@ def _end_with(channel: int) -> None:
     poll = select.poll()
     poll.register(channel, 0)  # POLLHUP and POLLERR are always told
     poll.poll()
+    remove(segments())
     os._exit(1)
+
+
+def segments() -> list[str]:
+    """Files of shared memory that this process has mapped; an MPI that is killed leaves its own behind."""
+    with open("/proc/self/maps") as maps:
+        paths = {line.split(maxsplit=5)[-1].rstrip("\n") for line in maps if _SHARED in line}
+    return sorted(path for path in paths if path.startswith(_SHARED) and not path.endswith(" (deleted)"))
+
+
+def remove(paths: list[str]) -> None:
+    for path in paths:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
