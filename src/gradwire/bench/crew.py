@@ -59,6 +59,7 @@ class Crew:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[_Channel] = []
         self._segments: list[str] = []
+        self._request: dict[str, Any] | None = None  # the last one
 
     # ── beginning ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -114,8 +115,9 @@ class Crew:
 
     def block(self, case: Case, iterations: int) -> Block:
         """Measure; `Unsupported` if the engine has no such case."""
+        self._request = {"case": case.as_dict(), "iterations": iterations}
         for channel in self._channels:
-            channel.say({"case": case.as_dict(), "iterations": iterations})
+            channel.say(self._request)
         answers = self._answers(f"{case.collective} of {case.nbytes} bytes")
         for answer in answers:
             if "unsupported" in answer:
@@ -167,7 +169,11 @@ class Crew:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for channel in self._channels:
-            channel.say({})  # a block that is under way is finished first, so that every engine can end as it should
+            # A block under way is finished first, so that every engine can end as it should; and if an interrupt kept
+            # it from some ranks, the others would wait for them.
+            if channel.said is not self._request:
+                channel.say(self._request)
+            channel.say({})
         try:
             self._wait(_END)
             self._signal(signal.SIGTERM)
@@ -197,9 +203,11 @@ class _Channel:
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
+        self.said: dict[str, Any] | None = None  # last
         self._buffer = bytearray()
 
-    def say(self, message: dict[str, Any]) -> None:
+    def say(self, message: dict[str, Any] | None) -> None:
+        self.said = message
         with contextlib.suppress(OSError):  # it has ended, which reading will tell
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 

@@ -87,11 +87,10 @@ def main(name: str, meeting_place: str, options: dict[str, Any]) -> None:
     with socket.socket(socket.AF_UNIX) as channel:
         channel.connect(meeting_place)
         threading.Thread(target=_end_with, args=(channel.fileno(),), daemon=True).start()
-        with channel.makefile("rw") as lines:
+        with channel.makefile("r") as lines:  # not "rw": writing to such a file drops what it has read ahead
 
             def say(**message: Any) -> None:
-                lines.write(json.dumps(message) + "\n")
-                lines.flush()
+                channel.sendall(json.dumps(message).encode() + b"\n")
 
             try:
                 engine = open_engine(name, options)
