@@ -6,7 +6,8 @@
     engines/        gradwire, Gloo and MPI as their users call them
     worker          one rank of one engine: asleep until asked for a block
     start           runs a worker in an environment that need not have gradwire
-    rivals          the other engines: where they are installed, how their ranks are started
+    rivals          the other engines: what to install for each, where, and their settings
+    commands        the command lines and environments that start ranks
     crew            all ranks of one engine, as seen from outside
     conductor       whose turn it is, and how often
     report          bandwidths, ratios, tables, JSON

@@ -17,7 +17,7 @@ from gradwire.launch.rendezvous import Rendezvous
 
 # Whoever starts a benchmark from within a job, or beside another MPI, does not make the ranks part of it.
 _FOREIGN = ("SLURM_", "PMI_", "PMIX_", "HYDI_", "OMPI_COMM_WORLD_", "TORCHELASTIC_")
-_FOREIGN_NAMES = {"OPAL_PREFIX", "I_MPI_ROOT", "MPI_HOME", "LD_LIBRARY_PATH"}
+_FOREIGN_NAMES = {"OPAL_PREFIX", "I_MPI_ROOT", "MPI_HOME"}
 # One thread for arithmetic in each process.
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 

@@ -24,7 +24,10 @@ class Mpi:
         self._mpi: Any = MPI
         self._comm: Any = MPI.COMM_WORLD
         library = str(MPI.Get_library_version()).strip("\0\n").splitlines()[0].partition(",")[0]
-        self.about = {"version": " ".join(library.split()), "threads": _LEVELS[MPI.Query_thread()]}
+        self.about = {
+            "version": " ".join(library.replace("Version:", "").split()),
+            "threads": _LEVELS[MPI.Query_thread()],
+        }
         self.rank, self.size = self._comm.rank, self._comm.size
 
     def check(self, case: Case) -> None:
