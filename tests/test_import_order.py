@@ -45,6 +45,7 @@ LAYERS = [
     "simulate",
     "observe",
     "__init__",
+    "bench",
     "cli",
     "__main__",
 ]
