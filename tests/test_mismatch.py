@@ -19,7 +19,7 @@ from processes import job_fixture as job_fixture
 from processes import zygote_fixture as zygote_fixture
 from ranks import run_ranks
 
-SOON = 1.0
+SOON = 3.0  # seconds; about 0.3 where nothing else runs
 Call = Callable[[gw.Group], Any]
 
 

@@ -29,7 +29,7 @@ from gradwire.wire import MAX_CONTROL
 
 log = logging.getLogger("gradwire.liveness")
 
-BEHIND_SECONDS = 0.2  # how long a rank that has not made a disputed call waits for its program to make it
+BEHIND_SECONDS = 0.3  # how long a rank that has not made a disputed call waits for its program to make it
 MAX_GROUPS = 4096
 MAX_DISPUTES = 16
 MAX_SHOWN = 16  # ranks, in one line

@@ -18,7 +18,7 @@ from gradwire.errors import Aborted, Broken, CollectiveMismatch, PeerLost, Timeo
 from gradwire.liveness.calls import Call
 
 SETTLE_SECONDS = 0.03
-CALLS_SECONDS = 0.5
+CALLS_SECONDS = 0.6
 MAX_TEXT = 4096
 MAX_FINDINGS = 256  # taken in before the verdict; the gravest of that many is grave enough
 
