@@ -20,6 +20,7 @@ from gradwire.liveness.watch import ANSWER_SECONDS
 from gradwire.messages import Letter, Mailbox
 from gradwire.topology import Topology
 from gradwire.transports.base import CONTROL_CHANNEL, MESSAGE_CHANNEL, Link, LinkClosed, Transport
+from gradwire.transports.shm import SharedMemory
 from gradwire.transports.frames import FrameReader, Outbox
 from gradwire.wire import MAX_CONTROL, Header, Kind, WireError
 
@@ -51,6 +52,10 @@ class Belonging(Protocol):
 
     def close(self) -> None: ...
 
+    def shares(self, world: int) -> bool:
+        """Whether a world rank shares memory with those on its host."""
+        return bool(self.sharing) and self.sharing[world]
+
     def abandon(self) -> None:
         """In a forked child: let go of descriptors."""
 
@@ -63,6 +68,8 @@ class Generation:
         self.transport = transport
         self.alarm = transport.bell()  # rings for good when the generation breaks or is closed
         self.closed = False
+        self.shared: SharedMemory | None = None
+        self.sharing: tuple[bool, ...] = ()  # by world rank: who shares memory with its neighbours
         self.inherited = False
         self.control = Control(identity.rank, identity.names, identity.number, self._post_control, self._broke)
         self.mailbox = Mailbox(self._accept_offer, self.wake)
@@ -141,6 +148,10 @@ class Generation:
                 self._thread.join(GOODBYE_SECONDS + 1)
         for belonging in reversed(self.belongings):
             belonging.close()
+
+    def shares(self, world: int) -> bool:
+        """Whether a world rank shares memory with those on its host."""
+        return bool(self.sharing) and self.sharing[world]
 
     def abandon(self) -> None:
         """In a forked child: this process is not the rank. No locks: threads that are not here may hold them."""

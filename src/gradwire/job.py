@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from gradwire.config import DEFAULT_TIMEOUT, Address, JobConfig, resolve
 from gradwire.environments import torchrun
 from gradwire.errors import Broken, Closed, ConfigError, InvalidSize, UnsupportedOp
+from gradwire.executors import native
 from gradwire.generation import Generation, Identity
 from gradwire.group import WORLD, Group
 from gradwire.liveness.verdict import Finding
@@ -25,6 +26,7 @@ from gradwire.membership.addresses import resolve as endpoints
 from gradwire.membership.doorkeeper import Doorkeeper
 from gradwire.security.secret import derive, job_secret
 from gradwire.topology import Topology
+from gradwire.transports import shm
 from gradwire.transports.local import Hub
 from gradwire.transports.tcp import TcpTransport
 
@@ -59,8 +61,8 @@ def init(
     (0, 1)
     """
     config = resolve(rank, size, address, transport=transport, timeout=timeout, insecure=insecure)
-    if config.transport not in ("auto", "tcp"):
-        raise UnsupportedOp(f"transport {config.transport!r} is not built yet; there is 'tcp'", operation="init")
+    if config.transport not in ("auto", "tcp", "shm"):
+        raise UnsupportedOp(f"transport {config.transport!r} is not built yet; there are 'shm' and 'tcp'", operation="init")
     if config.size == 1 and config.address is None:
         return _local(1, config.timeout)[0]
     deadline = time.monotonic() + config.timeout
@@ -177,7 +179,21 @@ def _join(config: JobConfig, deadline: float) -> Group:
         transport.close()
         raise
     generation.belongings += _doorkeepers(config, address)
-    return _start([generation], config.timeout, deadline)[0]
+    group = _start([generation], config.timeout, deadline)[0]
+    _share_memory(group, generation, config, deadline)
+    return group
+
+
+def _share_memory(group: Group, generation: Generation, config: JobConfig, deadline: float) -> None:
+    """Find out with whom memory can be shared; ranks that cannot or will not say so, and go on with sockets."""
+    hosts = [generation.identity.topology.host_of(rank) for rank in range(group.size)]
+    wanted = config.transport != "tcp" and native.available()
+    generation.shared, generation.sharing = shm.share(group.rank, hosts, wanted, group.all_gather_values, deadline)
+    if config.transport == "shm" and not all(generation.sharing):
+        missing = [rank for rank, shares in enumerate(generation.sharing) if not shares]
+        group.close()
+        raise UnsupportedOp(f"ranks {missing} cannot share memory with all others", operation="init")
+    group._runner.reconnect()
 
 
 def _agreed(config: JobConfig, coordinator: Coordinator | None, timeout: float) -> Address:
