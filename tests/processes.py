@@ -1,8 +1,8 @@
 """Ranks as processes: started in milliseconds, spoken to, killed, and in the end always gone.
 
-A job of fresh interpreters spends a second on imports. Here one process (the zygote) has imported everything and forks a
-child for each rank; the child then runs a function of the test's own module and ends as any Python program does, with
-its exit handlers. Each rank leads a process group, so that what it forks ends with the test too.
+A job of fresh interpreters spends a second on imports. Here one process (the zygote) has imported everything and forks
+a child for each rank; the child then runs a function of the test's own module and ends as any Python program does,
+with its exit handlers. Each rank leads a process group, so that what it forks ends with the test too.
 
     def reduces(here: Here) -> None:                      # runs in the rank
         group = gw.init()
@@ -168,7 +168,7 @@ def start_job(
             meeting.coordinator.start()
             ends.callback(meeting.coordinator.stop)
         ranks: list[Rank] = []
-        ends.callback(lambda: [rank.end() for rank in ranks])
+        ends.callback(_end_all, ranks)
         for number in range(size):
             if environ is None:
                 mine: Mapping[str, str] = {
@@ -188,6 +188,11 @@ def start_job(
                 if text := rank.output().strip():
                     error.add_note(f"rank {rank.number} printed:\n{text}")
             raise
+
+
+def _end_all(ranks: list[Rank]) -> None:
+    for rank in ranks:
+        rank.end()
 
 
 class Zygote:

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 import gradwire as gw
+from in_process import groups_fixture as groups_fixture
 from processes import Here, StartJob
 from processes import job_fixture as job_fixture
 from processes import zygote_fixture as zygote_fixture
 from ranks import run_ranks
 
 SOON = 1.0
-Making = Callable[[], list[gw.Group]]
 
 
 def gives_up(here: Here, how: str) -> None:
@@ -113,21 +113,6 @@ def test_ctrl_c_on_one_rank_stops_all(job: StartJob, what: str) -> None:
 # -- in one process, over both transports -----------------------------------------------------------------------------
 
 
-def pair() -> list[gw.Group]:
-    return list(gw.loopback_pair())
-
-
-def trio() -> list[gw.Group]:
-    return gw.local_group(3)
-
-
-@pytest.fixture(params=[pair, trio], ids=["tcp", "local"])
-def groups(request: pytest.FixtureRequest) -> list[gw.Group]:
-    made: list[gw.Group] = request.param()
-    request.addfinalizer(lambda: [group.close() for group in made])
-    return made
-
-
 def test_an_exception_that_leaves_the_with_block_is_the_others_reason(groups: list[gw.Group]) -> None:
     def play(group: gw.Group) -> float:
         if group.rank == 0:
@@ -210,7 +195,7 @@ def test_closing_a_subgroup_wakes_its_calls_and_leaves_the_rest(groups: list[gw.
     waiting.join(10)
     assert [type(error) for error in caught] == [gw.Closed]
     assert run_ranks(groups, lambda group: group.all_reduce(1)) == [len(groups)] * len(groups)
-    for call in (lambda: inner.barrier(), lambda: inner.send(np.zeros(1), 1), lambda: inner.recv(np.zeros(1), 1)):
+    for call in (inner.barrier, lambda: inner.send(np.zeros(1), 1), lambda: inner.recv(np.zeros(1), 1)):
         with pytest.raises(gw.Closed):
             call()
     other.close()

@@ -143,7 +143,7 @@ def test_closing_is_idempotent_and_final() -> None:
     one.close()
     one.close()
     for call in (
-        lambda: one.barrier(),
+        one.barrier,
         lambda: one.send(np.zeros(1), 1),
         lambda: one.recv(np.zeros(1), 1),
         lambda: one.subgroup([0, 1]),

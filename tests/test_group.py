@@ -293,7 +293,7 @@ INSIDE = {"Work.run", "Work.heed"}  # what works are told by the group, not by u
 def public_members() -> Iterator[tuple[str, Any]]:
     for kind in (gw.Group, gw.Stream, gw.Work, gw.Capabilities):
         yield kind.__name__, kind
-        for name, member in inspect.getmembers(kind, lambda value: inspect.isfunction(value)):
+        for name, member in inspect.getmembers(kind, inspect.isfunction):
             if not name.startswith("_") and f"{kind.__name__}.{name}" not in INSIDE:
                 yield f"{kind.__name__}.{name}", member
     for name in ("init", "local_group", "loopback_pair"):

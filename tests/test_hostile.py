@@ -1,4 +1,4 @@
-"""Strangers at the data port of a running job: it goes on, its memory stays what it was, and their addresses are logged."""
+"""Strangers at the data port of a running job: it goes on, its memory stays what it was, their addresses are logged."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def keeps_reducing(here: Here) -> None:
         address=transport.address, key=transport._key.hex(), job=hello.job.hex(), resident=resident(), rank=group.rank
     )
     orders: list[Any] = []
-    listener = threading.Thread(target=lambda: [orders.append(here.hear()) for _ in range(3)], daemon=True)
+    listener = threading.Thread(target=lambda: orders.extend(here.hear() for _ in range(3)), daemon=True)
     listener.start()
     done, slowest, sub = 0, 0.0, group
     wanted = 0

@@ -1,4 +1,4 @@
-"""Ranks that call different things: CollectiveMismatch on every rank within a second, showing each rank's call and line."""
+"""Ranks that call different things: CollectiveMismatch on every rank within a second, with all calls and lines."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 
 import gradwire as gw
 from gradwire.liveness import control, verdict
+from in_process import groups_fixture as groups_fixture
 from processes import Here, StartJob
 from processes import job_fixture as job_fixture
 from processes import zygote_fixture as zygote_fixture
@@ -102,13 +103,6 @@ def goes_wrong(group: gw.Group, call: Call, *, until: float = SOON) -> gw.Collec
             time.sleep(0.002)
     assert time.monotonic() - began < until
     return told.value
-
-
-@pytest.fixture(params=["tcp", "local"])
-def groups(request: pytest.FixtureRequest) -> list[gw.Group]:
-    made = list(gw.loopback_pair()) if request.param == "tcp" else gw.local_group(3)
-    request.addfinalizer(lambda: [group.close() for group in made])
-    return made
 
 
 @pytest.mark.parametrize("difference", DIFFERENCES)
@@ -296,6 +290,8 @@ def test_a_mismatch_in_a_subgroup_breaks_all_and_shows_only_its_members() -> Non
                 group.subgroup([0, 1, 3]).broadcast(ones(group.rank + 1), root=0)
 
         return str(goes_wrong(group, call))
+
+    run_ranks([groups[rank] for rank in (0, 1, 3)], lambda group: group.subgroup([0, 1, 3]).barrier())
 
     for text in run_ranks(groups, play):
         assert re.findall(r"  rank (\d):", text) == ["0", "1", "3"]

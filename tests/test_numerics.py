@@ -19,6 +19,7 @@ from gradwire.topology import Topology
 
 EVERY = ("auto", *algorithms("all_reduce"))
 HALVES = [np.float16, ml_dtypes.bfloat16]
+MANTISSA = {"float16": 10, "bfloat16": 7, "float32": 23, "float64": 52}
 
 
 @pytest.fixture(scope="module")
@@ -94,10 +95,15 @@ def test_a_partial_sum_beyond_the_half_type_is_no_overflow(three: Crew, algorith
     assert result.tolist() == [20000.0, 20000.0, 20000.0]
 
 
+def largest_of(dtype: np.dtype[Any]) -> float:
+    infinity = np.array([np.inf], dtype)
+    return float((infinity.view(f"u{dtype.itemsize}") - 1).view(dtype)[0])
+
+
 @pytest.mark.parametrize("dtype", [*HALVES, np.float32, np.float64, np.complex64])
 @pytest.mark.parametrize("op", ["sum", "prod", "mean"])
 def test_overflow_is_a_result_and_not_a_warning(three: Crew, op: str, dtype: Any) -> None:
-    largest = float(ml_dtypes.finfo(np.dtype(dtype).type(0).real.dtype).max)
+    largest = largest_of(np.dtype(dtype).type(0).real.dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         result = reduced(three, op, [largest, np.inf], [largest, -np.inf], [largest, np.inf], dtype=dtype)
@@ -139,7 +145,7 @@ def test_complex_products_are_the_same_bits_whatever_the_length(three: Crew, cou
 def test_signalling_nans_are_quiet(three: Crew, op: str, dtype: Any) -> None:
     size = np.dtype(dtype).itemsize
     quiet = np.array([np.nan], dtype).view(f"u{size}")
-    bit = np.array([2 ** ml_dtypes.finfo(dtype).nmant], quiet.dtype) >> 1
+    bit = np.array([2 ** MANTISSA[np.dtype(dtype).name]], quiet.dtype) >> 1
     signalling = ((quiet & ~bit) | 1).view(dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

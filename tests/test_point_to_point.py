@@ -12,17 +12,10 @@ import pytest
 
 import gradwire as gw
 from gradwire.wire import MAX_EAGER
+from in_process import pair_fixture as pair_fixture
 from ranks import run_ranks
 
 LARGE = 4 << 20  # bytes: more than any socket takes without a reader
-
-
-@pytest.fixture(params=["tcp", "local"])
-def pair(request: pytest.FixtureRequest) -> Iterator[list[gw.Group]]:
-    groups = list(gw.loopback_pair()) if request.param == "tcp" else gw.local_group(2)
-    yield groups
-    for group in groups:
-        group.close()
 
 
 @pytest.fixture
@@ -76,7 +69,7 @@ def test_tags_may_be_taken_out_of_order_and_each_keeps_its_own(pair: list[gw.Gro
 
 def test_anyone_s_messages_come_in_the_order_of_their_arrival(trio: list[gw.Group]) -> None:
     x = np.zeros(1, int)
-    order = []
+    order: list[int] = []
     for rank in (2, 1, 1, 2):
         trio[rank].send(np.array([rank]), dst=0, tag=5)
         deadline = time.monotonic() + 10

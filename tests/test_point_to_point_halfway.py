@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import gradwire as gw
 from gradwire.transports.base import MESSAGE_CHANNEL, Buffer
 from gradwire.transports.local import LocalLink
 from gradwire.transports.tcp import TcpLink
+from in_process import pair_fixture as pair_fixture
 from processes import Here, StartJob
 from processes import job_fixture as job_fixture
 from processes import zygote_fixture as zygote_fixture
@@ -53,14 +54,6 @@ class Gate:
         return gated
 
 
-@pytest.fixture(params=["tcp", "local"])
-def pair(request: pytest.FixtureRequest) -> Iterator[list[gw.Group]]:
-    groups = list(gw.loopback_pair()) if request.param == "tcp" else gw.local_group(2)
-    yield groups
-    for group in groups:
-        group.close()
-
-
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     gate = Gate(WHOLE // 2)
@@ -79,6 +72,11 @@ def sending(group: gw.Group, x: Any, errors: list[BaseException], **options: Any
     thread = threading.Thread(target=send)
     thread.start()
     return thread
+
+
+def close_at(gate: Gate, group: gw.Group) -> None:
+    gate.reached.wait(10)
+    group.close()
 
 
 def message() -> Any:
@@ -170,9 +168,9 @@ def test_ctrl_c_halfway_breaks_the_group_instead_of_spoiling_the_link(pair: list
 def test_closing_halfway_wakes_the_sender_and_is_a_loss_to_the_receiver(pair: list[gw.Group], gate: Gate) -> None:
     errors: list[BaseException] = []
     sender = sending(pair[0], message(), errors)
-    closer = threading.Thread(target=lambda: (gate.reached.wait(10), pair[0].close()))
+    closer = threading.Thread(target=close_at, args=(gate, pair[0]))
     closer.start()
-    with pytest.raises(gw.PeerLost, match="rank 0 .* left the job during recv") as told:
+    with pytest.raises(gw.PeerLost, match=r"rank 0 .* left the job during recv") as told:
         pair[1].recv(np.zeros(WHOLE, np.uint8), src=0)
     assert told.value.culprit == 0
     closer.join(30)

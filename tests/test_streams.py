@@ -205,10 +205,10 @@ def test_a_wait_that_times_out_leaves_everything_as_it_is(pair: list[gw.Group]) 
     stream = one.stream()
     x = np.ones(2)
     works = [stream.all_reduce(x), stream.all_reduce(x)]
-    with pytest.raises(gw.Timeout, match="all_reduce was not done in 0.01 s; it goes on") as caught:
+    with pytest.raises(gw.Timeout, match=r"all_reduce was not done in 0\.01 s; it goes on") as caught:
         works[0].wait(0.01)
     assert (caught.value.culprit, caught.value.seconds, caught.value.operation) == (None, 0.01, "all_reduce")
-    with pytest.raises(gw.Timeout, match=r"2 of 2 works were not done in 0.01 s; they go on"):
+    with pytest.raises(gw.Timeout, match=r"2 of 2 works were not done in 0\.01 s; they go on"):
         stream.synchronize(0.01)
     for _ in works:
         two.all_reduce(np.ones(2))

@@ -53,8 +53,8 @@ def test_the_order_of_the_list_does_not_matter_and_the_group_is_kept(five: Crew)
             mine = orders[group.rank]
             side = group.subgroup(mine)
             assert all(group.subgroup(order) is side for order in orders)
-            assert group.subgroup(np.array(mine)) is side  # type: ignore[arg-type]
-            assert group.subgroup(iter(mine)) is side  # type: ignore[arg-type]
+            assert group.subgroup(np.array(mine)) is side
+            assert group.subgroup(iter(mine)) is side
             assert side.all_reduce(1) == 3
 
     five.run(program)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -136,14 +137,14 @@ def test_a_value_that_is_too_large(three: Crew, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_value_too_deep_for_this_rank_fails_here_alone(three: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
     """How deep a value may be depends on the stack of the reader."""
-    real = values.json.loads
+    real = json.loads
 
     def shallow(data: Any) -> Any:
         if data == b"[[[1]]]":
             raise RecursionError("too deep")
         return real(data)
 
-    monkeypatch.setattr(values.json, "loads", shallow)
+    monkeypatch.setattr(json, "loads", shallow)
 
     def program(group: gw.Group) -> int:
         with pytest.raises(gw.ArrayError, match="cannot be taken apart here: too deep"):

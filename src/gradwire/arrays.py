@@ -7,6 +7,7 @@ where it is not (strided arrays): `load()` fills it, `store()` writes it back. N
 from __future__ import annotations
 
 import numbers
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from gradwire.errors import ArrayError, UnsupportedOp
 
 Array = npt.NDArray[Any]
+Counts = Sequence[int] | npt.NDArray[np.integer[Any]]
 REDUCE_OPS = ("sum", "mean", "min", "max", "prod")
 _HOST_MEMORY = (1, 3, 11)  # DLPack's kDLCPU, kDLCUDAHost and kDLROCMHost: pinned memory is memory
 _WORK = 1000  # steps that the exact test for overlapping memory may take before it assumes the worst
@@ -30,7 +32,7 @@ class SupportsDLPack(Protocol):
     def __dlpack_device__(self) -> tuple[int, int]: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # each is one object, told apart by identity: plans are looked up by it
 class DType:
     """A row of the table: how elements of a kind are stored (T), accumulated (A), and which reductions they know."""
 

@@ -7,10 +7,11 @@ import numbers
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gradwire import operations
+from gradwire.arrays import Counts
 from gradwire.errors import InvalidSize, Timeout
 from gradwire.liveness.calls import call_site
 from gradwire.operations import Operation
@@ -236,7 +237,7 @@ class Stream:
         x: Any,
         op: str = "sum",
         *,
-        counts: Sequence[int] | None = None,
+        counts: Counts | None = None,
         algorithm: str = "auto",
         timeout: float | None = None,
     ) -> Work:
@@ -254,7 +255,7 @@ class Stream:
         x: Any = None,
         root: int = 0,
         *,
-        counts: Sequence[int] | None = None,
+        counts: Counts | None = None,
         algorithm: str = "auto",
         timeout: float | None = None,
     ) -> Work:
@@ -270,8 +271,8 @@ class Stream:
     def all_to_all(
         self,
         x: Any,
-        send_counts: Sequence[int] | None = None,
-        recv_counts: Sequence[int] | None = None,
+        send_counts: Counts | None = None,
+        recv_counts: Counts | None = None,
         *,
         algorithm: str = "auto",
         timeout: float | None = None,

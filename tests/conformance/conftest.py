@@ -1,4 +1,4 @@
-"""Crews for the conformance suite: every transport, at sizes that are and are not powers of two, on one and more hosts."""
+"""Crews for the conformance suite: every transport, sizes that are powers of two and others, one host and more."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZES = (1, 2, 3, 5, 8)
 def topologies() -> Iterator[tuple[str, Topology]]:
     for position, transport in enumerate(TRANSPORTS):
         for size in SIZES:
-            # Each transport has some sizes on one host and some on unequal ones; the next transport has it the other way.
+            # Each transport has some sizes on one host and some on unequal ones, and the next one has it the other way.
             several = (SIZES.index(size) + position) % 2
             yield transport, Topology.of(list(HOSTS[size])) if several else Topology.single(size)
 

@@ -53,7 +53,8 @@ def folded(expression: Expression, inputs: Sequence[Array], op: str, dtype: DTyp
         total = _value(expression, [x.astype(dtype.accumulator) for x in inputs], OPS[op])
         if op == "mean":
             total = _divided(total, len(inputs))
-        return total.astype(dtype.storage)
+        result: Array = total.astype(dtype.storage)
+        return result
 
 
 def _value(expression: Expression, inputs: Sequence[Array], combine: Callable[[Array, Array], Array]) -> Array:
@@ -65,7 +66,8 @@ def _value(expression: Expression, inputs: Sequence[Array], combine: Callable[[A
 
 def _divided(total: Array, ranks: int) -> Array:
     parts = total.view(total.real.dtype)
-    return (parts / parts.dtype.type(ranks)).view(total.dtype)
+    mean: Array = (parts / parts.dtype.type(ranks)).view(total.dtype)
+    return mean
 
 
 def _least(a: Array, b: Array) -> Array:

@@ -15,6 +15,7 @@ from conformance.strategies import cases, subsets
 from gradwire.collectives import REDUCING
 from gradwire.group import Group
 from gradwire.topology import Topology
+from gradwire.work import Stream
 
 FEW = settings.default.max_examples // 4 if settings.default else 25
 IN_PLACE = ("all_reduce", "broadcast")
@@ -63,17 +64,18 @@ def test_many_calls(crew: Crew, data: st.DataObject) -> None:
 @settings(max_examples=FEW // 2)
 @given(data=st.data())
 def test_calls_in_program_order(crew: Crew, data: st.DataObject) -> None:
-    """Calls on three streams and on the group itself, one after the other on the same arrays: the order is the program's."""
+    """Calls on three streams and on the group itself, one after the other: their order is the program's."""
     drawn = data.draw(st.lists(st.tuples(cases(crew.size), st.integers(0, 3)), min_size=1, max_size=8))
 
     def program(group: Group) -> list[Any]:
-        queues = [group, *(group.stream() for _ in range(3))]
+        streams = [group.stream() for _ in range(3)]
+        queues: list[Group | Stream] = [group, *streams]
         answers = [
-            case.call(queues[where], case.input(group.rank, group.size), group.rank, group.size)  # type: ignore[arg-type]
+            case.call(queues[where], case.input(group.rank, group.size), group.rank, group.size)
             for case, where in drawn
         ]
-        for stream in queues[1:]:
-            stream.synchronize()  # type: ignore[union-attr]
+        for stream in streams:
+            stream.synchronize()
         return [answer.result if where else answer for answer, (_, where) in zip(answers, drawn, strict=True)]
 
     results = crew.run(program)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
 from gradwire import operations
-from gradwire.arrays import Array, parse_dtype
+from gradwire.arrays import Array, Counts, parse_dtype
 from gradwire.collectives import COLLECTIVES, algorithms
 from gradwire.errors import InvalidRank, InvalidSize, UnsupportedOp
 from gradwire.exchange import Runner
@@ -221,7 +221,7 @@ class Group(Messaging):
         x: Any,
         op: str = "sum",
         *,
-        counts: Sequence[int] | None = None,
+        counts: Counts | None = None,
         algorithm: str = "auto",
         timeout: float | None = None,
     ) -> Array:
@@ -240,7 +240,7 @@ class Group(Messaging):
         x: Any = None,
         root: int = 0,
         *,
-        counts: Sequence[int] | None = None,
+        counts: Counts | None = None,
         algorithm: str = "auto",
         timeout: float | None = None,
     ) -> Array:
@@ -257,8 +257,8 @@ class Group(Messaging):
     def all_to_all(
         self,
         x: Any,
-        send_counts: Sequence[int] | None = None,
-        recv_counts: Sequence[int] | None = None,
+        send_counts: Counts | None = None,
+        recv_counts: Counts | None = None,
         *,
         algorithm: str = "auto",
         timeout: float | None = None,
@@ -323,7 +323,7 @@ class Group(Messaging):
         """
         return Stream(self)
 
-    def subgroup(self, ranks: Sequence[int]) -> Group:
+    def subgroup(self, ranks: Iterable[int]) -> Group:
         """The group of some of these ranks, numbered anew in ascending order; only they call it. Made once and kept.
 
         >>> import gradwire as gw
@@ -348,7 +348,7 @@ class Group(Messaging):
             self._subgroups[wanted] = group
             return group
 
-    def _chosen(self, ranks: Sequence[int]) -> tuple[int, ...]:
+    def _chosen(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """The ranks of a subgroup, sorted, if they can be one of which this rank is a member."""
         try:
             wanted = tuple(sorted(check_rank(rank, self.size) for rank in ranks))

@@ -82,6 +82,7 @@ class Control:
         with self._lock:
             self._logs.pop(calls.group, None)
             self._sent.pop(calls.group, None)
+            self._positions = {key: place for key, place in self._positions.items() if key[0] != calls.group}
 
     def open(self, group: int) -> bool:
         """Whether a group is in use here: neither closed nor unknown."""
@@ -163,10 +164,11 @@ class Control:
                 self._hear_at(peer, int(message["g"]), int(message["s"]), int(message["c"]), now)
             elif kind == "where":
                 self._answer(peer, int(message["g"]))
-            elif kind == "here" and len(self._positions) < MAX_GROUPS * len(self._names):
+            elif kind == "here":
                 position = Position(int(message["s"]), int(message["f"]), str(message["last"])[:MAX_TEXT])
-                self._positions[int(message["g"]), peer] = position
-                self._answered.notify_all()
+                if int(message["g"]) in self._logs:
+                    self._positions[int(message["g"]), peer] = position
+                    self._answered.notify_all()
 
     def _hear_calls(self, peer: int, message: dict[str, Any], now: float) -> None:
         group, members = int(message["g"]), [int(rank) for rank in message["among"]]

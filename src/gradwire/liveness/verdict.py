@@ -177,13 +177,15 @@ class Verdict:
         sequence = difference or finding.sequence
         at = {rank: calls.get(sequence) for rank, calls in by_rank.items()}
         lines = []
-        for rank in sorted(at):
-            call = at[rank]
-            if call is None:
-                newest = max(by_rank[rank].values(), key=lambda c: c.sequence, default=None)
-                lines.append(f"  rank {rank}: has not got there; its last call was {newest or 'none'}")
-            else:
+        for rank in self._members.get(finding.group, sorted(at)):
+            call = at.get(rank)
+            newest = max(by_rank.get(rank, {}).values(), key=lambda c: c.sequence, default=None)
+            if call is not None:
                 lines.append(f"  rank {rank}: {call}")
+            elif newest is not None:
+                lines.append(f"  rank {rank}: has not got there; its last call was {newest}")
+            else:
+                lines.append(f"  rank {rank}: has not called anything in this group")
         known = {rank: call for rank, call in at.items() if call is not None}
         self.decided = Finding(
             "mismatch", finding.reason, _odd_one_out(known), None, finding.operation, finding.group, sequence

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -14,8 +14,7 @@ from gradwire.collectives import algorithms
 from gradwire.errors import GradwireError, InvalidRank, UnsupportedOp
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
+class Shape(NamedTuple):
     """What an exchange is: everything that all ranks must agree on, and nothing else."""
 
     collective: str
@@ -40,8 +39,7 @@ class Exchange(Protocol):
         """Ranks turn out to have meant different things: break the group, and the error to raise."""
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
+class Operation(NamedTuple):
     """A checked call, ready to run."""
 
     name: str

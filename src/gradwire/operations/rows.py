@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from gradwire import arrays
-from gradwire.arrays import Array, DType, View, check_reduction, view
+from gradwire.arrays import Array, Counts, DType, View, check_reduction, view
 from gradwire.errors import ArrayError, GradwireError, InvalidSize
 from gradwire.operations.call import (
     Declined,
@@ -108,7 +108,7 @@ def gather(x: Any, root: int, size: int, algorithm: str) -> Operation:
     return Operation("gather", body)
 
 
-def _split(rows: int, size: int, counts: Sequence[int] | None, name: str) -> tuple[int, ...]:
+def _split(rows: int, size: int, counts: Counts | None, name: str) -> tuple[int, ...]:
     """Rows for each rank: as the caller says, or equal parts."""
     if counts is None:
         if rows % size:
@@ -120,7 +120,7 @@ def _split(rows: int, size: int, counts: Sequence[int] | None, name: str) -> tup
     return parts
 
 
-def _counts(counts: Sequence[int], size: int, name: str) -> tuple[int, ...]:
+def _counts(counts: Counts, size: int, name: str) -> tuple[int, ...]:
     try:
         parts = tuple(map(operator.index, counts))
     except TypeError as error:
@@ -130,7 +130,7 @@ def _counts(counts: Sequence[int], size: int, name: str) -> tuple[int, ...]:
     return parts
 
 
-def reduce_scatter(x: Any, op: str, counts: Sequence[int] | None, size: int, rank: int, algorithm: str) -> Operation:
+def reduce_scatter(x: Any, op: str, counts: Counts | None, size: int, rank: int, algorithm: str) -> Operation:
     check_algorithm("reduce_scatter", algorithm)
     source = _rows(x)
     check_reduction(op, source.dtype)
@@ -146,7 +146,7 @@ def reduce_scatter(x: Any, op: str, counts: Sequence[int] | None, size: int, ran
     return Operation("reduce_scatter", body)
 
 
-def scatter(x: Any, root: int, counts: Sequence[int] | None, size: int, rank: int, algorithm: str) -> Operation:
+def scatter(x: Any, root: int, counts: Counts | None, size: int, rank: int, algorithm: str) -> Operation:
     """Only the root knows what is scattered; if that cannot be, all ranks are told and raise the same."""
     check_algorithm("scatter", algorithm)
     root = check_root(root, size)
@@ -171,7 +171,7 @@ def scatter(x: Any, root: int, counts: Sequence[int] | None, size: int, rank: in
     return Operation("scatter", body)
 
 
-def _to_scatter(x: Any, counts: Sequence[int] | None, size: int) -> tuple[_Rows | None, bytes | GradwireError]:
+def _to_scatter(x: Any, counts: Counts | None, size: int) -> tuple[_Rows | None, bytes | GradwireError]:
     """The root's array and what it announces: dtype, shape of a row and counts, or why there is nothing to scatter."""
     if x is None:
         return None, ArrayError("the root of a scatter must pass the array")
@@ -183,9 +183,7 @@ def _to_scatter(x: Any, counts: Sequence[int] | None, size: int) -> tuple[_Rows 
     return source, json.dumps([source.dtype.name, source.tail, parts]).encode()
 
 
-def all_to_all(
-    x: Any, send_counts: Sequence[int] | None, recv_counts: Sequence[int] | None, size: int, algorithm: str
-) -> Operation:
+def all_to_all(x: Any, send_counts: Counts | None, recv_counts: Counts | None, size: int, algorithm: str) -> Operation:
     check_algorithm("all_to_all", algorithm)
     source = _rows(x)
     sent = _split(source.rows, size, send_counts, "send_counts")

@@ -1,0 +1,51 @@
+"""Links that take and give a few bytes at a time: headers and payloads come in pieces, at any place."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from conformance.cases import Case
+from conformance.crews import Crew, crew_of
+from conformance.test_table import COLLECTIVES, rows_of, run
+from gradwire.collectives import algorithms
+from gradwire.topology import Topology
+from gradwire.transports.local import LocalLink
+
+
+def dripping(whole: Callable[[LocalLink, Any], int], numbers: random.Random) -> Callable[[LocalLink, Any], int]:
+    """A method of a link that moves at most a few bytes, and sometimes none."""
+
+    def some(link: LocalLink, buffers: Sequence[Any]) -> int:
+        left = numbers.choice((0, 1, 3, 17, 63, 64, 65, 200))
+        views = []
+        for buffer in buffers:
+            view = memoryview(buffer).cast("B")[:left]
+            left -= len(view)
+            views.append(view)
+        return whole(link, [view for view in views if len(view)]) if any(len(view) for view in views) else 0
+
+    return some
+
+
+@pytest.fixture(scope="module")
+def dripping_crew() -> Iterator[Crew]:
+    numbers = random.Random(1)
+    with pytest.MonkeyPatch.context() as patch, crew_of("local", Topology.of(["a", "b", "a"])) as crew:
+        patch.setattr(LocalLink, "send", dripping(LocalLink.send, numbers))
+        patch.setattr(LocalLink, "receive", dripping(LocalLink.receive, numbers))
+        yield crew
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_every_algorithm(dripping_crew: Crew, collective: str) -> None:
+    cases = [
+        Case(collective, dtype, rows, root=turn % 3, algorithm=algorithm)
+        for algorithm in ("auto", *algorithms(collective))
+        for dtype in ("float16", "int32")
+        for turn, rows in enumerate(rows_of(collective, 3))
+    ]
+    run(dripping_crew, cases)

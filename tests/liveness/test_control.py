@@ -1,0 +1,321 @@
+"""Control: several ranks' ends of the protocol, wired together without links, threads or a clock."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradwire.errors import Broken
+from gradwire.liveness.calls import KEPT, CallLog, Meaning, call_site
+from gradwire.liveness.control import BEHIND_SECONDS, Control
+from gradwire.liveness.verdict import SETTLE_SECONDS, Finding
+
+WORLD = 1
+DUE = SETTLE_SECONDS + 0.001
+
+
+class Ranks:
+    """Controls whose messages lie in a queue until they are delivered; ranks can be cut off and lose what is theirs."""
+
+    def __init__(self, size: int) -> None:
+        self.now = 1000.0
+        self.sent: deque[tuple[int, int, bytes]] = deque()
+        self.broke = [0] * size
+        self.dead: set[int] = set()
+        names = [f"rank {rank} (host h{rank}, pid {rank})" for rank in range(size)]
+        self.controls = [Control(rank, names, 5, self._poster(rank), self._breaker(rank)) for rank in range(size)]
+        self.logs = [CallLog(WORLD, range(size)) for _ in range(size)]
+        for control, log in zip(self.controls, self.logs, strict=True):
+            control.watch(log)
+
+    def _poster(self, source: int):  # type: ignore[no-untyped-def]
+        return lambda target, payload: self.sent.append((source, target, payload))
+
+    def _breaker(self, rank: int):  # type: ignore[no-untyped-def]
+        def broke() -> None:
+            self.broke[rank] += 1
+
+        return broke
+
+    def deliver(self, *, to: set[int] | None = None) -> None:
+        kept: deque[tuple[int, int, bytes]] = deque()
+        while self.sent:
+            source, target, payload = self.sent.popleft()
+            if target in self.dead:
+                continue
+            if to is not None and target not in to:
+                kept.append((source, target, payload))
+                continue
+            self.controls[target].hear(source, payload, self.now)
+        self.sent = kept
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        for rank, control in enumerate(self.controls):
+            if rank not in self.dead:
+                control.tick(self.now)
+
+    def kill(self, rank: int, seen_by: set[int] | None = None) -> None:
+        self.dead.add(rank)
+        for other, control in enumerate(self.controls):
+            if other not in self.dead and (seen_by is None or other in seen_by):
+                control.lost(rank, self.now)
+
+    def errors(self) -> dict[int, Broken]:
+        living = [rank for rank in range(len(self.controls)) if rank not in self.dead]
+        assert all(self.controls[rank].settled for rank in living), "not all have settled"
+        return {rank: self.controls[rank].error("barrier", "") for rank in living}
+
+    def call(self, rank: int, what: str) -> None:
+        meaning = Meaning(what, f"{what}()", hash(what) & 0xFFFFFFFF)
+        self.logs[rank].record(meaning, call_site())
+
+
+def test_a_loss_that_one_rank_sees_is_everybody_s() -> None:
+    ranks = Ranks(4)
+    ranks.kill(2, seen_by={0})
+    ranks.deliver()
+    assert ranks.broke[0] >= 1
+    assert not any(ranks.controls[rank].sound for rank in (0, 1, 3))
+    ranks.pass_time(DUE)
+    for error in ranks.errors().values():
+        assert (type(error).__name__, error.culprit, error.generation) == ("PeerLost", 2, 5)
+        assert str(error) == "rank 2 (host h2, pid 2) closed its link"
+
+
+def test_of_two_losses_in_one_window_all_name_the_lower() -> None:
+    ranks = Ranks(4)
+    ranks.kill(3, seen_by={0})
+    ranks.now += SETTLE_SECONDS / 2
+    ranks.kill(1, seen_by={2})
+    ranks.deliver()
+    ranks.pass_time(DUE)
+    assert {error.culprit for error in ranks.errors().values()} == {1}
+
+
+def test_a_survivor_that_settles_and_ends_first_is_not_named() -> None:
+    """Rank 1 is slow: it hears of the loss, and before it has settled rank 0 raises and vanishes without a goodbye."""
+    ranks = Ranks(4)
+    ranks.kill(2, seen_by={0})
+    ranks.deliver(to={3})
+    ranks.now += DUE
+    ranks.controls[0].tick(ranks.now)  # rank 0 settles, raises, and calls os._exit
+    ranks.deliver()  # a link delivers all that was sent before it ends
+    ranks.kill(0)
+    ranks.deliver()
+    ranks.pass_time(DUE)
+    assert {error.culprit for error in ranks.errors().values()} == {2}
+
+
+def test_a_goodbye_makes_the_end_of_a_link_mean_nothing() -> None:
+    ranks = Ranks(3)
+    ranks.controls[1].goodbye()
+    ranks.deliver()
+    ranks.kill(1)
+    assert ranks.controls[0].sound
+    assert ranks.controls[2].sound
+    assert ranks.controls[0].has_left(1)
+
+
+def test_who_needs_a_rank_that_left_breaks_it_for_all() -> None:
+    ranks = Ranks(3)
+    ranks.controls[1].goodbye()
+    ranks.deliver()
+    ranks.kill(1)
+    ranks.controls[2].missed(1, ranks.now)
+    ranks.controls[2].missed(0, ranks.now)  # who has not left is not missed
+    ranks.deliver()
+    ranks.pass_time(DUE)
+    assert {(error.culprit, str(error)) for error in ranks.errors().values()} == {
+        (1, "rank 1 (host h1, pid 1) left the job")
+    }
+
+
+def test_an_abort_is_graver_than_the_losses_it_causes() -> None:
+    ranks = Ranks(3)
+    ranks.controls[1].report(Finding("aborted", "KeyError: 'x'", 1), ranks.now)
+    ranks.deliver()
+    ranks.kill(1)
+    ranks.deliver()
+    ranks.pass_time(DUE)
+    for error in ranks.errors().values():
+        assert (type(error).__name__, str(error)) == ("Aborted", "rank 1 (host h1, pid 1) gave up: KeyError: 'x'")
+
+
+def test_a_rank_that_was_given_up_learns_it_and_misleads_nobody() -> None:
+    """Rank 0 gave rank 2 up and closed its link; rank 2 must not report rank 0 as lost to rank 1."""
+    ranks = Ranks(3)
+    ranks.controls[0].lost(2, ranks.now, "sent nonsense")
+    ranks.deliver(to={2})
+    ranks.controls[2].lost(0, ranks.now)
+    ranks.deliver()
+    ranks.pass_time(DUE)
+    errors = ranks.errors()
+    assert {errors[rank].culprit for rank in (0, 1)} == {2}
+    assert type(errors[1]).__name__ == "PeerLost"
+    assert (type(errors[2]).__name__, errors[2].culprit) == ("Aborted", 2)
+
+
+def test_a_link_that_is_made_late_is_told_what_happened_before() -> None:
+    ranks = Ranks(3)
+    ranks.controls[0].lost(1, ranks.now)
+    ranks.sent.clear()  # there was no link to rank 2 yet
+    ranks.controls[0].introduce(2)
+    ranks.deliver()
+    assert not ranks.controls[2].sound
+
+
+# -- chains -----------------------------------------------------------------------------------------------------------
+
+
+def disagree(ranks: Ranks, *whats: str) -> None:
+    for rank, what in enumerate(whats):
+        if what:
+            ranks.call(rank, what)
+
+
+def test_calls_that_differ_are_found_without_any_message_of_the_collective() -> None:
+    ranks = Ranks(3)
+    disagree(ranks, "barrier", "barrier", "barrier")
+    ranks.pass_time(0.1)
+    ranks.deliver()
+    assert all(control.sound for control in ranks.controls)
+    disagree(ranks, "all_reduce", "broadcast", "broadcast")
+    ranks.pass_time(0.1)
+    ranks.deliver()
+    errors = ranks.errors()
+    assert {type(error).__name__ for error in errors.values()} == {"CollectiveMismatch"}
+    assert {error.culprit for error in errors.values()} == {0}
+    assert len({str(error) for error in errors.values()}) == 1
+    assert "rank 0: all_reduce() at test_control.py:" in str(errors[2])
+
+
+def test_who_is_ahead_is_compared_when_the_other_gets_there() -> None:
+    ranks = Ranks(2)
+    for _ in range(5):
+        ranks.call(0, "barrier")
+    ranks.pass_time(0.1)
+    ranks.deliver()
+    for _ in range(4):
+        ranks.call(1, "barrier")
+    ranks.pass_time(0.1)
+    ranks.deliver()
+    assert all(control.sound for control in ranks.controls)
+    ranks.call(1, "all_reduce")
+    ranks.pass_time(0.1)
+    ranks.deliver()
+    assert not any(control.sound for control in ranks.controls)
+
+
+def test_what_was_forgotten_is_not_compared() -> None:
+    ranks = Ranks(2)
+    for _ in range(KEPT + 10):
+        ranks.call(0, "barrier")
+    ranks.call(1, "all_reduce")
+    ranks.pass_time(0.1)
+    ranks.deliver()
+    assert all(control.sound for control in ranks.controls), "it is found at the next call that both remember"
+
+
+def test_who_is_about_to_make_the_disputed_call_makes_it_first() -> None:
+    ranks = Ranks(3)
+    disagree(ranks, "all_reduce", "broadcast", "")
+    ranks.pass_time(0.05)
+    ranks.deliver()
+    assert not ranks.controls[0].settled, "rank 2 may be just about to call"
+    ranks.call(2, "broadcast")
+    ranks.controls[2].called(ranks.now)
+    ranks.deliver()
+    assert {error.culprit for error in ranks.errors().values()} == {0}
+
+
+def test_who_does_not_come_is_shown_as_such() -> None:
+    ranks = Ranks(3)
+    disagree(ranks, "barrier", "barrier", "barrier")
+    disagree(ranks, "all_reduce", "broadcast", "")
+    ranks.pass_time(0.05)
+    ranks.deliver()
+    ranks.pass_time(BEHIND_SECONDS + 0.01)
+    ranks.deliver()
+    for error in ranks.errors().values():
+        assert "rank 2: has not got there; its last call was barrier() at test_control.py:" in str(error)
+
+
+def test_closed_groups_are_not_compared() -> None:
+    ranks = Ranks(2)
+    ranks.controls[0].unwatch(ranks.logs[0])
+    assert not ranks.controls[0].open(WORLD)
+    disagree(ranks, "all_reduce", "broadcast")
+    ranks.pass_time(0.1)
+    ranks.deliver()
+    assert ranks.controls[0].sound
+
+
+# -- questions --------------------------------------------------------------------------------------------------------
+
+
+def test_positions_are_asked_for_and_answered() -> None:
+    ranks = Ranks(3)
+    disagree(ranks, "barrier", "barrier", "")
+    began = time.monotonic()
+    assert ranks.controls[0].positions(ranks.logs[0], 0.01) == {}
+    assert time.monotonic() - began < 1.0
+    ranks.deliver()
+    found = ranks.controls[0]._positions
+    assert (found[WORLD, 1].sequence, found[WORLD, 2].sequence) == (1, 0)
+    assert found[WORLD, 1].last.startswith("barrier() #1 at test_control.py:")
+    assert found[WORLD, 2].last == "none"
+
+
+def test_whoever_waits_settles_the_verdict_itself_if_no_thread_does() -> None:
+    ranks = Ranks(2)
+    ranks.controls[0].report(Finding("aborted", "no", 0), time.monotonic())
+    assert ranks.controls[0].settle(5.0)
+
+
+@given(st.binary(max_size=200) | st.text(max_size=60).map(str.encode))
+def test_random_words_are_refused_or_ignored(words: bytes) -> None:
+    ranks = Ranks(2)
+    try:
+        ranks.controls[0].hear(1, words, ranks.now)
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
+        return
+    assert ranks.controls[0].sound
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+KEYS = ("finding", "calls", "among", "g", "s", "c", "f", "last", "kind", "reason", "culprit", "group", "sequence")
+
+
+@given(
+    st.sampled_from(["finding", "verdict", "calls", "bye", "at", "where", "here"]),
+    st.dictionaries(st.sampled_from(KEYS), JSON, max_size=6),
+)
+def test_known_messages_with_random_fields_are_refused_or_understood(kind: str, fields: dict[str, object]) -> None:
+    ranks = Ranks(2)
+    ranks.call(0, "barrier")
+    try:
+        ranks.controls[0].hear(1, json.dumps({**fields, "t": kind}).encode(), ranks.now)
+    except (ValueError, KeyError, TypeError, OverflowError, AttributeError):
+        pass
+    ranks.pass_time(1.0)  # whatever was believed must not trip anything later
+    ranks.pass_time(1.0)
+    if not ranks.controls[0].sound:
+        assert ranks.controls[0].settled
+        assert isinstance(ranks.controls[0].error(None, ""), Broken)
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_goodbyes_reach_everybody_else(size: int) -> None:
+    ranks = Ranks(size)
+    ranks.controls[0].goodbye()
+    assert [(source, target) for source, target, _ in ranks.sent] == [(0, rank) for rank in range(1, size)]

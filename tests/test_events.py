@@ -1,0 +1,78 @@
+"""The one tracing point: what subscribers are told, and that they cannot break what they watch."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+from gradwire import events
+from gradwire.events import Event
+
+
+def test_a_collective_begins_and_ends() -> None:
+    seen: list[Event] = []
+    unsubscribe = events.subscribe(seen.append)
+    try:
+        with gw.init() as group:
+            group.all_reduce(np.ones(2))
+            group.stream().barrier().wait()
+    finally:
+        unsubscribe()
+    assert [(event.name, event.operation) for event in seen] == [
+        ("begin", "all_reduce"),
+        ("end", "all_reduce"),
+        ("begin", "barrier"),
+        ("end", "barrier"),
+    ]
+    assert seen[0].facts["rank"] == 0
+    assert seen[1].facts["seconds"] >= 0
+    assert seen[0].at <= seen[1].at
+
+
+def test_a_failure_is_told_with_its_error() -> None:
+    seen: list[Event] = []
+    one, two = gw.loopback_pair()
+    one.abort("enough")
+    unsubscribe = events.subscribe(seen.append)
+    try:
+        with pytest.raises(gw.Aborted) as caught:
+            two.barrier()
+    finally:
+        unsubscribe()
+        one.close()
+        two.close()
+    assert [event.name for event in seen] == ["begin", "fail"]
+    assert seen[1].facts["error"] is caught.value
+
+
+def test_a_subscriber_that_fails_breaks_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[str] = []
+
+    def fails(event: Event) -> None:
+        raise ValueError("out of ink")
+
+    ends = [events.subscribe(fails), events.subscribe(lambda event: seen.append(event.name))]
+    try:
+        with gw.init() as group, caplog.at_level(logging.ERROR, "gradwire.events"):
+            assert group.all_reduce(2) == 2
+    finally:
+        for end in ends:
+            end()
+    assert seen == ["begin", "end"]
+    assert "out of ink" in caplog.text
+
+
+def test_who_subscribed_twice_can_end_one_of_the_two() -> None:
+    seen: list[Event] = []
+    ends = [events.subscribe(seen.append) for _ in range(2)]
+    events.emit("slow", "barrier")
+    ends[0]()
+    ends[0]()
+    events.emit("slow", "barrier")
+    ends[1]()
+    events.emit("slow", "barrier")
+    assert len(seen) == 3
+    assert not events.watched()
