@@ -70,6 +70,7 @@ void* pointer(std::uintptr_t address) { return reinterpret_cast<void*>(address);
 }  // namespace
 
 NB_MODULE(_native, module) {
+    nb::set_leak_warnings(false);  // a process that ends in the middle of a call says nothing about it
     register_kernels(module);
     nb::class_<Program>(module, "Program").def("__init__", &make_program);
 
