@@ -6,6 +6,7 @@
 
 #include <stdexcept>
 
+#include "module_kernels.hpp"
 #include "run.hpp"
 
 namespace nb = nanobind;
@@ -69,6 +70,8 @@ void* pointer(std::uintptr_t address) { return reinterpret_cast<void*>(address);
 }  // namespace
 
 NB_MODULE(_native, module) {
+    nb::set_leak_warnings(false);  // a process that ends in the middle of a call says nothing about it
+    register_kernels(module);
     nb::class_<Program>(module, "Program").def("__init__", &make_program);
 
     nb::class_<Links>(module, "Links")

@@ -6,10 +6,11 @@ stream, on the group's progress thread. Each schedule that runs gets the next se
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
 from typing import Any
 
@@ -57,6 +58,7 @@ class Runner:
             self._links.__getitem__, generation.transport.spin
         )
         self._connected = self.size == 1
+        self._recording = True
         self._tile_bytes = TILE_BYTES
         self._log: tuple[int, int] | None = None  # where this rank's log lies in its arena
         self._plans: OrderedDict[Shape, Plan] = OrderedDict()
@@ -87,9 +89,15 @@ class Runner:
                         raise watch.lost(self.members[rank]) from None
                     watch.wait((), ())
 
-    def reconnect(self) -> None:
-        """Look at the links anew at the next call: memory may be shared now."""
-        self._connected = self.size == 1
+    @contextlib.contextmanager
+    def setting_up(self) -> Iterator[None]:
+        """Calls of our own, which do not count among the user's; at the next one the links are looked at anew."""
+        self._recording = False
+        try:
+            yield
+        finally:
+            self._recording = True
+            self._connected = self.size == 1
 
     def _connect(self, watch: Watch, site: Site) -> None:
         """Complete the links, at the first call; with the core, hand them to it, and share memory where it is shared."""
@@ -117,7 +125,9 @@ class Runner:
             mine[0] = shared.own.carve(nbytes)
             self._log = (int(mine[0]), nbytes)
         shape = Shape("all_gather", parse_dtype("int64"), (1,) * self.size, call="subgroup()")
-        self.exchange(shape, mine, offsets, watch.operation, watch.timeout, site)
+        with self.setting_up():
+            self.exchange(shape, mine, offsets, watch.operation, watch.timeout, site)
+        self._connected = True
         self._plans.clear()
         self._tile_bytes = tile_bytes
         if executor is None or shared is None or not neighbours:
@@ -219,7 +229,7 @@ class Runner:
         if not self._connected:
             self._connect(Watch(self.generation, self.calls, name, self.calls.sequence + 1, timeout), site)
         plan = self._plans.get(shape) or self._plan(shape)
-        sequence = self.calls.record(plan.meaning, site)
+        sequence = self.calls.record(plan.meaning, site) if self._recording else 0
         if not self.generation.control.sound:
             self.generation.control.called(time.monotonic())
             self.check(name)

@@ -188,12 +188,12 @@ def _share_memory(group: Group, generation: Generation, config: JobConfig, deadl
     """Find out with whom memory can be shared; ranks that cannot or will not say so, and go on with sockets."""
     hosts = [generation.identity.topology.host_of(rank) for rank in range(group.size)]
     wanted = config.transport != "tcp" and native.available()
-    generation.shared, generation.sharing = shm.share(group.rank, hosts, wanted, group.all_gather_values, deadline)
+    with group._runner.setting_up():
+        generation.shared, generation.sharing = shm.share(group.rank, hosts, wanted, group.all_gather_values, deadline)
     if config.transport == "shm" and not all(generation.sharing):
         missing = [rank for rank, shares in enumerate(generation.sharing) if not shares]
         group.close()
         raise UnsupportedOp(f"ranks {missing} cannot share memory with all others", operation="init")
-    group._runner.reconnect()
 
 
 def _agreed(config: JobConfig, coordinator: Coordinator | None, timeout: float) -> Address:
