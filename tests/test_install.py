@@ -26,7 +26,8 @@ if not (ROOT / BACKEND).exists():
 def hook(tree: Path, call: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Call a hook of the backend as pip does, in a process of its own; the last line it prints is the result."""
     program = f"import gradwire_build; print(); print(gradwire_build.{call})"
-    settings = {**os.environ, "PYTHONPATH": str(tree / "build_backend"), **environ}
+    inherited = {name: value for name, value in os.environ.items() if name not in ("GRADWIRE_PURE", "CXX", "CXXFLAGS")}
+    settings = {**inherited, "PYTHONPATH": str(tree / "build_backend"), **environ}
     command = [sys.executable, "-c", program]
     return subprocess.run(command, cwd=tree, env=settings, capture_output=True, text=True, timeout=600, check=False)
 
