@@ -1,7 +1,7 @@
 """Builds gradwire: with its native core where that can be compiled, without it elsewhere.
 
-A PEP 517 backend in front of scikit-build-core, which does the work. What became of the core, and why, is recorded in the
-package (`gradwire/_build.json`), since pip hides what a build prints: `gradwire.executors.core` reads it.
+A PEP 517 backend in front of scikit-build-core, which does the work. What became of the core, and why, is recorded in
+the package (`gradwire/_build.json`), since pip hides what a build prints: `gradwire.executors.core` reads it.
 
     GRADWIRE_PURE=1     do not build the core
     GRADWIRE_STRICT=1   fail rather than do without it; warnings of the compiler are errors
@@ -11,6 +11,8 @@ An editable installation is a line in a .pth file that names src/; the core is p
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import os
 import shlex
@@ -43,7 +45,7 @@ def get_requires_for_build_wheel(settings: Settings = None) -> list[str]:
     """CMake and ninja, where the machine has none and they would be of use."""
     if obstacle():
         return []
-    wanted = scikit.get_requires_for_build_wheel(settings)
+    wanted: list[str] = scikit.get_requires_for_build_wheel(settings)
     return wanted if not wanted or obtainable(wanted) else []
 
 
@@ -51,11 +53,11 @@ get_requires_for_build_editable = get_requires_for_build_wheel
 
 
 def prepare_metadata_for_build_wheel(directory: str, settings: Settings = None) -> str:
-    return scikit.prepare_metadata_for_build_wheel(directory, pure(settings))
+    return str(scikit.prepare_metadata_for_build_wheel(directory, pure(settings)))
 
 
 def prepare_metadata_for_build_editable(directory: str, settings: Settings = None) -> str:
-    return scikit.prepare_metadata_for_build_editable(directory, pure(settings))
+    return str(scikit.prepare_metadata_for_build_editable(directory, pure(settings)))
 
 
 def build_wheel(directory: str, settings: Settings = None, metadata: str | None = None) -> str:
@@ -67,7 +69,7 @@ def build_wheel(directory: str, settings: Settings = None, metadata: str | None 
             reason = failure(error)
     do_without(reason)
     record(reason)
-    return scikit.build_wheel(directory, pure(settings))
+    return str(scikit.build_wheel(directory, pure(settings)))
 
 
 def build_editable(directory: str, settings: Settings = None, metadata: str | None = None) -> str:
@@ -83,7 +85,7 @@ def build_editable(directory: str, settings: Settings = None, metadata: str | No
         do_without(reason)
     record(reason)
     shutil.copyfile(TEMPLATE, PACKAGE / RECORD)
-    return scikit.build_editable(directory, pure(settings))
+    return pointer(Path(directory), settings)
 
 
 # --- building
@@ -92,7 +94,7 @@ def build_editable(directory: str, settings: Settings = None, metadata: str | No
 def native_wheel(directory: str, settings: Settings) -> str:
     record(None)
     strict = {"cmake.define.GRADWIRE_STRICT": "ON" if asked_for("GRADWIRE_STRICT") else "OFF"}
-    return scikit.build_wheel(directory, {**strict, **(settings or {})})
+    return str(scikit.build_wheel(directory, {**strict, **(settings or {})}))
 
 
 def build_in_place(settings: Settings) -> None:
@@ -104,6 +106,32 @@ def build_in_place(settings: Settings) -> None:
             for name in archive.namelist():
                 if name.startswith("gradwire/_native.") and name.endswith(".so"):
                     replace(PACKAGE / Path(name).name, archive.read(name))
+
+
+def pointer(directory: Path, settings: Settings) -> str:
+    """A wheel that only names src/. Scikit-build-core's has a finder that goes before all others, even PYTHONPATH."""
+    with tempfile.TemporaryDirectory() as prepared:
+        described = Path(prepared, prepare_metadata_for_build_editable(prepared, settings))
+        files = {
+            f"{described.name}/{path.relative_to(described)}": path.read_bytes() for path in sorted_files(described)
+        }
+    files["gradwire.pth"] = f"{PACKAGE.parent}\n".encode()
+    listing = f"{described.name}/RECORD"
+    lines = [f"{name},sha256={digest(content)},{len(content)}" for name, content in files.items()]
+    files[listing] = "\n".join([*lines, f"{listing},,", ""]).encode()
+    name = f"{described.name.removesuffix('.dist-info')}-py3-none-any.whl"
+    with zipfile.ZipFile(directory / name, "w", zipfile.ZIP_DEFLATED) as wheel:
+        for file, content in files.items():
+            wheel.writestr(file, content)
+    return name
+
+
+def sorted_files(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file() and path.name != "RECORD")
+
+
+def digest(content: bytes) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode().rstrip("=")
 
 
 def replace(path: Path, content: bytes) -> None:
@@ -151,7 +179,7 @@ def compiler_obstacle(compiler: list[str], headers: Path) -> str | None:
     try:
         done = subprocess.run(command, input=PROBE, text=True, capture_output=True, timeout=120, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"the C++ compiler {shlex.join(compiler)} does not run: {error}"
+        return f"{shlex.join(compiler)} does not run: {error}"
     if done.returncode == 0:
         return None
     print(done.stdout, done.stderr, sep="\n", file=sys.stderr)
@@ -164,7 +192,7 @@ def first_on_path(*names: str) -> list[str]:
 
 
 def obtainable(packages: list[str]) -> bool:
-    """Whether pip can get them ready-made. Asking in vain would make the whole installation fail, and uv has no pip to ask."""
+    """Whether pip can get them ready-made: asking in vain makes the whole installation fail. uv has no pip to ask."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # this build's own packages
     if subprocess.run([*pip, "--version"], env=environ, capture_output=True, check=False).returncode != 0:

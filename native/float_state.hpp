@@ -1,6 +1,7 @@
-// The processor's floating-point state as IEEE's defaults have it, for as long as an object of this class lives: rounding to
-// nearest, denormals honoured, no traps. Libraries change it for a thread or a whole process (torch.set_flush_denormal, whatever
-// was linked with -ffast-math), and then equal expressions would not be equal bits on all ranks.
+// The processor's floating-point state as IEEE's defaults have it, for as long as an object of this class lives:
+// rounding to nearest, denormals honoured, no traps. Libraries change it for a thread or a whole process
+// (torch.set_flush_denormal, whatever was linked with -ffast-math), and then equal expressions would not be equal bits
+// on all ranks.
 #pragma once
 
 #if defined(__x86_64__) || defined(__i386__)

@@ -1,8 +1,8 @@
 // Reduction kernels: the numeric rules of gradwire/executors/numerics.py, vectorised by the compiler.
 //
-// Terms are folded from the left, in the accumulator's type A (float for half types, else the element type T). Integers wrap.
-// In min and max a NaN wins and −0 < +0. A result may lie exactly on one of its terms of the same type: every block of terms
-// is read before that block of the result is written. No address needs to be aligned.
+// Terms are folded from the left, in the accumulator's type A (float for half types, else the element type T). Integers
+// wrap. In min and max a NaN wins and −0 < +0. A result may lie exactly on one of its terms of the same type: every
+// block of terms is read before that block of the result is written. No address needs to be aligned.
 //
 // Whatever rounding, flushing of denormals or trapping the process has set, the kernels compute by IEEE's defaults.
 #pragma once
@@ -13,9 +13,7 @@
 namespace gradwire {
 
 // Codes of gradwire/arrays.py's table.
-enum class DType : std::uint8_t {
-    f16 = 1, bf16, f32, f64, i8, i16, i32, i64, u8, u16, u32, u64, boolean, c64, c128,
-};
+enum class DType : std::uint8_t { f16 = 1, bf16, f32, f64, i8, i16, i32, i64, u8, u16, u32, u64, boolean, c64, c128 };
 enum class Op : std::uint8_t { sum = 0, min, max, prod };
 
 struct Term {

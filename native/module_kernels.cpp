@@ -21,7 +21,8 @@ namespace {
 class Buffer {
   public:
     Buffer(nb::handle object, bool writable) {
-        if (PyObject_GetBuffer(object.ptr(), &view_, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) != 0) throw nb::python_error();
+        if (PyObject_GetBuffer(object.ptr(), &view_, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) != 0)
+            throw nb::python_error();
     }
     Buffer(Buffer&& other) noexcept : view_(std::exchange(other.view_, Py_buffer{})) {}
     Buffer(const Buffer&) = delete;
