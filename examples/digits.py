@@ -14,8 +14,8 @@ The exit code is 0 only if the weights are identical bits on all ranks, within T
 round differently in another order), and good enough at reading digits.
 
 The images are from the UCI repository (see data/README.md). A random fifth is held out for testing: digits that the
-network has never seen, by people whose other digits it has. This split is a kind one (98.9 %): over 20 random splits the
-accuracy is 97.2 % on average, 96.1 % at worst; on the file's last fifth, by people it has not seen, about 92 %.
+network has never seen, by people whose other digits it has. This split is a kind one (98.9 %): over 20 random splits
+the accuracy is 97.2 % on average and 96.1 % at worst; on the file's last fifth, by people it has not seen, about 92 %.
 """
 
 from __future__ import annotations

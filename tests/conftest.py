@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 
@@ -23,6 +24,12 @@ STARTED_BY = ("GRADWIRE_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "MPI_", "TORCHELA
 for _name in set(os.environ) - {"GRADWIRE_PURE"}:
     if _name.startswith(STARTED_BY) or _name in {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}:
         del os.environ[_name]
+
+# A shell in the background, or nohup, makes all our processes deaf to signals that some tests are about. What a process
+# handles, its children get back as it should be.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 # What is on its way out when a test returns (a thread past its last statement) gets this long.
 GRACE = 3.0

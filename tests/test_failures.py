@@ -18,6 +18,7 @@ from processes import job_fixture as job_fixture
 from processes import zygote_fixture as zygote_fixture
 
 SOON = 1.0  # seconds, from the kill to the error
+LARGE = 64 << 20  # bytes
 
 
 def fork_children(how: str) -> None:
@@ -88,11 +89,21 @@ def check_lost(rank: Rank, culprit: int, killed: float, operation: str) -> dict[
     return first
 
 
-@pytest.mark.parametrize("children", ["none", "fork", "multiprocessing"])
-@pytest.mark.parametrize("nbytes", [8, 64 << 20])
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize(
+    ("victim", "nbytes", "children"),
+    [
+        (0, 8, "none"),
+        (3, 8, "none"),
+        (2, 8, "fork"),
+        (0, 8, "multiprocessing"),
+        (0, LARGE, "none"),
+        (2, LARGE, "none"),
+        (0, LARGE, "fork"),
+        (1, LARGE, "multiprocessing"),
+    ],
+)
 def test_a_rank_that_is_killed_in_a_collective_is_named(job: StartJob, victim: int, nbytes: int, children: str) -> None:
-    with job(reduces_until_broken, 4, nbytes, children) as ranks:
+    with job(reduces_until_broken, 3 if nbytes == LARGE else 4, nbytes, children) as ranks:
         for rank in ranks:
             assert rank.hear()["ready"]
         killed = ranks[victim].signal()

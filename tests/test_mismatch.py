@@ -326,3 +326,26 @@ def test_processes_that_disagree(job: StartJob, difference: str) -> None:
             assert f"\n  rank 1: {shown} at {line(odd)}" in told["text"]
             assert f" at {line(usual)}\n" in told["text"]
             assert told["took"] < SOON
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_two_roots_that_never_wait_are_told_when_they_leave_the_group(n: int) -> None:
+    def leave_at_once(group: gw.Group) -> str:
+        try:
+            with group:
+                group.broadcast(np.ones(3), root=group.rank % 2)
+        except gw.CollectiveMismatch as error:
+            return str(error)
+        return "no error"
+
+    for text in run_ranks(gw.local_group(n), leave_at_once):
+        assert "root=0" in text
+        assert "root=1" in text
+        assert "test_mismatch.py" in text
+
+
+def test_leaving_alone_takes_a_moment_at_most() -> None:
+    stays, leaves = gw.local_group(2)
+    with leaves:
+        pass
+    stays.close()

@@ -327,3 +327,31 @@ def test_two_recvs_of_different_sizes_each_get_theirs(pair: list[gw.Group]) -> N
     small.join()
     right.join()
     assert sorted(map(str, outcomes)) == ["5", str(gw.SizeMismatch)]
+
+
+def test_a_copy_of_another_type_is_refused_and_kept() -> None:
+    one, two = gw.loopback_pair()
+    with one, two:
+        one.copy(np.arange(6), None, src=0, dst=1)
+        with pytest.raises(gw.ArrayError, match="rank 0 copies int64, but y is float64"):
+            two.copy(None, np.zeros(6), src=0, dst=1, timeout=5)
+        y = np.zeros(6, np.int64)
+        two.copy(None, y, src=0, dst=1, timeout=5)
+        assert y.tolist() == [0, 1, 2, 3, 4, 5]
+        one.copy(np.arange(6), None, src=0, dst=1)
+        with pytest.raises(gw.SizeMismatch, match="rank 0 copies 48 bytes, the buffer has 32") as caught:
+            two.copy(None, np.zeros(4, np.int64), src=0, dst=1, timeout=5)
+        assert caught.value.operation == "copy"
+
+
+def test_sendrecv_has_one_deadline() -> None:
+    one, two = gw.loopback_pair()
+    with one, two:
+        big, received = np.zeros(1 << 17), np.zeros(1 << 17)
+        receiving = threading.Timer(0.4, lambda: two.recv(received, src=0))
+        receiving.start()
+        began = time.monotonic()
+        with pytest.raises(gw.Timeout):
+            one.sendrecv(big, np.zeros(3), dst=1, src=1, timeout=0.6)
+        assert time.monotonic() - began < 0.95
+        receiving.join()

@@ -96,6 +96,11 @@ def _row(dtype: np.dtype[Any]) -> DType:
     raise ArrayError(f"arrays of dtype {dtype} cannot be exchanged; these can: {names}")
 
 
+def dtype_named(code: int) -> str:
+    """The name of the dtype with this code, for messages; codes come from peers, so any number will do."""
+    return next((row.name for row in _TABLE.values() if row.code == code), f"dtype {code}")
+
+
 def parse_dtype(dtype: Any) -> DType:
     """A dtype by name or NumPy type, "bfloat16" included.
 
@@ -185,10 +190,17 @@ def view(x: Any, *, writable: bool, instead: str = "pass a copy") -> View:
     dtype = dtype_of(array)
     flags = array.flags
     if writable and not flags.writeable:
-        raise ArrayError(f"the array is read-only: {instead}")
+        raise ArrayError(f"the array is read-only{_through(x)}: {instead}")
     if flags.c_contiguous and flags.aligned:
         return View(array.reshape(-1), array, dtype, False)
     return View(np.empty(array.size, dtype.storage), array, dtype, True)
+
+
+def _through(x: Any) -> str:
+    """Old tensors, and old versions of NumPy, know no DLPack that can be written to."""
+    if isinstance(x, np.ndarray) or not isinstance(x, SupportsDLPack):
+        return ""
+    return " as NumPy sees it through DLPack (a NumPy view of it, say x.numpy(), may not be)"
 
 
 def overlap(a: View, b: View) -> bool:

@@ -228,7 +228,11 @@ class Runner:
     def exchange(self, shape: Shape, x: Array, out: Array, name: str, timeout: float, site: Site) -> None:
         if not self._connected:
             self._connect(Watch(self.generation, self.calls, name, self.calls.sequence + 1, timeout), site)
-        plan = self._plans.get(shape) or self._plan(shape)
+        plan = self._plans.get(shape)
+        if plan is None:
+            plan = self._plan(shape)
+        else:
+            self._plans.move_to_end(shape)
         sequence = self.calls.record(plan.meaning, site) if self._recording else 0
         if not self.generation.control.sound:
             self.generation.control.called(time.monotonic())

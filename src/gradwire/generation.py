@@ -11,23 +11,31 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
 
-from gradwire.errors import Closed, GradwireError, NoConnection
+from gradwire.errors import Closed, CollectiveMismatch, GradwireError, NoConnection
 from gradwire.liveness.control import Control
 from gradwire.liveness.verdict import Finding
 from gradwire.liveness.watch import ANSWER_SECONDS
 from gradwire.messages import Letter, Mailbox
 from gradwire.topology import Topology
-from gradwire.transports.base import CONTROL_CHANNEL, MESSAGE_CHANNEL, Link, LinkClosed, Transport
-from gradwire.transports.shm import SharedMemory
+from gradwire.transports.base import (
+    CHECK_SECONDS,
+    CONTROL_CHANNEL,
+    MESSAGE_CHANNEL,
+    Belonging,
+    Link,
+    LinkClosed,
+    Transport,
+)
 from gradwire.transports.frames import FrameReader, Outbox
+from gradwire.transports.shm import SharedMemory
 from gradwire.wire import MAX_CONTROL, Header, Kind, WireError
 
 log = logging.getLogger("gradwire")
 
 VERDICT_SECONDS = 5.0  # a settled verdict takes half a second at most; this is for a starved machine
 GOODBYE_SECONDS = 2.0
+EXPECTED_SECONDS = 3.0  # of waiting for a rank to dial, after which to look whether it is still there
 CONTROL_READ_AHEAD = 4096  # control messages are small and few, but there is a reader for each peer
 LAST_WORDS_SECONDS = 0.2  # in which messages sent before a goodbye may still arrive
 
@@ -47,19 +55,6 @@ class Identity:
         return len(self.names)
 
 
-class Belonging(Protocol):
-    """Something that ends with a generation."""
-
-    def close(self) -> None: ...
-
-    def shares(self, world: int) -> bool:
-        """Whether a world rank shares memory with those on its host."""
-        return bool(self.sharing) and self.sharing[world]
-
-    def abandon(self) -> None:
-        """In a forked child: let go of descriptors."""
-
-
 class Generation:
     """This rank's part in one membership."""
 
@@ -70,6 +65,7 @@ class Generation:
         self.closed = False
         self.shared: SharedMemory | None = None
         self.sharing: tuple[bool, ...] = ()  # by world rank: who shares memory with its neighbours
+        self.raised = False  # whether this rank's program has seen why the generation broke
         self.inherited = False
         self.control = Control(identity.rank, identity.names, identity.number, self._post_control, self._broke)
         self.mailbox = Mailbox(self._accept_offer, self.wake)
@@ -79,6 +75,7 @@ class Generation:
         self._outboxes: dict[tuple[int, int], Outbox] = {}  # by world rank and channel: links this rank writes to
         self._readers: list[FrameReader] = []
         self._message_links: dict[int, threading.Lock] = {}
+        self._met = threading.Condition()
         self._ending = False
         self._thread = threading.Thread(target=self._run, name="gradwire-service", daemon=True)
 
@@ -88,15 +85,29 @@ class Generation:
         """Begin to serve, and open the control links to the ranks below: of each pair the higher one dials, so that
         they never cross."""
         self.transport.adopt(MESSAGE_CHANNEL, self._adopt_message_link)
+        self.transport.adopt(CONTROL_CHANNEL, self._add_control_link)
         self._thread.start()
         for peer in range(self.identity.rank):
             self._add_control_link(self.connect(peer, CONTROL_CHANNEL, deadline, "init"))
 
     def serve(self, deadline: float) -> None:
-        """Wait for the ranks above to have dialled. A rank that is lost meanwhile ends the wait."""
-        for peer in range(self.identity.rank + 1, self.identity.size):
-            link = self.transport.accept(peer, CONTROL_CHANNEL, deadline, lambda: self.check("init"))
-            self._add_control_link(link)
+        """Wait for the ranks above to have dialled. One that is lost meanwhile ends the wait."""
+        look_at = time.monotonic() + EXPECTED_SECONDS
+        while missing := self._not_met():
+            with self._met:
+                self._met.wait_for(lambda: not self._not_met(), CHECK_SECONDS)
+            self.check("init")
+            now, name = time.monotonic(), self.identity.names[missing[0]]
+            if now >= deadline:
+                raise NoConnection(f"{name} did not connect in time", peer=missing[0])
+            if now >= look_at:
+                look_at = now + EXPECTED_SECONDS
+                if not self.transport.listens(missing[0]):
+                    raise NoConnection(f"{name} has registered and then ended", peer=missing[0])
+
+    def _not_met(self) -> list[int]:
+        above = range(self.identity.rank + 1, self.identity.size)
+        return [peer for peer in above if (peer, CONTROL_CHANNEL) not in self._outboxes]
 
     def connect(self, peer: int, channel: int, deadline: float, operation: str) -> Link:
         """A link to a world rank; fails as soon as it is known that the rank has left or the generation is broken."""
@@ -115,10 +126,14 @@ class Generation:
             raise
 
     def _add_control_link(self, link: Link) -> None:
-        self._serve_link(
-            link, CONTROL_CHANNEL, FrameReader(link, _ControlSink(self), threading.Lock(), CONTROL_READ_AHEAD)
-        )
+        if (link.peer, CONTROL_CHANNEL) in self._outboxes:  # a rank below has no business to dial one
+            link.close()
+            return
+        reader = FrameReader(link, _ControlSink(self), threading.Lock(), CONTROL_READ_AHEAD)
+        self._serve_link(link, CONTROL_CHANNEL, reader)
         self.control.introduce(link.peer)
+        with self._met:
+            self._met.notify_all()
 
     def _serve_link(self, link: Link, channel: int, reader: FrameReader) -> Outbox:
         """Let the service thread read a link, and write what is posted to it under this peer and channel."""
@@ -137,6 +152,8 @@ class Generation:
             if self.closed:
                 return
             self.closed = True
+        if (unseen := self.unseen_mismatch()) is not None:
+            log.error("the group is closed, and nobody has been told: %s", unseen)
         self._wake_waits()
         if finding is not None:
             self.control.report(finding, time.monotonic())
@@ -148,6 +165,10 @@ class Generation:
                 self._thread.join(GOODBYE_SECONDS + 1)
         for belonging in reversed(self.belongings):
             belonging.close()
+
+    def shares(self, world: int) -> bool:
+        """Whether a world rank shares memory with those on its host."""
+        return bool(self.sharing) and self.sharing[world]
 
     def shares(self, world: int) -> bool:
         """Whether a world rank shares memory with those on its host."""
@@ -177,7 +198,7 @@ class Generation:
             pause = self.control.tick(now)
             if self._ending:
                 give_up_at = give_up_at or now + GOODBYE_SECONDS
-                if now >= give_up_at or not self._unsent():
+                if now >= give_up_at or not any(outbox.waiting for outbox in self._served()):
                     return
                 pause = min(pause, give_up_at - now)
             readers = [reader for reader in self._readers if self._may_read(reader)]
@@ -196,9 +217,6 @@ class Generation:
 
     def _may_read(self, reader: FrameReader) -> bool:
         return reader.link.channel == CONTROL_CHANNEL or not self.mailbox.overfull(reader.link.peer)
-
-    def _unsent(self) -> bool:
-        return any(outbox.waiting for outbox in self._served())
 
     def _flush(self, outbox: Outbox) -> None:
         try:
@@ -315,21 +333,26 @@ class Generation:
 
     def check(self, operation: str | None = None, during: str = "") -> None:
         """Raise if this generation can no longer be used; `during` is for those who have waited."""
-        if self.closed:
-            self._raise_closed()
-        if not self.control.sound:
-            raise self.error(operation, during)
-
-    def _raise_closed(self) -> NoReturn:
         if self.inherited:
             raise Closed("this process was forked from a rank: the group belongs to the parent")
-        raise Closed("the group is closed")
+        if self.closed:
+            raise Closed("the group is closed")
+        if not self.control.sound:
+            raise self.error(operation, during)
 
     def error(self, operation: str | None, during: str = "") -> GradwireError:
         """The error of a broken generation, once the verdict is in; also for the one who closed it meanwhile."""
         if not self.control.settle(VERDICT_SECONDS):
             return Closed("the group was closed while it broke", operation=operation)
+        self.raised = True
         return self.control.error(operation, during)
+
+    def unseen_mismatch(self) -> CollectiveMismatch | None:
+        """The error of ranks that disagreed without waiting for each other, if no call has raised it yet."""
+        if self.raised or self.control.sound or not self.control.settle(VERDICT_SECONDS):
+            return None
+        error = self.control.error(None, "")
+        return error if isinstance(error, CollectiveMismatch) else None
 
     def lost(self, peer: int, operation: str, during: str) -> GradwireError:
         """A data link to a world rank ended. Its control link says why; if it stays silent, the rank is lost."""

@@ -13,9 +13,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gradwire.errors import SizeMismatch
+from gradwire.arrays import dtype_named
+from gradwire.errors import ArrayError, GradwireError, SizeMismatch
 from gradwire.wire import MAX_EAGER, Header, Kind, WireError
 
+COPY_TAG = -1
 MAX_KEPT = 64 << 20  # bytes of unasked messages from one peer, before its link is no longer read
 _OVERHEAD = 256
 
@@ -32,6 +34,7 @@ class Letter:
     identity: int = 0
     payload: memoryview | None = None
     number: int = 0  # in the order of arrival
+    dtype: int = 0  # as of a request
 
     @property
     def weight(self) -> int:
@@ -48,7 +51,8 @@ class Request:
     tag: int
     target: memoryview
     sender: int | None = None
-    error: SizeMismatch | None = None
+    error: GradwireError | None = None
+    dtype: int = 0  # of a copy: its elements' code; other messages are only bytes
 
     @property
     def done(self) -> bool:
@@ -174,13 +178,8 @@ class Mailbox:
 
     def _match(self, letter: Letter, request: Request) -> None:
         """Give a letter of the shelf to a request, or the request its error."""
-        if letter.nbytes != len(request.target):
-            request.error = SizeMismatch(
-                f"rank {letter.source} sent {letter.nbytes} bytes with tag {letter.tag}, "
-                f"the buffer has {len(request.target)}; the message is kept",
-                peer=letter.source,
-                operation="recv",
-            )
+        request.error = _unfitting(letter, request)
+        if request.error is not None:
             self.changed.notify_all()
             return
         self._unkeep(letter)
@@ -289,4 +288,18 @@ def _letter(world: int, header: Header, payload: memoryview | None) -> Letter:
     identity = 0 if payload is not None else header.sequence
     tag = header.fingerprint if header.fingerprint < 1 << 63 else header.fingerprint - (1 << 64)
     nbytes = header.nbytes if payload is not None else header.tile | header.round << 32
-    return Letter(world, header.group, header.source, tag, nbytes, identity, payload)
+    dtype = max(0, -tag)  # users' tags are not negative: the others are copies' types
+    return Letter(world, header.group, header.source, max(tag, COPY_TAG), nbytes, identity, payload, dtype=dtype)
+
+
+def _unfitting(letter: Letter, request: Request) -> GradwireError | None:
+    """Why a message cannot be taken into the buffer that was offered for it."""
+    if letter.dtype != request.dtype:
+        theirs, mine = dtype_named(letter.dtype), dtype_named(request.dtype)
+        text = f"rank {letter.source} copies {theirs}, but y is {mine}; the copy is kept"
+        return ArrayError(text, operation="copy", peer=letter.source)
+    if letter.nbytes == len(request.target):
+        return None
+    what = f"copies {letter.nbytes} bytes" if letter.dtype else f"sent {letter.nbytes} bytes with tag {letter.tag}"
+    text = f"rank {letter.source} {what}, the buffer has {len(request.target)}; the message is kept"
+    return SizeMismatch(text, operation="copy" if letter.dtype else "recv", peer=letter.source)

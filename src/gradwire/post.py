@@ -13,7 +13,7 @@ from gradwire.executors.python import after
 from gradwire.generation import Generation
 from gradwire.liveness.verdict import Finding
 from gradwire.liveness.watch import ANSWER_SECONDS, POLL_SECONDS, Slowness
-from gradwire.messages import Offer, Request
+from gradwire.messages import COPY_TAG, Offer, Request
 from gradwire.transports.base import LinkClosed
 from gradwire.transports.frames import Outbox
 from gradwire.wire import MAX_EAGER, Header, Kind
@@ -176,7 +176,7 @@ class Post:
     def post_request(self, target: memoryview, src: int | None, tag: int) -> Request:
         """Ask for a message without waiting for it."""
         self._check("recv")
-        request = Request(self.group, src, tag, target)
+        request = Request(self.group, src, max(tag, COPY_TAG), target, dtype=max(0, -tag))
         self.generation.mailbox.ask(request)
         return request
 
@@ -184,10 +184,13 @@ class Post:
         """Stop asking; what may have arrived keeps its place."""
         self.generation.mailbox.give_up(request, self.generation.redirect)
 
-    def finish_request(self, request: Request, timeout: float, operation: str = "recv") -> int:
+    def finish_request(
+        self, request: Request, timeout: float, operation: str = "recv", deadline: float | None = None
+    ) -> int:
         """Wait for a message that was asked for; the sender's rank. On time-out everything keeps its place."""
         generation, mailbox = self.generation, self.generation.mailbox
-        deadline = time.monotonic() + timeout
+        if deadline is None:
+            deadline = time.monotonic() + timeout
         slowness = Slowness(time.monotonic())
         whom = "any rank" if request.source is None else f"rank {request.source}"
         peers = [request.source] if request.source is not None else self._others()

@@ -31,14 +31,22 @@ class Topology:
 
     @classmethod
     def single(cls, size: int) -> Topology:
-        """All ranks on one host."""
+        """All ranks on one host.
+
+        >>> Topology.single(3).hosts
+        ((0, 1, 2),)
+        """
         if size < 1:
             raise InvalidSize(f"a topology of {size} ranks")
         return cls((tuple(range(size)),))
 
     @classmethod
     def of(cls, host_names: Sequence[str]) -> Topology:
-        """From the name of each rank's host, in rank order; equal names share a host."""
+        """From the name of each rank's host, in rank order; equal names share a host.
+
+        >>> Topology.of(["a", "b", "a"]).hosts
+        ((0, 2), (1,))
+        """
         hosts: dict[str, list[int]] = {}
         for rank, name in enumerate(host_names):
             hosts.setdefault(name, []).append(rank)
@@ -50,7 +58,11 @@ class Topology:
         return len(self._host)
 
     def host_of(self, rank: int) -> int:
-        """The index in `hosts` of the host that this rank lives on."""
+        """The index in `hosts` of the host that this rank lives on.
+
+        >>> Topology.of(["a", "b", "a"]).host_of(2)
+        0
+        """
         if not 0 <= rank < self.size:
             raise InvalidRank(f"rank {rank} is not one of 0 … {self.size - 1}", rank=rank)
         return self._host[rank]

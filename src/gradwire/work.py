@@ -6,7 +6,6 @@ import logging
 import numbers
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +13,14 @@ from gradwire import operations
 from gradwire.arrays import Counts
 from gradwire.errors import InvalidSize, Timeout
 from gradwire.liveness.calls import call_site
-from gradwire.operations import Operation
-from gradwire.operations.call import settled
+from gradwire.operations import Declined, Operation
 
 if TYPE_CHECKING:
     from gradwire.group import Group
 
 log = logging.getLogger("gradwire")
+
+CROWDED = 64  # works that a stream keeps before it looks which of them are done
 
 
 class Work:
@@ -89,14 +89,17 @@ class Work:
         return self._error
 
     def run(self, body: Callable[[], Any], *, first_error: bool) -> bool:
-        """Do the work; True if it went well. Of a chain of failures only the first is worth a line in the log."""
+        """Do the work; True if the group goes on. Of a chain of failures only the first is worth a line in the log."""
+        goes_on = True
         try:
-            self._result = settled(body())
+            self._result = body()
         except BaseException as error:
-            self._error = error
-            self._heeded = not first_error
+            self._error, self._heeded = error, not first_error
+            goes_on = False
+        if isinstance(self._result, Declined):
+            self._error, self._heeded, self._result = self._result.error, False, None
         self._done.set()
-        return self._error is None
+        return goes_on
 
     def __repr__(self) -> str:
         state = "pending" if not self.done else "failed" if self._error is not None else "done"
@@ -133,7 +136,8 @@ class Stream:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._lock = threading.Lock()
-        self._works: deque[Work] = deque()  # those that synchronize() still has to look at
+        self._works: list[Work] = []  # those that synchronize() still has to look at
+        self._crowded = CROWDED
 
     def __repr__(self) -> str:
         return f"<gradwire.Stream of {self._group!r}, {sum(not work.done for work in self._works)} pending>"
@@ -141,9 +145,10 @@ class Stream:
     def _later(self, operation: Operation, timeout: float | None) -> Work:
         work = self._group._runner.later(operation, self._group._seconds(timeout), call_site())
         with self._lock:
-            while self._works and self._works[0].done and self._works[0]._error is None:
-                self._works.popleft()
             self._works.append(work)
+            if len(self._works) >= self._crowded:  # of those that went well there is nothing more to say
+                self._works = [one for one in self._works if not one.done or one._error is not None]
+                self._crowded = max(CROWDED, 2 * len(self._works))
         return work
 
     def synchronize(self, timeout: float | None = None) -> None:
@@ -170,7 +175,7 @@ class Stream:
         for work in ended:
             work.heed()
         with self._lock:
-            self._works = deque(work for work in self._works if work not in ended)
+            self._works = [work for work in self._works if work not in ended]
         if first is not None:
             raise first
 

@@ -13,7 +13,7 @@ from conformance.conftest import HOSTS
 from conformance.crews import TRANSPORTS, Crew, crew_of
 from conformance.strategies import cases
 from conformance.test_drawn import FEW, check_call
-from conformance.test_table import COLLECTIVES, MANY, run
+from conformance.test_table import COLLECTIVES, run
 from gradwire.collectives import algorithms
 from gradwire.executors import plan
 from gradwire.topology import Topology
@@ -43,7 +43,7 @@ def tiled(collective: str, size: int) -> Iterator[Case]:
         for turn, dtype in enumerate(("float16", "float32", "int64", "complex128", "uint8", "bfloat16")):
             per_tile = TILE // Case(collective, dtype, ()).kind.itemsize
             lengths = (per_tile - 1, per_tile * size * 3 + 1, per_tile * size, per_tile * size * 10 - 1)
-            for length in lengths if size < MANY else lengths[turn % 2 :: 2]:
+            for length in lengths if size < 5 else lengths[turn % 2 :: 2]:
                 rows: tuple[int, ...] = (length,)
                 if collective in ("all_gather", "gather", "reduce_scatter", "scatter"):
                     rows = (*(length * (rank + turn) % (2 * per_tile + 3) for rank in range(size - 1)), length)

@@ -201,7 +201,7 @@ def test_what_cannot_be_sent_is_refused_before_anything_starts() -> None:
 
 @pytest.mark.parametrize("size", [0, -1])
 def test_no_size_no_launch(size: int) -> None:
-    with pytest.raises(InvalidSize, match=f"at least 1 process, not {size}"):
+    with pytest.raises(InvalidSize, match=f"at least 1, not {size}"):
         launch(print, size)
 
 
@@ -274,3 +274,10 @@ def test_an_interrupt_stops_the_workers(tmp_path: Path) -> None:
     """
     finished = subprocess.run([sys.executable, written(tmp_path, code)], capture_output=True, text=True, timeout=LONG)
     assert (finished.stdout, finished.stderr) == ("interrupted\nno child is left\n", "")
+
+
+def test_what_cannot_be_launched_is_refused_at_once() -> None:
+    with pytest.raises(InvalidSize, match="not '2'"):
+        launch(print, "2")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="needs a function"):
+        launch(7, 2)  # type: ignore[arg-type]

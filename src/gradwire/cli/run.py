@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -47,7 +48,7 @@ its exit code returned (128 + n for signal n). Ctrl-C stops all processes, a sec
 @click.option(
     "--log-dir",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Where the logs go (rank-0.log …); by default a new directory among the temporary files, named at failure.",
+    help="Where the logs go (rank-0.log …); by default a temporary directory, kept and named if the job fails.",
 )
 @click.option(
     "--grace",
@@ -85,6 +86,7 @@ def run(
         _check_script(script)
     task = Task.module(script, *args) if is_module else Task.script(script, *args)
     try:
+        keep = log_dir is not None
         if log_dir is None:
             log_dir = Path(tempfile.mkdtemp(prefix=time.strftime("gradwire-%Y%m%d-%H%M%S-")))
         output = Output(size, log_dir=log_dir)
@@ -97,6 +99,8 @@ def run(
         raise click.ClickException(str(error)) from error
     assert supervisor.outcome is not None
     _tell(supervisor.outcome, log_dir)
+    if not keep and supervisor.outcome.exit_code == 0:
+        shutil.rmtree(log_dir, ignore_errors=True)
     sys.exit(supervisor.outcome.exit_code)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import shutil
 import sys
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         picture = draw(schedule, width)
     except GradwireError as error:
         parser.error(str(error))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # arrows on a terminal that has none
     sys.stdout.write(picture)
     return 0
 

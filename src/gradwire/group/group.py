@@ -26,6 +26,7 @@ from gradwire.topology import Topology
 from gradwire.wire import fingerprint, group_identity
 from gradwire.work import Stream
 
+CONFER_SECONDS = 0.25  # that leaving `with group` may take to learn whether the last calls agreed
 WORLD = 1
 
 
@@ -102,9 +103,16 @@ class Group(Messaging):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        unseen = None
         if error is not None and self._generation.control.sound and not self._closed:
             self.abort(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+        elif error is None and self.size > 1 and not self._closed:
+            self._generation.control.confer(self._runner.calls, time.monotonic(), CONFER_SECONDS)
+            unseen = self._generation.unseen_mismatch()
+            self._generation.raised = self._generation.raised or unseen is not None
         self.close()
+        if unseen is not None:
+            raise unseen
 
     def close(self) -> None:
         """Say goodbye and let go of all links; idempotent. Others learn of it only if they still need this rank.
@@ -161,7 +169,8 @@ class Group(Messaging):
     ) -> Any:
         """Reduce x over all ranks, in place unless `out` is given; returns the result, the same bits on every rank.
 
-        op is sum, mean, min, max or prod. Half types accumulate in float32. A Python number returns a number.
+        op is sum, mean, min, max or prod. Half types accumulate in float32; integers wrap, Python's too (at 64 bits);
+        of booleans sum is "or" and prod "and". A Python number returns a number.
 
         >>> import gradwire as gw
         >>> with gw.init() as group: group.all_reduce(2.5)
@@ -370,6 +379,8 @@ class Group(Messaging):
         12
         """
         row = parse_dtype(dtype)
+        if shape is None:  # which NumPy used to take for ()
+            raise InvalidSize("no array of shape None")
         try:
             return np.empty(shape, row.storage)
         except (TypeError, ValueError, OverflowError, MemoryError) as error:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
 
 from gradwire import arrays
-from gradwire.arrays import raw, view
+from gradwire.arrays import DType, raw, view
 from gradwire.errors import ArrayError, InvalidRank, InvalidSize
 from gradwire.operations.call import check_rank
 from gradwire.post import Post
 from gradwire.work import bounded
 
 MAX_TAG = (1 << 62) - 1
-_COPY_TAG = -1  # users' tags are not negative
 
 
 class Messaging:
@@ -73,13 +73,14 @@ class Messaging:
         given, target = view(x, writable=False), view(y, writable=True)
         if arrays.overlap(given, target):
             raise ArrayError("y overlaps x: it would be overwritten while it is sent")
+        deadline = time.monotonic() + seconds
         request = self._post.post_request(raw(target.flat), source, _tag(tag))
         try:
             self._post.send(raw(given.load()), to, _tag(tag), seconds, "sendrecv")
         except BaseException:
             self._post.cancel_request(request)
             raise
-        self._post.finish_request(request, seconds, "sendrecv")
+        self._post.finish_request(request, seconds, "sendrecv", deadline)
         target.store()
 
     def copy(self, x: Any, y: Any, src: int, dst: int, timeout: float | None = None) -> None:
@@ -97,10 +98,11 @@ class Messaging:
         if self._rank == src == dst:
             _copy_here(x, y)
         elif self._rank == src:
-            self._post.send(raw(view(x, writable=False).load()), dst, _COPY_TAG, seconds, "copy")
+            source = view(x, writable=False)
+            self._post.send(raw(source.load()), dst, copy_tag(source.dtype), seconds, "copy")
         elif self._rank == dst:
             target = view(y, writable=True)
-            request = self._post.post_request(raw(target.flat), src, _COPY_TAG)
+            request = self._post.post_request(raw(target.flat), src, copy_tag(target.dtype))
             self._post.finish_request(request, seconds, "copy")
             target.store()
 
@@ -114,6 +116,11 @@ class Messaging:
                 f"rank {number} is this rank itself: there is nobody to talk to", rank=number, peer=number
             )
         return number
+
+
+def copy_tag(dtype: DType) -> int:
+    """The tag of copies of this type: users' tags are not negative."""
+    return -dtype.code
 
 
 def _copy_here(x: Any, y: Any) -> None:

@@ -34,11 +34,20 @@ def launch(fn: Callable[..., T], n: int, args: Sequence[Any] = ()) -> list[T]:
 
     In them `gw.init()` finds the job; `launch` itself does not call it. What they print appears here, prefixed by rank.
 
+    >>> import gradwire as gw
+    >>> def total():
+    ...     with gw.init() as group:
+    ...         return group.all_reduce(group.rank)
+    >>> gw.launch(total, 2)
+    [1, 1]
+
     If a rank raises, the others are stopped and the error is raised here, with the rank and its traceback as its
     cause. A rank that ends without an error that could be sent raises WorkerFailed, which names it in `culprit`.
     """
-    if operator.index(n) < 1:
-        raise InvalidSize(f"launch needs at least 1 process, not {n}")
+    if isinstance(n, bool) or not hasattr(n, "__index__") or operator.index(n) < 1:
+        raise InvalidSize(f"launch needs a number of processes, at least 1, not {n!r}")
+    if not callable(fn):
+        raise ConfigError(f"launch needs a function, not {fn!r}")
     from gradwire.launch import rendezvous
     from gradwire.launch.supervisor import Supervisor
     from gradwire.launch.worker import Task

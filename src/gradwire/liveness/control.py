@@ -66,6 +66,7 @@ class Control:
         self._disputed: set[int] = set()
         self._logs: dict[int, CallLog] = {}
         self._sent: dict[int, int] = {}
+        self._reached: dict[tuple[int, int], int] = {}
         self._ahead: dict[tuple[int, int], tuple[int, int]] = {}
         self._positions: dict[tuple[int, int], Position] = {}
         self._answered = threading.Condition(self._lock)
@@ -80,8 +81,10 @@ class Control:
 
     def unwatch(self, calls: CallLog) -> None:
         with self._lock:
+            self._announce()  # the others compare its last calls with theirs
             self._logs.pop(calls.group, None)
             self._sent.pop(calls.group, None)
+            self._reached = {key: number for key, number in self._reached.items() if key[0] != calls.group}
             self._positions = {key: place for key, place in self._positions.items() if key[0] != calls.group}
 
     def open(self, group: int) -> bool:
@@ -136,6 +139,20 @@ class Control:
     def goodbye(self) -> None:
         self._tell_all({"t": "bye"})
 
+    def confer(self, calls: CallLog, now: float, seconds: float) -> None:
+        """Wait a little until all members of a group have told how far they are, or left: they may have disagreed."""
+        with self._answered:
+            self._announce()
+            self._catch_up(now)
+            mine, others = calls.sequence, [peer for peer in calls.members if peer != self.rank]
+
+            def told() -> bool:
+                return not self.sound or all(
+                    self.has_left(peer) or self._reached.get((calls.group, peer), 0) >= mine for peer in others
+                )
+
+            self._answered.wait_for(told, seconds)
+
     # -- what peers say -----------------------------------------------------------------------------------------------
 
     def hear(self, peer: int, payload: bytes, now: float) -> None:
@@ -184,6 +201,8 @@ class Control:
         calls = self._logs.get(group)
         if calls is None:
             return
+        self._reached[group, peer] = sequence
+        self._answered.notify_all()
         mine = calls.chain_at(sequence)
         if mine is None:
             if sequence > calls.sequence and len(self._ahead) < MAX_GROUPS:
@@ -204,18 +223,22 @@ class Control:
         """Do what is due; the seconds until the next call."""
         with self._lock:
             moved = self._announce()
-            for (group, peer), (sequence, chain) in list(self._ahead.items()):
-                calls = self._logs.get(group)
-                if calls is None or calls.sequence >= sequence:
-                    del self._ahead[group, peer]
-                    if calls is not None:
-                        self._hear_at(peer, group, sequence, chain, now)
+            self._catch_up(now)
             self._dispute(now)
             self._decide(now)
             due = self._verdict.due()
             if due is not None:
                 return max(0.0, min(due, max(self._verdict.since + BEHIND_SECONDS, now + 0.01)) - now)
             return 0.1 if moved else 0.3
+
+    def _catch_up(self, now: float) -> None:
+        """Compare with those who were ahead, as far as this rank has got there."""
+        for (group, peer), (sequence, chain) in list(self._ahead.items()):
+            calls = self._logs.get(group)
+            if calls is None or calls.sequence >= sequence:
+                del self._ahead[group, peer]
+                if calls is not None:
+                    self._hear_at(peer, group, sequence, chain, now)
 
     def _announce(self) -> bool:
         """Tell each group how far this rank has got, if it has moved."""

@@ -72,6 +72,8 @@ def _learn_counts(exchange: Exchange, own: Sequence[int], call: str) -> Array:
     everyones = np.empty((exchange.size, mine.size), np.int64)
     counts = (mine.size,) * exchange.size
     exchange(Shape("all_gather", _COUNT, counts, call=call), mine, everyones.reshape(-1))
+    if (everyones < 0).any():
+        raise InvalidSize(f"a peer announced {int(everyones.min())} rows")
     return everyones
 
 

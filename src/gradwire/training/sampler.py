@@ -82,21 +82,37 @@ class Sampler:
         return f"Sampler({self.length}, rank={self.rank}, size={self.size}, seed={self.seed}, shuffle={self.shuffle})"
 
     def epoch(self, epoch: SupportsIndex) -> Indices:
-        """The indices of this rank's samples in that epoch, in the order in which its batches use them."""
+        """The indices of this rank's samples in that epoch, in the order in which its batches use them.
+
+        >>> Sampler(5, rank=1, size=2, shuffle=False).epoch(0)
+        array([1, 3])
+        """
         return self._order(_word("epoch", epoch))[self.rank :: self.size].copy()
 
     def steps(self, global_batch: SupportsIndex) -> int:
-        """How many batches make an epoch; the last one holds what is left."""
+        """How many batches make an epoch; the last one holds what is left.
+
+        >>> Sampler(5, rank=0, size=1).steps(2)
+        3
+        """
         return -(-self.length // self._batch_size(global_batch))
 
     def batch(self, step: SupportsIndex, global_batch: SupportsIndex) -> Indices:
-        """This rank's part of the global batch of that step, counted from the start of training."""
+        """This rank's part of the global batch of that step, counted from the start of training.
+
+        >>> Sampler(6, rank=1, size=2, shuffle=False).batch(1, 4)
+        array([5])
+        """
         batch = self._batch_size(global_batch)
         epoch, k = divmod(_word("step", step), self.steps(batch))
         return self._share(self._order(epoch), k * batch, batch)
 
     def batches(self, epoch: SupportsIndex, global_batch: SupportsIndex) -> Iterator[Indices]:
-        """This rank's parts of that epoch's global batches, in order; joined, they are `epoch(epoch)`."""
+        """This rank's parts of that epoch's global batches, in order; joined, they are `epoch(epoch)`.
+
+        >>> list(Sampler(6, rank=0, size=2, shuffle=False).batches(0, 4))
+        [array([0, 2]), array([4])]
+        """
         batch = self._batch_size(global_batch)
         order = self._order(_word("epoch", epoch))
         return (self._share(order, start, batch) for start in range(0, self.length, batch))

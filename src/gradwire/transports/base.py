@@ -54,7 +54,16 @@ class Bell(Protocol):
     def silence(self) -> None: ...
 
 
-class Transport(Protocol):
+class Belonging(Protocol):
+    """Something that ends with a generation."""
+
+    def close(self) -> None: ...
+
+    def abandon(self) -> None:
+        """In a forked child: let go of every descriptor without a word to the peers."""
+
+
+class Transport(Belonging, Protocol):
     """What `local` and `tcp` offer alike."""
 
     name: str
@@ -79,13 +88,11 @@ class Transport(Protocol):
     def gone(self, peer: int) -> bool:
         """Whether the peer is known to have died without its links being closed (in-process ranks can)."""
 
+    def listens(self, peer: int) -> bool:
+        """Whether somebody still accepts connections where the peer did when it registered."""
+
     def touch(self) -> None:
         """The calling thread acts for this rank."""
-
-    def close(self) -> None: ...
-
-    def abandon(self) -> None:
-        """In a forked child: let go of every descriptor without a word to the peers."""
 
 
 class Arrivals:

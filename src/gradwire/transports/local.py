@@ -156,6 +156,9 @@ class LocalTransport:
             self._dead_since = now
         return now - self._dead_since >= DEAD_AFTER
 
+    def listens(self, peer: int) -> bool:
+        return True
+
     def dial(self, peer: int, channel: int, deadline: float, check: Check = no_check) -> Link:
         there, back = _Pipe(), _Pipe()
         mine = LocalLink(self._hub, self.rank, peer, channel, there, back)

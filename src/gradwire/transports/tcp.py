@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from gradwire.errors import NoConnection, Refused, TransportError
+from gradwire.errors import Broken, Closed, NoConnection, Refused, TransportError
 from gradwire.security.admission import Dialer, Hello
 from gradwire.transports.base import (
     CHECK_SECONDS,
@@ -188,12 +188,16 @@ class TcpTransport:
         return self.arrivals.refusal(hello.source, hello.channel)
 
     def _admitted(self, sock: socket.socket, hello: Hello) -> None:
-        self.arrivals.add(self._keep(TcpLink(sock, hello.source, hello.channel, self._forget)))
+        with contextlib.suppress(Closed):  # a peer that comes while this rank leaves: it sees the end of its link
+            self.arrivals.add(self._keep(TcpLink(sock, hello.source, hello.channel, self._forget)))
 
     def _keep(self, link: TcpLink) -> TcpLink:
         with self._lock:
-            self._links.add(link)
-        return link
+            if not self._closed:
+                self._links.add(link)
+                return link
+        link.close()  # made while another thread closed everything
+        raise Closed("the transport is closed", peer=link.peer)
 
     def _forget(self, link: Link) -> None:
         with self._lock:
@@ -208,9 +212,9 @@ class TcpTransport:
             now = time.monotonic()
             try:
                 return self._keep(TcpLink(self._call(hello, deadline, check), peer, channel, self._forget))
-            except Refused:
+            except (Refused, Closed, Broken):
                 raise
-            except (OSError, NoConnection) as error:  # also an admission that was broken off: the door may be crowded
+            except OSError as error:  # an admission that was broken off is tried again too: the door may be crowded
                 refusing = isinstance(error, ConnectionRefusedError)
                 refusing_since = (refusing_since or now) if refusing else None
                 dead = refusing_since is not None and now - refusing_since > REFUSING_SECONDS
@@ -271,6 +275,17 @@ class TcpTransport:
 
     def gone(self, peer: int) -> bool:
         return False  # the kernel closes a dead process's sockets
+
+    def listens(self, peer: int) -> bool:
+        sock = self._sockets.open(self._addresses[peer][0])
+        with sock:
+            try:
+                _connect(sock, self._addresses[peer], time.monotonic() + 1.0, no_check)
+            except ConnectionRefusedError:
+                return False
+            except OSError:
+                pass  # no answer is no proof
+        return True
 
     def touch(self) -> None:
         """Nothing to remember: a process is its own witness."""

@@ -1,0 +1,249 @@
+"""What every transport owes to those above it, whatever its links are made of."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradwire.errors import Closed, NoConnection
+from gradwire.transports.base import Link, LinkClosed, Transport
+from gradwire.transports.local import Hub
+from gradwire.transports.tcp import TcpTransport
+
+LONG = 10.0
+
+
+def local(size: int) -> list[Transport]:
+    return list(Hub(size).transports)
+
+
+def tcp(size: int, host: str = "127.0.0.1") -> list[Transport]:
+    transports = [TcpTransport(host) for _ in range(size)]
+    job, key = secrets.token_bytes(16), secrets.token_bytes(32)
+    addresses = [transport.address for transport in transports]
+    for rank, transport in enumerate(transports):
+        transport.assemble(rank=rank, addresses=addresses, job=job, generation=1, key=key, spin=False)
+    return list(transports)
+
+
+def tcp6(size: int) -> list[Transport]:
+    if not socket.has_ipv6 or not Path("/proc/net/if_inet6").exists():
+        pytest.skip("this machine has no IPv6")
+    return tcp(size, "::1")
+
+
+Make = Callable[[int], list[Transport]]
+
+
+@pytest.fixture(params=[local, tcp, tcp6], ids=["local", "tcp", "tcp6"])
+def transports(request: pytest.FixtureRequest) -> Iterator[list[Transport]]:
+    made = request.param(3)
+    yield made
+    for transport in made:
+        transport.close()
+
+
+def deadline() -> float:
+    return time.monotonic() + LONG
+
+
+def linked(transports: list[Transport], a: int = 1, b: int = 0, channel: int = 9) -> tuple[Link, Link]:
+    mine = transports[a].dial(b, channel, deadline())
+    return mine, transports[b].accept(a, channel, deadline())
+
+
+def receive(transport: Transport, link: Link, count: int) -> bytes:
+    """Exactly so many bytes."""
+    data, until, bell = bytearray(count), deadline(), transport.bell()
+    got = 0
+    while got < count:
+        part = link.receive([memoryview(data)[got:]])
+        got += part
+        if not part:
+            assert time.monotonic() < until, f"only {got} bytes came"
+            transport.wait([link], [], bell, 0.1)
+    return bytes(data)
+
+
+def test_bytes_go_both_ways_in_order(transports: list[Transport]) -> None:
+    one, two = linked(transports)
+    assert (one.peer, one.channel, two.peer, two.channel) == (0, 9, 1, 9)
+    assert one.send([b"he", memoryview(b"l"), bytearray(b"lo")]) == 5
+    assert two.send([b"you"]) == 3
+    assert receive(transports[0], two, 5) == b"hello"
+    assert receive(transports[1], one, 3) == b"you"
+    assert one.receive([memoryview(bytearray(5))]) == 0, "nothing more is not the end"
+
+
+def test_several_buffers_are_filled_in_turn(transports: list[Transport]) -> None:
+    one, two = linked(transports)
+    one.send([b"abcdef"])
+    parts = [memoryview(bytearray(size)) for size in (1, 2, 3)]
+    got, until, bell = 0, deadline(), transports[0].bell()
+    while got < 6 and time.monotonic() < until:
+        transports[0].wait([two], [], bell, 0.1)
+        got += two.receive(parts)
+    assert [bytes(part) for part in parts] == [b"a", b"bc", b"def"]
+
+
+def test_a_link_that_nobody_reads_takes_only_so_much(transports: list[Transport]) -> None:
+    one, two = linked(transports)
+    sent = 0
+    while part := one.send([bytes(1 << 20)]):
+        sent += part
+        assert sent < 64 << 20, "it would take everything"
+    bell = transports[1].bell()
+    began = time.monotonic()
+    transports[1].wait([], [one], bell, 0.05)
+    assert time.monotonic() - began > 0.04, "there is no room to wait for"
+    receive(transports[0], two, sent)
+    transports[1].wait([], [one], bell, LONG)
+    assert one.send([b"x"]) == 1
+
+
+def test_the_end_of_a_link_is_seen_after_what_was_sent_before_it(transports: list[Transport]) -> None:
+    one, two = linked(transports)
+    one.send([b"last words"])
+    one.close()
+    assert receive(transports[0], two, 10) == b"last words"
+    until = deadline()
+    with pytest.raises(LinkClosed):
+        while time.monotonic() < until:
+            two.receive([memoryview(bytearray(1))])
+    with pytest.raises(LinkClosed):
+        while time.monotonic() < until:
+            two.send([b"too late"])
+    with pytest.raises(LinkClosed):
+        one.send([b"closed here"])
+
+
+def test_channels_and_peers_are_links_of_their_own(transports: list[Transport]) -> None:
+    links = {(a, c): linked(transports, a, 0, c) for a in (1, 2) for c in (5, 6)}
+    for (a, c), (one, _) in links.items():
+        one.send([bytes([a, c])])
+    for (a, c), (_, two) in links.items():
+        assert receive(transports[0], two, 2) == bytes([a, c])
+
+
+def test_accept_waits_and_gives_up(transports: list[Transport]) -> None:
+    with pytest.raises(NoConnection, match="rank 1 did not connect in time") as told:
+        transports[0].accept(1, 9, time.monotonic() + 0.05)
+    assert told.value.peer == 1
+    found: list[Link] = []
+    waiting = threading.Thread(target=lambda: found.append(transports[0].accept(1, 9, deadline())))
+    waiting.start()
+    transports[1].dial(0, 9, deadline())
+    waiting.join(LONG)
+    assert [link.peer for link in found] == [1]
+
+
+def test_whoever_waits_for_a_link_can_be_stopped(transports: list[Transport]) -> None:
+    def stop() -> None:
+        raise Closed("never mind")
+
+    began = time.monotonic()
+    with pytest.raises(Closed, match="never mind"):
+        transports[0].accept(1, 9, deadline(), stop)
+    assert time.monotonic() - began < 2.0
+
+
+def test_links_can_be_handed_over_as_they_come(transports: list[Transport]) -> None:
+    transports[1].dial(0, 9, deadline())  # before anybody is there to take it
+    taken: list[int] = []
+    changed = threading.Condition()
+
+    def take(link: Link) -> None:
+        with changed:
+            taken.append(link.peer)
+            changed.notify_all()
+
+    until = deadline()
+    arrivals: Any = transports[0]
+    while arrivals.arrivals.refusal(1, 9) is None and time.monotonic() < until:
+        time.sleep(0.001)
+    transports[0].adopt(9, take)
+    transports[2].dial(0, 9, deadline())
+    with changed:
+        assert changed.wait_for(lambda: sorted(taken) == [1, 2], LONG)
+
+
+def test_a_bell_wakes_every_wait_until_it_is_silenced(transports: list[Transport]) -> None:
+    one, _ = linked(transports)
+    bell = transports[1].bell()
+    woken: list[float] = []
+
+    def wait() -> None:
+        transports[1].wait([one], [], bell, LONG)
+        woken.append(time.monotonic())
+
+    threads = [threading.Thread(target=wait) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    rung = time.monotonic()
+    bell.ring()
+    bell.ring()
+    for thread in threads:
+        thread.join(LONG)
+    assert len(woken) == 2
+    assert max(woken) - rung < 2.0
+    transports[1].wait([one], [], bell, LONG)  # still rung
+    bell.silence()
+    began = time.monotonic()
+    transports[1].wait([one], [], bell, 0.05)
+    assert time.monotonic() - began > 0.04
+
+
+def test_closing_ends_all_links_and_refuses_new_ones(transports: list[Transport]) -> None:
+    _, two = linked(transports)
+    transports[1].close()
+    transports[1].close()
+    until = deadline()
+    with pytest.raises(LinkClosed):
+        while time.monotonic() < until:
+            two.receive([memoryview(bytearray(1))])
+    with pytest.raises((NoConnection, LinkClosed)):
+        transports[2].dial(1, 9, time.monotonic() + 0.2).send([b"anybody?"])
+    with pytest.raises(Closed):
+        transports[1].accept(2, 9, deadline())
+
+
+def test_a_link_closed_here_can_be_made_anew(transports: list[Transport]) -> None:
+    one, two = linked(transports)
+    one.close()
+    until = deadline()
+    with pytest.raises(LinkClosed):
+        while time.monotonic() < until:
+            two.receive([memoryview(bytearray(1))])
+    two.close()
+    one, two = linked(transports)
+    one.send([b"again"])
+    assert receive(transports[0], two, 5) == b"again"
+
+
+def test_closing_a_link_wakes_whoever_waits_for_it_here_and_there(transports: list[Transport]) -> None:
+    one, two = linked(transports)
+    times: dict[str, float] = {}
+
+    def wait(name: str, transport: Transport, link: Link, bell: Any) -> None:
+        transport.wait([link], [], bell, LONG)
+        times[name] = time.monotonic()
+
+    threads = [
+        threading.Thread(target=wait, args=("here", transports[1], one, transports[1].bell())),
+        threading.Thread(target=wait, args=("there", transports[0], two, transports[0].bell())),
+    ]
+    for thread in threads:
+        thread.start()
+        thread.join(0.02)
+    closed = time.monotonic()
+    one.close()
+    for thread in threads:
+        thread.join(LONG)
+    assert max(times.values()) - closed < 2.0

@@ -1,0 +1,78 @@
+"""In-process ranks: how a dead one is told from a silent one."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from gradwire.transports import local
+from gradwire.transports.local import Hub
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 50.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(local, "time", clock)
+    return clock
+
+
+def played_by_a_thread_that_ends(hub: Hub, rank: int) -> None:
+    thread = threading.Thread(target=hub.transports[rank].touch)
+    thread.start()
+    thread.join()
+
+
+def test_a_rank_that_never_called_is_not_dead(clock: Clock) -> None:
+    hub = Hub(2)
+    clock.now += 1000
+    assert not hub.transports[0].gone(1)
+
+
+def test_a_rank_is_dead_some_time_after_its_last_thread_has_ended(clock: Clock) -> None:
+    hub = Hub(2)
+    played_by_a_thread_that_ends(hub, 1)
+    assert not hub.transports[0].gone(1), "another thread may be about to go on"
+    clock.now += local.DEAD_AFTER * 0.9
+    assert not hub.transports[0].gone(1)
+    clock.now += local.DEAD_AFTER * 0.2
+    assert hub.transports[0].gone(1)
+    assert not hub.transports[1].gone(0)
+
+
+def test_a_rank_lives_as_long_as_one_of_its_threads(clock: Clock) -> None:
+    hub = Hub(2)
+    hub.transports[1].touch()  # this thread
+    played_by_a_thread_that_ends(hub, 1)
+    for _ in range(3):
+        clock.now += 10
+        assert not hub.transports[0].gone(1)
+
+
+def test_a_rank_that_is_taken_over_by_another_thread_in_time_lives(clock: Clock) -> None:
+    hub = Hub(2)
+    played_by_a_thread_that_ends(hub, 1)
+    assert not hub.transports[0].gone(1)
+    clock.now += local.DEAD_AFTER * 0.9
+    hub.transports[1].touch()
+    clock.now += 10
+    assert not hub.transports[0].gone(1)
+
+
+def test_links_that_are_closed_are_forgotten() -> None:
+    hub = Hub(2)
+    for channel in range(5, 100):
+        link = hub.transports[1].dial(0, channel, 0.0)
+        other = hub.transports[0].accept(1, channel, 0.0)
+        link.close()
+        other.close()
+    assert not hub.transports[0]._links
+    assert not hub.transports[1]._links
