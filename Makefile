@@ -36,7 +36,7 @@ verify: test $(VENV)/.installed-verify ## test, then the slow tests, the example
 	@set -e; for script in examples/*.py; do \
 	    echo "$$script"; $(BIN)/gradwire run -n 3 "$$script"; \
 	done
-	$(BIN)/python benchmarks/all_reduce_vs_gloo.py --sizes 8,64Ki,1Mi --blocks 3
+	$(BIN)/gradwire bench --sizes 8,64Ki,1Mi --blocks 3 --transport tcp --against gloo
 
 soak: $(VENV)/.installed-test ## the stress tests, again and again for MINUTES
 	@set -e; export HYPOTHESIS_PROFILE=soak; \

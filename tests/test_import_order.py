@@ -46,6 +46,7 @@ LAYERS = [
     "simulate",
     "observe",
     "__init__",
+    "bench",
     "cli",
     "__main__",
 ]

@@ -25,6 +25,7 @@ The layers, each importing only from those above it:
     job             init, and what ends with the process
     launch          starting and supervising processes
     training        what keeps replicas in step beyond the all-reduce
+    bench           `gradwire bench`: the collectives measured, in turns with other engines
     cli             the command line
 """
 

@@ -170,10 +170,6 @@ class Generation:
         """Whether a world rank shares memory with those on its host."""
         return bool(self.sharing) and self.sharing[world]
 
-    def shares(self, world: int) -> bool:
-        """Whether a world rank shares memory with those on its host."""
-        return bool(self.sharing) and self.sharing[world]
-
     def abandon(self) -> None:
         """In a forked child: this process is not the rank. No locks: threads that are not here may hold them."""
         self.closed = self.inherited = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from gradwire.cli.bench import bench
 from gradwire.cli.run import run
 
 __all__ = ["main"]
@@ -15,4 +16,5 @@ def main() -> None:
     """Data-parallel training: gradients between processes, the same bits on every rank."""
 
 
+main.add_command(bench)
 main.add_command(run)

