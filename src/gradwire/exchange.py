@@ -21,7 +21,7 @@ from gradwire.arrays import Array, parse_dtype
 from gradwire.collectives import build, choose
 from gradwire.errors import Broken, Closed, GradwireError, NoConnection
 from gradwire.executors import native
-from gradwire.executors.native import NativeExecutor
+from gradwire.executors.native import Descriptor, NativeExecutor
 from gradwire.executors.plan import TILE_BYTES, Plan, even_bounds, ragged_bounds
 from gradwire.executors.python import PythonExecutor, Sheet
 from gradwire.generation import Generation
@@ -100,12 +100,12 @@ class Runner:
             self._connected = self.size == 1
 
     def _connect(self, watch: Watch, site: Site) -> None:
-        """Complete the links, at the first call; with the core, hand them to it, and share memory where it is shared."""
+        """Complete the links, at the first call; with the core, hand them to it, and use memory that is shared."""
         self._await_links(watch)
         self._connected = True
         generation = self.generation
         executor = None
-        if native.available() and hasattr(generation.alarm, "fileno"):
+        if native.available() and isinstance(generation.alarm, Descriptor):
             executor = NativeExecutor(self._sheet, self.size, generation.alarm, generation.transport.spin)
             for rank, link in self._links.items():
                 executor.connect(rank, self.members[rank], link)  # type: ignore[arg-type]

@@ -62,7 +62,9 @@ def init(
     """
     config = resolve(rank, size, address, transport=transport, timeout=timeout, insecure=insecure)
     if config.transport not in ("auto", "tcp", "shm"):
-        raise UnsupportedOp(f"transport {config.transport!r} is not built yet; there are 'shm' and 'tcp'", operation="init")
+        raise UnsupportedOp(
+            f"transport {config.transport!r} is not built yet; there are 'shm' and 'tcp'", operation="init"
+        )
     if config.size == 1 and config.address is None:
         return _local(1, config.timeout)[0]
     deadline = time.monotonic() + config.timeout

@@ -7,7 +7,7 @@ share memory they go through logs (native/log.hpp), one for each rank of a group
 from __future__ import annotations
 
 import os
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from gradwire.arrays import Array
 from gradwire.collectives.schedule import Copy, Finish, Fold, From, Recv, Send, Slice
@@ -28,6 +28,7 @@ _OPS = {"sum": 0, "mean": 0, "min": 1, "max": 2, "prod": 3}
 _DONE, _WAITING, _LOST, _MISMATCH, _ALARMED = range(5)
 
 
+@runtime_checkable
 class Descriptor(Protocol):
     """Something the core can poll."""
 

@@ -1,7 +1,7 @@
 """Memory that ranks of one host share: found by sharing it, not by guessing.
 
-Each rank has one arena: a nameless, sparse file in memory (memfd) that its peers map once. Its descriptor is passed over a
-Unix socket in the abstract namespace, whose random name travels over the authenticated links, to processes of the same
+Each rank has one arena: a nameless, sparse file in memory (memfd) that its peers map once. Its descriptor is passed over
+a Unix socket in the abstract namespace, whose random name travels over the authenticated links, to processes of the same
 user only. Nothing has a name in a file system, so nothing is left behind, however a process ends; the arena is sealed
 against shrinking, so no peer can pull memory from under another.
 """
@@ -129,7 +129,12 @@ def share(
 
 
 def _exchange(
-    rank: int, neighbours: Sequence[int], names: Sequence[str], arena: OwnArena, listener: socket.socket, deadline: float
+    rank: int,
+    neighbours: Sequence[int],
+    names: Sequence[str],
+    arena: OwnArena,
+    listener: socket.socket,
+    deadline: float,
 ) -> dict[int, Arena]:
     """Send this arena to all neighbours and map theirs: dial the lower ones, answer the higher ones, hear the lower."""
     peers: dict[int, Arena] = {}
