@@ -71,6 +71,17 @@ class Runner:
         self._failed = False
         generation.control.watch(self.calls)
 
+    @property
+    def is_native(self) -> bool:
+        """Whether the native core carries out this group's schedules."""
+        return self.size > 1 and native.available() and isinstance(self.generation.alarm, Descriptor)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether some of this group's messages to this rank go through memory."""
+        shared = self.generation.shared
+        return shared is not None and any(world in shared.peers for world in self.members)
+
     # -- links --------------------------------------------------------------------------------------------------------
 
     def dial(self, deadline: float) -> None:

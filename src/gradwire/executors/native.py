@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from gradwire.arrays import Array
 from gradwire.collectives.schedule import Copy, Finish, Fold, From, Recv, Send, Slice
+from gradwire.executors.core import PURE
 from gradwire.executors.plan import Plan
 from gradwire.executors.python import Patience, Sheet
 
@@ -19,7 +20,6 @@ try:
 except ImportError:  # installed without a compiler
     _native = None  # type: ignore[assignment]
 
-PURE = "GRADWIRE_PURE"
 SHARED_TILE_BYTES = 512 << 10  # where all ranks share memory: small enough to stay in the cache
 FIRST_SECONDS = 0.01  # how long the core waits before the deadline begins to count, and Ctrl-C is first looked for
 

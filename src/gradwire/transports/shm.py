@@ -1,9 +1,9 @@
 """Memory that ranks of one host share: found by sharing it, not by guessing.
 
-Each rank has one arena: a nameless, sparse file in memory (memfd) that its peers map once. Its descriptor is passed over
-a Unix socket in the abstract namespace, whose random name travels over the authenticated links, to processes of the same
-user only. Nothing has a name in a file system, so nothing is left behind, however a process ends; the arena is sealed
-against shrinking, so no peer can pull memory from under another.
+Each rank has one arena: a nameless, sparse file in memory (memfd) that its peers map once. Its descriptor is passed
+over a Unix socket in the abstract namespace, whose random name travels over the authenticated links, to processes of
+the same user only. Nothing has a name in a file system, so nothing is left behind, however a process ends; the arena
+is sealed against shrinking, so no peer can pull memory from under another.
 """
 
 from __future__ import annotations
