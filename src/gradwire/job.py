@@ -182,20 +182,25 @@ def _join(config: JobConfig, deadline: float) -> Group:
         raise
     generation.belongings += _doorkeepers(config, address)
     group = _start([generation], config.timeout, deadline)[0]
-    _share_memory(group, generation, config, deadline)
+    _share_memory(group, config.transport, deadline)
     return group
 
 
-def _share_memory(group: Group, generation: Generation, config: JobConfig, deadline: float) -> None:
+def _share_memory(group: Group, transport: str, deadline: float) -> None:
     """Find out with whom memory can be shared; ranks that cannot or will not say so, and go on with sockets."""
+    generation = group._generation
     hosts = [generation.identity.topology.host_of(rank) for rank in range(group.size)]
-    wanted = config.transport != "tcp" and native.available()
+    wanted = transport != "tcp" and native.available()
     with group._runner.setting_up():
         generation.shared, generation.sharing = shm.share(group.rank, hosts, wanted, group.all_gather_values, deadline)
-    if config.transport == "shm" and not all(generation.sharing):
+    if transport == "shm" and not all(generation.sharing):
         missing = [rank for rank, shares in enumerate(generation.sharing) if not shares]
         group.close()
-        raise UnsupportedOp(f"ranks {missing} cannot share memory with all others", operation="init")
+        raise UnsupportedOp(
+            f"transport 'shm' needs the native core and one host, and ranks {missing} cannot share memory; "
+            "'auto' shares where it can and uses TCP elsewhere",
+            operation="init",
+        )
 
 
 def _agreed(config: JobConfig, coordinator: Coordinator | None, timeout: float) -> Address:
