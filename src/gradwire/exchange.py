@@ -6,23 +6,20 @@ stream, on the group's progress thread. Each schedule that runs gets the next se
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any
 
-import numpy as np
-
 from gradwire import events
-from gradwire.arrays import Array, parse_dtype
+from gradwire.arrays import Array
 from gradwire.collectives import build, choose
 from gradwire.errors import Broken, Closed, GradwireError, NoConnection
 from gradwire.executors import native
 from gradwire.executors.native import Descriptor, NativeExecutor
-from gradwire.executors.plan import TILE_BYTES, Plan, even_bounds, ragged_bounds
+from gradwire.executors.plan import Plan, even_bounds, ragged_bounds
 from gradwire.executors.python import PythonExecutor, Sheet
 from gradwire.generation import Generation
 from gradwire.liveness.calls import CallLog, Meaning
@@ -58,9 +55,6 @@ class Runner:
             self._links.__getitem__, generation.transport.spin
         )
         self._connected = self.size == 1
-        self._recording = True
-        self._tile_bytes = TILE_BYTES
-        self._log: tuple[int, int] | None = None  # where this rank's log lies in its arena
         self._plans: OrderedDict[Shape, Plan] = OrderedDict()
         self._turn = threading.Condition(threading.Lock())
         self._issued = 0
@@ -75,12 +69,6 @@ class Runner:
     def is_native(self) -> bool:
         """Whether the native core carries out this group's schedules."""
         return self.size > 1 and native.available() and isinstance(self.generation.alarm, Descriptor)
-
-    @property
-    def shares_memory(self) -> bool:
-        """Whether some of this group's messages to this rank go through memory."""
-        shared = self.generation.shared
-        return shared is not None and any(world in shared.peers for world in self.members)
 
     # -- links --------------------------------------------------------------------------------------------------------
 
@@ -100,18 +88,8 @@ class Runner:
                         raise watch.lost(self.members[rank]) from None
                     watch.wait((), ())
 
-    @contextlib.contextmanager
-    def setting_up(self) -> Iterator[None]:
-        """Calls of our own, which do not count among the user's; at the next one the links are looked at anew."""
-        self._recording = False
-        try:
-            yield
-        finally:
-            self._recording = True
-            self._connected = self.size == 1
-
-    def _connect(self, watch: Watch, site: Site) -> None:
-        """Complete the links, at the first call; with the core, hand them to it, and use memory that is shared."""
+    def _connect(self, watch: Watch) -> None:
+        """Complete the links, at the first call; with the core, hand them to it."""
         self._await_links(watch)
         self._connected = True
         generation = self.generation
@@ -120,33 +98,7 @@ class Runner:
             executor = NativeExecutor(self._sheet, self.size, generation.alarm, generation.transport.spin)
             for rank, link in self._links.items():
                 executor.connect(rank, self.members[rank], link)  # type: ignore[arg-type]
-        if any(generation.shares(world) for world in self.members):
-            self._share(executor, watch, site)
         self._executor = executor or self._executor
-
-    def _share(self, executor: NativeExecutor | None, watch: Watch, site: Site) -> None:
-        """Tell the group where this rank's log lies, and learn where the others' lie."""
-        generation, shared = self.generation, self.generation.shared
-        all_share = len(self._topology.hosts) == 1 and all(generation.shares(world) for world in self.members)
-        tile_bytes = native.SHARED_TILE_BYTES if all_share else TILE_BYTES
-        nbytes = native.log_bytes(tile_bytes)
-        neighbours = [rank for rank in self._links if shared is not None and self.members[rank] in shared.peers]
-        offsets, mine = np.full(self.size, -1, np.int64), np.full(1, -1, np.int64)
-        if shared is not None and neighbours:
-            mine[0] = shared.own.carve(nbytes)
-            self._log = (int(mine[0]), nbytes)
-        shape = Shape("all_gather", parse_dtype("int64"), (1,) * self.size, call="subgroup()")
-        with self.setting_up():
-            self.exchange(shape, mine, offsets, watch.operation, watch.timeout, site)
-        self._connected = True
-        self._plans.clear()
-        self._tile_bytes = tile_bytes
-        if executor is None or shared is None or not neighbours:
-            return
-        executor.write_log(shared.own.address + int(mine[0]), nbytes, neighbours)
-        for rank in neighbours:
-            address = shared.peers[self.members[rank]].address + int(offsets[rank])
-            executor.read_log(rank, address, nbytes, self.rank)
 
     # -- order --------------------------------------------------------------------------------------------------------
 
@@ -238,13 +190,13 @@ class Runner:
 
     def exchange(self, shape: Shape, x: Array, out: Array, name: str, timeout: float, site: Site) -> None:
         if not self._connected:
-            self._connect(Watch(self.generation, self.calls, name, self.calls.sequence + 1, timeout), site)
+            self._connect(Watch(self.generation, self.calls, name, self.calls.sequence + 1, timeout))
         plan = self._plans.get(shape)
         if plan is None:
             plan = self._plan(shape)
         else:
             self._plans.move_to_end(shape)
-        sequence = self.calls.record(plan.meaning, site) if self._recording else 0
+        sequence = self.calls.record(plan.meaning, site)
         if not self.generation.control.sound:
             self.generation.control.called(time.monotonic())
             self.check(name)
@@ -270,7 +222,7 @@ class Runner:
             bounds = even_bounds(counts, schedule.segments, dtype.itemsize)
         else:
             bounds = ragged_bounds(counts)
-        plan = Plan(schedule, self.rank, dtype, shape.op, bounds, _meaning(shape, algorithm), self._tile_bytes)
+        plan = Plan(schedule, self.rank, dtype, shape.op, bounds, _meaning(shape, algorithm))
         self._plans[shape] = plan
         if len(self._plans) > PLANS:
             self._plans.popitem(last=False)
@@ -289,9 +241,6 @@ class Runner:
         self.generation.control.unwatch(self.calls)
         for link in list(self._links.values()):
             link.close()
-        shared = self.generation.shared
-        if self._log is not None and shared is not None and self._executor.drained():
-            shared.own.give_back(*self._log)
         # Those of higher ranks that nobody has taken yet, or that come later, must see the end too.
         self.generation.transport.adopt(self._channel, lambda link: link.close())
 

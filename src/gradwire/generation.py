@@ -28,7 +28,6 @@ from gradwire.transports.base import (
     Transport,
 )
 from gradwire.transports.frames import FrameReader, Outbox
-from gradwire.transports.shm import SharedMemory
 from gradwire.wire import MAX_CONTROL, Header, Kind, WireError
 
 log = logging.getLogger("gradwire")
@@ -63,8 +62,6 @@ class Generation:
         self.transport = transport
         self.alarm = transport.bell()  # rings for good when the generation breaks or is closed
         self.closed = False
-        self.shared: SharedMemory | None = None
-        self.sharing: tuple[bool, ...] = ()  # by world rank: who shares memory with its neighbours
         self.raised = False  # whether this rank's program has seen why the generation broke
         self.inherited = False
         self.control = Control(identity.rank, identity.names, identity.number, self._post_control, self._broke)
@@ -165,10 +162,6 @@ class Generation:
                 self._thread.join(GOODBYE_SECONDS + 1)
         for belonging in reversed(self.belongings):
             belonging.close()
-
-    def shares(self, world: int) -> bool:
-        """Whether a world rank shares memory with those on its host."""
-        return bool(self.sharing) and self.sharing[world]
 
     def abandon(self) -> None:
         """In a forked child: this process is not the rank. No locks: threads that are not here may hold them."""

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from gradwire.config import DEFAULT_TIMEOUT, Address, JobConfig, resolve
 from gradwire.environments import torchrun
 from gradwire.errors import Broken, Closed, ConfigError, InvalidSize, UnsupportedOp
-from gradwire.executors import native
 from gradwire.generation import Generation, Identity
 from gradwire.group import WORLD, Group
 from gradwire.liveness.verdict import Finding
@@ -26,7 +25,6 @@ from gradwire.membership.addresses import resolve as endpoints
 from gradwire.membership.doorkeeper import Doorkeeper
 from gradwire.security.secret import derive, job_secret
 from gradwire.topology import Topology
-from gradwire.transports import shm
 from gradwire.transports.local import Hub
 from gradwire.transports.tcp import TcpTransport
 
@@ -61,10 +59,8 @@ def init(
     (0, 1)
     """
     config = resolve(rank, size, address, transport=transport, timeout=timeout, insecure=insecure)
-    if config.transport not in ("auto", "tcp", "shm"):
-        raise UnsupportedOp(
-            f"transport {config.transport!r} is not built yet; there are 'shm' and 'tcp'", operation="init"
-        )
+    if config.transport not in ("auto", "tcp"):
+        raise UnsupportedOp(f"transport {config.transport!r} is not built yet; there is 'tcp'", operation="init")
     if config.size == 1 and config.address is None:
         return _local(1, config.timeout)[0]
     deadline = time.monotonic() + config.timeout
@@ -181,26 +177,7 @@ def _join(config: JobConfig, deadline: float) -> Group:
         transport.close()
         raise
     generation.belongings += _doorkeepers(config, address)
-    group = _start([generation], config.timeout, deadline)[0]
-    _share_memory(group, config.transport, deadline)
-    return group
-
-
-def _share_memory(group: Group, transport: str, deadline: float) -> None:
-    """Find out with whom memory can be shared; ranks that cannot or will not say so, and go on with sockets."""
-    generation = group._generation
-    hosts = [generation.identity.topology.host_of(rank) for rank in range(group.size)]
-    wanted = transport != "tcp" and native.available()
-    with group._runner.setting_up():
-        generation.shared, generation.sharing = shm.share(group.rank, hosts, wanted, group.all_gather_values, deadline)
-    if transport == "shm" and not all(generation.sharing):
-        missing = [rank for rank, shares in enumerate(generation.sharing) if not shares]
-        group.close()
-        raise UnsupportedOp(
-            f"transport 'shm' needs the native core and one host, and ranks {missing} cannot share memory; "
-            "'auto' shares where it can and uses TCP elsewhere",
-            operation="init",
-        )
+    return _start([generation], config.timeout, deadline)[0]
 
 
 def _agreed(config: JobConfig, coordinator: Coordinator | None, timeout: float) -> Address:

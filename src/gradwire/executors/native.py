@@ -1,7 +1,6 @@
 """The fast executor: the same plans, carried out by the native core without the interpreter.
 
-Messages go over sockets in the common wire format, so native and pure ranks understand each other; between ranks that
-share memory they go through logs (native/log.hpp), one for each rank of a group.
+Messages go over sockets in the common wire format, so native and pure ranks understand each other.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ try:
 except ImportError:  # installed without a compiler
     _native = None  # type: ignore[assignment]
 
-SHARED_TILE_BYTES = 512 << 10  # where all ranks share memory: small enough to stay in the cache
 FIRST_SECONDS = 0.01  # how long the core waits before the deadline begins to count, and Ctrl-C is first looked for
 
 _BUFFERS = {"in": 0, "out": 1, "acc": 2}
@@ -54,18 +52,6 @@ class NativeExecutor:
         self._world[rank] = world
         self._links.socket(rank, link.fileno())
 
-    def write_log(self, address: int, nbytes: int, readers: list[int]) -> None:
-        """Speak to these ranks through this rank's log at an address of shared memory."""
-        self._links.write_log(address, nbytes, sum(1 << rank for rank in readers))
-
-    def read_log(self, rank: int, address: int, nbytes: int, reader: int) -> None:
-        """Hear a rank through its log; `reader` is this rank's number in it."""
-        self._links.read_log(rank, address, nbytes, reader)
-
-    def drained(self) -> bool:
-        """Whether all who read this rank's log have read all of it."""
-        return bool(self._links.drained())
-
     def run(self, plan: Plan, x: Array, out: Array, sheet: Sheet, patience: Patience) -> None:
         """Carry the plan out: read x, leave the result in out (which may be x)."""
         program = plan.native or lower(plan)
@@ -80,11 +66,6 @@ class NativeExecutor:
             if status == _MISMATCH:
                 raise patience.mismatch(self._world[run.culprit], run.heard)
             status = run.advance(patience.look())
-
-
-def log_bytes(tile_bytes: int) -> int:
-    """Room for a log: two messages of the largest size (partial results of half types take twice a tile's bytes)."""
-    return 5 * tile_bytes
 
 
 def lower(plan: Plan) -> Any:

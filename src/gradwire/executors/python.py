@@ -99,10 +99,6 @@ class PythonExecutor:
             for wave in plan.waves():
                 run.wave(wave)
 
-    def drained(self) -> bool:
-        """Whether nobody still reads memory of this rank: links keep what they carry."""
-        return True
-
     def staging(self, nbytes: int) -> memoryview:
         if len(self._staging) < nbytes:
             self._staging = memoryview(bytearray(nbytes))
