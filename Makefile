@@ -48,13 +48,20 @@ soak: $(VENV)/.installed-test ## the stress tests, again and again for MINUTES
 	echo "soak: $$round rounds passed in $(MINUTES) minutes"
 
 clean: ## remove everything that can be made again
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .gradwire
+	rm -rf $(VENV) build dist src/gradwire/_native.*.so src/gradwire/_build.json .pytest_cache .mypy_cache .ruff_cache .hypothesis .gradwire
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- setting up: one environment, and a stamp for each set of packages in it; a stamp is older than what it was made from
 
-$(VENV)/.installed: pyproject.toml | $(BIN)/pip
-	$(call install,gradwire,--editable .)
+$(VENV)/.installed-build: requirements/build.txt build_backend/gradwire_build.py | $(BIN)/pip
+	$(call install,what builds the core,--requirement $<)
+	@$(BIN)/python build_backend/gradwire_build.py > $(VENV)/lacking.txt
+	$(call install,CMake and ninja where they are missing,--requirement $< --requirement $(VENV)/lacking.txt)
+
+# Without isolation only what changed is compiled. GRADWIRE_PURE is for the tests to see, not for the installation.
+$(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard native/*) $(VENV)/.installed-build
+	$(call install,gradwire,--no-build-isolation --editable .)
+	@env -u GRADWIRE_PURE $(RUN) gradwire.executors.core
 
 $(VENV)/.installed-test: requirements/test.txt $(VENV)/.installed
 	$(call install,the test tools,--requirement $<)
@@ -65,7 +72,7 @@ $(VENV)/.installed-verify: requirements/verify.txt $(VENV)/.installed-test
 # pip says nothing unless it fails.
 define install
 @echo "installing $(1) into $(VENV) …"
-@output=$$($(RUN) pip --disable-pip-version-check --no-input install $(2) 2>&1) || { \
+@output=$$(env -u GRADWIRE_PURE $(RUN) pip --disable-pip-version-check --no-input install $(2) 2>&1) || { \
     echo "$$output"; \
     $(BIN)/python -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' || \
         echo "Python's headers are missing too. If a package had to be compiled, that is why: apt install python3-dev"; \

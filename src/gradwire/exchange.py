@@ -17,6 +17,8 @@ from gradwire import events
 from gradwire.arrays import Array
 from gradwire.collectives import build, choose
 from gradwire.errors import Broken, Closed, GradwireError, NoConnection
+from gradwire.executors import native
+from gradwire.executors.native import Descriptor, NativeExecutor
 from gradwire.executors.plan import Plan, even_bounds, ragged_bounds
 from gradwire.executors.python import PythonExecutor, Sheet
 from gradwire.generation import Generation
@@ -48,8 +50,11 @@ class Runner:
         self._channel = channel
         self._topology = topology
         self._links: dict[int, Link] = {}
-        self._executor = PythonExecutor(self._links.__getitem__, generation.transport.spin)
         self._sheet = Sheet(generation.identity.job, generation.identity.number, identity, self.rank)
+        self._executor: PythonExecutor | NativeExecutor = PythonExecutor(
+            self._links.__getitem__, generation.transport.spin
+        )
+        self._connected = self.size == 1
         self._plans: OrderedDict[Shape, Plan] = OrderedDict()
         self._turn = threading.Condition(threading.Lock())
         self._issued = 0
@@ -59,6 +64,11 @@ class Runner:
         self._progress: threading.Thread | None = None
         self._failed = False
         generation.control.watch(self.calls)
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the native core carries out this group's schedules."""
+        return self.size > 1 and native.available() and isinstance(self.generation.alarm, Descriptor)
 
     # -- links --------------------------------------------------------------------------------------------------------
 
@@ -77,6 +87,18 @@ class Runner:
                     if self.generation.control.has_left(self.members[rank]):
                         raise watch.lost(self.members[rank]) from None
                     watch.wait((), ())
+
+    def _connect(self, watch: Watch) -> None:
+        """Complete the links, at the first call; with the core, hand them to it."""
+        self._await_links(watch)
+        self._connected = True
+        generation = self.generation
+        executor = None
+        if native.available() and isinstance(generation.alarm, Descriptor):
+            executor = NativeExecutor(self._sheet, self.size, generation.alarm, generation.transport.spin)
+            for rank, link in self._links.items():
+                executor.connect(rank, self.members[rank], link)  # type: ignore[arg-type]
+        self._executor = executor or self._executor
 
     # -- order --------------------------------------------------------------------------------------------------------
 
@@ -167,6 +189,8 @@ class Runner:
     # -- one schedule -------------------------------------------------------------------------------------------------
 
     def exchange(self, shape: Shape, x: Array, out: Array, name: str, timeout: float, site: Site) -> None:
+        if not self._connected:
+            self._connect(Watch(self.generation, self.calls, name, self.calls.sequence + 1, timeout))
         plan = self._plans.get(shape)
         if plan is None:
             plan = self._plan(shape)
@@ -180,8 +204,6 @@ class Runner:
         sheet.sequence = sequence
         sheet.fingerprint = plan.meaning.fingerprint
         watch = Watch(self.generation, self.calls, name, sequence, timeout)
-        if len(self._links) < self.size - 1:
-            self._await_links(watch)
         self._executor.run(plan, x, out, sheet, watch)
         self.calls.finished = sequence
 

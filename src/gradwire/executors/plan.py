@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gradwire.arrays import DType
 from gradwire.collectives.schedule import Copy, Finish, Fold, From, Recv, Schedule, Send, Slice, placement
@@ -119,7 +119,13 @@ class Plan:
     """One rank's part in a collective, ready to run as often as needed."""
 
     def __init__(
-        self, schedule: Schedule, rank: int, dtype: DType, op: str | None, bounds: tuple[int, ...], meaning: Meaning
+        self,
+        schedule: Schedule,
+        rank: int,
+        dtype: DType,
+        op: str | None,
+        bounds: tuple[int, ...],
+        meaning: Meaning,
     ) -> None:
         if len(bounds) != schedule.segments + 1:
             raise InvalidSize(f"{len(bounds) - 1} counts for {schedule.segments} segments")
@@ -128,15 +134,16 @@ class Plan:
         self.dtype = dtype
         self.op = op
         self.meaning = meaning
+        self.native: Any = None  # the same in the native core's terms, once it was needed
         self.divisor = schedule.size if op == "mean" else None
         self.reduces = op is not None
         # Where a fold's result may lie on what the same round still sends, the executor folds when all is sent.
         self.folds_last = schedule.separate_acc
-        self._lengths = [bounds[i + 1] - bounds[i] for i in range(schedule.segments)]
-        self._program = schedule.program(rank)
+        self.lengths = [bounds[i + 1] - bounds[i] for i in range(schedule.segments)]
+        self.program = schedule.program(rank)
         inputs, outputs = placement(schedule.collective, schedule.size, schedule.segments, schedule.root, rank)
-        self._in, self.in_count = self._lay_out(inputs)
-        self._out, self.out_count = self._lay_out(outputs)
+        self.in_home, self.in_count = self._lay_out(inputs)
+        self.out_home, self.out_count = self._lay_out(outputs)
         self._find_tile()
         self._find_scratch()
         self._single: list[Wave] | None = None
@@ -147,11 +154,11 @@ class Plan:
         places, at = {}, 0
         for segment in segments:
             places[segment] = at
-            at += self._lengths[segment]
+            at += self.lengths[segment]
         return places, at
 
     def _find_tile(self) -> None:
-        longest = max(self._lengths, default=0)
+        longest = max(self.lengths, default=0)
         nbytes = max(SMALLEST_TILE, TILE_BYTES // max(1, self.schedule.segments))
         grain = max(1, ALIGNMENT // self.dtype.itemsize)
         self.tile = max(grain, nbytes // self.dtype.itemsize // grain * grain)
@@ -161,7 +168,7 @@ class Plan:
     def _find_scratch(self) -> None:
         """Partial results live in `out` where it has the segment and the type fits, else in scratch."""
         homeless: dict[int, int] = {}
-        for program_round in self._program:
+        for program_round in self.program:
             for operation in program_round:
                 for part in _slices(operation):
                     for segment in part.segments:
@@ -170,8 +177,8 @@ class Plan:
                             # Scratch has one type: partial results of half types leave no room for elements.
                             if self._separate_acc and part.buffer != "acc":
                                 raise InvalidSize(f"{part} has no place on rank {self.rank} of {self.schedule}")
-        self._scratch = homeless
-        self.in_flight = min(IN_FLIGHT, self.tiles, max(1, len(self._program)))
+        self.scratch = homeless
+        self.in_flight = min(IN_FLIGHT, self.tiles, max(1, len(self.program)))
         self.scratch_count = len(homeless) * self.stride * self.in_flight
 
     @property
@@ -179,28 +186,28 @@ class Plan:
         return self.reduces and self.dtype.widens
 
     def _home(self, buffer: str, segment: int) -> tuple[int, int] | None:
-        if buffer == "in" and segment in self._in:
-            return IN, self._in[segment]
+        if buffer == "in" and segment in self.in_home:
+            return IN, self.in_home[segment]
         if buffer == "acc" and self._separate_acc:
             return None
-        if buffer in ("out", "acc") and segment in self._out:
-            return OUT, self._out[segment]
+        if buffer in ("out", "acc") and segment in self.out_home:
+            return OUT, self.out_home[segment]
         return None
 
     def _pieces(self, part: Slice, tile: int) -> Pieces:
         pieces: list[Piece] = []
         for segment in part.segments:
             begin = tile * self.tile
-            length = min(self.tile, self._lengths[segment] - begin)
+            length = min(self.tile, self.lengths[segment] - begin)
             if length <= 0:
                 continue
             home = self._home(part.buffer, segment)
             if home is not None:
                 memory, start = home[0], home[1] + begin
             else:
-                index = self._scratch[segment]
+                index = self.scratch[segment]
                 slot = tile % self.in_flight
-                memory, start = SCRATCH, (slot * len(self._scratch) + index) * self.stride
+                memory, start = SCRATCH, (slot * len(self.scratch) + index) * self.stride
             last = pieces[-1] if pieces else None
             if last is not None and last.memory == memory and last.stop == start:
                 pieces[-1] = Piece(memory, last.start, start + length)
@@ -213,7 +220,7 @@ class Plan:
         return iter(self._single) if self._single is not None else self._make_waves()
 
     def _make_waves(self) -> Iterator[Wave]:
-        rounds = len(self._program)
+        rounds = len(self.program)
         for first in range(0, self.tiles, self.in_flight):
             tiles = range(first, min(first + self.in_flight, self.tiles))
             for step in range(rounds + len(tiles) - 1):
@@ -226,7 +233,7 @@ class Plan:
                     yield wave
 
     def _add_round(self, wave: Wave, tile: int, number: int) -> None:
-        for operation in self._program[number]:
+        for operation in self.program[number]:
             match operation:
                 case Send(part, to):
                     pieces = self._pieces(part, tile)

@@ -30,6 +30,9 @@ class Patience(Protocol):
     def wait(self, reads: Iterable[Link], writes: Iterable[Link]) -> None:
         """Return when there may be something to do; raise when the group broke or the time is over."""
 
+    def look(self) -> float:
+        """As `wait`, by one that has waited already: the seconds until it should ask again."""
+
     def lost(self, peer: int) -> BaseException:
         """The link to a world rank ended: the error to raise."""
 

@@ -85,7 +85,7 @@ class Group(Messaging):
     def capabilities(self) -> Capabilities:
         """What this group can do."""
         table = {name: algorithms(name) for name in COLLECTIVES}
-        return Capabilities(self._generation.transport.name, False, False, False, table)
+        return Capabilities(self._generation.transport.name, self._runner.is_native, False, False, table)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "broken" if not self._generation.control.sound else "open"

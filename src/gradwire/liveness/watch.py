@@ -43,7 +43,7 @@ class Watch:
         self._calls = calls
         self.operation = operation
         self.sequence = sequence
-        self._timeout = timeout
+        self.timeout = timeout
         self._slowness: Slowness | None = None  # begins when the operation first has to wait
         self._deadline = 0.0
         self._last_look = False
@@ -56,12 +56,12 @@ class Watch:
     def wait(self, reads: Iterable[Link], writes: Iterable[Link]) -> None:
         """Return when there may be something to do; raise when the group broke or the time is over."""
         generation = self._generation
-        now = time.monotonic()
-        if self._slowness is None:
-            self._slowness = Slowness(now)
-            self._deadline = now + self._timeout
-        pause = min(self._deadline, self._slowness.due, now + POLL_SECONDS) - now
-        generation.transport.wait(reads, writes, generation.alarm, max(0.0, pause))
+        generation.transport.wait(reads, writes, generation.alarm, self._pause(time.monotonic()))
+        self.look(reads, writes)
+
+    def look(self, reads: Iterable[Link] = (), writes: Iterable[Link] = ()) -> float:
+        """As `wait`, by one that has waited already: the seconds until it should ask again."""
+        generation = self._generation
         if self._calls.closed or generation.closed:
             raise self.broken()
         if not generation.control.sound:
@@ -69,19 +69,31 @@ class Watch:
             if self._last_look:
                 raise self.broken()
             self._last_look = True
-            return
+            return 0.0
         now = time.monotonic()
+        slowness = self._begun(now)
         for link in {*reads, *writes}:
             if generation.transport.gone(link.peer):
                 generation.control.lost(link.peer, now, "ended its thread")
                 raise self.broken()
         if now >= self._deadline:
             raise self._timed_out()
-        if now >= self._slowness.due:
-            self._slowness.told(now)
-            waited = now - self._slowness.began
+        if now >= slowness.due:
+            slowness.told(now)
+            waited = now - slowness.began
             rank = generation.identity.rank
             log.warning("rank %d has waited %.0f s%s: %s", rank, waited, self.during(), describe_late(self.late()))
+        return self._pause(time.monotonic())
+
+    def _begun(self, now: float) -> Slowness:
+        if self._slowness is None:
+            self._slowness = Slowness(now)
+            self._deadline = now + self.timeout
+        return self._slowness
+
+    def _pause(self, now: float) -> float:
+        due = self._begun(now).due
+        return max(0.0, min(self._deadline, due, now + POLL_SECONDS) - now)
 
     def broken(self) -> GradwireError:
         """The error to raise when the group can no longer be used."""
@@ -133,8 +145,8 @@ class Watch:
     def _timed_out(self) -> GradwireError:
         late = self.late()
         culprit = late[0][0] if late else None
-        reason = f"{self.operation} #{self.sequence} did not finish in {self._timeout:g} s: {describe_late(late)}"
-        finding = Finding("timeout", reason[:4000], culprit, self._timeout, self.operation)
+        reason = f"{self.operation} #{self.sequence} did not finish in {self.timeout:g} s: {describe_late(late)}"
+        finding = Finding("timeout", reason[:4000], culprit, self.timeout, self.operation)
         self._generation.control.report(finding, time.monotonic())
         self._generation.wake()
         return self.broken()

@@ -1,0 +1,2 @@
+#define NAMESPACE avx2
+#include "kernels.inc"

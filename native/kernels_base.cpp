@@ -1,0 +1,2 @@
+#define NAMESPACE base
+#include "kernels.inc"

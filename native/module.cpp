@@ -1,0 +1,115 @@
+// The Python face of the core: gradwire._native.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+
+#include "module_kernels.hpp"
+#include "run.hpp"
+
+namespace nb = nanobind;
+using namespace gradwire;
+
+namespace {
+
+Slice to_slice(nb::handle value) {
+    auto [buffer, first, count] = nb::cast<std::tuple<int, std::uint32_t, std::uint32_t>>(value);
+    return {static_cast<std::uint8_t>(buffer), first, count};
+}
+
+// (kind, dst slice, src slice or None, peers, terms), a term being a slice or (rank, partial).
+Operation to_operation(nb::tuple row) {
+    Operation operation{};
+    operation.kind = static_cast<Kind>(nb::cast<int>(row[0]));
+    operation.dst = to_slice(row[1]);
+    if (!row[2].is_none()) operation.src = to_slice(row[2]);
+    operation.peers = nb::cast<std::vector<std::uint32_t>>(row[3]);
+    for (nb::handle item : nb::cast<nb::tuple>(row[4])) {
+        auto term = nb::cast<nb::tuple>(item);
+        if (term.size() == 2)
+            operation.terms.push_back({true, nb::cast<bool>(term[1]), nb::cast<std::uint32_t>(term[0]), {}});
+        else
+            operation.terms.push_back({false, false, 0, to_slice(term)});
+    }
+    return operation;
+}
+
+void make_program(Program* self, nb::list rounds, std::vector<std::int64_t> lengths, std::vector<std::int64_t> in_home,
+                  std::vector<std::int64_t> out_home, std::vector<std::int64_t> scratch_index, std::size_t tile,
+                  std::size_t tiles, std::size_t stride, std::size_t in_flight, std::size_t homeless, int dtype, int op,
+                  std::size_t divisor, bool folds_last, std::size_t item) {
+    new (self) Program();
+    for (nb::handle round : rounds) {
+        self->rounds.emplace_back();
+        for (nb::handle row : nb::cast<nb::tuple>(round)) self->rounds.back().push_back(to_operation(nb::cast<nb::tuple>(row)));
+    }
+    self->lengths = std::move(lengths);
+    self->in_home = std::move(in_home);
+    self->out_home = std::move(out_home);
+    self->scratch_index = std::move(scratch_index);
+    self->tile = tile;
+    self->tiles = tiles;
+    self->stride = stride;
+    self->in_flight = in_flight;
+    self->homeless = homeless;
+    self->divisor = divisor;
+    self->folds_last = folds_last;
+    self->item = item;
+    if (op >= 0) {
+        self->reduces = true;
+        self->kernels = kernels(static_cast<DType>(dtype), static_cast<Op>(op));
+        if (!self->kernels.fold) throw std::invalid_argument("the op has no meaning for the dtype");
+        self->widens = self->kernels.element != self->kernels.accumulator;
+    }
+}
+
+void* pointer(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
+
+}  // namespace
+
+NB_MODULE(_native, module) {
+    nb::set_leak_warnings(false);  // a process that ends in the middle of a call says nothing about it
+    register_kernels(module);
+    nb::class_<Program>(module, "Program").def("__init__", &make_program);
+
+    nb::class_<Links>(module, "Links")
+        .def("__init__",
+             [](Links* self, std::size_t size, double spin) {
+                 new (self) Links();
+                 self->peers.resize(size);
+                 self->spin = spin;
+             })
+        .def("socket", [](Links& self, std::size_t peer, int descriptor) { self.peers.at(peer).socket = descriptor; })
+        .def("alarm",
+             [](Links& self, int descriptor) { self.alarm = descriptor; })
+        .def("write_log",
+             [](Links& self, std::uintptr_t memory, std::size_t bytes, std::uint64_t readers) {
+                 self.log = std::make_unique<LogWriter>(pointer(memory), bytes);
+                 self.log_readers = readers;
+             })
+        .def("drained", [](const Links& self) { return !self.log || self.log->drained(self.log_readers); })
+        .def("read_log", [](Links& self, std::size_t peer, std::uintptr_t memory, std::size_t bytes, unsigned reader) {
+            self.peers.at(peer).log = std::make_unique<LogReader>(pointer(memory), bytes, reader);
+        });
+
+    nb::class_<Sheet>(module, "Sheet")
+        .def("__init__",
+             [](Sheet* self, std::uint64_t job, std::uint32_t generation, std::uint64_t group, std::uint32_t rank) {
+                 new (self) Sheet{job, generation, group, rank, 0, 0};
+             })
+        .def_rw("sequence", &Sheet::sequence)
+        .def_rw("fingerprint", &Sheet::fingerprint);
+
+    nb::class_<Run>(module, "Run")
+        .def("__init__",
+             [](Run* self, const Program& program, Links& links, const Sheet& sheet, std::uintptr_t in, std::uintptr_t out) {
+                 new (self) Run(program, links, sheet, pointer(in), pointer(out));
+             },
+             nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>())
+        .def("advance", [](Run& self, double seconds) { return static_cast<int>(self.advance(seconds)); },
+             nb::call_guard<nb::gil_scoped_release>())
+        .def_ro("culprit", &Run::culprit)
+        .def_prop_ro("heard", [](const Run& self) { return nb::bytes(&self.heard, sizeof(Header)); });
+}

@@ -1,0 +1,42 @@
+"""Whether the native core is there, and why not: in words for users, from what the installation recorded.
+
+`python -m gradwire.executors.core` prints it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib import import_module
+from pathlib import Path
+
+PURE = "GRADWIRE_PURE"
+_RECORD = Path(__file__).parent.parent / "_build.json"  # written by build_backend/gradwire_build.py
+
+
+def why_pure() -> str | None:
+    """Why collectives run in Python here; None where they run in the native core."""
+    if os.environ.get(PURE, "") not in ("", "0"):
+        return f"{PURE} is set"
+    try:
+        import_module("gradwire._native")
+    except ImportError as error:
+        return why_missing(_RECORD, error)
+    return None
+
+
+def why_missing(record: Path, error: ImportError) -> str:
+    """Why the core cannot be imported, going by the record of the build."""
+    try:
+        built = json.loads(record.read_text("utf-8"))
+    except (OSError, ValueError):
+        return "gradwire was not installed from here: pip install --editable ."
+    if built["native"]:
+        return f"it was built, but does not load: {error}"
+    reason: str = built["reason"]
+    return reason
+
+
+if __name__ == "__main__":
+    reason = why_pure()
+    print("gradwire has its native core" if reason is None else f"gradwire has no native core: {reason}")

@@ -1,0 +1,313 @@
+"""The core's kernels give the bits of the Python executor's rules, in every build that this processor can run."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from gradwire.arrays import Array, DType, parse_dtype
+from gradwire.executors import numerics
+
+native = pytest.importorskip("gradwire._native", reason="the native core is not built")
+kernels: Any = native.kernels
+
+OPS = {"sum": 0, "min": 1, "max": 2, "prod": 3}
+INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+DTYPES = ["float16", "bfloat16", "float32", "float64", *INTEGERS, "bool", "complex64", "complex128"]
+COUNTS = [0, 1, 7, 1023, 1024, 1025, 5000]  # a block has 256 to 4096 elements
+FEW = [7, 1025, 5000]
+TERMS = [1, 2, 3, 4, 5, 8]
+CASES = [(dtype, op) for dtype in DTYPES for op in OPS if op in parse_dtype(dtype).ops]
+
+builds = pytest.mark.parametrize("build", kernels.builds())
+
+
+def awkward(count: int, dtype: np.dtype[Any], generator: np.random.Generator) -> Array:
+    """Any bits at all, and among them the values at which arithmetic goes wrong."""
+    if dtype == np.bool_:
+        return generator.integers(0, 2, count).astype(bool)
+    if dtype.kind == "c":
+        part = np.empty(0, dtype).real.dtype
+        return awkward(2 * count, part, generator).view(dtype)
+    values = generator.integers(0, 256, count * dtype.itemsize, np.uint8).view(dtype)
+    if dtype.kind in "iu":
+        return values
+    info: Any = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
+    least = info.smallest_subnormal
+    edges = [np.nan, np.inf, 0.0, 1.0, info.max, info.tiny, least, info.tiny - least]
+    special = np.array([sign * np.float64(edge) for edge in edges for sign in (1, -1)]).astype(dtype)
+    chosen = generator.integers(0, 3, count)
+    small = generator.normal(size=count).astype(dtype)
+    return np.where(chosen == 0, values, np.where(chosen == 1, generator.choice(special, count), small))
+
+
+def unaligned(array: Array, offset: int) -> Array:
+    """A copy, as bytes at an address that is a multiple of nothing but one (offset 0: of 64)."""
+    room = np.empty(array.nbytes + 128, np.uint8)
+    begin = -room.ctypes.data % 64 + offset
+    place: Array = room[begin : begin + array.nbytes]
+    place[:] = array.view(np.uint8)
+    return place
+
+
+def folded(op: str, dtype: DType, terms: list[Array]) -> Array:
+    """What the rules say."""
+    combine = numerics.combiner(op, dtype.accumulator)
+    value = terms[0].astype(dtype.accumulator)
+    for term in terms[1:]:
+        combine(value, term.astype(dtype.accumulator), value)
+    return value
+
+
+def finished(dtype: DType, partial: Array, divisor: int | None) -> Array:
+    result = np.empty(partial.size, dtype.storage)
+    numerics.finish(result, partial.copy(), divisor)
+    return result
+
+
+def assert_same(got: Array, expected: Array) -> None:
+    """Equal bits, but any NaN for a NaN."""
+    assert got.dtype == expected.dtype
+    if got.dtype.kind == "c":
+        got, expected = got.view(got.real.dtype), expected.view(expected.real.dtype)
+    bits = f"u{got.dtype.itemsize}"
+    same = got.view(bits) == expected.view(bits)
+    if got.dtype.kind not in "iub":
+        same |= (got != got) & (expected != expected)
+    wrong = np.flatnonzero(~same)
+    assert not wrong.size, f"{wrong.size} differ, first at {wrong[0]}: {got[wrong[0]]!r}, not {expected[wrong[0]]!r}"
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    with numerics.quiet():
+        yield
+
+
+# --- folds
+
+
+def shapes(dtype: DType, counts: list[int]) -> Iterator[tuple[int, tuple[bool, ...]]]:
+    """(elements, which terms are partial): all of them, none, the first, the last, every other one."""
+    for count, number in itertools.product(counts, TERMS):
+        patterns = {(False,) * number}
+        if dtype.widens:
+            patterns |= {(True,) * number, (True, *[False] * (number - 1)), (*[False] * (number - 1), True)}
+            patterns |= {tuple(index % 2 == 1 for index in range(number))}
+        for pattern in sorted(patterns):
+            yield count, pattern
+
+
+def some_terms(dtype: DType, count: int, partial: tuple[bool, ...]) -> list[Array]:
+    generator = np.random.default_rng([dtype.code, count, *partial])
+    return [awkward(count, dtype.accumulator if one else dtype.storage, generator) for one in partial]
+
+
+@builds
+@pytest.mark.parametrize(("name", "op"), CASES)
+def test_folds_have_the_bits_of_the_rules(build: str, name: str, op: str) -> None:
+    dtype = parse_dtype(name)
+    for count, partial in shapes(dtype, COUNTS):
+        terms = some_terms(dtype, count, partial)
+        expected = folded(op, dtype, terms)
+        for shift in (0, 1):
+            places = [unaligned(term, shift * (2 * index + 1)) for index, term in enumerate(terms)]
+            result = unaligned(np.zeros(count, dtype.accumulator), shift * 3)
+            kernels.fold(build, dtype.code, OPS[op], result, list(zip(places, partial, strict=True)))
+            assert_same(result.copy().view(dtype.accumulator), expected)
+            assert all((place == term.view(np.uint8)).all() for place, term in zip(places, terms, strict=True))
+
+
+@builds
+@pytest.mark.parametrize(("name", "op"), CASES)
+def test_a_result_may_lie_on_any_term_of_its_type(build: str, name: str, op: str) -> None:
+    dtype = parse_dtype(name)
+    for count, partial in shapes(dtype, FEW):
+        terms = some_terms(dtype, count, partial)
+        expected = folded(op, dtype, terms)
+        own_type = [index for index, one in enumerate(partial) if one or not dtype.widens]
+        for where in own_type:
+            places = [unaligned(term, 0) for term in terms]
+            kernels.fold(build, dtype.code, OPS[op], places[where], list(zip(places, partial, strict=True)))
+            assert_same(places[where].copy().view(dtype.accumulator), expected)
+
+
+@builds
+def test_any_byte_but_zero_is_true(build: str) -> None:
+    dtype = parse_dtype("bool")
+    a = np.arange(256, dtype=np.uint8).repeat(3)
+    b = np.tile(np.array([0, 1, 128], np.uint8), 256)
+    for op, expected in {"sum": (a != 0) | (b != 0), "prod": (a != 0) & (b != 0)}.items():
+        result = np.empty_like(a)
+        kernels.fold(build, dtype.code, OPS[op], result, [(a, False), (b, False)])
+        assert (result == expected.astype(np.uint8)).all()
+
+
+# --- finishes
+
+
+@builds
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("divisor", [None, 1, 2, 3, 7, 2**24 + 1])
+def test_finishes_have_the_bits_of_the_rules(build: str, name: str, divisor: int | None) -> None:
+    dtype = parse_dtype(name)
+    if divisor is not None and "mean" not in dtype.ops:
+        return
+    for count, shift in itertools.product(COUNTS, (0, 1)):
+        partial = awkward(count, dtype.accumulator, np.random.default_rng([dtype.code, count]))
+        result = unaligned(np.zeros(count, dtype.storage), shift)
+        kernels.finish(build, dtype.code, 0, result, unaligned(partial, shift * 3), divisor or 0)
+        assert_same(result.copy().view(dtype.storage), finished(dtype, partial, divisor))
+        if not dtype.widens:
+            place = unaligned(partial, shift)
+            kernels.finish(build, dtype.code, 0, place, place, divisor or 0)
+            assert_same(place.copy().view(dtype.storage), finished(dtype, partial, divisor))
+
+
+@builds
+@pytest.mark.parametrize(("name", "op"), CASES)
+def test_reducing_at_once_is_folding_and_finishing(build: str, name: str, op: str) -> None:
+    dtype = parse_dtype(name)
+    divisor = 3 if "mean" in dtype.ops and op == "sum" else None
+    for count, partial in shapes(dtype, FEW):
+        terms = some_terms(dtype, count, partial)
+        expected = finished(dtype, folded(op, dtype, terms), divisor)
+        apart = unaligned(np.zeros(count, dtype.storage), 1)
+        given = list(zip(map(raw, terms), partial, strict=True))
+        kernels.reduce(build, dtype.code, OPS[op], apart, given, divisor or 0)
+        assert_same(apart.copy().view(dtype.storage), expected)
+        for where in [index for index, one in enumerate(partial) if not one]:
+            places = [unaligned(term, 0) for term in terms]
+            among = list(zip(places, partial, strict=True))
+            kernels.reduce(build, dtype.code, OPS[op], places[where], among, divisor or 0)
+            assert_same(places[where].copy().view(dtype.storage), expected)
+
+
+def raw(array: Array) -> Array:
+    return array.view(np.uint8)
+
+
+# --- half types
+
+
+@builds
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_every_half_widens_exactly_and_comes_back(build: str, name: str) -> None:
+    dtype = parse_dtype(name)
+    halves = np.arange(2**16, dtype=np.uint16).view(dtype.storage)
+    for offset in (0, 1):  # each of them by the vector unit and on its own
+        wide = np.empty(halves.size - offset, np.float32)
+        kernels.fold(build, dtype.code, 0, raw(wide), [(raw(halves[offset:]), False)])
+        assert_same(wide, halves[offset:].astype(np.float32))
+        for begin in (0, wide.size - 7):
+            back = np.empty(wide.size - begin, np.uint16)
+            kernels.finish(build, dtype.code, 0, back, raw(wide[begin:]), 0)
+            assert_same(back.view(dtype.storage), halves[offset + begin :])
+
+
+@builds
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_floats_round_to_the_nearest_half_and_ties_to_even(build: str, name: str) -> None:
+    dtype = parse_dtype(name)
+    for wide in (between_halves(dtype), everywhere()):
+        narrow = np.empty(wide.size, np.uint16)
+        kernels.finish(build, dtype.code, 0, narrow, raw(wide), 0)
+        assert_same(narrow.view(dtype.storage), wide.astype(dtype.storage))
+        lone = np.empty(7, np.uint16)  # too few for the vector unit
+        for begin in range(0, wide.size - 7, wide.size // 5000 or 1):
+            kernels.finish(build, dtype.code, 0, lone, raw(wide[begin : begin + 7]), 0)
+            assert_same(lone.view(dtype.storage), narrow[begin : begin + 7].view(dtype.storage))
+
+
+def between_halves(dtype: DType) -> Array:
+    """Each half, the middle between it and the next, and the floats right before and behind these."""
+    halves = np.arange(2**16, dtype=np.uint16).view(dtype.storage).astype(np.float64)
+    middles = (halves[:-1] + halves[1:]) / 2
+    points = np.concatenate([halves, middles]).astype(np.float32)
+    bits = points[np.isfinite(points)].view(np.uint32)
+    return np.concatenate([bits, bits + 1, np.maximum(bits, 1) - 1]).view(np.float32)
+
+
+def everywhere() -> Array:
+    """All upper halves of a float's bits with lower ones around every place where a rounding can be decided."""
+    edges = [0, *(1 << place for place in range(16))]
+    lower = np.unique([(edge + step) % 2**16 for edge in edges for step in (-1, 0, 1)]).astype(np.uint32)
+    upper = np.arange(2**16, dtype=np.uint32) << 16
+    result: Array = (upper[:, None] | lower).ravel().view(np.float32)
+    return result
+
+
+# --- the state of the processor
+
+
+@contextmanager
+def processor(change: int) -> Iterator[None]:
+    before = kernels.float_state()
+    kernels.set_float_state(before | change)
+    try:
+        yield
+        assert kernels.float_state() == before | change, "the kernel changed what it found"
+    finally:
+        kernels.set_float_state(before)
+
+
+@pytest.mark.skipif(not kernels.FLUSHES, reason="the hook knows no such state for this processor")
+@builds
+@pytest.mark.parametrize("state", ["FLUSHES", "UPWARDS"])
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64", "complex64"])
+def test_the_process_may_flush_denormals_or_round_otherwise(build: str, name: str, state: str) -> None:
+    dtype = parse_dtype(name)
+    generator = np.random.default_rng(dtype.code)
+    terms = [awkward(1000, dtype.storage, generator) for _ in range(3)]
+    ops = [op for op in OPS if op in dtype.ops]
+    sums = {op: folded(op, dtype, terms) for op in ops}
+    results = {op: np.empty(1000, dtype.accumulator) for op in ops}
+    means = {op: np.empty(1000, dtype.storage) for op in ops}
+    at_once = {op: np.empty(1000, dtype.storage) for op in ops}
+    given = [(raw(term), False) for term in terms]
+    with processor(getattr(kernels, state)):
+        for op in ops:
+            kernels.fold(build, dtype.code, OPS[op], raw(results[op]), given)
+            kernels.finish(build, dtype.code, OPS[op], raw(means[op]), raw(results[op]), 3)
+            kernels.reduce(build, dtype.code, OPS[op], raw(at_once[op]), given, 3)
+    for op in ops:
+        assert_same(results[op], sums[op])
+        assert_same(means[op], finished(dtype, sums[op], 3))
+        assert_same(at_once[op], means[op])
+
+
+@pytest.mark.skipif(not kernels.FLUSHES, reason="the hook knows no such state for this processor")
+def test_the_hook_really_changes_the_state() -> None:
+    tiny, one = np.full(1, np.finfo(np.float32).smallest_subnormal), np.ones(1, np.float32)
+    with processor(kernels.FLUSHES):
+        flushed = (tiny + tiny).view(np.uint32).item()
+    with processor(kernels.UPWARDS):
+        above = (one + np.float32(1e-30)).view(np.uint32).item()
+    assert flushed == 0
+    assert above == one.view(np.uint32).item() + 1
+
+
+# --- the hooks themselves
+
+
+def test_wrong_arguments_are_refused() -> None:
+    four, eight = np.zeros(4, np.uint8), np.zeros(8, np.uint8)
+    code = parse_dtype("float32").code
+    with pytest.raises(ValueError, match="differ in their number"):
+        kernels.fold("base", code, 0, four, [(eight, False)])
+    with pytest.raises(ValueError, match="needs a term"):
+        kernels.fold("base", code, 0, four, [])
+    with pytest.raises(ValueError, match="within an element"):
+        kernels.finish("base", code, 0, four[:3], four, 0)
+    with pytest.raises(ValueError, match="no meaning"):
+        kernels.fold("base", parse_dtype("complex64").code, OPS["min"], eight, [(eight, False)])
+    with pytest.raises(ValueError, match="no kernels for sse9"):
+        kernels.fold("sse9", code, 0, four, [(four, False)])
+    with pytest.raises(BufferError):
+        kernels.fold("base", code, 0, b"1234", [(four, False)])

@@ -1,0 +1,37 @@
+"""The stub that type checkers read names what the core defines, no more and no less."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gradwire
+
+native = pytest.importorskip("gradwire._native", reason="the native core is not built")
+STUB = ast.parse((Path(gradwire.__file__).parent / "_native.pyi").read_text("utf-8"))
+
+
+def names_in(body: list[ast.stmt]) -> set[str]:
+    """What a class or module defines, but for what begins with an underscore."""
+    names = set()
+    for node in body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+    return {name for name in names if not name.startswith("_")}
+
+
+def names_of(thing: Any) -> set[str]:
+    return {name for name in vars(thing) if not name.startswith("_")}
+
+
+def test_the_stub_and_the_core_define_the_same() -> None:
+    assert names_in(STUB.body) == names_of(native)
+    for node in STUB.body:
+        if isinstance(node, ast.ClassDef):
+            thing = native.kernels if node.name == "_Kernels" else getattr(native, node.name)
+            assert names_in(node.body) == names_of(thing), node.name

@@ -1,0 +1,160 @@
+"""How the package is built: with its core where that can be compiled, without it elsewhere, and it knows why."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from gradwire.executors import core
+
+ROOT = Path(__file__).parent.parent
+BACKEND = "build_backend/gradwire_build.py"
+
+pytest.importorskip("scikit_build_core", reason="only in an environment that `make` set up")
+if not (ROOT / BACKEND).exists():
+    pytest.skip("not a source tree", allow_module_level=True)
+
+
+def hook(tree: Path, call: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Call a hook of the backend as pip does, in a process of its own; the last line it prints is the result."""
+    program = f"import gradwire_build; print(); print(gradwire_build.{call})"
+    inherited = {name: value for name, value in os.environ.items() if name not in ("GRADWIRE_PURE", "CXX", "CXXFLAGS")}
+    settings = {**inherited, "PYTHONPATH": str(tree / "build_backend"), **environ}
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, cwd=tree, env=settings, capture_output=True, text=True, timeout=600, check=False)
+
+
+def made(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source distribution, unpacked."""
+    place = tmp_path_factory.mktemp("sources")
+    name = made(hook(ROOT, f"build_sdist({str(place)!r})"))
+    with tarfile.open(place / name) as archive:
+        archive.extractall(place, filter="data")
+    return place / name.removesuffix(".tar.gz")
+
+
+@pytest.fixture
+def tree(sources: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sources, tmp_path / "tree"))
+
+
+def test_the_source_distribution_has_what_a_build_needs_and_nothing_of_this_machine(sources: Path) -> None:
+    for needed in (BACKEND, "CMakeLists.txt", "native/kernels.inc", "src/gradwire/py.typed", "Makefile", "LICENSE"):
+        assert (sources / needed).exists(), needed
+    here = {
+        *sources.rglob("*.so"),
+        *sources.rglob("_build.json"),
+        *sources.rglob("__pycache__"),
+        *sources.glob("build"),
+    }
+    assert not here
+
+
+def no_compiler(directory: Path) -> str:
+    """A PATH on which there is Python and nothing that compiles."""
+    (directory / "python").symlink_to(sys.executable)
+    return str(directory)
+
+
+@pytest.mark.parametrize(
+    ("environ", "reason"),
+    [
+        ({"GRADWIRE_PURE": "1"}, "GRADWIRE_PURE was set"),
+        ({"CXX": "/bin/false"}, "/bin/false does not compile C++20 with Python's headers: it exits with 1"),
+        ({"CXX": "/no/such/compiler -O2"}, "/no/such/compiler -O2 does not run"),
+        ({"PATH": "nothing"}, "there is no C++ compiler"),
+        ({"PATH": "nothing", "CXX": "c++ --no-such-option"}, "c++ --no-such-option does not run"),
+    ],
+)
+def test_without_a_core_the_wheel_is_pure_and_says_why(
+    tree: Path, tmp_path: Path, environ: dict[str, str], reason: str
+) -> None:
+    if "PATH" in environ:
+        (tmp_path / "bin").mkdir()
+        environ = {**environ, "PATH": no_compiler(tmp_path / "bin")}
+    assert made(hook(tree, "get_requires_for_build_wheel()", **environ)) == "[]"
+    done = hook(tree, f"build_wheel({str(tmp_path)!r})", **environ)
+    name = made(done)
+    assert name.endswith("-py3-none-any.whl")
+    assert f"gradwire: no native core, {reason}" in done.stderr
+    with zipfile.ZipFile(tmp_path / name) as wheel:
+        files = wheel.namelist()
+        record = json.loads(wheel.read("gradwire/_build.json"))
+    assert not record["native"]
+    assert reason in record["reason"]
+    assert {"gradwire/py.typed", "gradwire/_native.pyi", "gradwire/membership/v1/gradwire.proto"} <= set(files)
+    assert not [file for file in files if file.endswith((".so", ".cpp", ".inc")) or file.startswith("native")]
+
+
+def test_a_build_that_fails_halfway_falls_back(tree: Path, tmp_path: Path) -> None:
+    (tree / "CMakeLists.txt").write_text('message(FATAL_ERROR "broken")\n')
+    name = made(hook(tree, f"build_wheel({str(tmp_path)!r})"))
+    with zipfile.ZipFile(tmp_path / name) as wheel:
+        record = json.loads(wheel.read("gradwire/_build.json"))
+    assert record == {"native": False, "reason": "its compilation failed; pip install -v shows how"}
+
+
+def test_a_strict_build_does_not_fall_back(tree: Path, tmp_path: Path) -> None:
+    done = hook(tree, f"build_wheel({str(tmp_path)!r})", CXX="/bin/false", GRADWIRE_STRICT="1")
+    assert done.returncode != 0
+    assert "GRADWIRE_STRICT is set, but there would be no native core" in done.stderr
+    assert not list(tmp_path.glob("*.whl"))
+
+
+def test_an_editable_installation_names_the_sources(tree: Path, tmp_path: Path) -> None:
+    name = made(hook(tree, f"build_editable({str(tmp_path)!r})", GRADWIRE_PURE="1"))
+    with zipfile.ZipFile(tmp_path / name) as wheel:
+        lines = [wheel.read(file).decode().strip() for file in wheel.namelist() if file.endswith(".pth")]
+    assert lines == [str(tree / "src")]
+    assert not json.loads((tree / "src/gradwire/_build.json").read_text())["native"]
+
+
+@pytest.mark.slow
+def test_the_whole_way_with_a_compiler(tree: Path, tmp_path: Path) -> None:
+    if core.why_pure():
+        pytest.skip(f"there is no core here: {core.why_pure()}")
+    name = made(hook(tree, f"build_wheel({str(tmp_path)!r})", GRADWIRE_STRICT="1"))
+    assert "-cp3" in name
+    installed = tmp_path / "installed"
+    with zipfile.ZipFile(tmp_path / name) as wheel:
+        wheel.extractall(installed)
+    assert (installed / "gradwire/py.typed").exists()
+    says = subprocess.run(
+        [sys.executable, "-m", "gradwire.executors.core"],
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert says.stdout == "gradwire has its native core\n"
+
+
+# --- what the installed package says
+
+
+def test_the_package_knows_why_it_has_no_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record, error = tmp_path / "_build.json", ImportError("undefined symbol")
+    assert "pip install --editable ." in core.why_missing(record, error)
+    record.write_text("cut o")
+    assert "pip install --editable ." in core.why_missing(record, error)
+    record.write_text('{"native": true, "reason": null}')
+    assert core.why_missing(record, error) == "it was built, but does not load: undefined symbol"
+    record.write_text('{"native": false, "reason": "no compiler"}')
+    assert core.why_missing(record, error) == "no compiler"
+    monkeypatch.setenv("GRADWIRE_PURE", "1")
+    assert core.why_pure() == "GRADWIRE_PURE is set"
