@@ -73,7 +73,8 @@ def is_interrupted(here: Here, what: str) -> None:
     here.tell_when_waiting()
     try:
         if what == "collective" or group.rank == 2:
-            group.all_reduce(np.ones(3))
+            group.all_reduce(np.ones(3))  # rank 2 may find all it needs, and notice at its next call
+            group.barrier()
         elif what == "large send":
             group.send(np.ones(1 << 20), dst=1 - group.rank)
         else:
