@@ -70,7 +70,8 @@ def is_interrupted(here: Here, what: str) -> None:
     group.barrier()
     if group.rank == 2:
         here.hear()
-    here.tell_when_waiting()
+    else:
+        here.tell_when_waiting()
     try:
         if what == "collective" or group.rank == 2:
             group.all_reduce(np.ones(3))  # rank 2 may find all it needs, and notice at its next call
