@@ -6,8 +6,8 @@
 
 #include <stdexcept>
 
+#include "engine.hpp"
 #include "module_kernels.hpp"
-#include "run.hpp"
 
 namespace nb = nanobind;
 using namespace gradwire;
@@ -39,7 +39,8 @@ Operation to_operation(nb::tuple row) {
 void make_program(Program* self, nb::list rounds, std::vector<std::int64_t> lengths, std::vector<std::int64_t> in_home,
                   std::vector<std::int64_t> out_home, std::vector<std::int64_t> scratch_index, std::size_t tile,
                   std::size_t tiles, std::size_t stride, std::size_t in_flight, std::size_t homeless, int dtype, int op,
-                  std::size_t divisor, bool folds_last, std::size_t item) {
+                  std::size_t divisor, bool folds_last, std::size_t item, std::size_t out_count, bool one_shot,
+                  bool mirrored) {
     new (self) Program();
     for (nb::handle round : rounds) {
         self->rounds.emplace_back();
@@ -57,15 +58,19 @@ void make_program(Program* self, nb::list rounds, std::vector<std::int64_t> leng
     self->divisor = divisor;
     self->folds_last = folds_last;
     self->item = item;
+    self->one_shot = one_shot;
+    self->mirrored = mirrored;
     if (op >= 0) {
         self->reduces = true;
         self->kernels = kernels(static_cast<DType>(dtype), static_cast<Op>(op));
         if (!self->kernels.fold) throw std::invalid_argument("the op has no meaning for the dtype");
         self->widens = self->kernels.element != self->kernels.accumulator;
     }
+    self->out_bytes = out_count * self->element();
+    self->prepare();
 }
 
-void* pointer(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
+std::byte* pointer(std::uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
 
 }  // namespace
 
@@ -74,42 +79,28 @@ NB_MODULE(_native, module) {
     register_kernels(module);
     nb::class_<Program>(module, "Program").def("__init__", &make_program);
 
-    nb::class_<Links>(module, "Links")
+    nb::class_<Engine>(module, "Engine")
         .def("__init__",
-             [](Links* self, std::size_t size, double spin) {
-                 new (self) Links();
-                 self->peers.resize(size);
-                 self->spin = spin;
+             [](Engine* self, std::uint64_t job, std::uint32_t generation, std::uint64_t group, std::uint32_t rank,
+                std::uint32_t size, int alarm) {
+                 new (self) Engine(Sheet{job, generation, group, rank, 0, 0}, size, alarm);
              })
-        .def("socket", [](Links& self, std::size_t peer, int descriptor) { self.peers.at(peer).socket = descriptor; })
-        .def("alarm",
-             [](Links& self, int descriptor) { self.alarm = descriptor; })
-        .def("write_log",
-             [](Links& self, std::uintptr_t memory, std::size_t bytes, std::uint64_t readers) {
-                 self.log = std::make_unique<LogWriter>(pointer(memory), bytes);
-                 self.log_readers = readers;
+        .def("connect", &Engine::connect)
+        .def("open",
+             [](Engine& self, std::uintptr_t arena, std::size_t nbytes, std::uint64_t region, std::size_t staging) {
+                 return self.open(pointer(arena), nbytes, region, staging);
              })
-        .def("drained", [](const Links& self) { return !self.log || self.log->drained(self.log_readers); })
-        .def("read_log", [](Links& self, std::size_t peer, std::uintptr_t memory, std::size_t bytes, unsigned reader) {
-            self.peers.at(peer).log = std::make_unique<LogReader>(pointer(memory), bytes, reader);
-        });
-
-    nb::class_<Sheet>(module, "Sheet")
-        .def("__init__",
-             [](Sheet* self, std::uint64_t job, std::uint32_t generation, std::uint64_t group, std::uint32_t rank) {
-                 new (self) Sheet{job, generation, group, rank, 0, 0};
+        .def("withdraw", &Engine::withdraw)
+        .def("map", [](Engine& self, std::uint32_t peer, std::uintptr_t arena,
+                       std::size_t nbytes) { self.map(peer, pointer(arena), nbytes); })
+        .def("begin",
+             [](Engine& self, const Program& program, std::uintptr_t in, std::uintptr_t out, std::uint64_t sequence,
+                std::uint64_t fingerprint, bool spins) {
+                 self.begin(program, pointer(in), pointer(out), sequence, fingerprint, spins);
              })
-        .def_rw("sequence", &Sheet::sequence)
-        .def_rw("fingerprint", &Sheet::fingerprint);
-
-    nb::class_<Run>(module, "Run")
-        .def("__init__",
-             [](Run* self, const Program& program, Links& links, const Sheet& sheet, std::uintptr_t in, std::uintptr_t out) {
-                 new (self) Run(program, links, sheet, pointer(in), pointer(out));
-             },
-             nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>())
-        .def("advance", [](Run& self, double seconds) { return static_cast<int>(self.advance(seconds)); },
+        .def("advance", [](Engine& self, double seconds) { return static_cast<int>(self.advance(seconds)); },
              nb::call_guard<nb::gil_scoped_release>())
-        .def_ro("culprit", &Run::culprit)
-        .def_prop_ro("heard", [](const Run& self) { return nb::bytes(&self.heard, sizeof(Header)); });
+        .def_ro("culprit", &Engine::culprit)
+        .def_prop_ro("heard", [](const Engine& self) { return nb::bytes(&self.heard, sizeof(Header)); })
+        .def_static("region_bytes", [](std::size_t size, std::size_t staging) { return lanes_bytes(size) + staging; });
 }

@@ -45,15 +45,28 @@ std::vector<Piece> Program::pieces(const Slice& slice, std::size_t tile_number) 
     return result;
 }
 
-bool Program::wave(std::size_t first, std::size_t step, Wave& wave) const {
+std::size_t Program::steps(std::size_t first) const { return rounds.size() + std::min(in_flight, tiles - first) - 1; }
+
+void Program::prepare() {
+    if (tiles > in_flight) return;
+    prepared_.resize(steps(0));
+    for (std::size_t step = 0; step < prepared_.size(); ++step) make(0, step, prepared_[step]);
+}
+
+const Wave* Program::wave(std::size_t first, std::size_t step, Wave& room) const {
+    if (step >= steps(first)) return nullptr;
+    if (!prepared_.empty()) return &prepared_[step];
+    make(first, step, room);
+    return &room;
+}
+
+void Program::make(std::size_t first, std::size_t step, Wave& wave) const {
     wave.clear();
     const std::size_t last = std::min(first + in_flight, tiles);
-    if (step >= rounds.size() + (last - first) - 1) return false;
     for (std::size_t t = first; t < last; ++t) {
         const std::size_t behind = t - first;
         if (step >= behind && step - behind < rounds.size()) add_round(wave, t, step - behind);
     }
-    return true;
 }
 
 void Program::add_round(Wave& wave, std::size_t t, std::size_t number) const {

@@ -88,20 +88,30 @@ class Program {
     std::vector<std::int64_t> lengths, in_home, out_home, scratch_index;
     std::size_t tile = 1, tiles = 1, stride = 1, in_flight = 1, homeless = 0;
     bool reduces = false, widens = false, folds_last = false;
+    bool one_shot = false;  // one tile, one round: everybody sends everything to everybody, and folds it
+    bool mirrored = false;  // all ranks' results lie alike, and who sends a part of it is the last to read that part
     std::size_t divisor = 0;
     Kernels kernels{};
+    std::size_t out_bytes = 0;
     std::size_t item = 1;  // bytes of an element where nothing is reduced
 
     std::size_t element() const { return reduces ? kernels.element : item; }
     std::size_t accumulator() const { return reduces ? kernels.accumulator : item; }
     std::size_t scratch_bytes() const { return homeless * stride * in_flight * accumulator(); }
 
-    // Fill in what runs side by side in step `step` of the batch of tiles that begins with `first`; false when the batch is over.
-    bool wave(std::size_t first, std::size_t step, Wave& wave) const;
+    // Make the waves of a program that has few of them, once and for all.
+    void prepare();
+    // What runs side by side in step `step` of the batch of tiles that begins with `first`; null when the batch is over.
+    // It may be made in `room`.
+    const Wave* wave(std::size_t first, std::size_t step, Wave& room) const;
 
   private:
+    std::size_t steps(std::size_t first) const;
+    void make(std::size_t first, std::size_t step, Wave& wave) const;
     void add_round(Wave& wave, std::size_t tile, std::size_t number) const;
     std::vector<Piece> pieces(const Slice& slice, std::size_t tile) const;
+
+    std::vector<Wave> prepared_;  // if all tiles are one batch
 };
 
 }  // namespace gradwire

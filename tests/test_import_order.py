@@ -23,6 +23,7 @@ LAYERS = [
     "arrays",
     "wire",
     "topology",
+    "machine",
     "collectives",
     "security",
     "liveness",

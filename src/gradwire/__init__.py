@@ -7,6 +7,7 @@ The layers, each importing only from those above it:
     arrays          what users hand in, as typed views
     wire            the message header and its fingerprint
     topology        which ranks share a host
+    machine         what this machine is, and what of it this process may use
     collectives     algorithms as schedules; their verifier
     security        the job's secret, and who may open a link
     liveness        the log of calls, the verdict on what broke, control messages

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from gradwire import machine
 from gradwire.config import DEFAULT_TIMEOUT, Address, JobConfig, resolve
 from gradwire.environments import torchrun
 from gradwire.errors import Broken, Closed, ConfigError, InvalidSize, UnsupportedOp
@@ -109,7 +110,7 @@ def loopback_pair() -> tuple[Group, Group]:
     names = tuple(f"rank {rank} (this process, {host}:{port})" for rank, (host, port) in enumerate(addresses))
     generations = []
     for rank, transport in enumerate(transports):
-        transport.assemble(rank=rank, addresses=addresses, job=run, generation=1, key=key, spin=False)
+        transport.assemble(rank=rank, addresses=addresses, job=run, generation=1, key=key, cores=0.0)
         identity = Identity(int.from_bytes(run[:8], "little"), 1, rank, names, Topology.single(2))
         generations.append(Generation(identity, transport))
     one, two = _start(generations, DEFAULT_TIMEOUT, time.monotonic() + DEFAULT_TIMEOUT)
@@ -215,7 +216,7 @@ def _member(config: JobConfig, transport: TcpTransport) -> Member:
     return Member(
         id=secrets.token_hex(8),
         rank=config.rank,
-        host=os.environ.get(HOST) or _machine(),
+        host=os.environ.get(HOST) or machine.identity(),
         hostname=os.environ.get(HOST) or socket.gethostname(),
         pid=os.getpid(),
         address=str(Address(host, port)),
@@ -233,7 +234,7 @@ def _assemble(assembly: Assembly, transport: TcpTransport, secret: bytes) -> Gen
         job=assembly.run,
         generation=assembly.generation,
         key=derive(secret, "links", assembly.run),
-        spin=neighbours <= usable_cores(),
+        cores=machine.usable_cores() / neighbours,
     )
     job = int.from_bytes(assembly.run[:8], "little")
     names = tuple(str(member) for member in members)
@@ -248,22 +249,6 @@ def _own_address(coordinator: Address) -> str:
             probe.connect((host, coordinator.port or 9))  # sends nothing: it only asks for the route
             return str(probe.getsockname()[0])
     raise ConfigError(f"there is no way from this machine to {coordinator}")
-
-
-def _machine() -> str:
-    """What two processes have in common exactly if they run on one machine."""
-    boot = ""
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
-    return f"{socket.gethostname()}/{boot}"
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:
-        return os.cpu_count() or 1
 
 
 # -- the end of the process, and forks of it --------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def tcp_ranks(topology: Topology) -> list[Group]:
     transports = [TcpTransport("127.0.0.1") for _ in range(topology.size)]
     addresses = [transport.address for transport in transports]
     for rank, transport in enumerate(transports):
-        transport.assemble(rank=rank, addresses=addresses, job=run, generation=1, key=key, spin=False)
+        transport.assemble(rank=rank, addresses=addresses, job=run, generation=1, key=key, cores=0.0)
     return _connected(topology, transports, run)
 
 

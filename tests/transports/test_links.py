@@ -29,7 +29,7 @@ def tcp(size: int, host: str = "127.0.0.1") -> list[Transport]:
     job, key = secrets.token_bytes(16), secrets.token_bytes(32)
     addresses = [transport.address for transport in transports]
     for rank, transport in enumerate(transports):
-        transport.assemble(rank=rank, addresses=addresses, job=job, generation=1, key=key, spin=False)
+        transport.assemble(rank=rank, addresses=addresses, job=job, generation=1, key=key, cores=0.0)
     return list(transports)
 
 

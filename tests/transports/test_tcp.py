@@ -35,8 +35,8 @@ def assemble() -> Iterator[Assemble]:
         made.extend(pair)
         addresses = [transport.address for transport in pair]
         seen_by_1 = [via(addresses[0]) if via else addresses[0], addresses[1]]
-        pair[0].assemble(rank=0, addresses=addresses, job=JOB, generation=1, key=KEY, spin=False)
-        pair[1].assemble(rank=1, addresses=seen_by_1, job=JOB, generation=1, key=key, spin=False)
+        pair[0].assemble(rank=0, addresses=addresses, job=JOB, generation=1, key=KEY, cores=0.0)
+        pair[1].assemble(rank=1, addresses=seen_by_1, job=JOB, generation=1, key=key, cores=0.0)
         return pair
 
     yield make

@@ -74,10 +74,6 @@ def settings_of(rival: Rival, size: int, cores: int) -> str:
     return " ".join([*(f"{name}={value}" for name, value in variables), *arguments])
 
 
-def usable_cores() -> int:
-    return len(os.sched_getaffinity(0))
-
-
 def _is_foreign(name: str) -> bool:
     return name in _FOREIGN_NAMES or name.startswith(_FOREIGN)
 

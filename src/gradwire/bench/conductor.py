@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
+from gradwire.machine import usable_cores
 from gradwire.bench import commands
 from gradwire.bench.cases import Case
 from gradwire.bench.crew import Block, Crew, Maker, Unsupported
@@ -103,7 +104,7 @@ def assembled(plan: Plan, environ: Mapping[str, str], tell: Callable[[str], None
             return commands.of_gradwire(plan.ranks, place, {**options, **chosen}, environ, meeting)
 
         def rival(name: str, place: Path, options: dict[str, Any]) -> list[commands.Command]:
-            cores = commands.usable_cores()
+            cores = int(usable_cores())
             return commands.of_rival(
                 RIVALS[name], pythons[name], plan.ranks, place, {**options, **for_rivals}, environ, cores
             )

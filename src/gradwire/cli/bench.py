@@ -190,10 +190,11 @@ def _measure(plan: Plan, cases: list[Any], console: Console) -> tuple[list[Resul
 def _about(plan: Plan, crews: list[Crew]) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from gradwire.bench.commands import settings_of, usable_cores
+    from gradwire.bench.commands import settings_of
+    from gradwire.machine import usable_cores
     from gradwire.bench.rivals import RIVALS
 
-    cores = usable_cores()
+    cores = int(usable_cores())
     engines = {crew.name: dict(crew.about) for crew in crews}
     for name in plan.against:
         engines[name]["settings"] = settings_of(RIVALS[name], plan.ranks, cores)

@@ -1,6 +1,7 @@
 """The fast executor: the same plans, carried out by the native core without the interpreter.
 
-Messages go over sockets in the common wire format, so native and pure ranks understand each other.
+Messages go over sockets in the common wire format, so native and pure ranks understand each other; between ranks that
+share memory they go through lanes and staging (native/memory.hpp), one region for each rank of a group.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from gradwire.arrays import Array
 from gradwire.collectives.schedule import Copy, Finish, Fold, From, Recv, Send, Slice
 from gradwire.executors.core import PURE
-from gradwire.executors.plan import Plan
+from gradwire.executors.plan import IN_FLIGHT, SMALLEST_TILE, Plan
 from gradwire.executors.python import Patience, Sheet
 
 try:
@@ -19,6 +20,7 @@ try:
 except ImportError:  # installed without a compiler
     _native = None  # type: ignore[assignment]
 
+SHARED_TILE_BYTES = 512 << 10  # where all ranks share memory: small enough to stay in the cache
 FIRST_SECONDS = 0.01  # how long the core waits before the deadline begins to count, and Ctrl-C is first looked for
 
 _BUFFERS = {"in": 0, "out": 1, "acc": 2}
@@ -41,31 +43,41 @@ def available() -> bool:
 class NativeExecutor:
     """Runs one plan at a time over the links of one group."""
 
-    def __init__(self, sheet: Sheet, size: int, alarm: Descriptor, spin: float) -> None:
-        self._links = _native.Links(size, spin)
-        self._links.alarm(alarm.fileno())
-        self._sheet = _native.Sheet(sheet.job, sheet.generation, sheet.group, sheet.rank)
+    def __init__(self, sheet: Sheet, size: int, alarm: Descriptor) -> None:
+        self.engine = _native.Engine(sheet.job, sheet.generation, sheet.group, sheet.rank, size, alarm.fileno())
         self._world: dict[int, int] = {}
+        self._program: Any = None  # the core points at it
 
     def connect(self, rank: int, world: int, link: Descriptor) -> None:
         """Reach a rank of the group, known to others by its world rank, over a socket."""
         self._world[rank] = world
-        self._links.socket(rank, link.fileno())
+        self.engine.connect(rank, link.fileno())
 
-    def run(self, plan: Plan, x: Array, out: Array, sheet: Sheet, patience: Patience) -> None:
+    def run(self, plan: Plan, x: Array, out: Array, sheet: Sheet, patience: Patience, spins: bool) -> None:
         """Carry the plan out: read x, leave the result in out (which may be x)."""
-        program = plan.native or lower(plan)
-        native = self._sheet
-        native.sequence = sheet.sequence
-        native.fingerprint = sheet.fingerprint
-        run = _native.Run(program, self._links, native, x.ctypes.data, out.ctypes.data)
-        status = run.advance(FIRST_SECONDS)
+        self._program = plan.native or lower(plan)
+        data = x.ctypes.data, out.ctypes.data
+        self.engine.begin(self._program, *data, sheet.sequence, sheet.fingerprint, spins)
+        self.finish(self.engine.advance(FIRST_SECONDS), patience)
+
+    def finish(self, status: int, patience: Patience) -> None:
+        """Go on with a plan that the core has begun, until it is done."""
         while status != _DONE:
             if status == _LOST:
-                raise patience.lost(self._world[run.culprit])
+                raise patience.lost(self._world[self.engine.culprit])
             if status == _MISMATCH:
-                raise patience.mismatch(self._world[run.culprit], run.heard)
-            status = run.advance(patience.look())
+                raise patience.mismatch(self._world[self.engine.culprit], self.engine.heard)
+            status = self.engine.advance(patience.look())
+
+
+def staging_bytes(size: int) -> int:
+    """What the messages of one wave take, at most; partial results of half types take twice a tile's bytes."""
+    return 2 * IN_FLIGHT * max(SHARED_TILE_BYTES, size * SMALLEST_TILE)
+
+
+def region_bytes(size: int) -> int:
+    """What a rank of a group of this size needs of its arena."""
+    return _native.Engine.region_bytes(size, staging_bytes(size))
 
 
 def lower(plan: Plan) -> Any:
@@ -87,6 +99,9 @@ def lower(plan: Plan) -> Any:
         plan.divisor or 0,
         plan.folds_last,
         plan.dtype.itemsize,
+        plan.out_count,
+        plan.schedule.algorithm == "oneshot" and plan.tiles == 1 and plan.out_count > 0,
+        (plan.schedule.collective, plan.schedule.algorithm) == ("all_reduce", "direct"),
     )
     return plan.native
 

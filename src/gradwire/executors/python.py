@@ -19,6 +19,8 @@ from gradwire.executors.plan import IN, Folding, Incoming, Moving, Pieces, Plan,
 from gradwire.transports.base import Link, LinkClosed
 from gradwire.wire import HEADER_BYTES, MAGIC, Kind, pack_collective
 
+SPIN_SECONDS = 100e-6  # how long a wait polls before it sleeps: about two wake-ups' worth
+
 _COLLECTIVE = int(Kind.COLLECTIVE)
 _NOTHING = np.empty(0, np.uint8)
 _NO_CONTEXT = contextlib.nullcontext()
@@ -86,14 +88,15 @@ class _Arrival:
 class PythonExecutor:
     """Runs one plan at a time over the links of one group."""
 
-    def __init__(self, link: Callable[[int], Link], spin: float) -> None:
+    def __init__(self, link: Callable[[int], Link]) -> None:
         self._link = link
-        self._spin = spin
+        self._spin = 0.0
         self._staging = memoryview(bytearray(0))
         self._scratch = _NOTHING
 
-    def run(self, plan: Plan, x: Array, out: Array, sheet: Sheet, patience: Patience) -> None:
-        """Carry the plan out: read x, leave the result in out (which may be x)."""
+    def run(self, plan: Plan, x: Array, out: Array, sheet: Sheet, patience: Patience, spins: bool) -> None:
+        """Carry the plan out: read x, leave the result in out (which may be x); `spins`: poll before sleeping."""
+        self._spin = SPIN_SECONDS if spins else 0.0
         run = _Run(self, plan, x, out, sheet, patience)
         with numerics.quiet() if plan.reduces else _NO_CONTEXT:
             for wave in plan.waves():

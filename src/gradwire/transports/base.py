@@ -16,7 +16,6 @@ from gradwire.errors import Closed, NoConnection
 
 CONTROL_CHANNEL = 1
 MESSAGE_CHANNEL = 2
-SPIN_SECONDS = 100e-6  # how long a wait may poll before it sleeps: about two wake-ups' worth
 CHECK_SECONDS = 0.1  # how often a wait for a link asks whether it still makes sense
 
 Buffer = memoryview | bytearray | bytes
@@ -68,8 +67,8 @@ class Transport(Belonging, Protocol):
 
     name: str
     rank: int
-    spin: float
-    """Seconds a wait may poll before it sleeps; 0 where ranks outnumber the cores."""
+    cores: float
+    """Usable cores for each rank of this host: a thread may poll before it sleeps where it has one to itself."""
 
     def dial(self, peer: int, channel: int, deadline: float, check: Check = no_check) -> Link:
         """Make a link; the peer gets its end from `accept`, or through `adopt`. `check` may end the wait by raising."""

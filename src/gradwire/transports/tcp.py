@@ -20,7 +20,6 @@ from gradwire.errors import Broken, Closed, NoConnection, Refused, TransportErro
 from gradwire.security.admission import Dialer, Hello
 from gradwire.transports.base import (
     CHECK_SECONDS,
-    SPIN_SECONDS,
     Arrivals,
     Bell,
     Buffer,
@@ -143,7 +142,7 @@ class TcpTransport:
 
     def __init__(self, host: str) -> None:
         self.rank = -1
-        self.spin = 0.0
+        self.cores = 0.0
         self.arrivals = Arrivals()
         self._addresses: list[tuple[str, int]] = []
         self._hello: Callable[[int, int], Hello] | None = None
@@ -163,11 +162,11 @@ class TcpTransport:
         return host, port
 
     def assemble(
-        self, *, rank: int, addresses: Sequence[tuple[str, int]], job: bytes, generation: int, key: bytes, spin: bool
+        self, *, rank: int, addresses: Sequence[tuple[str, int]], job: bytes, generation: int, key: bytes, cores: float
     ) -> None:
         """Learn who the peers are and begin to admit them."""
         self.rank = rank
-        self.spin = SPIN_SECONDS if spin else 0.0
+        self.cores = cores
         self._addresses = list(addresses)
         self._key = key
         self._hello = lambda target, channel: Hello(job, generation, channel, rank, target)

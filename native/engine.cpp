@@ -1,0 +1,520 @@
+#include "engine.hpp"
+
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <cerrno>
+
+#include "copy.hpp"
+
+namespace gradwire {
+
+namespace {
+constexpr std::size_t MAX_PARTS = 256;
+constexpr std::size_t SMALLEST_EXPOSED = 4096;  // below, a copy is cheaper than to wait until a peer has read it
+
+bool gone(int error) { return error != EAGAIN && error != EWOULDBLOCK && error != EINTR; }
+}  // namespace
+
+// --- links
+
+bool Engine::open(std::byte* arena, std::size_t nbytes, std::uint64_t region, std::size_t staging) {
+    arena_ = arena;
+    arena_bytes_ = nbytes;
+    outbox_ = std::make_unique<Outbox>(arena, region, peers_.size(), staging);
+    return reinterpret_cast<Directory*>(arena)->publish(sheet_.group, region);
+}
+
+void Engine::withdraw() {
+    if (arena_) reinterpret_cast<Directory*>(arena_)->withdraw(sheet_.group);
+}
+
+void Engine::map(std::uint32_t peer, std::byte* arena, std::size_t nbytes) {
+    peers_.at(peer).inbox.emplace(arena, nbytes, sheet_.group, sheet_.rank);
+    others_.push_back(peer);
+    all_in_memory_ = others_.size() + 1 == peers_.size();
+}
+
+std::uint64_t Engine::in_arena(const void* data, std::size_t nbytes) const {
+    const auto at = reinterpret_cast<std::uintptr_t>(data), arena = reinterpret_cast<std::uintptr_t>(arena_);
+    return arena_ && at > arena && at + nbytes <= arena + arena_bytes_ ? at - arena : 0;
+}
+
+// --- one program
+
+void Engine::begin(const Program& program, void* in, void* out, std::uint64_t sequence, std::uint64_t fingerprint,
+                   bool spins) {
+    program_ = &program;
+    sheet_.sequence = sequence;
+    sheet_.fingerprint = fingerprint;
+    patience_.spins = spins;
+    status_ = Status::waiting;
+    memories_[IN] = static_cast<std::byte*>(in);
+    memories_[OUT] = static_cast<std::byte*>(out);
+    posted_ = false;
+    collected_ = 0;
+    one_shot_ = program.one_shot && all_in_memory_;
+    if (one_shot_) return;
+    if (scratch_.size() < program.scratch_bytes()) scratch_.resize(program.scratch_bytes());
+    memories_[SCRATCH] = scratch_.data();
+    first_ = step_ = 0;
+    wave_ = nullptr;
+    exposing_ = false;
+    if (outbox_) {
+        outbox_->result = program.mirrored ? in_arena(out, program.out_bytes) : 0;
+        std::fill(results_.begin(), results_.end(), 0);
+    }
+}
+
+Status Engine::advance(double seconds) {
+    patience_.limit(seconds);
+    while (true) {
+        bool progress = false;
+        if (one_shot_) {
+            if (!in_one_shot(progress)) return status_;
+            if (collected_ == peers_.size()) return Status::done;
+        } else {
+            if (!wave_ && !next_wave()) {
+                if (was_read()) return Status::done;
+            } else {
+                if (!exchange_once(progress)) return status_;
+                if (wave_is_over()) {
+                    wave_ = nullptr;
+                    progress = true;
+                }
+            }
+        }
+        if (progress) {
+            patience_.refresh();
+            continue;
+        }
+        const Patience::Step step = patience_.step();
+        if (step == Patience::Step::over) return Status::waiting;
+        if (step == Patience::Step::sleep && sleep()) return Status::alarmed;
+    }
+}
+
+bool Engine::fail(Status status, std::uint32_t peer, const Header& header) {
+    status_ = status;
+    culprit = peer;
+    heard = header;
+    return false;
+}
+
+bool Engine::sleep() {
+    bool by_memory = !wave_ || next_post_ < posting_.size() || pending_receives_ == 0;
+    if (wave_) {
+        for (std::size_t i = 0; i < sendings_; ++i)
+            if (sending_[i].at < sending_[i].parts.size()) patience_.wake_by(peers_[sending_[i].peer].socket, POLLOUT);
+        for (std::size_t i = 0; i < receivings_; ++i) {
+            if (receiving_[i].at == receiving_[i].messages.size()) continue;
+            const Peer& peer = peers_[receiving_[i].peer];
+            if (peer.inbox) by_memory = true;
+            else patience_.wake_by(peer.socket, POLLIN);
+        }
+    }
+    return patience_.sleep(by_memory);
+}
+
+// --- programs of one round, with everything in memory: all ranks tell all others their array, and fold alike
+
+bool Engine::in_one_shot(bool& progress) {
+    const Program& program = *program_;
+    const std::size_t nbytes = program.out_bytes;
+    if (!posted_) {
+        for (std::uint32_t peer : others_)
+            if (!outbox_->has_room(peer)) return true;
+        const Letter what = letter(0, 0, nbytes);
+        if (nbytes <= INLINE_BYTES) {
+            for (std::uint32_t peer : others_) outbox_->post(peer, what, Place::here, 0, memories_[IN]);
+        } else {
+            std::byte* to = outbox_->reserve(nbytes);
+            if (!to) return true;
+            copy(to, memories_[IN], nbytes);
+            outbox_->post_reserved(others_, what);
+        }
+        posted_ = progress = true;
+        terms_.resize(peers_.size());
+    }
+    for (; collected_ < peers_.size(); ++collected_) {
+        if (collected_ == sheet_.rank) {
+            terms_[collected_] = {memories_[IN], false};
+            continue;
+        }
+        Inbox& inbox = *peers_[collected_].inbox;
+        const Entry* entry = inbox.peek();
+        if (!entry) return true;
+        if (!expects(collected_, *entry, 0, 0, nbytes)) return false;
+        terms_[collected_] = {inbox.bytes(*entry), false};
+        inbox.take();
+        progress = true;
+    }
+    program.kernels.reduce(memories_[OUT], terms_.data(), terms_.size(), nbytes / program.element(), program.divisor);
+    for (std::uint32_t peer : others_) peers_[peer].inbox->release();
+    return true;
+}
+
+// --- waves
+
+bool Engine::next_wave() {
+    while (first_ < program_->tiles) {
+        wave_ = program_->wave(first_, step_, made_);
+        if (!wave_) {
+            first_ += program_->in_flight;
+            step_ = 0;
+            continue;
+        }
+        ++step_;
+        if (wave_->empty()) continue;
+        begin_wave();
+        return true;
+    }
+    wave_ = nullptr;
+    return false;
+}
+
+void Engine::begin_wave() {
+    for (const Moving& moving : wave_->moves) move(moving);
+    sendings_ = receivings_ = next_post_ = 0;
+    posting_.clear();
+    all_folded_ = false;
+    folded_.assign(wave_->folds.size(), 0);
+    arrived_.assign(wave_->receives.size(), 0);
+    staged_.assign(wave_->receives.size(), nullptr);
+
+    auto sending_to = [&](std::uint32_t peer) -> Sending& {
+        for (std::size_t i = 0; i < sendings_; ++i)
+            if (sending_[i].peer == peer) return sending_[i];
+        if (sendings_ == sending_.size()) sending_.emplace_back();
+        Sending& sending = sending_[sendings_++];
+        sending.peer = peer;
+        sending.heads.clear();
+        sending.heads.reserve(wave_->sends.size());  // parts point into it
+        sending.parts.clear();
+        sending.at = 0;
+        return sending;
+    };
+    for (std::uint32_t i = 0; i < wave_->sends.size(); ++i) {
+        const Outgoing& message = wave_->sends[i];
+        bool through_memory = false;
+        for (std::uint32_t peer : *message.peers) {
+            if (peers_[peer].inbox) {
+                through_memory = true;
+                continue;
+            }
+            Sending& sending = sending_to(peer);
+            sending.heads.push_back(sheet_.header(sheet_.rank, message.tile, message.round, message.nbytes));
+            sending.parts.push_back({reinterpret_cast<const std::byte*>(&sending.heads.back()), sizeof(Header)});
+            for (const Piece& piece : message.pieces) sending.parts.push_back({at(piece), piece.nbytes});
+        }
+        if (through_memory) posting_.push_back(i);
+    }
+    pending_sockets_ = sendings_;
+
+    auto receiving_from = [&](std::uint32_t peer) -> Receiving& {
+        for (std::size_t i = 0; i < receivings_; ++i)
+            if (receiving_[i].peer == peer) return receiving_[i];
+        if (receivings_ == receiving_.size()) receiving_.emplace_back();
+        Receiving& receiving = receiving_[receivings_++];
+        receiving.peer = peer;
+        receiving.messages.clear();
+        receiving.at = receiving.got = 0;
+        receiving.holds = false;
+        return receiving;
+    };
+    std::size_t staging = 0;
+    for (std::uint32_t i = 0; i < wave_->receives.size(); ++i) {
+        const Incoming& message = wave_->receives[i];
+        receiving_from(message.peer).messages.push_back(i);
+        if (message.pieces.empty() && !peers_[message.peer].inbox) staging += padded(message.nbytes);
+    }
+    if (staging_.size() < staging) staging_.resize(staging);
+    std::size_t place = 0;
+    for (std::uint32_t i = 0; staging && i < wave_->receives.size(); ++i) {
+        const Incoming& message = wave_->receives[i];
+        if (!message.pieces.empty() || peers_[message.peer].inbox) continue;
+        staged_[i] = staging_.data() + place;
+        place += padded(message.nbytes);
+    }
+    pending_receives_ = receivings_;
+}
+
+bool Engine::exchange_once(bool& progress) {
+    if (next_post_ < posting_.size()) post_messages(progress);
+    for (std::size_t i = 0; pending_sockets_ && i < sendings_; ++i)
+        if (sending_[i].at < sending_[i].parts.size() && !push_socket(sending_[i], progress)) return false;
+    bool arrived = false;
+    for (std::size_t i = 0; pending_receives_ && i < receivings_; ++i) {
+        Receiving& receiving = receiving_[i];
+        if (receiving.at == receiving.messages.size()) continue;
+        const bool fine = peers_[receiving.peer].inbox ? pull_memory(receiving, arrived) : pull_socket(receiving, arrived);
+        if (!fine) return false;
+    }
+    progress = progress || arrived;
+    const bool sent = next_post_ == posting_.size() && pending_sockets_ == 0;
+    if (!all_folded_ && (sent || !program_->folds_last) && (arrived || pending_receives_ == 0)) {
+        fold_ready();
+        if (pending_receives_ == 0) {
+            all_folded_ = true;
+            for (std::size_t i = 0; i < receivings_; ++i)
+                if (receiving_[i].holds) peers_[receiving_[i].peer].inbox->release();
+        }
+    }
+    return true;
+}
+
+bool Engine::wave_is_over() {
+    if (!all_folded_ || next_post_ < posting_.size() || pending_sockets_) return false;
+    // Where a program is mirrored nobody writes what a peer may still read: the peer itself does, after reading it.
+    return program_->mirrored || was_read();
+}
+
+// Whether peers have read all that was exposed to them.
+bool Engine::was_read() {
+    if (!exposing_) return true;
+    for (std::uint32_t peer : others_)
+        if (exposed_[peer] && !outbox_->read_by(peer, exposed_[peer])) return false;
+    exposing_ = false;
+    return true;
+}
+
+void Engine::fold_ready() {
+    for (std::size_t i = 0; i < wave_->folds.size(); ++i) {
+        if (folded_[i]) continue;
+        const auto& terms = wave_->folds[i].terms;
+        const bool ready = std::all_of(terms.begin(), terms.end(),
+                                       [&](const WaveTerm& term) { return term.message < 0 || arrived_[term.message]; });
+        if (!ready) continue;
+        folded_[i] = 1;
+        fold(wave_->folds[i]);
+    }
+}
+
+void Engine::fold(const Folding& folding) {
+    // Terms may be cut at other places than the result: walk all of them in the longest common stretches.
+    const std::size_t wide = program_->accumulator(), narrow = program_->element();
+    const std::size_t number = folding.terms.size();
+    terms_.resize(number);
+    cursors_.assign(number + 1, {0, 0});
+    std::size_t done = 0;
+    while (cursors_[number].piece < folding.dst.size()) {
+        Cursor& result = cursors_[number];
+        const Piece& dst = folding.dst[result.piece];
+        std::size_t stretch = dst.nbytes / wide - result.element;
+        for (std::size_t t = 0; t < number; ++t) {
+            const WaveTerm& term = folding.terms[t];
+            const std::size_t size = term.partial ? wide : narrow;
+            if (term.message >= 0) {
+                terms_[t] = {staged_[term.message] + done * size, term.partial};
+            } else {
+                const Piece& piece = term.pieces[cursors_[t].piece];
+                stretch = std::min(stretch, piece.nbytes / size - cursors_[t].element);
+                terms_[t] = {at(piece) + cursors_[t].element * size, term.partial};
+            }
+        }
+        program_->kernels.fold(at(dst) + result.element * wide, terms_.data(), number, stretch);
+        done += stretch;
+        for (std::size_t t = 0; t <= number; ++t) {
+            if (t < number && folding.terms[t].message >= 0) continue;
+            const std::vector<Piece>& pieces = t < number ? folding.terms[t].pieces : folding.dst;
+            const std::size_t size = t < number && !folding.terms[t].partial ? narrow : wide;
+            cursors_[t].element += stretch;
+            if (cursors_[t].element * size == pieces[cursors_[t].piece].nbytes) {
+                ++cursors_[t].piece;
+                cursors_[t].element = 0;
+            }
+        }
+    }
+}
+
+void Engine::move(const Moving& moving) {
+    const std::size_t to_size = program_->element();
+    const std::size_t from_size = moving.finishes ? program_->accumulator() : to_size;
+    std::size_t d = 0, s = 0, d_done = 0, s_done = 0;
+    while (d < moving.dst.size()) {
+        const std::size_t stretch =
+            std::min(moving.dst[d].nbytes / to_size - d_done, moving.src[s].nbytes / from_size - s_done);
+        std::byte* to = at(moving.dst[d]) + d_done * to_size;
+        const std::byte* from = at(moving.src[s]) + s_done * from_size;
+        if (moving.finishes) program_->kernels.finish(to, from, stretch, program_->divisor);
+        else if (to != from) std::memmove(to, from, stretch * to_size);
+        d_done += stretch;
+        s_done += stretch;
+        if (d_done * to_size == moving.dst[d].nbytes) ++d, d_done = 0;
+        if (s_done * from_size == moving.src[s].nbytes) ++s, s_done = 0;
+    }
+}
+
+// --- messages through memory
+
+void Engine::post_messages(bool& progress) {
+    for (; next_post_ < posting_.size(); ++next_post_) {
+        if (!post(wave_->sends[posting_[next_post_]])) return;
+        progress = true;
+    }
+}
+
+// False while there is no room.
+bool Engine::post(const Outgoing& message) {
+    const Letter what = letter(message.tile, message.round, message.nbytes);
+    const Piece& first = message.pieces.front();
+    const bool whole = message.pieces.size() == 1;
+    targets_.clear();
+    for (std::uint32_t peer : *message.peers) {
+        if (!peers_[peer].inbox) continue;
+        if (!outbox_->has_room(peer)) return false;
+        targets_.push_back(peer);
+    }
+    const std::uint64_t offset = whole ? in_arena(at(first), message.nbytes) : 0;
+    const bool exposes = offset && message.nbytes >= SMALLEST_EXPOSED && !program_->folds_last;
+    std::byte* staging = nullptr;
+    auto stays = [&](std::uint32_t peer) {  // not pushed
+        return !(program_->mirrored && whole && first.memory == OUT && results_[peer] &&
+                 message.nbytes >= SMALLEST_EXPOSED);
+    };
+    const bool small = message.nbytes <= INLINE_BYTES && whole;
+    if (!exposes && !small && std::any_of(targets_.begin(), targets_.end(), stays)) {
+        staging = outbox_->reserve(message.nbytes);
+        if (!staging) return false;
+    }
+    auto kept = std::partition(targets_.begin(), targets_.end(), stays);
+    for (auto peer = kept; peer != targets_.end(); ++peer) {
+        // The receiver has told where its result goes, and Inbox::at checks that it is in its arena.
+        std::byte* to = peers_[*peer].inbox->at(results_[*peer] + first.offset, message.nbytes);
+        if (to) std::memcpy(to, at(first), message.nbytes);
+        outbox_->post(*peer, what, Place::there, 0);
+    }
+    targets_.erase(kept, targets_.end());
+    if (staging) {
+        for (const Piece& piece : message.pieces) {
+            copy(staging, at(piece), piece.nbytes);
+            staging += piece.nbytes;
+        }
+        outbox_->post_reserved(targets_, what);
+        return true;
+    }
+    for (std::uint32_t peer : targets_) {
+        if (small) {
+            outbox_->post(peer, what, Place::here, 0, at(first));
+        } else {
+            exposed_[peer] = outbox_->post(peer, what, Place::away, offset);
+            exposing_ = true;
+        }
+    }
+    return true;
+}
+
+bool Engine::expects(std::uint32_t peer, const Entry& entry, std::uint32_t tile, std::uint32_t round, std::size_t nbytes) {
+    const bool sound = entry.place == Place::there ? outbox_->result != 0 : peers_[peer].inbox->bytes(entry) != nullptr;
+    if (entry.sequence == sheet_.sequence && entry.fingerprint == sheet_.fingerprint && entry.tile == tile &&
+        entry.round == round && entry.nbytes == nbytes && sound) {
+        results_[peer] = entry.result;
+        return true;
+    }
+    Header header = sheet_.header(peer, entry.tile, entry.round, entry.nbytes);
+    header.sequence = entry.sequence;
+    header.fingerprint = entry.fingerprint;
+    return fail(Status::mismatch, peer, header);
+}
+
+void Engine::copy_in(const Incoming& message, const std::byte* data) {
+    for (const Piece& piece : message.pieces) {
+        std::memcpy(at(piece), data, piece.nbytes);
+        data += piece.nbytes;
+    }
+}
+
+bool Engine::pull_memory(Receiving& receiving, bool& progress) {
+    Inbox& inbox = *peers_[receiving.peer].inbox;
+    while (receiving.at < receiving.messages.size()) {
+        const Entry* entry = inbox.peek();
+        if (!entry) return true;
+        const std::uint32_t index = receiving.messages[receiving.at];
+        const Incoming& message = wave_->receives[index];
+        if (!expects(receiving.peer, *entry, message.tile, message.round, message.nbytes)) return false;
+        if (message.pieces.empty()) {
+            staged_[index] = inbox.bytes(*entry);
+            receiving.holds = true;
+        } else if (entry->place != Place::there) {
+            copy_in(message, inbox.bytes(*entry));
+        }
+        inbox.take();
+        if (!receiving.holds) inbox.release();
+        arrived_[index] = 1;
+        ++receiving.at;
+        progress = true;
+    }
+    --pending_receives_;
+    return true;
+}
+
+// --- messages over sockets
+
+bool Engine::push_socket(Sending& sending, bool& progress) {
+    while (sending.at < sending.parts.size()) {
+        iovec vectors[MAX_PARTS];
+        const std::size_t number = std::min(sending.parts.size() - sending.at, MAX_PARTS);
+        for (std::size_t i = 0; i < number; ++i)
+            vectors[i] = {const_cast<std::byte*>(sending.parts[sending.at + i].data), sending.parts[sending.at + i].nbytes};
+        msghdr message{};
+        message.msg_iov = vectors;
+        message.msg_iovlen = number;
+        ssize_t sent = ::sendmsg(peers_[sending.peer].socket, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+        if (sent < 0) return gone(errno) ? fail(Status::lost, sending.peer) : true;
+        progress = progress || sent > 0;
+        while (sent > 0) {
+            IoPart& part = sending.parts[sending.at];
+            const std::size_t taken = std::min<std::size_t>(part.nbytes, static_cast<std::size_t>(sent));
+            part.data += taken;
+            part.nbytes -= taken;
+            sent -= static_cast<ssize_t>(taken);
+            if (part.nbytes == 0) ++sending.at;
+        }
+    }
+    --pending_sockets_;
+    return true;
+}
+
+bool Engine::pull_socket(Receiving& receiving, bool& progress) {
+    while (receiving.at < receiving.messages.size()) {
+        const std::uint32_t index = receiving.messages[receiving.at];
+        const Incoming& message = wave_->receives[index];
+        iovec vectors[MAX_PARTS];
+        std::size_t number = 0;
+        std::size_t skip = receiving.got;
+        auto add = [&](std::byte* data, std::size_t nbytes) {
+            if (skip >= nbytes) {
+                skip -= nbytes;
+            } else if (number < MAX_PARTS) {
+                vectors[number++] = {data + skip, nbytes - skip};
+                skip = 0;
+            }
+        };
+        add(reinterpret_cast<std::byte*>(&receiving.head), sizeof(Header));
+        if (message.pieces.empty()) add(const_cast<std::byte*>(staged_[index]), message.nbytes);
+        for (const Piece& piece : message.pieces) add(at(piece), piece.nbytes);
+        msghdr header{};
+        header.msg_iov = vectors;
+        header.msg_iovlen = number;
+        const ssize_t got = ::recvmsg(peers_[receiving.peer].socket, &header, MSG_DONTWAIT);
+        if (got < 0 && !gone(errno)) return true;
+        if (got <= 0) return fail(Status::lost, receiving.peer);
+        progress = true;
+        const std::size_t before = receiving.got;
+        receiving.got += static_cast<std::size_t>(got);
+        if (before < sizeof(Header) && receiving.got >= sizeof(Header)) {
+            const Header expected = sheet_.header(receiving.peer, message.tile, message.round, message.nbytes);
+            if (std::memcmp(&expected, &receiving.head, sizeof(Header)) != 0)
+                return fail(Status::mismatch, receiving.peer, receiving.head);
+        }
+        if (receiving.got < sizeof(Header) + message.nbytes) continue;
+        receiving.got = 0;
+        arrived_[index] = 1;
+        ++receiving.at;
+    }
+    --pending_receives_;
+    return true;
+}
+
+}  // namespace gradwire

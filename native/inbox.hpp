@@ -1,0 +1,48 @@
+// What one peer says to this rank through memory: the reader's side of a lane in the peer's arena.
+#pragma once
+
+#include "memory.hpp"
+
+namespace gradwire {
+
+class Inbox {
+  public:
+    Inbox(std::byte* arena, std::size_t nbytes, std::uint64_t group, std::uint32_t rank)
+        : arena_(arena), nbytes_(nbytes), group_(group), rank_(rank) {}
+
+    // The next entry, or null while there is none (perhaps the peer has not even opened the group).
+    const Entry* peek() {
+        if (!lane_ && !find()) return nullptr;
+        const Entry& entry = lane_->entries[taken_ % LANE_ENTRIES];
+        return entry.turn.load(std::memory_order_acquire) == static_cast<std::uint32_t>(taken_ + 1) ? &entry : nullptr;
+    }
+    void take() { ++taken_; }
+    // Everything taken so far is done with: the peer may write there again.
+    void release() { lane_->consumed.store(taken_, std::memory_order_release); }
+
+    // Bytes that an entry speaks of; null if they lie outside the arena.
+    const std::byte* bytes(const Entry& entry) const {
+        if (entry.place == Place::here) return entry.nbytes <= INLINE_BYTES ? entry.bytes : nullptr;
+        return at(entry.offset, entry.nbytes);
+    }
+    std::byte* at(std::uint64_t offset, std::size_t nbytes) const {
+        return offset <= nbytes_ && nbytes <= nbytes_ - offset ? arena_ + offset : nullptr;
+    }
+
+  private:
+    bool find() {
+        const std::uint64_t region = reinterpret_cast<const Directory*>(arena_)->find(group_);
+        const std::uint64_t mine = region + rank_ * sizeof(Lane);
+        if (region) lane_ = reinterpret_cast<Lane*>(at(mine, sizeof(Lane)));
+        return lane_ != nullptr;
+    }
+
+    std::byte* arena_;
+    std::size_t nbytes_;
+    std::uint64_t group_;
+    std::uint32_t rank_;
+    Lane* lane_ = nullptr;
+    std::uint64_t taken_ = 0;
+};
+
+}  // namespace gradwire

@@ -1,0 +1,94 @@
+// How ranks of one host speak through memory.
+//
+// Each rank has, for each group, one region in its own arena, which its peers map: a lane to every other rank of the group,
+// and staging for what does not fit into a lane. A lane is a queue of entries with one writer (the owner) and one reader.
+// An entry says what a message belongs to and where its bytes lie: in the entry itself, in the owner's staging, or
+// wherever the owner's program keeps them, if that is in its arena.
+//
+//     the writer   fills an entry, then stores its turn (release): the reader that loads it (acquire) sees all of it
+//     the reader   stores how many entries it is done with (release): the writer that loads it (acquire) may write there again
+//
+// Only readers that still have something to read hold memory: one that is done with a collective keeps nobody waiting.
+//
+// The arena begins with a directory of the groups that its owner has opened, so that regions need not be announced.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <new>
+
+namespace gradwire {
+
+constexpr std::size_t LINE = 64;
+constexpr std::uint64_t LANE_ENTRIES = 128;
+constexpr std::size_t INLINE_BYTES = 16;
+constexpr std::size_t DIRECTORY_SLOTS = 2048;
+constexpr std::size_t DIRECTORY_BYTES = DIRECTORY_SLOTS * 2 * sizeof(std::uint64_t);
+
+inline std::size_t padded(std::size_t nbytes) { return (nbytes + LINE - 1) / LINE * LINE; }
+
+// Where the bytes of a message lie: `here` in the entry; `away` in the owner's arena; `there` already where they belong.
+enum class Place : std::uint16_t { here = 0, away = 1, there = 2 };
+
+struct alignas(LINE) Entry {
+    std::atomic<std::uint32_t> turn;  // how many entries the lane has had, this one included, when it is complete
+    std::uint16_t round;
+    Place place;
+    std::uint32_t tile;
+    std::uint32_t nbytes;
+    std::uint64_t sequence;
+    std::uint64_t fingerprint;
+    std::uint64_t offset;  // in the owner's arena, of the bytes
+    std::uint64_t result;  // in the owner's arena, of the array that the result goes into; 0: it is not in there
+    std::byte bytes[INLINE_BYTES];
+};
+static_assert(sizeof(Entry) == LINE);
+
+struct alignas(LINE) Lane {
+    alignas(LINE) std::atomic<std::uint64_t> consumed;
+    alignas(LINE) Entry entries[LANE_ENTRIES];
+};
+
+// The lanes to all ranks of the group (the owner's own stays empty), then the staging.
+inline std::size_t lanes_bytes(std::size_t size) { return size * sizeof(Lane); }
+
+struct Directory {
+    struct Slot {
+        std::atomic<std::uint64_t> group;
+        std::atomic<std::uint64_t> offset;
+    };
+    Slot slots[DIRECTORY_SLOTS];
+
+    static constexpr std::uint64_t WITHDRAWN = ~std::uint64_t{0};
+
+    // False if there is no room.
+    bool publish(std::uint64_t group, std::uint64_t offset) {
+        for (std::size_t i = 0; i < DIRECTORY_SLOTS; ++i) {
+            Slot& slot = slots[(group + i) % DIRECTORY_SLOTS];
+            const std::uint64_t found = slot.group.load(std::memory_order_relaxed);
+            if (found != 0 && found != WITHDRAWN) continue;
+            slot.offset.store(offset, std::memory_order_relaxed);
+            slot.group.store(group, std::memory_order_release);
+            return true;
+        }
+        return false;
+    }
+    void withdraw(std::uint64_t group) {
+        for (Slot& slot : slots)
+            if (slot.group.load(std::memory_order_relaxed) == group) slot.group.store(WITHDRAWN, std::memory_order_release);
+    }
+    // 0 if the group is not open (yet).
+    std::uint64_t find(std::uint64_t group) const {
+        for (std::size_t i = 0; i < DIRECTORY_SLOTS; ++i) {
+            const Slot& slot = slots[(group + i) % DIRECTORY_SLOTS];
+            const std::uint64_t found = slot.group.load(std::memory_order_acquire);
+            if (found == group) return slot.offset.load(std::memory_order_relaxed);
+            if (found == 0) return 0;
+        }
+        return 0;
+    }
+};
+static_assert(sizeof(Directory) == DIRECTORY_BYTES);
+
+}  // namespace gradwire
