@@ -14,6 +14,7 @@ from typing import Protocol
 
 from gradwire.errors import Closed, NoConnection
 
+LIFE_CHANNEL = 0  # of no transport: the peer's process itself
 CONTROL_CHANNEL = 1
 MESSAGE_CHANNEL = 2
 SPIN_SECONDS = 100e-6  # how long a wait may poll before it sleeps: about two wake-ups' worth
