@@ -11,7 +11,7 @@ The layers, each importing only from those above it:
     collectives     algorithms as schedules; their verifier
     security        the job's secret, and who may open a link
     liveness        the log of calls, the verdict on what broke, control messages
-    transports      links: in one process, over TCP
+    transports      links: in one process, over TCP; memory that ranks of a host share
     executors       carry schedules out
     messages        point-to-point messages, matched
     generation      one membership at work: links, service thread, the one failure path

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from dataclasses import dataclass
 
 from gradwire.errors import Closed, CollectiveMismatch, GradwireError, NoConnection
-from gradwire.liveness.control import Control
+from gradwire.liveness.control import Control, ControlSink
 from gradwire.liveness.verdict import Finding
 from gradwire.liveness.watch import ANSWER_SECONDS
-from gradwire.messages import Letter, Mailbox
+from gradwire.messages import Letter, Mailbox, MessageSink
 from gradwire.topology import Topology
 from gradwire.transports.base import (
     CHECK_SECONDS,
     CONTROL_CHANNEL,
+    LIFE_CHANNEL,
     MESSAGE_CHANNEL,
     Belonging,
     Link,
@@ -28,7 +30,8 @@ from gradwire.transports.base import (
     Transport,
 )
 from gradwire.transports.frames import FrameReader, Outbox
-from gradwire.wire import MAX_CONTROL, Header, Kind, WireError
+from gradwire.transports.shm import Life, SharedMemory
+from gradwire.wire import Header, Kind, WireError
 
 log = logging.getLogger("gradwire")
 
@@ -36,7 +39,8 @@ VERDICT_SECONDS = 5.0  # a settled verdict takes half a second at most; this is 
 GOODBYE_SECONDS = 2.0
 EXPECTED_SECONDS = 3.0  # of waiting for a rank to dial, after which to look whether it is still there
 CONTROL_READ_AHEAD = 4096  # control messages are small and few, but there is a reader for each peer
-LAST_WORDS_SECONDS = 0.2  # in which messages sent before a goodbye may still arrive
+LAST_WORDS_SECONDS = 0.2  # in which messages sent before a goodbye, or a death, may still arrive
+EXIT_SECONDS = 0.01  # from the end of a dying process's links to its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +68,19 @@ class Generation:
         self.closed = False
         self.raised = False  # whether this rank's program has seen why the generation broke
         self.inherited = False
-        self.control = Control(identity.rank, identity.names, identity.number, self._post_control, self._broke)
+        self.shared: SharedMemory | None = None  # with the neighbours on this rank's host
+        self.sharing = (False,) * identity.size  # by world rank: who shares memory with its neighbours
+        self.control = Control(identity.rank, identity.names, identity.number, self._post_control, self._wake_all)
+        self._control_sink = ControlSink(self.control, self.check_header)
         self.mailbox = Mailbox(self._accept_offer, self.wake)
+        self._mail_sink = MessageSink(self.mailbox, self.check_header)
         self.belongings: list[Belonging] = [transport]
         self._bell = transport.bell()
         self._lock = threading.Lock()
         self._outboxes: dict[tuple[int, int], Outbox] = {}  # by world rank and channel: links this rank writes to
         self._readers: list[FrameReader] = []
         self._message_links: dict[int, threading.Lock] = {}
+        self._dead: dict[int, float] = {}  # world ranks whose process ended, and until when their goodbye may come
         self._met = threading.Condition()
         self._ending = False
         self._thread = threading.Thread(target=self._run, name="gradwire-service", daemon=True)
@@ -126,7 +135,7 @@ class Generation:
         if (link.peer, CONTROL_CHANNEL) in self._outboxes:  # a rank below has no business to dial one
             link.close()
             return
-        reader = FrameReader(link, _ControlSink(self), threading.Lock(), CONTROL_READ_AHEAD)
+        reader = FrameReader(link, self._control_sink, threading.Lock(), CONTROL_READ_AHEAD)
         self._serve_link(link, CONTROL_CHANNEL, reader)
         self.control.introduce(link.peer)
         with self._met:
@@ -141,6 +150,20 @@ class Generation:
         self._bell.ring()
         return outbox
 
+    def share_memory(self, shared: SharedMemory | None, sharing: tuple[bool, ...]) -> None:
+        """Know who shares memory, and watch the processes of those this rank shares it with."""
+        self.shared, self.sharing = shared, sharing
+        if shared is not None:
+            self.belongings.append(shared)
+            lives = [FrameReader(Life(peer, shared), self._control_sink, self._lock, 1) for peer in shared.pidfds]
+            with self._lock:
+                self._readers = [*self._readers, *lives]
+            self._bell.ring()
+
+    def shares(self, world: int) -> bool:
+        """Whether a world rank shares memory with all others on its host."""
+        return self.sharing[world]
+
     def close(self, finding: Finding | None = None) -> None:
         """Say goodbye — or, with a finding, why not — and let go of everything; idempotent."""
         if self.inherited:
@@ -151,7 +174,7 @@ class Generation:
             self.closed = True
         if (unseen := self.unseen_mismatch()) is not None:
             log.error("the group is closed, and nobody has been told: %s", unseen)
-        self._wake_waits()
+        self._wake_all()
         if finding is not None:
             self.control.report(finding, time.monotonic())
         if self._thread.is_alive():
@@ -184,7 +207,7 @@ class Generation:
         give_up_at: float | None = None
         while True:
             now = time.monotonic()
-            pause = self.control.tick(now)
+            pause = min(self.control.tick(now), self._tell_deaths(now))
             if self._ending:
                 give_up_at = give_up_at or now + GOODBYE_SECONDS
                 if now >= give_up_at or not any(outbox.waiting for outbox in self._served()):
@@ -205,7 +228,7 @@ class Generation:
             return list(self._outboxes.values())
 
     def _may_read(self, reader: FrameReader) -> bool:
-        return reader.link.channel == CONTROL_CHANNEL or not self.mailbox.overfull(reader.link.peer)
+        return reader.link.channel != MESSAGE_CHANNEL or not self.mailbox.overfull(reader.link.peer)
 
     def _flush(self, outbox: Outbox) -> None:
         try:
@@ -214,8 +237,7 @@ class Generation:
             self._end_of_link(outbox.link)
             return
         if done:
-            with self.mailbox.changed:
-                self.mailbox.changed.notify_all()
+            self.mailbox.wake_waits()
 
     def _pump(self, reader: FrameReader) -> None:
         try:
@@ -240,11 +262,21 @@ class Generation:
                 if outbox.link is link:
                     del self._outboxes[key]
         link.close()
-        # Only the control link says why it ends; the end of a message link may overtake a goodbye.
-        if link.channel == CONTROL_CHANNEL and not self.closed:
-            self.control.lost(link.peer, time.monotonic())
-        with self.mailbox.changed:
-            self.mailbox.changed.notify_all()
+        # Only the control link says why it ends; the end of a message link, or of the process, may overtake a goodbye.
+        if link.channel == CONTROL_CHANNEL and not self.closed and not self.control.has_left(link.peer):
+            died = self.shared is not None and self.shared.died(link.peer, EXIT_SECONDS)
+            self.control.lost(link.peer, time.monotonic(), "died" if died else "closed its link")
+        elif link.channel == LIFE_CHANNEL:
+            self._dead[link.peer] = time.monotonic() + LAST_WORDS_SECONDS
+        self.mailbox.wake_waits()
+
+    def _tell_deaths(self, now: float) -> float:
+        """Report ranks that died although their links are open: a child keeps them. The seconds until the next."""
+        for peer, until in list(self._dead.items()):
+            if now >= until:
+                del self._dead[peer]
+                self.control.lost(peer, now, "died")
+        return min(self._dead.values(), default=math.inf) - now
 
     def departed(self, peer: int) -> bool:
         """Whether a world rank has left and nothing more can come from it."""
@@ -255,14 +287,10 @@ class Generation:
             return False
         return not any(reader.link.channel == MESSAGE_CHANNEL and reader.link.peer == peer for reader in self._readers)
 
-    def _broke(self) -> None:
-        self._wake_waits()
-        self._bell.ring()
-
-    def _wake_waits(self) -> None:
+    def _wake_all(self) -> None:
         self.alarm.ring()
-        with self.mailbox.changed:
-            self.mailbox.changed.notify_all()
+        self._bell.ring()
+        self.mailbox.wake_waits()
 
     def wake(self) -> None:
         """Let the service thread look around: something waits to be sent or decided."""
@@ -302,13 +330,14 @@ class Generation:
             outbox = self._outboxes.get((peer, MESSAGE_CHANNEL))
             if outbox is None:
                 link = self.connect(peer, MESSAGE_CHANNEL, deadline, operation)
-                reader = FrameReader(link, _MessageSink(self), self.mailbox.changed)
-                outbox = self._serve_link(link, MESSAGE_CHANNEL, reader)
+                outbox = self._serve_link(
+                    link, MESSAGE_CHANNEL, FrameReader(link, self._mail_sink, self.mailbox.changed)
+                )
             return outbox
 
     def _adopt_message_link(self, link: Link) -> None:
         # The peer dialled it to send on; this rank only answers on it.
-        self._serve_link(link, -MESSAGE_CHANNEL, FrameReader(link, _MessageSink(self), self.mailbox.changed))
+        self._serve_link(link, -MESSAGE_CHANNEL, FrameReader(link, self._mail_sink, self.mailbox.changed))
 
     def _accept_offer(self, world: int, letter: Letter) -> None:
         self._post(world, -MESSAGE_CHANNEL, self.frame(Kind.ACCEPT, sequence=letter.identity))
@@ -368,33 +397,3 @@ class Generation:
         what = "interrupted (Ctrl-C)" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
         finding = Finding("aborted", f"{what} during {operation}"[:1000], self.identity.rank, operation=operation)
         self.control.report(finding, time.monotonic())
-
-
-class _ControlSink:
-    """Control messages go to `Control.hear`."""
-
-    def __init__(self, generation: Generation) -> None:
-        self._generation = generation
-
-    def begin(self, link: Link, header: Header) -> memoryview:
-        self._generation.check_header(header)
-        if header.kind != Kind.CONTROL or header.nbytes > MAX_CONTROL:
-            raise WireError(f"kind {header.kind}, {header.nbytes} bytes, on the control channel")
-        return memoryview(bytearray(header.nbytes))
-
-    def finish(self, link: Link, header: Header, payload: memoryview) -> None:
-        self._generation.control.hear(link.peer, bytes(payload), time.monotonic())
-
-
-class _MessageSink:
-    """Point-to-point messages go to the mailbox."""
-
-    def __init__(self, generation: Generation) -> None:
-        self._generation = generation
-
-    def begin(self, link: Link, header: Header) -> memoryview:
-        self._generation.check_header(header)
-        return self._generation.mailbox.begin(link.peer, header)
-
-    def finish(self, link: Link, header: Header, payload: memoryview) -> None:
-        self._generation.mailbox.finish(link.peer, header, payload)

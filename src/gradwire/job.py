@@ -12,20 +12,25 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gradwire import machine
 from gradwire.config import DEFAULT_TIMEOUT, Address, JobConfig, resolve
 from gradwire.environments import torchrun
 from gradwire.errors import Broken, Closed, ConfigError, InvalidSize, UnsupportedOp
+from gradwire.executors import native
 from gradwire.generation import Generation, Identity
-from gradwire.group import WORLD, Group
+from gradwire.group import SETTING_UP, WORLD, Group
+from gradwire.liveness.calls import call_site
 from gradwire.liveness.verdict import Finding
 from gradwire.membership import Assembly, Member
 from gradwire.membership.addresses import resolve as endpoints
 from gradwire.membership.doorkeeper import Doorkeeper
+from gradwire.operations import all_gather_values
+from gradwire.operations.call import settled
 from gradwire.security.secret import derive, job_secret
 from gradwire.topology import Topology
+from gradwire.transports import shm
 from gradwire.transports.local import Hub
 from gradwire.transports.tcp import TcpTransport
 
@@ -52,7 +57,8 @@ def init(
 
     What is None comes from the environment: `GRADWIRE_*`, or the variables of torchrun, Slurm, Open MPI and PMI
     launchers. With nothing said and nothing found the job has one rank. `timeout` holds for the rendezvous and for each
-    blocking call that names none. Addresses beyond this machine need `insecure=True`, because links do not encrypt.
+    blocking call that names none. Ranks of one host share memory where they can; with transport "tcp" they do not, and
+    "shm" insists that all do. Addresses beyond this machine need `insecure=True`, because links do not encrypt.
 
     >>> import gradwire as gw
     >>> with gw.init() as group:
@@ -60,8 +66,9 @@ def init(
     (0, 1)
     """
     config = resolve(rank, size, address, transport=transport, timeout=timeout, insecure=insecure)
-    if config.transport not in ("auto", "tcp"):
-        raise UnsupportedOp(f"transport {config.transport!r} is not built yet; there is 'tcp'", operation="init")
+    if config.transport not in ("auto", "shm", "tcp"):
+        text = f"transport {config.transport!r} is not built yet; there are 'shm' and 'tcp'"
+        raise UnsupportedOp(text, operation="init")
     if config.size == 1 and config.address is None:
         return _local(1, config.timeout)[0]
     deadline = time.monotonic() + config.timeout
@@ -178,7 +185,46 @@ def _join(config: JobConfig, deadline: float) -> Group:
         transport.close()
         raise
     generation.belongings += _doorkeepers(config, address)
-    return _start([generation], config.timeout, deadline)[0]
+    group = _start([generation], config.timeout, deadline)[0]
+    try:
+        _share_memory(group, config.transport, deadline)
+    except BaseException as error:
+        generation.close(None if isinstance(error, UnsupportedOp) else _giving_up(generation, error))
+        raise
+    return group
+
+
+def _share_memory(group: Group, transport: str, deadline: float) -> None:
+    """Find out which ranks of the world group can share memory; those that cannot or will not go on with sockets.
+
+    The ranks speak through a group of their own, which leaves no trace among the user's calls.
+    """
+    generation = group._generation
+    if group.size == 1:
+        return
+    hosts = [generation.identity.topology.host_of(rank) for rank in range(group.size)]
+    preparing = Group(generation, range(group.size), SETTING_UP, DEFAULT_TIMEOUT)
+
+    def tell_all(value: Any) -> list[Any]:
+        left = max(0.1, deadline - time.monotonic())
+        operation = all_gather_values(value)._replace(name="init")
+        told: list[Any] = settled(preparing._runner.now(operation, left, call_site()))
+        return told
+
+    try:
+        preparing._runner.dial(deadline)
+        insisting = [rank for rank, wish in enumerate(tell_all(transport)) if wish == "shm"]
+        wanted = transport != "tcp" and native.available()
+        generation.share_memory(*shm.share(group.rank, hosts, wanted, tell_all, deadline))
+    finally:
+        preparing.close()
+    missing = [rank for rank, shares in enumerate(generation.sharing) if not shares]
+    if insisting and missing:  # an error on every rank, so that none has to guess why others left
+        raise UnsupportedOp(
+            f"rank {insisting[0]} asks for transport 'shm', and ranks {missing} cannot share memory: they need the "
+            "native core, and others on the same host; 'auto' shares memory where it can and uses TCP elsewhere",
+            operation="init",
+        )
 
 
 def _agreed(config: JobConfig, coordinator: Coordinator | None, timeout: float) -> Address:

@@ -12,10 +12,14 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from gradwire.arrays import dtype_named
 from gradwire.errors import ArrayError, GradwireError, SizeMismatch
 from gradwire.wire import MAX_EAGER, Header, Kind, WireError
+
+if TYPE_CHECKING:
+    from gradwire.transports.base import Link
 
 COPY_TAG = -1
 MAX_KEPT = 64 << 20  # bytes of unasked messages from one peer, before its link is no longer read
@@ -143,6 +147,11 @@ class Mailbox:
         self._transfers: dict[tuple[int, int], Transfer] = {}
         self._identity = 0
         self._kept: dict[int, int] = {}
+
+    def wake_waits(self) -> None:
+        """Let those who wait look around: something changed that they cannot see here."""
+        with self.changed:
+            self.changed.notify_all()
 
     # -- asking -------------------------------------------------------------------------------------------------------
 
@@ -303,3 +312,18 @@ def _unfitting(letter: Letter, request: Request) -> GradwireError | None:
     what = f"copies {letter.nbytes} bytes" if letter.dtype else f"sent {letter.nbytes} bytes with tag {letter.tag}"
     text = f"rank {letter.source} {what}, the buffer has {len(request.target)}; the message is kept"
     return SizeMismatch(text, operation="copy" if letter.dtype else "recv", peer=letter.source)
+
+
+class MessageSink:
+    """Point-to-point messages, as they are read, go to the mailbox; `check` knows whose they may be."""
+
+    def __init__(self, mailbox: Mailbox, check: Callable[[Header], None]) -> None:
+        self._mailbox = mailbox
+        self._check = check
+
+    def begin(self, link: Link, header: Header) -> memoryview:
+        self._check(header)
+        return self._mailbox.begin(link.peer, header)
+
+    def finish(self, link: Link, header: Header, payload: memoryview) -> None:
+        self._mailbox.finish(link.peer, header, payload)

@@ -8,14 +8,13 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-
 from gradwire import operations
-from gradwire.arrays import Array, Counts, parse_dtype
+from gradwire.arrays import Array, Counts
 from gradwire.collectives import COLLECTIVES, algorithms
 from gradwire.errors import InvalidRank, InvalidSize, UnsupportedOp
 from gradwire.exchange import Runner
 from gradwire.generation import Generation
+from gradwire.group.memory import empty
 from gradwire.group.messaging import Messaging
 from gradwire.liveness.calls import call_site
 from gradwire.liveness.verdict import Finding
@@ -28,6 +27,7 @@ from gradwire.work import Stream
 
 CONFER_SECONDS = 0.25  # that leaving `with group` may take to learn whether the last calls agreed
 WORLD = 1
+SETTING_UP = 2  # the same ranks, before anything is called
 
 
 class Group(Messaging):
@@ -85,7 +85,10 @@ class Group(Messaging):
     def capabilities(self) -> Capabilities:
         """What this group can do."""
         table = {name: algorithms(name) for name in COLLECTIVES}
-        return Capabilities(self._generation.transport.name, self._runner.is_native, False, False, table)
+        generation = self._generation
+        sharing = self.size > 1 and len(self.topology.hosts) == 1 and all(map(generation.shares, self._members))
+        transport = "shm" if sharing else generation.transport.name
+        return Capabilities(transport, self._runner.is_native, generation.shared is not None, False, table)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "broken" if not self._generation.control.sound else "open"
@@ -372,19 +375,15 @@ class Group(Messaging):
         return wanted
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any = "float32") -> Array:
-        """An uninitialised array that this group exchanges best.
+        """An uninitialised array that this group exchanges best: in memory that its ranks share, if they share any.
+
+        It is an array like any other, and its memory is free again when the last view of it is gone.
 
         >>> import gradwire as gw
         >>> with gw.init() as group: group.empty((2, 3), "bfloat16").nbytes
         12
         """
-        row = parse_dtype(dtype)
-        if shape is None:  # which NumPy used to take for ()
-            raise InvalidSize("no array of shape None")
-        try:
-            return np.empty(shape, row.storage)
-        except (TypeError, ValueError, OverflowError, MemoryError) as error:
-            raise InvalidSize(f"no array of shape {shape!r}: {error}") from error
+        return empty(shape, dtype, None if self._closed else self._generation.shared)
 
 
 def _restricted(topology: Topology, members: Sequence[int]) -> Topology:

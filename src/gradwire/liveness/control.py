@@ -20,12 +20,15 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradwire.errors import Broken
 from gradwire.liveness.calls import SHOWN, Call, CallLog
 from gradwire.liveness.verdict import MAX_TEXT, Finding, Verdict
-from gradwire.wire import MAX_CONTROL
+from gradwire.wire import MAX_CONTROL, Header, Kind, WireError
+
+if TYPE_CHECKING:
+    from gradwire.transports.base import Link
 
 log = logging.getLogger("gradwire.liveness")
 
@@ -346,6 +349,23 @@ class Control:
     def _tell(self, peer: int, message: dict[str, Any]) -> None:
         if peer != self.rank:
             self._post(peer, json.dumps(message, separators=(",", ":")).encode())
+
+
+class ControlSink:
+    """Control messages, as they are read, go to `Control.hear`; `check` knows whose they may be."""
+
+    def __init__(self, control: Control, check: Callable[[Header], None]) -> None:
+        self._control = control
+        self._check = check
+
+    def begin(self, link: Link, header: Header) -> memoryview:
+        self._check(header)
+        if header.kind != Kind.CONTROL or header.nbytes > MAX_CONTROL:
+            raise WireError(f"kind {header.kind}, {header.nbytes} bytes, on the control channel")
+        return memoryview(bytearray(header.nbytes))
+
+    def finish(self, link: Link, header: Header, payload: memoryview) -> None:
+        self._control.hear(link.peer, bytes(payload), time.monotonic())
 
 
 def disagreement(calls: CallLog, sequence: int, reason: str = "ranks called different things") -> Finding:

@@ -1,1 +1,1 @@
-"""Ways to make links between ranks; `base` states what each of them offers."""
+"""Ways to make links between ranks; `base` states what each of them offers. And memory that ranks share."""

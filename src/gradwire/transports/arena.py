@@ -1,0 +1,131 @@
+"""Arenas: memory with an address in this process that other processes map too."""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import fcntl
+import mmap
+import os
+import threading
+import weakref
+from collections import deque
+
+import numpy as np
+
+from gradwire.arrays import Array
+
+ARENA_BYTES = 64 << 30  # of address space; memory is taken when it is first written
+RESERVED = 64 << 10  # at the beginning of each, for the core's directory
+PAGE = mmap.PAGESIZE
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if hasattr(fcntl, "F_SEAL_SEAL") else 0
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # older Pythons do not name it
+
+
+class Arena:
+    """Memory of one rank, as it is mapped here: `nbytes` from `address`."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.nbytes = os.fstat(descriptor).st_size
+        self._map = mmap.mmap(descriptor, self.nbytes, flags=mmap.MAP_SHARED | _NO_RESERVE)
+        self._anchor = ctypes.c_char.from_buffer(self._map)  # keeps the map where it is
+        self.address = ctypes.addressof(self._anchor)
+
+
+class OwnArena(Arena):
+    """This rank's arena: regions are carved from it and given back, by any thread."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("gradwire", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.descriptor, ARENA_BYTES)
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, SEALS)
+            super().__init__(self.descriptor)
+        except BaseException:
+            self.stop_sharing()
+            raise
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
+        self._free = [(RESERVED, self.nbytes - RESERVED)]  # (offset, bytes), by offset, no two of them neighbours
+        self._returned: deque[tuple[int, int]] = deque()
+
+    def stop_sharing(self) -> None:
+        """Hand the arena to nobody else."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def carve(self, nbytes: int) -> int:
+        """The offset of a fresh region: zeroed, page-aligned. `MemoryError` if there is no room for it."""
+        nbytes = _pages(nbytes)
+        if os.getpid() != self._owner:
+            raise MemoryError("this process was forked from a rank: the arena belongs to the parent")
+        try:
+            with self._lock:
+                self._take_back()
+                for index, (offset, room) in enumerate(self._free):
+                    if room >= nbytes:
+                        self._free[index : index + 1] = [(offset + nbytes, room - nbytes)] if room > nbytes else []
+                        return offset
+        finally:
+            self._settle()
+        raise MemoryError(f"no {nbytes} bytes left in the shared arena of {self.nbytes}")
+
+    def give_back(self, offset: int, nbytes: int) -> None:
+        """Return a region; its memory goes back to the system at once.
+
+        The garbage collector calls this at any moment, also in the middle of `carve` on the same thread: so it never
+        waits for the lock. Who holds it takes the region back.
+        """
+        if os.getpid() != self._owner:
+            return
+        nbytes = _pages(nbytes)
+        try:
+            self._map.madvise(mmap.MADV_REMOVE, offset, nbytes)
+        except OSError:  # some sandboxes cannot
+            ctypes.memset(self.address + offset, 0, nbytes)
+        self._returned.append((offset, nbytes))
+        self._settle()
+
+    def _settle(self) -> None:
+        while self._returned and self._lock.acquire(blocking=False):
+            try:
+                self._take_back()
+            finally:
+                self._lock.release()
+
+    def _take_back(self) -> None:
+        """With the lock held: join what was returned with its free neighbours."""
+        while self._returned:
+            offset, nbytes = self._returned.popleft()
+            index = bisect.bisect(self._free, (offset, nbytes))
+            first, last = index, index
+            if index and sum(self._free[index - 1]) == offset:
+                first, offset, nbytes = index - 1, self._free[index - 1][0], self._free[index - 1][1] + nbytes
+            if index < len(self._free) and self._free[index][0] == offset + nbytes:
+                last, nbytes = index + 1, nbytes + self._free[index][1]
+            self._free[first:last] = [(offset, nbytes)]
+
+    def offset_of(self, address: int, nbytes: int) -> int | None:
+        """Where these bytes lie in the arena, if they do."""
+        offset = address - self.address
+        return offset if offset >= RESERVED and nbytes >= 0 and offset + nbytes <= self.nbytes else None
+
+    def array(self, nbytes: int) -> Array:
+        """Bytes of a region of their own, which is given back when the last view of them is gone."""
+        region = _Region(self, self.carve(nbytes), nbytes)
+        return np.asarray(region)
+
+
+class _Region:
+    """What arrays in an arena are views of. Views of views refer to it too: NumPy shortens the way to the owner."""
+
+    def __init__(self, arena: OwnArena, offset: int, nbytes: int) -> None:
+        data = (arena.address + offset, False)
+        self.__array_interface__ = {"version": 3, "data": data, "shape": (nbytes,), "typestr": "|u1"}
+        # Not at the end of the process, when threads may still use it and the system takes it back anyway.
+        weakref.finalize(self, arena.give_back, offset, nbytes).atexit = False
+
+
+def _pages(nbytes: int) -> int:
+    return max(1, -(-nbytes // PAGE)) * PAGE
