@@ -1,4 +1,4 @@
-// Copies into memory that another processor will read next.
+// Copies into memory that another processor reads next.
 #pragma once
 
 #include <cstddef>
@@ -6,6 +6,6 @@
 
 namespace gradwire {
 
-inline void copy(void* to, const void* from, std::size_t nbytes) { std::memcpy(to, from, nbytes); }
+inline void stage(void* to, const void* from, std::size_t nbytes) { std::memcpy(to, from, nbytes); }
 
 }  // namespace gradwire

@@ -30,6 +30,10 @@ void Engine::withdraw() {
     if (arena_) reinterpret_cast<Directory*>(arena_)->withdraw(sheet_.group);
 }
 
+bool Engine::unread() {
+    return std::any_of(others_.begin(), others_.end(), [&](std::uint32_t peer) { return !outbox_->read_by(peer); });
+}
+
 void Engine::map(std::uint32_t peer, std::byte* arena, std::size_t nbytes) {
     peers_.at(peer).inbox.emplace(arena, nbytes, sheet_.group, sheet_.rank);
     others_.push_back(peer);
@@ -131,7 +135,7 @@ bool Engine::in_one_shot(bool& progress) {
         } else {
             std::byte* to = outbox_->reserve(nbytes);
             if (!to) return true;
-            copy(to, memories_[IN], nbytes);
+            stage(to, memories_[IN], nbytes);
             outbox_->post_reserved(others_, what);
         }
         posted_ = progress = true;
@@ -388,7 +392,7 @@ bool Engine::post(const Outgoing& message) {
     targets_.erase(kept, targets_.end());
     if (staging) {
         for (const Piece& piece : message.pieces) {
-            copy(staging, at(piece), piece.nbytes);
+            stage(staging, at(piece), piece.nbytes);
             staging += piece.nbytes;
         }
         outbox_->post_reserved(targets_, what);

@@ -91,6 +91,7 @@ NB_MODULE(_native, module) {
                  return self.open(pointer(arena), nbytes, region, staging);
              })
         .def("withdraw", &Engine::withdraw)
+        .def("unread", &Engine::unread)
         .def("map", [](Engine& self, std::uint32_t peer, std::uintptr_t arena,
                        std::size_t nbytes) { self.map(peer, pointer(arena), nbytes); })
         .def("begin",

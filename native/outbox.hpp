@@ -81,6 +81,8 @@ class Outbox {
         return sides_[peer].consumed >= number || learn(peer) >= number;
     }
 
+    bool read_by(std::uint32_t peer) { return read_by(peer, sides_[peer].posted); }
+
   private:
     struct Side {
         std::uint64_t posted = 0;

@@ -51,10 +51,9 @@ class Runner:
         self._topology = topology
         self._links: dict[int, Link] = {}
         self._sheet = Sheet(generation.identity.job, generation.identity.number, identity, self.rank)
-        self._executor: PythonExecutor | NativeExecutor = PythonExecutor(
-            self._links.__getitem__, generation.transport.spin
-        )
+        self._executor: PythonExecutor | NativeExecutor = PythonExecutor(self._links.__getitem__)
         self._connected = self.size == 1
+        self._tile_bytes: int | None = None  # as is best for sockets
         self._plans: OrderedDict[Shape, Plan] = OrderedDict()
         self._turn = threading.Condition(threading.Lock())
         self._issued = 0
@@ -63,12 +62,19 @@ class Runner:
         self._queue: deque[tuple[int, Work, Callable[[], Any]]] = deque()
         self._progress: threading.Thread | None = None
         self._failed = False
+        self._spins = False
         generation.control.watch(self.calls)
 
     @property
     def is_native(self) -> bool:
         """Whether the native core carries out this group's schedules."""
         return self.size > 1 and native.available() and isinstance(self.generation.alarm, Descriptor)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether some of this group's messages to this rank go through memory."""
+        shared = self.generation.shared
+        return shared is not None and any(world in shared.peers for world in self.members)
 
     # -- links --------------------------------------------------------------------------------------------------------
 
@@ -89,16 +95,21 @@ class Runner:
                     watch.wait((), ())
 
     def _connect(self, watch: Watch) -> None:
-        """Complete the links, at the first call; with the core, hand them to it."""
+        """Complete the links, at the first call; with the core, hand them to it, and use memory that is shared."""
         self._await_links(watch)
         self._connected = True
-        generation = self.generation
-        executor = None
-        if native.available() and isinstance(generation.alarm, Descriptor):
-            executor = NativeExecutor(self._sheet, self.size, generation.alarm, generation.transport.spin)
-            for rank, link in self._links.items():
-                executor.connect(rank, self.members[rank], link)  # type: ignore[arg-type]
-        self._executor = executor or self._executor
+        generation, shared = self.generation, self.generation.shared
+        if not native.available() or not isinstance(generation.alarm, Descriptor):
+            return
+        executor = NativeExecutor(self._sheet, self.size, generation.alarm)
+        for rank, link in self._links.items():
+            executor.connect(rank, self.members[rank], link)  # type: ignore[arg-type]
+        if shared is not None and self.shares_memory:
+            arenas = {rank: shared.peers[world] for rank, world in enumerate(self.members) if world in shared.peers}
+            executor.share(shared.own, arenas)
+        if len(self._topology.hosts) == 1 and all(generation.shares(world) for world in self.members):
+            self._tile_bytes = native.SHARED_TILE_BYTES
+        self._executor = executor
 
     # -- order --------------------------------------------------------------------------------------------------------
 
@@ -126,7 +137,7 @@ class Runner:
         self.check(operation.name)
         work = Work(operation.name)
         with self._turn:
-            self._queue.append((self._issued, work, lambda: self._run(operation, timeout, site)))
+            self._queue.append((self._issued, work, lambda: self._run(operation, timeout, site, beside=True)))
             self._issued += 1
             if self._progress is None:
                 self._progress = threading.Thread(target=self._work, name="gradwire-progress", daemon=True)
@@ -170,9 +181,11 @@ class Runner:
         if self.closed or self.generation.closed:
             self.check(operation)
 
-    def _run(self, operation: Operation, timeout: float, site: Site) -> Any:
+    def _run(self, operation: Operation, timeout: float, site: Site, *, beside: bool = False) -> Any:
+        """Run an operation whose turn has come; `beside` the program, on the progress thread."""
         self._check_open(operation.name)
         self.generation.transport.touch()
+        self._spins = self.generation.transport.cores >= (2 if beside else 1)
         step = _Step(self, operation.name, timeout, site)
         try:
             if events.watched():
@@ -204,7 +217,7 @@ class Runner:
         sheet.sequence = sequence
         sheet.fingerprint = plan.meaning.fingerprint
         watch = Watch(self.generation, self.calls, name, sequence, timeout)
-        self._executor.run(plan, x, out, sheet, watch)
+        self._executor.run(plan, x, out, sheet, watch, self._spins)
         self.calls.finished = sequence
 
     def disagree(self, name: str, timeout: float, reason: str) -> GradwireError:
@@ -222,7 +235,7 @@ class Runner:
             bounds = even_bounds(counts, schedule.segments, dtype.itemsize)
         else:
             bounds = ragged_bounds(counts)
-        plan = Plan(schedule, self.rank, dtype, shape.op, bounds, _meaning(shape, algorithm))
+        plan = Plan(schedule, self.rank, dtype, shape.op, bounds, _meaning(shape, algorithm), self._tile_bytes)
         self._plans[shape] = plan
         if len(self._plans) > PLANS:
             self._plans.popitem(last=False)
@@ -241,6 +254,8 @@ class Runner:
         self.generation.control.unwatch(self.calls)
         for link in list(self._links.values()):
             link.close()
+        if isinstance(self._executor, NativeExecutor):
+            self._executor.close()
         # Those of higher ranks that nobody has taken yet, or that come later, must see the end too.
         self.generation.transport.adopt(self._channel, lambda link: link.close())
 

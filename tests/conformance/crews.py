@@ -17,11 +17,13 @@ from typing import Any, TypeVar
 
 from gradwire import job
 from gradwire.errors import GradwireError
+from gradwire.executors import native
 from gradwire.generation import Generation, Identity
 from gradwire.group import Group
 from gradwire.topology import Topology
 from gradwire.transports.local import Hub
 from gradwire.transports.tcp import TcpTransport
+from ranks import run_ranks
 
 T = TypeVar("T")
 TIMEOUT = 60.0
@@ -52,7 +54,21 @@ def _connected(topology: Topology, transports: Sequence[Any], run: bytes) -> lis
     return job._start(generations, TIMEOUT, time.monotonic() + TIMEOUT)
 
 
+def shm_ranks(topology: Topology) -> list[Group]:
+    """Ranks of one host share memory, those of different hosts use sockets."""
+    groups = tcp_ranks(topology)
+    run_ranks(groups, lambda group: job._share_memory(group, "auto", time.monotonic() + TIMEOUT), timeout=TIMEOUT)
+    assert all(group._runner.shares_memory for group in groups if _has_neighbours(group))
+    return groups
+
+
+def _has_neighbours(group: Group) -> bool:
+    return len(group.topology.hosts[group.topology.host_of(group.rank)]) > 1
+
+
 TRANSPORTS: dict[str, Callable[[Topology], list[Group]]] = {"local": local_ranks, "tcp": tcp_ranks}
+if native.available():  # without the core there is no shared memory
+    TRANSPORTS["shm"] = shm_ranks
 
 
 class Crew:

@@ -15,7 +15,7 @@ from conformance.strategies import cases
 from conformance.test_drawn import FEW, check_call
 from conformance.test_table import COLLECTIVES, run
 from gradwire.collectives import algorithms
-from gradwire.executors import plan
+from gradwire.executors import native, plan
 from gradwire.topology import Topology
 
 TILE = 256  # bytes
@@ -28,6 +28,7 @@ def small_tiles(request: pytest.FixtureRequest) -> Iterator[Crew]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "TILE_BYTES", TILE)
         patch.setattr(plan, "SMALLEST_TILE", TILE)
+        patch.setattr(native, "SHARED_TILE_BYTES", TILE)
         with crew_of(transport, Topology.of(list(HOSTS[size]))) as crew:
             yield crew
 

@@ -11,9 +11,11 @@ from typing import Any, Protocol, runtime_checkable
 
 from gradwire.arrays import Array
 from gradwire.collectives.schedule import Copy, Finish, Fold, From, Recv, Send, Slice
+from gradwire.errors import InvalidSize
 from gradwire.executors.core import PURE
 from gradwire.executors.plan import IN_FLIGHT, SMALLEST_TILE, Plan
 from gradwire.executors.python import Patience, Sheet
+from gradwire.transports.arena import Arena, OwnArena
 
 try:
     from gradwire import _native
@@ -45,13 +47,33 @@ class NativeExecutor:
 
     def __init__(self, sheet: Sheet, size: int, alarm: Descriptor) -> None:
         self.engine = _native.Engine(sheet.job, sheet.generation, sheet.group, sheet.rank, size, alarm.fileno())
+        self._size = size
         self._world: dict[int, int] = {}
+        self._own: OwnArena | None = None
+        self._region = (0, 0)
         self._program: Any = None  # the core points at it
 
     def connect(self, rank: int, world: int, link: Descriptor) -> None:
         """Reach a rank of the group, known to others by its world rank, over a socket."""
         self._world[rank] = world
         self.engine.connect(rank, link.fileno())
+
+    def share(self, own: OwnArena, arenas: dict[int, Arena]) -> None:
+        """Reach these ranks through memory: this rank writes into its own arena, they into theirs."""
+        own.sweep()
+        self._own = own
+        self._region = own.carve(region_bytes(self._size)), region_bytes(self._size)
+        if not self.engine.open(own.address, own.nbytes, self._region[0], staging_bytes(self._size)):
+            raise InvalidSize("too many groups share memory: close some of them")
+        for rank, arena in arenas.items():
+            self.engine.map(rank, arena.address, arena.nbytes)
+
+    def close(self) -> None:
+        """Give memory back, once all peers have read what is there for them."""
+        if self._own is not None:
+            self.engine.withdraw()
+            self._own.retire(*self._region, self.engine.unread)
+            self._own = None
 
     def run(self, plan: Plan, x: Array, out: Array, sheet: Sheet, patience: Patience, spins: bool) -> None:
         """Carry the plan out: read x, leave the result in out (which may be x)."""

@@ -126,6 +126,7 @@ class Plan:
         op: str | None,
         bounds: tuple[int, ...],
         meaning: Meaning,
+        tile_bytes: int | None = None,
     ) -> None:
         if len(bounds) != schedule.segments + 1:
             raise InvalidSize(f"{len(bounds) - 1} counts for {schedule.segments} segments")
@@ -144,7 +145,7 @@ class Plan:
         inputs, outputs = placement(schedule.collective, schedule.size, schedule.segments, schedule.root, rank)
         self.in_home, self.in_count = self._lay_out(inputs)
         self.out_home, self.out_count = self._lay_out(outputs)
-        self._find_tile()
+        self._find_tile(tile_bytes or TILE_BYTES)
         self._find_scratch()
         self._single: list[Wave] | None = None
         if self.tiles == 1:
@@ -157,9 +158,9 @@ class Plan:
             at += self.lengths[segment]
         return places, at
 
-    def _find_tile(self) -> None:
+    def _find_tile(self, tile_bytes: int) -> None:
         longest = max(self.lengths, default=0)
-        nbytes = max(SMALLEST_TILE, TILE_BYTES // max(1, self.schedule.segments))
+        nbytes = max(min(SMALLEST_TILE, tile_bytes), tile_bytes // max(1, self.schedule.segments))
         grain = max(1, ALIGNMENT // self.dtype.itemsize)
         self.tile = max(grain, nbytes // self.dtype.itemsize // grain * grain)
         self.tiles = max(1, -(-longest // self.tile))

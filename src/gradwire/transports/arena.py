@@ -10,6 +10,7 @@ import os
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
@@ -47,6 +48,7 @@ class OwnArena(Arena):
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._free = [(RESERVED, self.nbytes - RESERVED)]  # (offset, bytes), by offset, no two of them neighbours
+        self._retired: list[tuple[int, int, Callable[[], bool]]] = []
         self._returned: deque[tuple[int, int]] = deque()
 
     def stop_sharing(self) -> None:
@@ -105,6 +107,20 @@ class OwnArena(Arena):
             if index < len(self._free) and self._free[index][0] == offset + nbytes:
                 last, nbytes = index + 1, nbytes + self._free[index][1]
             self._free[first:last] = [(offset, nbytes)]
+
+    def retire(self, offset: int, nbytes: int, unread: Callable[[], bool]) -> None:
+        """Give a region back as soon as nobody reads what is in it, which is looked at from time to time."""
+        with self._lock:
+            self._retired.append((offset, nbytes, unread))
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Give back what was retired and is read."""
+        with self._lock:
+            done = [entry for entry in self._retired if not entry[2]()]
+            self._retired = [entry for entry in self._retired if entry not in done]
+        for offset, nbytes, _ in done:
+            self.give_back(offset, nbytes)
 
     def offset_of(self, address: int, nbytes: int) -> int | None:
         """Where these bytes lie in the arena, if they do."""
