@@ -7,6 +7,8 @@
 #include <stdexcept>
 
 #include "engine.hpp"
+#include "module_calls.hpp"
+#include "module_desk.hpp"
 #include "module_kernels.hpp"
 
 namespace nb = nanobind;
@@ -77,6 +79,7 @@ std::byte* pointer(std::uintptr_t address) { return reinterpret_cast<std::byte*>
 NB_MODULE(_native, module) {
     nb::set_leak_warnings(false);  // a process that ends in the middle of a call says nothing about it
     register_kernels(module);
+    register_calls(module);
     nb::class_<Program>(module, "Program").def("__init__", &make_program);
 
     nb::class_<Engine>(module, "Engine")
@@ -104,4 +107,5 @@ NB_MODULE(_native, module) {
         .def_ro("culprit", &Engine::culprit)
         .def_prop_ro("heard", [](const Engine& self) { return nb::bytes(&self.heard, sizeof(Header)); })
         .def_static("region_bytes", [](std::size_t size, std::size_t staging) { return lanes_bytes(size) + staging; });
+    register_desk(module);
 }

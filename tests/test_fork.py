@@ -85,7 +85,7 @@ def forks(here: Here, when: str) -> None:
         helper = threading.Thread(target=inner.all_reduce, args=(np.ones(1 << 16),))
         if group.rank == 0:  # the others come only after the fork
             helper.start()
-            while helper.is_alive() and inner._runner._issued == inner._runner._serving:
+            while helper.is_alive() and inner._runner._turns.issued == inner._runner._turns.serving:
                 time.sleep(0.001)
     before = tcp_sockets()
     child = os.fork()

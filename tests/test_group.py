@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import gradwire as gw
+from gradwire import core
 from gradwire.collectives import COLLECTIVES
-from gradwire.executors import native
 from ranks import run_ranks
 
 
@@ -61,7 +61,7 @@ def test_capabilities_tell_the_transport(alone: gw.Group, pair: tuple[gw.Group, 
     assert alone.capabilities.transport == "local"
     able = pair[0].capabilities
     assert able.transport == "tcp"
-    assert able.native == native.available()
+    assert able.native == core.available()
     assert not able.registered
     assert not able.recovers
     assert able.reduce_ops == ("sum", "mean", "min", "max", "prod")

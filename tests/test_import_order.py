@@ -18,6 +18,7 @@ import gradwire
 # From the top down, as in the map that opens gradwire/__init__.py. A package is one layer, whatever its files do.
 LAYERS = [
     "_native",  # compiled, and not always there
+    "core",
     "errors",
     "events",
     "arrays",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.executors import core
+from gradwire import core
 
 ROOT = Path(__file__).parent.parent
 BACKEND = "build_backend/gradwire_build.py"
@@ -134,7 +134,7 @@ def test_the_whole_way_with_a_compiler(tree: Path, tmp_path: Path) -> None:
         wheel.extractall(installed)
     assert (installed / "gradwire/py.typed").exists()
     says = subprocess.run(
-        [sys.executable, "-m", "gradwire.executors.core"],
+        [sys.executable, "-m", "gradwire.core"],
         env={**os.environ, "PYTHONPATH": str(installed)},
         cwd=tmp_path,
         capture_output=True,

@@ -2,6 +2,7 @@
 
 The layers, each importing only from those above it:
 
+    core            the native core, if it is there
     errors          everything that is raised
     events          the one tracing point
     arrays          what users hand in, as typed views

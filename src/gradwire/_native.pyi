@@ -1,6 +1,6 @@
 """What native/module.cpp and native/module_kernels.cpp define."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 class Program:
@@ -27,6 +27,49 @@ class Program:
         /,
     ) -> None: ...
 
+class Turns:
+    issued: int
+    serving: int
+    def take(self) -> int: ...
+    def pass_on(self) -> int: ...
+
+class CallRing:
+    sequence: int
+    chain: int
+    finished: int
+    def __init__(self, kept: int, /) -> None: ...
+    def record(self, meaning: object, fingerprint: int, code: object, instruction: int, /) -> int: ...
+    def call(self, sequence: int, /) -> tuple[int, Any, Any, int] | None: ...
+
+class Desk:
+    def __init__(
+        self,
+        engine: Engine,
+        turns: Turns,
+        ring: CallRing,
+        resume: Callable[[int, str, int], None],
+        wake: Callable[[], None],
+        events: dict[str, Any],
+        package: str,
+        spins: bool,
+        /,
+    ) -> None: ...
+    def learn(
+        self,
+        operation: int,
+        dtype: object,
+        how: object,
+        count: int,
+        plan: object,
+        meaning: object,
+        program: Program,
+        fingerprint: int,
+        /,
+    ) -> None: ...
+    def halt(self) -> None: ...
+    def all_reduce(self, x: Any, op: Any, out: Any, algorithm: Any, timeout: Any, /) -> Any: ...
+    def broadcast(self, x: Any, root: Any, algorithm: Any, timeout: Any, /) -> Any: ...
+
 class Engine:
     def __init__(self, job: int, generation: int, group: int, rank: int, size: int, alarm: int, /) -> None: ...
     def connect(self, peer: int, socket: int, /) -> None: ...
@@ -34,9 +77,7 @@ class Engine:
     def withdraw(self) -> None: ...
     def unread(self) -> bool: ...
     def map(self, peer: int, arena: int, nbytes: int, /) -> None: ...
-    def begin(
-        self, program: Program, x: int, out: int, sequence: int, fingerprint: int, spins: bool, /
-    ) -> None: ...
+    def begin(self, program: Program, x: int, out: int, sequence: int, fingerprint: int, spins: bool, /) -> None: ...
     def advance(self, seconds: float, /) -> int: ...
     @property
     def culprit(self) -> int: ...

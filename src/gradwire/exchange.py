@@ -10,19 +10,21 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import CodeType
 from typing import Any
 
-from gradwire import events
+from gradwire import core, events
 from gradwire.arrays import Array
 from gradwire.collectives import build, choose
 from gradwire.errors import Broken, Closed, GradwireError, NoConnection
 from gradwire.executors import native
+from gradwire.executors.desk import NO_DESK, Desk
 from gradwire.executors.native import Descriptor, NativeExecutor
 from gradwire.executors.plan import Plan, even_bounds, ragged_bounds
 from gradwire.executors.python import PythonExecutor, Sheet
 from gradwire.generation import Generation
-from gradwire.liveness.calls import CallLog, Meaning
+from gradwire.liveness.calls import PACKAGE, CallLog, Meaning
 from gradwire.liveness.control import disagreement
 from gradwire.liveness.watch import Watch
 from gradwire.operations import Operation, Shape
@@ -35,11 +37,32 @@ PLANS = 256  # kept per group
 Site = tuple[CodeType, int]
 
 
+class Turns:
+    """Whose turn it is: what the core's class of this name does, without it. Used with the runner's lock held."""
+
+    def __init__(self) -> None:
+        self.issued = self.serving = 0
+
+    def take(self) -> int:
+        self.issued += 1
+        return self.issued - 1
+
+    def pass_on(self) -> int:
+        self.serving += 1
+        return self.serving
+
+
 class Runner:
     """The engine room of a group."""
 
     def __init__(
-        self, generation: Generation, identity: int, channel: int, members: Sequence[int], topology: Topology
+        self,
+        generation: Generation,
+        identity: int,
+        channel: int,
+        members: Sequence[int],
+        topology: Topology,
+        timeout: float,
     ) -> None:
         self.generation = generation
         self.members = tuple(members)  # world ranks, by rank in the group
@@ -47,6 +70,8 @@ class Runner:
         self.size = len(self.members)
         self.calls = CallLog(identity, self.members)
         self.closed = False
+        self.timeout = timeout
+        self.desk = NO_DESK
         self._channel = channel
         self._topology = topology
         self._links: dict[int, Link] = {}
@@ -56,8 +81,7 @@ class Runner:
         self._tile_bytes: int | None = None  # as is best for sockets
         self._plans: OrderedDict[Shape, Plan] = OrderedDict()
         self._turn = threading.Condition(threading.Lock())
-        self._issued = 0
-        self._serving = 0
+        self._turns = core.native.Turns() if core.available() else Turns()
         self._skipped: set[int] = set()
         self._queue: deque[tuple[int, Work, Callable[[], Any]]] = deque()
         self._progress: threading.Thread | None = None
@@ -68,7 +92,7 @@ class Runner:
     @property
     def is_native(self) -> bool:
         """Whether the native core carries out this group's schedules."""
-        return self.size > 1 and native.available() and isinstance(self.generation.alarm, Descriptor)
+        return self.size > 1 and core.available() and isinstance(self.generation.alarm, Descriptor)
 
     @property
     def shares_memory(self) -> bool:
@@ -99,7 +123,7 @@ class Runner:
         self._await_links(watch)
         self._connected = True
         generation, shared = self.generation, self.generation.shared
-        if not native.available() or not isinstance(generation.alarm, Descriptor):
+        if not core.available() or not isinstance(generation.alarm, Descriptor):
             return
         executor = NativeExecutor(self._sheet, self.size, generation.alarm)
         for rank, link in self._links.items():
@@ -110,6 +134,10 @@ class Runner:
         if len(self._topology.hosts) == 1 and all(generation.shares(world) for world in self.members):
             self._tile_bytes = native.SHARED_TILE_BYTES
         self._executor = executor
+        spins = generation.transport.cores >= 1
+        parts: tuple[Any, ...] = executor.engine, self._turns, self.calls.ring
+        self.desk = Desk(core.native.Desk(*parts, self._resume, self._wake, vars(events), PACKAGE, spins))
+        generation.on_halt(self.desk.halt)
 
     # -- order --------------------------------------------------------------------------------------------------------
 
@@ -117,10 +145,9 @@ class Runner:
         """Run an operation on this thread, after everything that was called before it."""
         self._check_open(operation.name)  # before the lock: in a forked child nobody may be there to release it
         with self._turn:
-            ticket = self._issued
-            self._issued += 1
+            ticket = self._turns.take()
             try:
-                while self._serving != ticket:
+                while self._turns.serving != ticket:
                     self._turn.wait()
             except BaseException as error:  # Ctrl-C: this call will not be made, but others may already wait for it
                 self._skipped.add(ticket)
@@ -137,8 +164,8 @@ class Runner:
         self.check(operation.name)
         work = Work(operation.name)
         with self._turn:
-            self._queue.append((self._issued, work, lambda: self._run(operation, timeout, site, beside=True)))
-            self._issued += 1
+            body = partial(self._run, operation, timeout, site, beside=True)
+            self._queue.append((self._turns.take(), work, body))
             if self._progress is None:
                 self._progress = threading.Thread(target=self._work, name="gradwire-progress", daemon=True)
                 self._progress.start()
@@ -148,7 +175,7 @@ class Runner:
     def _work(self) -> None:
         while True:
             with self._turn:
-                while not self._queue or self._serving != self._queue[0][0]:
+                while not self._queue or self._turns.serving != self._queue[0][0]:
                     if self.closed and not self._queue:
                         return
                     self._turn.wait()
@@ -160,14 +187,20 @@ class Runner:
 
     def _next(self) -> None:
         with self._turn:
-            self._serving += 1
+            self._turns.pass_on()
+            self._pass_skipped()
+
+    def _wake(self) -> None:
+        """The core has passed a turn on."""
+        with self._turn:
             self._pass_skipped()
 
     def _pass_skipped(self) -> None:
-        while self._serving in self._skipped:
-            self._skipped.remove(self._serving)
-            self._serving += 1
-        if self._issued != self._serving or self.closed:
+        turns = self._turns
+        while turns.serving in self._skipped:
+            self._skipped.remove(turns.serving)
+            turns.pass_on()
+        if turns.issued != turns.serving or self.closed:
             self._turn.notify_all()
 
     def check(self, operation: str | None = None) -> None:
@@ -205,6 +238,7 @@ class Runner:
         if not self._connected:
             self._connect(Watch(self.generation, self.calls, name, self.calls.sequence + 1, timeout))
         plan = self._plans.get(shape)
+        new = plan is None
         if plan is None:
             plan = self._plan(shape)
         else:
@@ -218,6 +252,21 @@ class Runner:
         sheet.fingerprint = plan.meaning.fingerprint
         watch = Watch(self.generation, self.calls, name, sequence, timeout)
         self._executor.run(plan, x, out, sheet, watch, self._spins)
+        self.calls.finished = sequence
+        if new and not shape.call and shape.algorithm == "auto" and isinstance(shape.counts, int):
+            how = shape.op if shape.root is None else shape.root
+            self.desk.learn(shape.collective, shape.dtype, how, shape.counts, plan)
+
+    def _resume(self, status: int, operation: str, sequence: int) -> None:
+        """Go on with a call that was made at the desk and is not done yet."""
+        assert isinstance(self._executor, NativeExecutor)
+        try:
+            self._executor.finish(status, Watch(self.generation, self.calls, operation, sequence, self.timeout))
+        except (Broken, Closed):
+            raise
+        except BaseException as error:
+            self.generation.interrupt(operation, error)
+            raise
         self.calls.finished = sequence
 
     def disagree(self, name: str, timeout: float, reason: str) -> GradwireError:
@@ -254,6 +303,9 @@ class Runner:
         self.generation.control.unwatch(self.calls)
         for link in list(self._links.values()):
             link.close()
+        self.desk.halt()
+        self.generation.forget(self.desk.halt)
+        self.desk = NO_DESK  # it refers to this runner
         if isinstance(self._executor, NativeExecutor):
             self._executor.close()
         # Those of higher ranks that nobody has taken yet, or that come later, must see the end too.

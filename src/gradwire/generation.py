@@ -11,6 +11,7 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from gradwire.errors import Closed, CollectiveMismatch, GradwireError, NoConnection
@@ -66,6 +67,7 @@ class Generation:
         self.transport = transport
         self.alarm = transport.bell()  # rings for good when the generation breaks or is closed
         self.closed = False
+        self._halts: list[Callable[[], None]] = []
         self.raised = False  # whether this rank's program has seen why the generation broke
         self.inherited = False
         self.shared: SharedMemory | None = None  # with the neighbours on this rank's host
@@ -172,6 +174,7 @@ class Generation:
             if self.closed:
                 return
             self.closed = True
+            self._halt()
         if (unseen := self.unseen_mismatch()) is not None:
             log.error("the group is closed, and nobody has been told: %s", unseen)
         self._wake_all()
@@ -189,6 +192,7 @@ class Generation:
     def abandon(self) -> None:
         """In a forked child: this process is not the rank. No locks: threads that are not here may hold them."""
         self.closed = self.inherited = True
+        self._halt()
         for belonging in self.belongings:
             belonging.abandon()
 
@@ -287,7 +291,23 @@ class Generation:
             return False
         return not any(reader.link.channel == MESSAGE_CHANNEL and reader.link.peer == peer for reader in self._readers)
 
+    def on_halt(self, halt: Callable[[], None]) -> None:
+        """Call this when the generation breaks or ends: from then on calls have to look at what happened."""
+        self._halts.append(halt)
+        if self.closed or not self.control.sound:
+            halt()
+
+    def forget(self, halt: Callable[[], None]) -> None:
+        """Whoever is called by this has ended."""
+        with contextlib.suppress(ValueError):
+            self._halts.remove(halt)
+
+    def _halt(self) -> None:
+        for halt in tuple(self._halts):
+            halt()
+
     def _wake_all(self) -> None:
+        self._halt()
         self.alarm.ring()
         self._bell.ring()
         self.mailbox.wake_waits()

@@ -14,11 +14,10 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from gradwire import machine
+from gradwire import core, machine
 from gradwire.config import DEFAULT_TIMEOUT, Address, JobConfig, resolve
 from gradwire.environments import torchrun
 from gradwire.errors import Broken, Closed, ConfigError, InvalidSize, UnsupportedOp
-from gradwire.executors import native
 from gradwire.generation import Generation, Identity
 from gradwire.group import SETTING_UP, WORLD, Group
 from gradwire.liveness.calls import call_site
@@ -214,7 +213,7 @@ def _share_memory(group: Group, transport: str, deadline: float) -> None:
     try:
         preparing._runner.dial(deadline)
         insisting = [rank for rank, wish in enumerate(tell_all(transport)) if wish == "shm"]
-        wanted = transport != "tcp" and native.available()
+        wanted = transport != "tcp" and core.available()
         generation.share_memory(*shm.share(group.rank, hosts, wanted, tell_all, deadline))
     finally:
         preparing.close()

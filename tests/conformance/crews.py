@@ -15,9 +15,8 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from gradwire import job
+from gradwire import core, job
 from gradwire.errors import GradwireError
-from gradwire.executors import native
 from gradwire.generation import Generation, Identity
 from gradwire.group import Group
 from gradwire.topology import Topology
@@ -67,7 +66,7 @@ def _has_neighbours(group: Group) -> bool:
 
 
 TRANSPORTS: dict[str, Callable[[Topology], list[Group]]] = {"local": local_ranks, "tcp": tcp_ranks}
-if native.available():  # without the core there is no shared memory
+if core.available():  # without the core there is no shared memory
     TRANSPORTS["shm"] = shm_ranks
 
 

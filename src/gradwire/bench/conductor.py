@@ -14,12 +14,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
-from gradwire.machine import usable_cores
 from gradwire.bench import commands
 from gradwire.bench.cases import Case
 from gradwire.bench.crew import Block, Crew, Maker, Unsupported
 from gradwire.bench.rivals import RIVALS, find
 from gradwire.launch import rendezvous
+from gradwire.machine import usable_cores
 
 OURSELVES = "gradwire"
 PILOT = 3  # iterations that tell how many fit into a block

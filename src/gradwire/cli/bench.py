@@ -191,8 +191,8 @@ def _about(plan: Plan, crews: list[Crew]) -> dict[str, Any]:
     from dataclasses import asdict
 
     from gradwire.bench.commands import settings_of
-    from gradwire.machine import usable_cores
     from gradwire.bench.rivals import RIVALS
+    from gradwire.machine import usable_cores
 
     cores = int(usable_cores())
     engines = {crew.name: dict(crew.about) for crew in crews}

@@ -6,21 +6,15 @@ share memory they go through lanes and staging (native/memory.hpp), one region f
 
 from __future__ import annotations
 
-import os
 from typing import Any, Protocol, runtime_checkable
 
 from gradwire.arrays import Array
 from gradwire.collectives.schedule import Copy, Finish, Fold, From, Recv, Send, Slice
+from gradwire.core import native as _native
 from gradwire.errors import InvalidSize
-from gradwire.executors.core import PURE
 from gradwire.executors.plan import IN_FLIGHT, SMALLEST_TILE, Plan
 from gradwire.executors.python import Patience, Sheet
 from gradwire.transports.arena import Arena, OwnArena
-
-try:
-    from gradwire import _native
-except ImportError:  # installed without a compiler
-    _native = None  # type: ignore[assignment]
 
 SHARED_TILE_BYTES = 512 << 10  # where all ranks share memory: small enough to stay in the cache
 FIRST_SECONDS = 0.01  # how long the core waits before the deadline begins to count, and Ctrl-C is first looked for
@@ -35,11 +29,6 @@ class Descriptor(Protocol):
     """Something the core can poll."""
 
     def fileno(self) -> int: ...
-
-
-def available() -> bool:
-    """Whether the core is installed and wanted."""
-    return _native is not None and os.environ.get(PURE, "") in ("", "0")
 
 
 class NativeExecutor:

@@ -52,7 +52,7 @@ class Group(Messaging):
         self._identity = identity
         self._topology = _restricted(generation.identity.topology, self._members)
         channel = fingerprint("collective", identity)
-        self._runner = Runner(generation, identity, channel, self._members, self._topology)
+        self._runner = Runner(generation, identity, channel, self._members, self._topology, timeout)
         post = Post(generation, identity, self._runner.rank, self._members)
         super().__init__(post, self._runner.rank, len(self._members), timeout)
         self._subgroups: dict[tuple[int, ...], Group] = {}
@@ -179,7 +179,8 @@ class Group(Messaging):
         >>> with gw.init() as group: group.all_reduce(2.5)
         2.5
         """
-        return self._now(operations.all_reduce(x, op, out, algorithm), timeout)
+        done = self._runner.desk.all_reduce(x, op, out, algorithm, timeout)
+        return done if done is not None else self._now(operations.all_reduce(x, op, out, algorithm), timeout)
 
     def broadcast(self, x: Any, root: int = 0, *, algorithm: str = "auto", timeout: float | None = None) -> Any:
         """Copy the root's x into every rank's x; returns x.
@@ -188,6 +189,9 @@ class Group(Messaging):
         >>> with gw.init() as group: group.broadcast(np.ones(2), root=0)
         array([1., 1.])
         """
+        done = self._runner.desk.broadcast(x, root, algorithm, timeout)
+        if done is not None:
+            return done
         return self._now(operations.broadcast(x, root, self.size, self.rank, algorithm), timeout)
 
     def reduce(

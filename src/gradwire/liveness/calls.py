@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
+from gradwire import core
+
 KEPT = 1024  # calls; a rank that is further ahead than this is compared at its next call
 SHOWN = 32  # calls sent to the peers when something is disputed
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _MASK = (1 << 64) - 1
 
 
@@ -56,41 +58,67 @@ class Meaning:
     items: tuple[str, ...] = ()
 
 
+class CallRing:
+    """The last calls: what the core's class of this name does, without it."""
+
+    def __init__(self, kept: int) -> None:
+        self.sequence = self.finished = self.chain = 0
+        self._calls: list[tuple[int, int, Any, Any, int] | None] = [None] * kept
+
+    def record(self, meaning: object, fingerprint: int, code: object, instruction: int) -> int:
+        self.chain = ((self.chain ^ fingerprint) * 0x9E3779B97F4A7C15 + 1) & _MASK
+        sequence = self.sequence + 1
+        self._calls[sequence % len(self._calls)] = (sequence, self.chain, meaning, code, instruction)
+        self.sequence = sequence
+        return sequence
+
+    def call(self, sequence: int) -> tuple[int, Any, Any, int] | None:
+        entry = self._calls[sequence % len(self._calls)]
+        return entry[1:] if entry is not None and entry[0] == sequence else None
+
+
 class CallLog:
     """The calls of one group on this rank, oldest forgotten."""
 
     def __init__(self, group: int, members: Sequence[int]) -> None:
         self.group = group
         self.members = tuple(members)  # world ranks
-        self.sequence = 0  # of the last call; 0: none yet
-        self.finished = 0  # the last call whose work is done
         self.closed = False  # the group was closed here
-        self._chain = 0
-        self._ring: list[Any] = [None] * KEPT
+        self.ring = core.native.CallRing(KEPT) if core.available() else CallRing(KEPT)
+
+    @property
+    def sequence(self) -> int:
+        """Of the last call; 0: none yet."""
+        return self.ring.sequence
+
+    @property
+    def finished(self) -> int:
+        """The last call whose work is done."""
+        return self.ring.finished
+
+    @finished.setter
+    def finished(self, sequence: int) -> None:
+        self.ring.finished = sequence
 
     def record(self, meaning: Meaning, site: tuple[CodeType, int]) -> int:
         """Note a call and return its sequence number; the caller holds the group's order."""
-        sequence = self.sequence + 1
-        self._chain = ((self._chain ^ meaning.fingerprint) * 0x9E3779B97F4A7C15 + 1) & _MASK
-        self._ring[sequence % KEPT] = (sequence, self._chain, meaning, site)
-        self.sequence = sequence
-        return sequence
+        return self.ring.record(meaning, meaning.fingerprint, *site)
 
     @property
     def chain(self) -> int:
-        return self._chain
+        return self.ring.chain
 
     def chain_at(self, sequence: int) -> int | None:
         """The chain after the call with this number; None if it is not known (any more, or yet)."""
-        entry = self._ring[sequence % KEPT]
-        return entry[1] if entry is not None and entry[0] == sequence else None
+        entry = self.ring.call(sequence)
+        return entry[0] if entry is not None else None
 
     def call(self, sequence: int) -> Call | None:
-        entry = self._ring[sequence % KEPT]
-        if entry is None or entry[0] != sequence:
+        entry = self.ring.call(sequence)
+        if entry is None:
             return None
-        _, _, meaning, site = entry
-        return Call(sequence, meaning.fingerprint, meaning.what, place(*site), meaning.items)
+        _, meaning, code, instruction = entry
+        return Call(sequence, meaning.fingerprint, meaning.what, place(code, instruction), meaning.items)
 
     def last(self) -> Call | None:
         return self.call(self.sequence)
@@ -105,7 +133,7 @@ class CallLog:
 def call_site() -> tuple[CodeType, int]:
     """Where in the user's code we are: the innermost frame outside this package."""
     frame = sys._getframe(1)
-    while frame.f_code.co_filename.startswith(_PACKAGE) and frame.f_back is not None:
+    while frame.f_code.co_filename.startswith(PACKAGE) and frame.f_back is not None:
         frame = frame.f_back
     return frame.f_code, frame.f_lasti
 

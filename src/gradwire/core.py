@@ -1,6 +1,6 @@
-"""Whether the native core is there, and why not: in words for users, from what the installation recorded.
+"""The native core, if it is there; and if not, why: in words for users, from what the installation recorded.
 
-`python -m gradwire.executors.core` prints it.
+`python -m gradwire.core` prints it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,20 @@ import os
 from importlib import import_module
 from pathlib import Path
 
+try:
+    from gradwire import _native
+
+    native = _native
+except ImportError:  # installed without a compiler
+    native = None  # type: ignore[assignment]
+
 PURE = "GRADWIRE_PURE"
-_RECORD = Path(__file__).parent.parent / "_build.json"  # written by build_backend/gradwire_build.py
+_RECORD = Path(__file__).parent / "_build.json"  # written by build_backend/gradwire_build.py
+
+
+def available() -> bool:
+    """Whether the core is installed and wanted."""
+    return native is not None and os.environ.get(PURE, "") in ("", "0")
 
 
 def why_pure() -> str | None:
