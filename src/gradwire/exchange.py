@@ -12,7 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import CodeType
-from typing import Any
+from typing import Any, cast
 
 from gradwire import core, events
 from gradwire.arrays import Array
@@ -135,8 +135,10 @@ class Runner:
             self._tile_bytes = native.SHARED_TILE_BYTES
         self._executor = executor
         spins = generation.transport.cores >= 1
-        parts: tuple[Any, ...] = executor.engine, self._turns, self.calls.ring
-        self.desk = Desk(core.native.Desk(*parts, self._resume, self._wake, vars(events), PACKAGE, spins))
+        turns, ring = cast(Any, self._turns), cast(Any, self.calls.ring)  # the core's, since it is available
+        self.desk = Desk(
+            core.native.Desk(executor.engine, turns, ring, self._resume, self._wake, vars(events), PACKAGE, spins)
+        )
         generation.on_halt(self.desk.halt)
 
     # -- order --------------------------------------------------------------------------------------------------------
