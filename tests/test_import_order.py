@@ -24,6 +24,7 @@ LAYERS = [
     "wire",
     "topology",
     "collectives",
+    "tuning",
     "security",
     "liveness",
     "transports",

@@ -8,6 +8,7 @@ The layers, each importing only from those above it:
     wire            the message header and its fingerprint
     topology        which ranks share a host
     collectives     algorithms as schedules; their verifier
+    tuning          the table that algorithms are chosen by, in a file
     security        the job's secret, and who may open a link
     liveness        the log of calls, the verdict on what broke, control messages
     transports      links: in one process, over TCP

@@ -12,6 +12,7 @@ import threading
 import time
 from dataclasses import dataclass
 
+from gradwire.collectives import DEFAULTS
 from gradwire.errors import Closed, CollectiveMismatch, GradwireError, NoConnection
 from gradwire.liveness.control import Control
 from gradwire.liveness.verdict import Finding
@@ -64,6 +65,7 @@ class Generation:
         self.closed = False
         self.raised = False  # whether this rank's program has seen why the generation broke
         self.inherited = False
+        self.table = DEFAULTS  # by which algorithms are chosen; agreed before the first call of a user
         self.control = Control(identity.rank, identity.names, identity.number, self._post_control, self._broke)
         self.mailbox = Mailbox(self._accept_offer, self.wake)
         self.belongings: list[Belonging] = [transport]
