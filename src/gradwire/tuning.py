@@ -19,6 +19,7 @@ from gradwire.collectives import DEFAULTS, Constants, Table
 from gradwire.errors import TransportError
 
 FILE = "GRADWIRE_TUNING"
+MISSING = "there is no such file"
 VERSION = 1
 LARGEST = 64 << 10
 _NAMES = {field.name for field in fields(Constants)}
@@ -44,19 +45,22 @@ def path(environ: Mapping[str, str]) -> Path:
 
 def load(environ: Mapping[str, str]) -> Table:
     """The table in force: the file's, or the defaults if there is none, or with a warning if it is broken."""
-    file = path(environ)
+    table, problem = find(environ)
+    if problem and (environ.get(FILE) or problem != MISSING):
+        log.warning("algorithms are chosen by the defaults, not by %s: %s", path(environ), problem)
+    return table
+
+
+def find(environ: Mapping[str, str]) -> tuple[Table, str]:
+    """The table in force, and why it is not the file's, if it is not."""
     try:
-        return read(file)
+        return read(path(environ)), ""
     except FileNotFoundError:
-        if not environ.get(FILE):
-            return DEFAULTS
-        reason = "there is no such file"
+        return DEFAULTS, MISSING
     except OSError as error:
-        reason = error.strerror or str(error)
-    except ValueError as error:
-        reason = str(error)
-    log.warning("algorithms are chosen by the defaults, not by %s: %s", file, reason)
-    return DEFAULTS
+        return DEFAULTS, error.strerror or str(error)
+    except ValueError as error:  # also a name that no file can have
+        return DEFAULTS, str(error)
 
 
 def read(file: Path) -> Table:
