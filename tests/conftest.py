@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -24,6 +25,9 @@ STARTED_BY = ("GRADWIRE_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "MPI_", "TORCHELA
 for _name in set(os.environ) - {"GRADWIRE_PURE"}:
     if _name.startswith(STARTED_BY) or _name in {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}:
         del os.environ[_name]
+
+# Nor does what somebody has tuned here change what tests see.
+os.environ["XDG_CONFIG_HOME"] = str(Path(__file__).parent / "no-such-folder")
 
 # A shell in the background, or nohup, makes all our processes deaf to signals that some tests are about. What a process
 # handles, its children get back as it should be.

@@ -26,6 +26,7 @@ LAYERS = [
     "topology",
     "machine",
     "collectives",
+    "tuning",
     "security",
     "liveness",
     "transports",

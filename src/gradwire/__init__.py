@@ -10,6 +10,7 @@ The layers, each importing only from those above it:
     topology        which ranks share a host
     machine         what this machine is, and what of it this process may use
     collectives     algorithms as schedules; their verifier
+    tuning          the table that algorithms are chosen by, in a file
     security        the job's secret, and who may open a link
     liveness        the log of calls, the verdict on what broke, control messages
     transports      links: in one process, over TCP; memory that ranks of a host share

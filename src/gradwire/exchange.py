@@ -280,7 +280,8 @@ class Runner:
     def _plan(self, shape: Shape) -> Plan:
         dtype, counts = shape.dtype, shape.counts
         total = (counts if isinstance(counts, int) else sum(counts)) * dtype.itemsize
-        algorithm = choose(shape.collective, shape.algorithm, total, self._topology)
+        table, transport = self.generation.table, self.generation.transport.name
+        algorithm = choose(shape.collective, shape.algorithm, total, self._topology, table, transport)
         schedule = build(shape.collective, algorithm, self.size, topology=self._topology, root=shape.root or 0)
         if isinstance(counts, int):
             bounds = even_bounds(counts, schedule.segments, dtype.itemsize)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from gradwire.collectives import DEFAULTS
 from gradwire.errors import Closed, CollectiveMismatch, GradwireError, NoConnection
 from gradwire.liveness.control import Control, ControlSink
 from gradwire.liveness.verdict import Finding
@@ -74,6 +75,7 @@ class Generation:
         self.sharing = (False,) * identity.size  # by world rank: who shares memory with its neighbours
         self.control = Control(identity.rank, identity.names, identity.number, self._post_control, self._wake_all)
         self._control_sink = ControlSink(self.control, self.check_header)
+        self.table = DEFAULTS  # by which algorithms are chosen; agreed before the first call of a user
         self.mailbox = Mailbox(self._accept_offer, self.wake)
         self._mail_sink = MessageSink(self.mailbox, self.check_header)
         self.belongings: list[Belonging] = [transport]

@@ -14,7 +14,8 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from gradwire import core, machine
+from gradwire import core, machine, tuning
+from gradwire.collectives import Table
 from gradwire.config import DEFAULT_TIMEOUT, Address, JobConfig, resolve
 from gradwire.environments import torchrun
 from gradwire.errors import Broken, Closed, ConfigError, InvalidSize, UnsupportedOp
@@ -32,6 +33,7 @@ from gradwire.topology import Topology
 from gradwire.transports import shm
 from gradwire.transports.local import Hub
 from gradwire.transports.tcp import TcpTransport
+from gradwire.wire import fingerprint
 
 if TYPE_CHECKING:
     from gradwire.membership.service import Coordinator
@@ -137,11 +139,36 @@ def _start(generations: Sequence[Generation], timeout: float, deadline: float) -
             groups.append(Group(generation, members, WORLD, timeout))
         for group in groups:
             group._runner.dial(deadline)
+        _agree_on_table(generations, deadline)
     except BaseException as error:
         for generation in generations:
             generation.close(_giving_up(generation, error))
         raise
     return groups
+
+
+def _agree_on_table(generations: Sequence[Generation], deadline: float) -> None:
+    """Rank 0's table is everybody's: ranks that choose by different ones would not understand each other."""
+    first = generations[0]
+    own = tuning.load(os.environ) if first.identity.rank == 0 else None
+    table = own if len(generations) == first.identity.size else _table_of_rank_0(first, own, deadline)
+    for generation in generations:
+        generation.table = table or generation.table
+
+
+def _table_of_rank_0(generation: Generation, own: Table | None, deadline: float) -> Table:
+    """Through a group of its own, so that it does not count among the user's calls."""
+    left = max(0.1, deadline - time.monotonic())
+    group = Group(generation, range(generation.identity.size), fingerprint("tuning"), left)
+    try:
+        group._runner.dial(deadline)
+        value = group.broadcast_value(own and tuning.encode(own))
+    finally:
+        group.close()
+    try:
+        return tuning.decode(value)
+    except ValueError as error:
+        raise ConfigError(f"rank 0's tuning cannot be used here, {error}: is it the same gradwire?") from error
 
 
 def _giving_up(generation: Generation, error: BaseException) -> Finding | None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from fractions import Fraction
+
 import pytest
 
-from gradwire.collectives import COLLECTIVES, algorithms, build, choose
-from gradwire.collectives.choose import ONESHOT_BYTES
+from gradwire.collectives import COLLECTIVES, DEFAULTS, Send, algorithms, build, choose, pricing
+from gradwire.collectives.cost import cost
+from gradwire.collectives.schedule import Phase, Program
 from gradwire.errors import InvalidRank, InvalidSize, UnsupportedOp
 from gradwire.topology import Topology
 
@@ -27,36 +32,92 @@ def test_what_is_chosen_can_be_built(collective: str, topology: Topology) -> Non
             assert build(collective, chosen, topology.size, topology=topology).algorithm == chosen
 
 
-@pytest.mark.parametrize(
-    ("collective", "nbytes", "topology", "expected"),
-    [
-        ("all_reduce", 8, Topology.single(4), "oneshot"),
-        ("all_reduce", 1 << 20, Topology.single(4), "direct"),
-        ("all_reduce", 8, Topology.single(32), "tree"),
-        ("all_reduce", 1 << 18, Topology.single(32), "halving"),
-        ("all_reduce", 1 << 26, Topology.single(32), "ring"),
-        ("all_reduce", 1 << 26, Topology.of(list("aabb")), "hierarchical"),
-        ("all_reduce", 8, Topology.of(list("aabb")), "oneshot"),
-        ("all_reduce", 1 << 26, Topology.of(list("abcd")), "direct"),
-        ("broadcast", 8, Topology.single(4), "star"),
-        ("broadcast", 8, Topology.single(32), "tree"),
-        ("broadcast", 1 << 26, Topology.single(4), "direct"),
-        ("broadcast", 1 << 26, Topology.of(list("aabb")), "hierarchical"),
-        ("reduce", 1 << 26, Topology.of(list("aabb")), "direct"),
-        ("all_gather", 1 << 26, Topology.single(32), "ring"),
-        ("reduce_scatter", 8, Topology.single(32), "halving"),
-        ("all_to_all", 8, Topology.single(32), "direct"),
-    ],
-)
-def test_automatic_choices(collective: str, nbytes: int, topology: Topology, expected: str) -> None:
-    assert choose(collective, "auto", nbytes, topology) == expected
+HOSTS = Topology.of([str(rank // 8) for rank in range(32)])  # four of eight ranks
+KIB, MIB = 1 << 10, 1 << 20
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("topology", [*TOPOLOGIES, HOSTS], ids=str)
+@pytest.mark.parametrize("collective", ["all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter"])
+def test_small_arrays_take_few_rounds(collective: str, topology: Topology, transport: str) -> None:
+    chosen = choose(collective, "auto", 8, topology, DEFAULTS, transport)
+    counted = cost(build(collective, chosen, topology.size, topology=topology))
+    assert counted.rounds <= 2 * math.ceil(math.log2(topology.size))
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("topology", [*TOPOLOGIES, HOSTS, Topology.single(33)], ids=str)
+@pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter"])
+def test_large_arrays_are_spread_evenly(collective: str, topology: Topology, transport: str) -> None:
+    chosen = choose(collective, "auto", 64 * MIB, topology, DEFAULTS, transport)
+    counted = cost(build(collective, chosen, topology.size, topology=topology))
+    fair = Fraction(topology.size - 1, topology.size) * (2 if collective == "all_reduce" else 1)
+    slack = Fraction(3, 2) if chosen == "hierarchical" else 1  # hosts of unequal sizes cannot share evenly
+    assert max(counted.most_sent, counted.most_received) <= fair * slack
+
+
+@pytest.mark.parametrize("hosts", ["aabb", "aabbb", "aaaabbbbcccc"])
+def test_hosts_with_several_ranks_get_both_layers(hosts: str) -> None:
+    topology = Topology.of(hosts)
+    assert choose("all_reduce", "auto", 64 * MIB, topology, DEFAULTS, "shm") == "hierarchical"
+    # A ring in the order of the hosts crosses from each to the next only once, too.
+    assert choose("all_reduce", "auto", 64 * MIB, topology, DEFAULTS, "tcp") in ("hierarchical", "ring")
+    for flat in (Topology.single(len(hosts)), Topology.of([str(rank) for rank in range(len(hosts))])):
+        assert choose("all_reduce", "auto", 64 * MIB, flat) != "hierarchical"
+
+
+@pytest.mark.parametrize("size", [17, 32, 100, 256])
+@pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter"])
+def test_many_ranks_do_not_all_talk_to_each_other(collective: str, size: int) -> None:
+    topology = Topology.single(size)
+    for nbytes in (8, 64 * KIB, 64 * MIB):
+        schedule = build(collective, choose(collective, "auto", nbytes, topology), size)
+        last = size - 1  # the first may be a hub
+        peers = {rank for ops in schedule.program(last) for op in ops if isinstance(op, Send) for rank in op.to}
+        assert len(peers) <= 2 * math.log2(size)
+
+
+def test_two_ranks_that_share_memory_take_one_shot_for_longer() -> None:
+    two = Topology.single(2)
+    for nbytes in (8, 64 * KIB, 256 * KIB):
+        assert choose("all_reduce", "auto", nbytes, two, DEFAULTS, "shm") == "oneshot"
+    assert choose("broadcast", "auto", 64 * MIB, Topology.single(4), DEFAULTS, "shm") == "star"  # copied once
+    assert choose("broadcast", "auto", 64 * MIB, Topology.single(4), DEFAULTS, "tcp") == "direct"
+
+
+def test_the_table_decides() -> None:
+    four = Topology.single(4)
+    slow_rounds = replace(DEFAULTS, tcp=replace(DEFAULTS.tcp, round=1.0))
+    free_rounds = replace(DEFAULTS, tcp=replace(DEFAULTS.tcp, round=0.0, message=0.0))
+    for requested in ("auto", "direct"):
+        assert choose("all_reduce", requested, 64 * MIB, four, slow_rounds) == "oneshot"
+        assert choose("all_reduce", requested, 8, four, free_rounds) in ("direct", "halving")
 
 
 def test_direct_all_reduces_small_arrays_in_one_shot() -> None:
     four = Topology.single(4)
-    assert choose("all_reduce", "direct", ONESHOT_BYTES // 4, four) == "oneshot"
-    assert choose("all_reduce", "direct", ONESHOT_BYTES // 4 + 1, four) == "direct"
+    assert choose("all_reduce", "direct", 8, four) == "oneshot"
+    assert choose("all_reduce", "direct", MIB, four) == "direct"
     assert choose("reduce", "direct", 8, four) == "direct"
+
+
+@pytest.mark.parametrize("hosts", [1, 16, 1024])
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_a_choice_among_many_ranks_looks_at_few_programs(
+    collective: str, hosts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: set[int] = set()
+    make = Phase.program
+
+    def program(self: Phase, rank: int) -> Program:
+        built.add(rank)
+        return make(self, rank)
+
+    monkeypatch.setattr(Phase, "program", program)
+    monkeypatch.setattr(pricing, "bill", pricing.bill.__wrapped__)
+    topology = Topology.of([str(rank * hosts // 1024) for rank in range(1024)])
+    choose(collective, "auto", MIB, topology)
+    assert len(built) <= 4 * pricing.SAMPLE
 
 
 def test_schedules_are_made_once() -> None:

@@ -11,6 +11,7 @@
     crew            all ranks of one engine, as seen from outside
     conductor       whose turn it is, and how often
     report          bandwidths, ratios, tables, JSON
+    tuning          `gradwire tune`: constants of this machine's links, from times
 
 `cases`, `values`, `line`, `engines`, `worker` and `start` run in the environments of other engines too: they import
 NumPy, the engine and each other, nothing else. This file imports nothing for the same reason.

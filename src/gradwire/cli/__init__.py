@@ -6,6 +6,7 @@ import click
 
 from gradwire.cli.bench import bench
 from gradwire.cli.run import run
+from gradwire.cli.tune import tune
 
 __all__ = ["main"]
 
@@ -18,3 +19,4 @@ def main() -> None:
 
 main.add_command(bench)
 main.add_command(run)
+main.add_command(tune)

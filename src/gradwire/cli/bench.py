@@ -9,12 +9,12 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from gradwire.bench.cases import COLLECTIVES, ITEMSIZE, parse_size, parse_sizes, steps
+from gradwire.cli.signals import signals_end
 from gradwire.config import TRANSPORTS
 from gradwire.errors import GradwireError
 
@@ -121,7 +121,7 @@ def bench(
     chosen = list(COLLECTIVES) if "all" in collectives else list(dict.fromkeys(collectives)) or ["all_reduce"]
     console = Console(stderr=json_file == "-", soft_wrap=True, markup=False, highlight=False, emoji=False)
     try:
-        with _signals_end():
+        with signals_end():
             if install:
                 _install(install, console)
                 if not against and not collectives:
@@ -233,21 +233,3 @@ def _progress(console: Console) -> Iterator[Callable[[str], None]]:
         return
     with console.status("…") as status:
         yield status.update
-
-
-@contextlib.contextmanager
-def _signals_end() -> Iterator[None]:
-    """SIGTERM and SIGHUP end us as Ctrl-C does, so that nothing is left."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    for number, handler in before.items():
-        if handler != signal.SIG_IGN:
-            signal.signal(number, end)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -6,6 +6,7 @@
                   one algorithm each, with a statement of its rounds and bytes
     cost          counts the rounds and bytes of a schedule
     verify        proves a schedule right, in terms of expressions
+    pricing       what a schedule should take, given what rounds, messages and bytes cost
     choose        which algorithm runs, and its schedule
 
 `python -m gradwire.collectives ring 5` draws one.
@@ -14,6 +15,7 @@
 from __future__ import annotations
 
 from gradwire.collectives.choose import algorithms, build, choose
+from gradwire.collectives.pricing import DEFAULTS, Constants, Table
 from gradwire.collectives.schedule import (
     COLLECTIVES,
     REDUCING,
@@ -37,9 +39,11 @@ from gradwire.collectives.verify import InvalidSchedule, verify
 
 __all__ = [
     "COLLECTIVES",
+    "DEFAULTS",
     "REDUCING",
     "ROOTED",
     "Buffer",
+    "Constants",
     "Copy",
     "Finish",
     "Fold",
@@ -52,6 +56,7 @@ __all__ = [
     "Schedule",
     "Send",
     "Slice",
+    "Table",
     "Term",
     "algorithms",
     "build",

@@ -1,6 +1,7 @@
 """Which algorithm runs a collective, and its schedule.
 
-The choice follows from the collective, the bytes, and the topology alone: the same on all ranks.
+The choice follows from the collective, the bytes, the topology and a table that the ranks have agreed on: it is the
+same on all of them.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Collection
 from functools import lru_cache
 
 from gradwire.collectives import direct, halving, hierarchical, ring, star, tree
+from gradwire.collectives.pricing import DEFAULTS, Table, price
 from gradwire.collectives.schedule import COLLECTIVES, ROOTED, Builder, Schedule
 from gradwire.errors import InvalidRank, InvalidSize, UnsupportedOp
 from gradwire.topology import Topology
@@ -24,15 +26,17 @@ FLAT: dict[str, dict[str, Builder]] = {
 ALGORITHMS = ("star", "ring", "tree", "halving", "direct", "hierarchical")
 """The public names. `oneshot` is how `direct` all-reduces small arrays."""
 
-# Starting points, from the cost of a message (tens of µs in Python over a socket) against that of a byte (~1 ns).
-FEW_RANKS = 8
-"""Up to here n² messages are bearable, and fewer rounds beat fewer messages."""
-ONESHOT_BYTES = 64 << 10
-"""All-reduce in one shot while a rank receives no more than this: n times the array."""
-SMALL_BYTES = 16 << 10
-"""Up to here a message costs more than its bytes: whole arrays, few rounds."""
-LARGE_BYTES = 1 << 20
-"""From here on a ring's many rounds are hidden by its even streams."""
+CANDIDATES = {
+    "all_reduce": ("oneshot", "direct", "tree", "halving", "ring", "star", "hierarchical"),
+    "broadcast": ("star", "tree", "direct", "hierarchical"),
+    "reduce": ("star", "tree", "direct"),
+    "all_gather": ("direct", "halving", "ring"),
+    "reduce_scatter": ("direct", "halving", "ring"),
+}
+"""What "auto" looks at; of equals the first. One hop is the best way to gather, to scatter and to exchange."""
+FEW_RANKS = 16
+"""Up to here a message from every rank to every other is bearable: beyond, switches and crowded cores suffer, which no
+price of one rank's work would show."""
 
 
 @lru_cache
@@ -74,48 +78,44 @@ def _build_hierarchical(collective: str, topology: Topology, root: int | None) -
     return Schedule(collective, "hierarchical", topology.size, root, builder(topology, root or 0))
 
 
-def choose(collective: str, requested: str, nbytes: int, topology: Topology) -> str:
+def choose(
+    collective: str,
+    requested: str,
+    nbytes: int,
+    topology: Topology,
+    table: Table = DEFAULTS,
+    transport: str = "tcp",
+) -> str:
     """The algorithm to build: the requested one, or for "auto" the one that should be fastest.
 
-    nbytes is the size of the whole array: all that a rank ends with, or for a reduction all that it brings.
+    nbytes is the size of the whole array: all that a rank ends with, or for a reduction all that it brings. `transport`
+    is what connects the ranks of a host.
     """
     known = algorithms(collective)
-    if requested == "auto":
-        return _fastest(collective, nbytes, topology)
-    if requested not in known:
+    if requested != "auto" and requested not in known:
         raise _unsupported(collective, requested)
-    if requested == "direct" and collective == "all_reduce" and _fits_one_shot(nbytes, topology.size):
-        return "oneshot"
-    return requested
+    candidates: tuple[str, ...] = (requested,)
+    if requested == "auto":
+        candidates = _candidates(collective, topology)
+    elif requested == "direct" and collective == "all_reduce":
+        candidates = ("oneshot", "direct")
+    if len(candidates) == 1:
+        return candidates[0]
+
+    def seconds(algorithm: str) -> float:
+        schedule = build(collective, algorithm, topology.size, topology=topology)
+        return price(schedule, topology, nbytes, table.inside(transport), table.net)
+
+    return min(candidates, key=seconds)
 
 
-def _fastest(collective: str, nbytes: int, topology: Topology) -> str:
-    few, small = topology.size <= FEW_RANKS, nbytes <= SMALL_BYTES
-    layered = len(topology.hosts) > 1 and len(topology.hosts) < topology.size
-    match collective:
-        case "all_reduce":
-            if few and _fits_one_shot(nbytes, topology.size):
-                return "oneshot"
-            if small and not few:
-                return "tree"
-            return "hierarchical" if layered else _evenly_spread(nbytes, few)
-        case "broadcast" | "reduce":
-            if small:
-                return "star" if few else "tree"
-            return "hierarchical" if layered and collective == "broadcast" else "direct"
-        case "all_gather" | "reduce_scatter":
-            return _evenly_spread(nbytes, few)
-    return "direct"  # one hop is the best way to gather, to scatter and to exchange
-
-
-def _evenly_spread(nbytes: int, few: bool) -> str:
-    if few:
-        return "direct"
-    return "halving" if nbytes < LARGE_BYTES else "ring"
-
-
-def _fits_one_shot(nbytes: int, size: int) -> bool:
-    return nbytes * size <= ONESHOT_BYTES
+def _candidates(collective: str, topology: Topology) -> tuple[str, ...]:
+    out: set[str] = set()
+    if len(topology.hosts) in (1, topology.size):  # one layer: there is nothing to gain
+        out.add("hierarchical")
+    if topology.size > FEW_RANKS and collective not in ROOTED:
+        out |= {"oneshot", "direct"}
+    return tuple(name for name in CANDIDATES.get(collective, ()) if name not in out) or ("direct",)
 
 
 def _unsupported(collective: str, algorithm: str) -> UnsupportedOp:

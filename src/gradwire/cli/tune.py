@@ -1,0 +1,123 @@
+"""`gradwire tune`: measure this machine's links, so that algorithms are chosen by what things cost here."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from gradwire.cli.signals import signals_end
+from gradwire.errors import GradwireError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from gradwire.bench.tuning import Measured
+    from gradwire.collectives import Table
+
+SHOWN = (8, 4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 64 << 20)
+_HELP = """Measure what rounds, messages and bytes cost on this machine, and keep it for the jobs to come.
+
+\b
+  gradwire tune                    measure, show what it means, store it
+  gradwire tune -n 4 --dry-run     with four ranks, and store nothing
+  gradwire tune --show             the table in force, and where it comes from
+
+Takes some seconds; nothing else should run meanwhile. A job uses the table that its rank 0 finds: the file named by
+GRADWIRE_TUNING, or gradwire/tuning.json in the user's configuration. Without one there are defaults.
+"""
+
+
+@click.command(help=_HELP, context_settings={"max_content_width": 120})
+@click.option("-n", "--ranks", metavar="N", type=click.IntRange(2, 64), default=2, show_default=True, help="Ranks.")
+@click.option("--show", is_flag=True, help="Measure nothing.")
+@click.option("--dry-run", is_flag=True, help="Store nothing.")
+@click.option(
+    "--output", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Store it there instead."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+def tune(ranks: int, show: bool, dry_run: bool, output: Path | None, as_json: bool) -> None:
+    from rich.console import Console
+
+    from gradwire import tuning
+
+    console = Console(stderr=as_json, soft_wrap=True, markup=False, highlight=False, emoji=False)
+    file = output or tuning.path(os.environ)
+    table, problem = tuning.find(os.environ)
+    measured: list[Measured] = []
+    try:
+        if show:
+            source = f"the defaults ({file}: {problem})" if problem else str(tuning.path(os.environ))
+            console.print(f"# in force: {source}")
+        else:
+            with signals_end():
+                measured = _measure(ranks, console)
+            table = replace(table, **{one.kind: one.constants for one in measured})
+        for line in _report(table, measured, ranks):
+            console.print(line)
+        if not show and not dry_run:
+            tuning.store(table, file)
+            console.print(f"# stored in {file}")
+    except GradwireError as error:
+        raise click.ClickException(str(error)) from error
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    if as_json:
+        stored = None if show or dry_run else str(file)
+        about: dict[str, Any] = {"ranks": ranks, "stored": stored, "problem": problem, "table": tuning.encode(table)}
+        print(json.dumps(about | {"measured": [one.as_json() for one in measured]}, indent=1))
+
+
+def _measure(ranks: int, console: Console) -> list[Measured]:
+    from gradwire.bench.tuning import measure
+
+    measured = []
+    for kind in ("tcp", "shm"):
+        one = measure(kind, ranks)
+        if one is None:
+            console.print(f"# {kind}: this group has no such links; its constants stay as they are")
+            continue
+        core = "the native core" if one.native else "Python alone"
+        console.print(f"# {kind}: {ranks} ranks, {core}; half of the times within {one.misfit - 1:.0%} of their prices")
+        measured.append(one)
+    return measured
+
+
+def _report(table: Table, measured: list[Measured], ranks: int) -> Iterator[Any]:
+    """The constants, and what they mean for all_reduce, each beside the defaults."""
+    from rich.table import Table as Grid
+
+    from gradwire.bench.cases import human
+    from gradwire.collectives import DEFAULTS, choose
+    from gradwire.topology import Topology
+
+    grid = Grid("link", "constant", "default", "here", box=None, pad_edge=False)
+    for kind, constants in asdict(table).items():
+        for name, seconds in constants.items():
+            default = asdict(DEFAULTS)[kind][name]
+            if default or seconds:
+                grid.add_row(kind, _named(name), _amount(name, default), _amount(name, seconds))
+    yield grid
+    kinds = [one.kind for one in measured] or ["tcp", "shm"]
+    grid = Grid("all_reduce", *(f"{kind}, {which}" for kind in kinds for which in ("default", "here")), box=None)
+    topology = Topology.single(ranks)
+    for nbytes in SHOWN:
+        pairs = [(which, kind) for kind in kinds for which in (DEFAULTS, table)]
+        chosen = [choose("all_reduce", "auto", nbytes, topology, which, kind) for which, kind in pairs]
+        grid.add_row(human(nbytes), *chosen)
+    yield grid
+
+
+def _named(name: str) -> str:
+    return name if name in ("round", "message") else f"byte {name}"
+
+
+def _amount(name: str, seconds: float) -> str:
+    return f"{seconds * 1e6:.2f} µs" if name in ("round", "message") else f"{seconds * 1e9:.3f} ns"

@@ -1,0 +1,91 @@
+"""`gradwire tune` as its users have it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gradwire import tuning
+from gradwire.collectives import DEFAULTS
+from launch.jobs import LONG
+
+
+def tune(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gradwire", "tune", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=4 * LONG, env=os.environ | more)
+
+
+@pytest.mark.slow
+def test_what_is_measured_is_stored_and_in_force(tmp_path: Path) -> None:
+    file = tmp_path / "config" / "tuning.json"
+    done = tune(GRADWIRE_TUNING=str(file))
+    assert done.returncode == 0, done.stderr
+    assert f"# stored in {file}" in done.stdout
+    table = tuning.read(file)
+    assert table.tcp != DEFAULTS.tcp
+    assert table.net == DEFAULTS.net
+    shown = tune("--show", GRADWIRE_TUNING=str(file)).stdout
+    assert shown.startswith(f"# in force: {file}\n")
+    assert f"{table.tcp.round * 1e6:.2f} µs" in shown
+
+
+@pytest.mark.slow
+def test_a_dry_run_stores_nothing_and_tells_everything(tmp_path: Path) -> None:
+    file = tmp_path / "tuning.json"
+    done = tune("--dry-run", "--json", "--ranks", "3", GRADWIRE_TUNING=str(file))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["ranks"], found["stored"]) == (3, None)
+    assert found["measured"][0]["kind"] == "tcp"
+    assert all(timing["seconds"] > 0 for timing in found["measured"][0]["timings"])
+    tuning.decode(found["table"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_show_says_why_the_defaults_are_in_force(tmp_path: Path) -> None:
+    for content, reason in ((None, "there is no such file"), ("{}", "its version is")):
+        file = tmp_path / "tuning.json"
+        if content is not None:
+            file.write_text(content)
+        done = tune("--show", GRADWIRE_TUNING=str(file))
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(f"# in force: the defaults ({file}: {reason}")
+        assert (
+            tuning.decode(json.loads(tune("--show", "--json", GRADWIRE_TUNING=str(file)).stdout)["table"]) == DEFAULTS
+        )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_nothing(number: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "gradwire", "tune"]
+    environ = os.environ | {"TMPDIR": str(tmp_path), "GRADWIRE_TUNING": str(tmp_path / "tuning.json")}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, env=environ, **pipes) as process:  # type: ignore[call-overload]
+        until(lambda: len(children(process.pid)) >= 2)
+        workers = children(process.pid)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=LONG)
+    assert process.returncode == 128 + number
+    assert "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
+    # One that was only just being started ends by itself.
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LONG
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for file in Path(f"/proc/{pid}/task").glob("*/children") for word in file.read_text().split()]
