@@ -114,7 +114,7 @@ def test_an_offer_that_makes_no_sense_is_none(offer: object) -> None:
 
 
 def test_nobody_answers_where_a_neighbour_said_it_was() -> None:
-    told = [[None, ["0" * 32, "1" * 32]], [False, True], [False, True]]
+    told: list[Offers] = [[None, ["0" * 32, "1" * 32]], [False, True], [False, True]]
     shared, sharing = share(0, "aa", True, lambda _: told.pop(0), time.monotonic() + LONG)
     assert (shared, sharing) == (None, (False, False))
 
