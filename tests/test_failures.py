@@ -109,7 +109,7 @@ def test_a_rank_that_is_killed_in_a_collective_is_named(job: StartJob, victim: i
         killed = ranks[victim].signal()
         for rank in all_but(ranks, victim):
             lost = check_lost(rank, victim, killed, "all_reduce")
-            said = rf"rank {victim} \(host \S+, pid {ranks[victim].pid}\) closed its link"
+            said = rf"rank {victim} \(host \S+, pid {ranks[victim].pid}\) (died|closed its link)"
             where = rf" during all_reduce #\d+, {place(reduces_until_broken, '# here')}"
             assert re.fullmatch(rf"{said}({where})?", lost["text"]), lost["text"]
 

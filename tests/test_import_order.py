@@ -38,6 +38,7 @@ LAYERS = [
     "exchange",
     "post",
     "group",
+    "agreement",
     "membership",
     "environments",
     "config",

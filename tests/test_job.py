@@ -222,7 +222,6 @@ def test_a_rank_that_registers_and_dies_is_not_waited_for(
         ({"rank": 0, "size": 2, "address": "192.0.2.1:29500"}, gw.ConfigError, "insecure=True"),
         ({"rank": 0, "size": 2, "address": "no-such-host.invalid:29500"}, gw.ConfigError, "no-such-host.invalid"),
         ({"rank": 0, "size": 2, "address": "127.0.0.1"}, gw.ConfigError, "port"),
-        ({"rank": 0, "size": 2, "address": "127.0.0.1:1", "transport": "shm"}, gw.UnsupportedOp, "'shm'.*'tcp'"),
         ({"rank": 0, "size": 2, "address": "127.0.0.1:1", "transport": "grpc"}, gw.UnsupportedOp, "'grpc'.*'tcp'"),
         ({"rank": 0, "size": 2, "address": "127.0.0.1:1", "transport": "mpi"}, gw.UnsupportedOp, "'mpi'.*'tcp'"),
         ({"rank": 0, "size": 2, "address": "127.0.0.1:1", "transport": "pigeons"}, gw.ConfigError, "pigeons"),

@@ -22,6 +22,7 @@ The layers, each importing only from those above it:
     exchange        runs a group's operations in its one order
     post            send, recv and what is made of them
     group           what users call
+    agreement       what ranks settle before the first call
     membership      the rendezvous of a job's processes
     environments    one small file for each way of being started
     config          who am I, where is the coordinator

@@ -78,6 +78,7 @@ class Runner:
         self._sheet = Sheet(generation.identity.job, generation.identity.number, identity, self.rank)
         self._executor: PythonExecutor | NativeExecutor = PythonExecutor(self._links.__getitem__)
         self._connected = self.size == 1
+        self._hosts_share = False  # whether ranks of the same host share memory, on all hosts
         self._tile_bytes: int | None = None  # as is best for sockets
         self._plans: OrderedDict[Shape, Plan] = OrderedDict()
         self._turn = threading.Condition(threading.Lock())
@@ -122,6 +123,12 @@ class Runner:
         """Complete the links, at the first call; with the core, hand them to it, and use memory that is shared."""
         self._await_links(watch)
         self._connected = True
+        # All ranks must see this alike; they do, since they have agreed on who shares memory.
+        families = [ranks for ranks in self._topology.hosts if len(ranks) > 1]
+        shares = [self.generation.shares(self.members[rank]) for ranks in families for rank in ranks]
+        self._hosts_share = bool(shares) and all(shares)
+        if self._hosts_share and len(self._topology.hosts) == 1:
+            self._tile_bytes = native.SHARED_TILE_BYTES
         generation, shared = self.generation, self.generation.shared
         if not core.available() or not isinstance(generation.alarm, Descriptor):
             return
@@ -131,8 +138,6 @@ class Runner:
         if shared is not None and self.shares_memory:
             arenas = {rank: shared.peers[world] for rank, world in enumerate(self.members) if world in shared.peers}
             executor.share(shared.own, arenas)
-        if len(self._topology.hosts) == 1 and all(generation.shares(world) for world in self.members):
-            self._tile_bytes = native.SHARED_TILE_BYTES
         self._executor = executor
         spins = generation.transport.cores >= 1
         turns, ring = cast(Any, self._turns), cast(Any, self.calls.ring)  # the core's, since it is available
@@ -280,8 +285,8 @@ class Runner:
     def _plan(self, shape: Shape) -> Plan:
         dtype, counts = shape.dtype, shape.counts
         total = (counts if isinstance(counts, int) else sum(counts)) * dtype.itemsize
-        table, transport = self.generation.table, self.generation.transport.name
-        algorithm = choose(shape.collective, shape.algorithm, total, self._topology, table, transport)
+        table, inside = self.generation.table, "shm" if self._hosts_share else self.generation.transport.name
+        algorithm = choose(shape.collective, shape.algorithm, total, self._topology, table, inside)
         schedule = build(shape.collective, algorithm, self.size, topology=self._topology, root=shape.root or 0)
         if isinstance(counts, int):
             bounds = even_bounds(counts, schedule.segments, dtype.itemsize)

@@ -12,28 +12,22 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from gradwire import core, machine, tuning
-from gradwire.collectives import Table
+from gradwire import agreement, machine, tuning
 from gradwire.config import DEFAULT_TIMEOUT, Address, JobConfig, resolve
 from gradwire.environments import torchrun
 from gradwire.errors import Broken, Closed, ConfigError, InvalidSize, UnsupportedOp
 from gradwire.generation import Generation, Identity
-from gradwire.group import SETTING_UP, WORLD, Group
-from gradwire.liveness.calls import call_site
+from gradwire.group import WORLD, Group
 from gradwire.liveness.verdict import Finding
 from gradwire.membership import Assembly, Member
 from gradwire.membership.addresses import resolve as endpoints
 from gradwire.membership.doorkeeper import Doorkeeper
-from gradwire.operations import all_gather_values
-from gradwire.operations.call import settled
 from gradwire.security.secret import derive, job_secret
 from gradwire.topology import Topology
-from gradwire.transports import shm
 from gradwire.transports.local import Hub
 from gradwire.transports.tcp import TcpTransport
-from gradwire.wire import fingerprint
 
 if TYPE_CHECKING:
     from gradwire.membership.service import Coordinator
@@ -139,36 +133,15 @@ def _start(generations: Sequence[Generation], timeout: float, deadline: float) -
             groups.append(Group(generation, members, WORLD, timeout))
         for group in groups:
             group._runner.dial(deadline)
-        _agree_on_table(generations, deadline)
+        if len(generations) == generations[0].identity.size:  # all ranks are here, and have nothing to settle
+            table = tuning.load(os.environ)
+            for generation in generations:
+                generation.table = table
     except BaseException as error:
         for generation in generations:
             generation.close(_giving_up(generation, error))
         raise
     return groups
-
-
-def _agree_on_table(generations: Sequence[Generation], deadline: float) -> None:
-    """Rank 0's table is everybody's: ranks that choose by different ones would not understand each other."""
-    first = generations[0]
-    own = tuning.load(os.environ) if first.identity.rank == 0 else None
-    table = own if len(generations) == first.identity.size else _table_of_rank_0(first, own, deadline)
-    for generation in generations:
-        generation.table = table or generation.table
-
-
-def _table_of_rank_0(generation: Generation, own: Table | None, deadline: float) -> Table:
-    """Through a group of its own, so that it does not count among the user's calls."""
-    left = max(0.1, deadline - time.monotonic())
-    group = Group(generation, range(generation.identity.size), fingerprint("tuning"), left)
-    try:
-        group._runner.dial(deadline)
-        value = group.broadcast_value(own and tuning.encode(own))
-    finally:
-        group.close()
-    try:
-        return tuning.decode(value)
-    except ValueError as error:
-        raise ConfigError(f"rank 0's tuning cannot be used here, {error}: is it the same gradwire?") from error
 
 
 def _giving_up(generation: Generation, error: BaseException) -> Finding | None:
@@ -213,44 +186,11 @@ def _join(config: JobConfig, deadline: float) -> Group:
     generation.belongings += _doorkeepers(config, address)
     group = _start([generation], config.timeout, deadline)[0]
     try:
-        _share_memory(group, config.transport, deadline)
+        agreement.agree(generation, config.transport, deadline)
     except BaseException as error:
         generation.close(None if isinstance(error, UnsupportedOp) else _giving_up(generation, error))
         raise
     return group
-
-
-def _share_memory(group: Group, transport: str, deadline: float) -> None:
-    """Find out which ranks of the world group can share memory; those that cannot or will not go on with sockets.
-
-    The ranks speak through a group of their own, which leaves no trace among the user's calls.
-    """
-    generation = group._generation
-    if group.size == 1:
-        return
-    hosts = [generation.identity.topology.host_of(rank) for rank in range(group.size)]
-    preparing = Group(generation, range(group.size), SETTING_UP, DEFAULT_TIMEOUT)
-
-    def tell_all(value: Any) -> list[Any]:
-        left = max(0.1, deadline - time.monotonic())
-        operation = all_gather_values(value)._replace(name="init")
-        told: list[Any] = settled(preparing._runner.now(operation, left, call_site()))
-        return told
-
-    try:
-        preparing._runner.dial(deadline)
-        insisting = [rank for rank, wish in enumerate(tell_all(transport)) if wish == "shm"]
-        wanted = transport != "tcp" and core.available()
-        generation.share_memory(*shm.share(group.rank, hosts, wanted, tell_all, deadline))
-    finally:
-        preparing.close()
-    missing = [rank for rank, shares in enumerate(generation.sharing) if not shares]
-    if insisting and missing:  # an error on every rank, so that none has to guess why others left
-        raise UnsupportedOp(
-            f"rank {insisting[0]} asks for transport 'shm', and ranks {missing} cannot share memory: they need the "
-            "native core, and others on the same host; 'auto' shares memory where it can and uses TCP elsewhere",
-            operation="init",
-        )
 
 
 def _agreed(config: JobConfig, coordinator: Coordinator | None, timeout: float) -> Address:

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from gradwire import core, job
+from gradwire import agreement, core, job
 from gradwire.errors import GradwireError
 from gradwire.generation import Generation, Identity
 from gradwire.group import Group
@@ -56,7 +56,8 @@ def _connected(topology: Topology, transports: Sequence[Any], run: bytes) -> lis
 def shm_ranks(topology: Topology) -> list[Group]:
     """Ranks of one host share memory, those of different hosts use sockets."""
     groups = tcp_ranks(topology)
-    run_ranks(groups, lambda group: job._share_memory(group, "auto", time.monotonic() + TIMEOUT), timeout=TIMEOUT)
+    deadline = time.monotonic() + TIMEOUT
+    run_ranks(groups, lambda group: agreement.agree(group._generation, "auto", deadline), timeout=TIMEOUT)
     assert all(group._runner.shares_memory for group in groups if _has_neighbours(group))
     return groups
 

@@ -24,6 +24,8 @@ from typing import Any
 from gradwire.transports.arena import ARENA_BYTES, RESERVED, SEALS, Arena, OwnArena
 from gradwire.transports.base import LIFE_CHANNEL, Buffer, LinkClosed
 
+__all__ = ["Arena", "Life", "OwnArena", "SharedMemory", "share"]
+
 TOKEN_BYTES = 16
 WAITING = 4096  # connections that may wait to be looked at; strangers' among them
 CONNECT_SECONDS = 10.0  # a Unix socket connects at once, unless strangers crowd the door
