@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from gradwire.executors import native
+from gradwire import core
 from gradwire.transports.arena import RESERVED
 from processes import Here, StartJob, place
 from processes import job_fixture as job_fixture
 from processes import zygote_fixture as zygote_fixture
 
-pytestmark = pytest.mark.skipif(not native.available(), reason="only the core reads shared memory")
+pytestmark = pytest.mark.skipif(not core.available(), reason="only the core reads shared memory")
 
 MIB = 1 << 20
 GENEROUS = 5.0  # seconds, for what takes milliseconds

@@ -83,14 +83,16 @@ class Case:
             named["out"] = np.zeros_like(x)
         return getattr(on, self.collective)(x, **named)
 
-    def expected(self, inputs: Sequence[Array], topology: Topology) -> list[Array | None]:
+    def expected(self, inputs: Sequence[Array], topology: Topology, inside: str) -> list[Array | None]:
         """The result on each rank."""
         size = topology.size
         flats = [np.ascontiguousarray(x).reshape(-1) for x in inputs]
         width = int(np.prod(self.tail, dtype=int))
         match self.collective:
             case "all_reduce" | "reduce":
-                total = oracle.reduced(self.collective, flats, self.op, self.algorithm, topology, root=self.root)
+                total = oracle.reduced(
+                    self.collective, flats, self.op, self.algorithm, topology, root=self.root, inside=inside
+                )
                 shaped = total.reshape(inputs[0].shape)
                 return [shaped if self.collective == "all_reduce" or r == self.root else None for r in range(size)]
             case "broadcast":
@@ -100,7 +102,9 @@ class Case:
                 return [joined if self.collective == "all_gather" or r == self.root else None for r in range(size)]
             case "reduce_scatter":
                 counts = [rows * width for rows in self.rows]
-                total = oracle.reduced(self.collective, flats, self.op, self.algorithm, topology, counts=counts)
+                total = oracle.reduced(
+                    self.collective, flats, self.op, self.algorithm, topology, counts=counts, inside=inside
+                )
                 return list(self._parts(total.reshape(inputs[0].shape)))
             case "scatter":
                 return list(self._parts(inputs[self.root]))
@@ -112,9 +116,9 @@ class Case:
     def _parts(self, whole: Array) -> list[Array]:
         return [np.ascontiguousarray(whole[a:b]) for a, b in pairwise(ragged_bounds(self.rows))]
 
-    def check(self, inputs: Sequence[Array], results: Sequence[Any], topology: Topology) -> None:
-        """Compare what all ranks got with what they should have."""
-        for rank, (result, expected) in enumerate(zip(results, self.expected(inputs, topology), strict=True)):
+    def check(self, inputs: Sequence[Array], results: Sequence[Any], topology: Topology, inside: str) -> None:
+        """Compare what all ranks got with what they should have; `inside`: what links the ranks of a host."""
+        for rank, (result, expected) in enumerate(zip(results, self.expected(inputs, topology, inside), strict=True)):
             oracle.assert_same(result, expected, f"rank {rank} of {topology.hosts}, {self}")
 
 

@@ -93,6 +93,14 @@ class Crew:
     def size(self) -> int:
         return len(self.groups)
 
+    def inside(self, ranks: Sequence[int] | None = None) -> str:
+        """What links ranks of one host, among these."""
+        chosen = range(self.size) if ranks is None else ranks
+        hosts = [self.topology.host_of(rank) for rank in chosen]
+        return (
+            "shm" if any(group._generation.shared for group in self.groups) and len(set(hosts)) < len(hosts) else "tcp"
+        )
+
     @property
     def topology(self) -> Topology:
         return self.groups[0].topology

@@ -28,11 +28,12 @@ def reduced(
     *,
     root: int = 0,
     counts: Sequence[int] | None = None,
+    inside: str = "tcp",
 ) -> Array:
     """The flat result of a reduction of flat inputs; counts are the elements of each segment where they are given."""
     dtype = dtype_of(inputs[0])
     count = inputs[0].size
-    chosen = choose(collective, algorithm, count * dtype.itemsize, topology)
+    chosen = choose(collective, algorithm, count * dtype.itemsize, topology, transport=inside)
     schedule = build(collective, chosen, topology.size, topology=topology, root=root)
     bounds = even_bounds(count, schedule.segments, dtype.itemsize) if counts is None else ragged_bounds(counts)
     result = np.empty(count, dtype.storage)

@@ -35,7 +35,7 @@ def check_call(crew: Crew, ranks: tuple[int, ...], case: Case) -> None:
 
     answers = [answer for answer in crew.run(call) if answer is not None]
     inputs = case.inputs(size)
-    case.check(inputs, [result for _, result in answers], restricted(crew.topology, ranks))
+    case.check(inputs, [result for _, result in answers], restricted(crew.topology, ranks), crew.inside(ranks))
     for rank, (x, result) in enumerate(answers):
         in_place = case.collective in IN_PLACE and not (case.out and case.collective in REDUCING)
         assert (result is x) == in_place
@@ -80,7 +80,7 @@ def test_calls_in_program_order(crew: Crew, data: st.DataObject) -> None:
 
     results = crew.run(program)
     for position, (case, _) in enumerate(drawn):
-        case.check(case.inputs(crew.size), [result[position] for result in results], crew.topology)
+        case.check(case.inputs(crew.size), [result[position] for result in results], crew.topology, crew.inside())
 
 
 @settings(max_examples=FEW // 2)

@@ -67,4 +67,6 @@ def run(crew: Crew, every: Sequence[Case]) -> None:
 
     results = crew.run(battery)
     for position, case in enumerate(every):
-        case.check(inputs[position], [results[rank][position] for rank in range(crew.size)], crew.topology)
+        case.check(
+            inputs[position], [results[rank][position] for rank in range(crew.size)], crew.topology, crew.inside()
+        )
