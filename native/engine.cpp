@@ -26,12 +26,11 @@ bool Engine::open(std::byte* arena, std::size_t nbytes, std::uint64_t region, st
     return reinterpret_cast<Directory*>(arena)->publish(sheet_.group, region);
 }
 
-void Engine::withdraw() {
-    if (arena_) reinterpret_cast<Directory*>(arena_)->withdraw(sheet_.group);
-}
-
-bool Engine::unread() {
-    return std::any_of(others_.begin(), others_.end(), [&](std::uint32_t peer) { return !outbox_->read_by(peer); });
+bool Engine::withdraw() {
+    for (std::uint32_t peer : others_)
+        if (!outbox_->read_by(peer)) return false;
+    reinterpret_cast<Directory*>(arena_)->withdraw(sheet_.group);
+    return true;
 }
 
 void Engine::map(std::uint32_t peer, std::byte* arena, std::size_t nbytes) {

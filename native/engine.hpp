@@ -37,10 +37,8 @@ class Engine {
     void connect(std::uint32_t peer, int socket) { peers_.at(peer).socket = socket; }
     // Speak through this rank's own arena, which begins with its directory; false if that is full.
     bool open(std::byte* arena, std::size_t nbytes, std::uint64_t region, std::size_t staging);
-    // Nobody new will find this rank's part in the group.
-    void withdraw();
-    // Whether there is still something for a peer to read.
-    bool unread();
+    // Take this rank's region away from the others, unless somebody has yet to read what is there for it: then false.
+    bool withdraw();
     // Hear a peer through its arena.
     void map(std::uint32_t peer, std::byte* arena, std::size_t nbytes);
 

@@ -4,6 +4,10 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#define NPY_NO_DEPRECATED_API NPY_1_22_API_VERSION
+#define NO_IMPORT_ARRAY
+#include <numpy/arrayobject.h>
+
 #include <stdexcept>
 
 #include "engine.hpp"
@@ -72,6 +76,8 @@ void make_program(Program* self, nb::list rounds, std::vector<std::int64_t> leng
     self->prepare();
 }
 
+void* data(nb::handle array) { return PyArray_DATA(reinterpret_cast<PyArrayObject*>(array.ptr())); }
+
 std::byte* pointer(std::uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
 
 }  // namespace
@@ -94,13 +100,14 @@ NB_MODULE(_native, module) {
                  return self.open(pointer(arena), nbytes, region, staging);
              })
         .def("withdraw", &Engine::withdraw)
-        .def("unread", &Engine::unread)
         .def("map", [](Engine& self, std::uint32_t peer, std::uintptr_t arena,
                        std::size_t nbytes) { self.map(peer, pointer(arena), nbytes); })
-        .def("begin",
-             [](Engine& self, const Program& program, std::uintptr_t in, std::uintptr_t out, std::uint64_t sequence,
-                std::uint64_t fingerprint, bool spins) {
-                 self.begin(program, pointer(in), pointer(out), sequence, fingerprint, spins);
+        .def("run",
+             [](Engine& self, const Program& program, nb::handle x, nb::handle out, std::uint64_t sequence,
+                std::uint64_t fingerprint, bool spins, double seconds) {
+                 self.begin(program, data(x), data(out), sequence, fingerprint, spins);
+                 nb::gil_scoped_release released;
+                 return static_cast<int>(self.advance(seconds));
              })
         .def("advance", [](Engine& self, double seconds) { return static_cast<int>(self.advance(seconds)); },
              nb::call_guard<nb::gil_scoped_release>())

@@ -4,6 +4,8 @@
 #define NPY_TARGET_VERSION NPY_1_22_API_VERSION
 #include <numpy/arrayobject.h>
 
+#include <algorithm>
+#include <array>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -16,84 +18,188 @@ namespace {
 constexpr std::size_t MOST_FORMS = 512;
 constexpr double FIRST_SECONDS = 0.01;  // then Python looks at signals, deadlines and the alarm's reason
 
-// A kind of call, as it can be told from its arguments: `how` is the op or the root.
+enum Operation : int { ALL_REDUCE = 0, BROADCAST, REDUCE_SCATTER, BARRIER, ALL_GATHER, ALL_GATHER_ROWS };
+constexpr std::array NAMES = {"all_reduce", "broadcast", "reduce_scatter", "barrier", "all_gather", "all_gather"};
+
+// A kind of call, as it can be told from its arguments. `how` is the op or the root; of arrays that are joined the shape
+// of a row matters too.
 struct Form {
     int operation;
     PyObject* dtype;
     PyObject* how;
     npy_intp count;
+    npy_intp row[3];
     bool operator==(const Form&) const = default;
 };
 struct HashOfForm {
     std::size_t operator()(const Form& form) const {
-        std::size_t hash = reinterpret_cast<std::uintptr_t>(form.dtype) ^ reinterpret_cast<std::uintptr_t>(form.how) << 1;
-        return (hash ^ static_cast<std::size_t>(form.count) << 20) * 0x9E3779B97F4A7C15u + static_cast<std::size_t>(form.operation);
+        std::size_t hash = static_cast<std::size_t>(form.operation);
+        for (const std::uint64_t part :
+             {reinterpret_cast<std::uintptr_t>(form.dtype), reinterpret_cast<std::uintptr_t>(form.how),
+              static_cast<std::uintptr_t>(form.count), static_cast<std::uintptr_t>(form.row[0])})
+            hash = (hash ^ part) * 0x9E3779B97F4A7C15u;
+        return hash ^ hash >> 32;
     }
 };
 struct Known {
     nb::object dtype, how, plan, meaning;  // kept alive
     const Program* program;                // the plan's
     std::uint64_t fingerprint;
+    std::vector<std::int64_t> rows;  // of all ranks, in an all_gather
 };
+
+nb::object owned(PyObject* object) {
+    if (!object) throw nb::python_error();
+    return nb::steal(object);
+}
 
 }  // namespace
 
 class Desk {
   public:
-    // `resume(status, operation, sequence)` goes on where the core has to wait for long or has failed;
-    // `wake()` lets others know that a turn is over; `subscribers` is looked up in the dictionary of the events' module.
-    Desk(nb::object engine, nb::object turns, nb::object ring, nb::object resume, nb::object wake, nb::dict events,
-         nb::str package, bool spins)
+    // resume(status, operation, sequence) goes on where the core would have to wait for long, or has failed;
+    // complete(x, rows, sequence) ends an all_gather whose rows are known but new;
+    // wake() lets others know that a turn is over; `events` is the dictionary of the events' module.
+    Desk(nb::object engine, nb::object turns, nb::object ring, std::size_t size, nb::object resume, nb::object complete,
+         nb::object wake, nb::dict events, nb::str package, bool spins)
         : kept_(nb::make_tuple(engine, turns, ring)),
           engine_(nb::cast<Engine&>(engine)),
           turns_(nb::cast<Turns&>(turns)),
           ring_(nb::cast<CallRing&>(ring)),
           resume_(std::move(resume)),
+          complete_(std::move(complete)),
           wake_(std::move(wake)),
           events_(std::move(events)),
           package_(std::move(package)),
-          spins_(spins) {}
+          spins_(spins),
+          rows_(size) {}
 
-    void learn(int operation, nb::object dtype, nb::object how, npy_intp count, nb::object plan, nb::object meaning,
-               const Program& program, std::uint64_t fingerprint) {
+    // Calls of this form run this plan. `count` is of elements, or the rows of all ranks.
+    void learn(int operation, nb::object dtype, nb::object how, nb::handle count, nb::tuple row, nb::object plan,
+               nb::object meaning, const Program& program, std::uint64_t fingerprint) {
+        Form form{operation, dtype.ptr(), how.ptr(), 0, {-1, -1, -1}};
+        if (row.size() > std::size(form.row)) return;
+        for (std::size_t i = 0; i < row.size(); ++i) form.row[i] = nb::cast<npy_intp>(row[i]);
+        std::vector<std::int64_t> rows;
+        if (nb::isinstance<nb::tuple>(count))
+            for (nb::handle one : nb::borrow<nb::tuple>(count)) form.count += rows.emplace_back(nb::cast<std::int64_t>(one));
+        else
+            form.count = nb::cast<npy_intp>(count);
         if (known_.size() >= MOST_FORMS) known_.clear();
-        const Form form{operation, dtype.ptr(), how.ptr(), count};
-        known_.insert_or_assign(form, Known{std::move(dtype), std::move(how), std::move(plan), std::move(meaning),
-                                            &program, fingerprint});
+        known_.insert_or_assign(form, Known{std::move(dtype), std::move(how), std::move(plan), std::move(meaning), &program,
+                                            fingerprint, std::move(rows)});
     }
     void halt() { halted_ = true; }
 
-    // The result, or None if the call has to be made the long way; then nothing has happened.
+    // Each returns the result, or None if the call has to be made the long way; then nothing has happened.
     nb::object all_reduce(nb::handle x, nb::handle op, nb::handle out, nb::handle algorithm, nb::handle timeout) {
-        PyArrayObject* from = usable(x);
+        PyArrayObject* from = usable(x, NPY_ARRAY_CARRAY);
         if (!from || !is_default(algorithm, timeout)) return nb::none();
         PyArrayObject* to = from;
         if (!out.is_none()) {
-            to = usable(out);
+            to = usable(out, NPY_ARRAY_CARRAY);
             if (!to || PyArray_DESCR(to) != PyArray_DESCR(from) || PyArray_SIZE(to) != PyArray_SIZE(from)) return nb::none();
             if (to != from && overlap(from, to)) return nb::none();
         }
-        return run(ALL_REDUCE, from, op, PyArray_DATA(from), PyArray_DATA(to), out.is_none() ? x : out);
+        const Known* known = find(ALL_REDUCE, from, op);
+        if (!known) return nb::none();
+        Turn turn(*this);
+        run(ALL_REDUCE, *known, PyArray_DATA(from), PyArray_DATA(to));
+        return nb::borrow(out.is_none() ? x : out);
     }
 
     nb::object broadcast(nb::handle x, nb::handle root, nb::handle algorithm, nb::handle timeout) {
-        PyArrayObject* array = usable(x);
+        PyArrayObject* array = usable(x, NPY_ARRAY_CARRAY);
         if (!array || !is_default(algorithm, timeout)) return nb::none();
-        return run(BROADCAST, array, root, PyArray_DATA(array), PyArray_DATA(array), x);
+        const Known* known = find(BROADCAST, array, root);
+        if (!known) return nb::none();
+        Turn turn(*this);
+        run(BROADCAST, *known, PyArray_DATA(array), PyArray_DATA(array));
+        return nb::borrow(x);
     }
 
-    static constexpr int ALL_REDUCE = 0, BROADCAST = 1;
+    nb::object reduce_scatter(nb::handle x, nb::handle op, nb::handle counts, nb::handle algorithm, nb::handle timeout) {
+        PyArrayObject* array = usable(x, NPY_ARRAY_CARRAY_RO);
+        if (!array || !counts.is_none() || !is_default(algorithm, timeout)) return nb::none();
+        if (PyArray_NDIM(array) < 1 || PyArray_DIM(array, 0) % static_cast<npy_intp>(rows_.size())) return nb::none();
+        const Known* known = find(REDUCE_SCATTER, array, op);
+        if (!known) return nb::none();
+        nb::object result = empty(array, PyArray_DIM(array, 0) / static_cast<npy_intp>(rows_.size()));
+        Turn turn(*this);
+        run(REDUCE_SCATTER, *known, PyArray_DATA(array), data(result));
+        return result;
+    }
+
+    nb::object barrier(nb::handle algorithm, nb::handle timeout) {
+        const Known* known = is_default(algorithm, timeout) ? find({BARRIER, Py_None, Py_None, 0, {-1, -1, -1}}) : nullptr;
+        if (!known) return nb::none();
+        Turn turn(*this);
+        run(BARRIER, *known, &token_, &token_);
+        return nb::bool_(true);
+    }
+
+    nb::object all_gather(nb::handle x, nb::handle algorithm, nb::handle timeout) {
+        PyArrayObject* array = usable(x, NPY_ARRAY_CARRAY_RO);
+        if (!array || !is_default(algorithm, timeout) || PyArray_NDIM(array) < 1 || PyArray_NDIM(array) > 4) return nb::none();
+        Form form{ALL_GATHER, reinterpret_cast<PyObject*>(PyArray_DESCR(array)), Py_None, 0, {-1, -1, -1}};
+        for (int i = 1; i < PyArray_NDIM(array); ++i) form.row[i - 1] = PyArray_DIM(array, i);
+        const Known* known = find(form);
+        if (!known) return nb::none();
+        Turn turn(*this);
+        // What is gathered may be of any length: first how many rows everybody brings, then the rows.
+        std::int64_t own = PyArray_DIM(array, 0);
+        const std::uint64_t sequence = run(ALL_GATHER, *known, &own, rows_.data());
+        form.operation = ALL_GATHER_ROWS;
+        form.count = 0;
+        for (std::int64_t rows : rows_) form.count += rows;
+        const auto found = known_.find(form);
+        if (found == known_.end() || found->second.rows != rows_) {
+            nb::list rows;
+            for (std::int64_t one : rows_) rows.append(one);
+            return complete_(x, rows, sequence);
+        }
+        nb::object result = empty(array, form.count);
+        run(ALL_GATHER_ROWS, found->second, PyArray_DATA(array), data(result));
+        return result;
+    }
 
   private:
-    static PyArrayObject* usable(nb::handle x) {
+    // Nobody else runs before this is over.
+    struct Turn {
+        explicit Turn(Desk& desk) : desk(desk) { ++desk.turns_.issued; }
+        ~Turn() {
+            ++desk.turns_.serving;
+            if (desk.turns_.issued == desk.turns_.serving) return;
+            try {
+                desk.wake_();
+            } catch (nb::python_error& error) {
+                error.discard_as_unraisable("gradwire");
+            }
+        }
+        Desk& desk;
+    };
+
+    static PyArrayObject* usable(nb::handle x, int flags) {
         if (!PyArray_CheckExact(x.ptr())) return nullptr;
         auto* array = reinterpret_cast<PyArrayObject*>(x.ptr());
-        return PyArray_CHKFLAGS(array, NPY_ARRAY_CARRAY) ? array : nullptr;
+        return PyArray_CHKFLAGS(array, flags) ? array : nullptr;
     }
     static bool overlap(PyArrayObject* a, PyArrayObject* b) {
         const auto x = reinterpret_cast<std::uintptr_t>(PyArray_DATA(a)), y = reinterpret_cast<std::uintptr_t>(PyArray_DATA(b));
-        return x < y + static_cast<std::uintptr_t>(PyArray_NBYTES(b)) && y < x + static_cast<std::uintptr_t>(PyArray_NBYTES(a));
+        const auto nbytes = static_cast<std::uintptr_t>(PyArray_NBYTES(a));  // of both
+        return x < y + nbytes && y < x + nbytes;
     }
+    // An array of rows like those of `like`.
+    static nb::object empty(PyArrayObject* like, npy_intp rows) {
+        npy_intp shape[NPY_MAXDIMS];
+        std::copy_n(PyArray_DIMS(like), PyArray_NDIM(like), shape);
+        shape[0] = rows;
+        PyArray_Descr* dtype = PyArray_DESCR(like);
+        Py_INCREF(dtype);
+        return owned(PyArray_Empty(PyArray_NDIM(like), shape, dtype, 0));
+    }
+    static void* data(const nb::object& array) { return PyArray_DATA(reinterpret_cast<PyArrayObject*>(array.ptr())); }
+
     bool is_default(nb::handle algorithm, nb::handle timeout) const {
         return algorithm.ptr() == automatic_.ptr() && timeout.is_none();
     }
@@ -101,47 +207,28 @@ class Desk {
         PyObject* subscribers = PyDict_GetItemWithError(events_.ptr(), subscribers_.ptr());
         return !subscribers || !PyTuple_Check(subscribers) || PyTuple_GET_SIZE(subscribers) != 0;
     }
+    // Null where the call has to be made the long way.
+    const Known* find(const Form& form) const {
+        if (halted_ || turns_.issued != turns_.serving || observed()) return nullptr;
+        const auto found = known_.find(form);
+        return found == known_.end() ? nullptr : &found->second;
+    }
+    const Known* find(int operation, PyArrayObject* array, nb::handle how) const {
+        return find({operation, reinterpret_cast<PyObject*>(PyArray_DESCR(array)), how.ptr(), PyArray_SIZE(array), {-1, -1, -1}});
+    }
 
-    nb::object run(int operation, PyArrayObject* array, nb::handle how, void* in, void* out, nb::handle result) {
-        if (halted_ || turns_.issued != turns_.serving || observed()) return nb::none();
-        const auto found = known_.find(
-            Form{operation, reinterpret_cast<PyObject*>(PyArray_DESCR(array)), how.ptr(), PyArray_SIZE(array)});
-        if (found == known_.end()) return nb::none();
-        const Known& known = found->second;
-        const Program& program = *known.program;
-        const nb::object plan = known.plan;  // others may call `learn` while the lock is released
+    std::uint64_t run(int operation, const Known& known, void* in, void* out) {
+        const nb::object plan = known.plan;  // others may call `learn` while the interpreter's lock is released
         const std::uint64_t sequence = record(known);
-        ++turns_.issued;
-        engine_.begin(program, in, out, sequence, known.fingerprint, spins_);
+        engine_.begin(*known.program, in, out, sequence, known.fingerprint, spins_);
         Status status;
         {
             nb::gil_scoped_release released;
             status = engine_.advance(FIRST_SECONDS);
         }
-        if (status != Status::done) return nb::borrow(resume(status, operation, sequence, result));
+        if (status != Status::done) resume_(static_cast<int>(status), NAMES[static_cast<std::size_t>(operation)], sequence);
         ring_.finished = sequence;
-        next();
-        return nb::borrow(result);
-    }
-
-    nb::handle resume(Status status, int operation, std::uint64_t sequence, nb::handle result) {
-        struct Turn {
-            Desk& desk;
-            ~Turn() {
-                try {
-                    desk.next();
-                } catch (nb::python_error& error) {
-                    error.discard_as_unraisable("gradwire");
-                }
-            }
-        } turn{*this};
-        resume_(static_cast<int>(status), operation == ALL_REDUCE ? "all_reduce" : "broadcast", sequence);
-        return result;
-    }
-
-    void next() {
-        ++turns_.serving;
-        if (turns_.issued != turns_.serving) wake_();
+        return sequence;
     }
 
     // The innermost frame outside this package is where the user made the call.
@@ -161,36 +248,46 @@ class Desk {
         return ring_.record(known.meaning, known.fingerprint, nb::none(), 0);
     }
     bool is_ours(const nb::object& code) {
-        if (ours_.count(code.ptr())) return true;
-        nb::handle file = reinterpret_cast<PyCodeObject*>(code.ptr())->co_filename;
+        static std::unordered_set<PyObject*> ours;  // kept for good, so that their addresses stay theirs
+        if (ours.count(code.ptr())) return true;
+        nb::object file = owned(PyObject_GetAttr(code.ptr(), filename_.ptr()));
         if (PyUnicode_Tailmatch(file.ptr(), package_.ptr(), 0, PY_SSIZE_T_MAX, -1) != 1) return false;
-        ours_.insert(nb::object(code).release().ptr());  // kept for good: its address stays its own
+        ours.insert(nb::object(code).release().ptr());
         return true;
     }
+
+    static nb::object interned(const char* text) { return owned(PyUnicode_InternFromString(text)); }
 
     nb::tuple kept_;
     Engine& engine_;
     Turns& turns_;
     CallRing& ring_;
-    nb::object resume_, wake_;
+    nb::object resume_, complete_, wake_;
     nb::dict events_;
     nb::str package_;
     bool spins_;
+    std::vector<std::int64_t> rows_;
+    std::uint8_t token_ = 0;
     bool halted_ = false;
-    nb::object automatic_ = nb::steal(PyUnicode_InternFromString("auto"));
-    nb::object subscribers_ = nb::steal(PyUnicode_InternFromString("_subscribers"));
+    nb::object automatic_ = interned("auto"), subscribers_ = interned("_subscribers"), filename_ = interned("co_filename");
     std::unordered_map<Form, Known, HashOfForm> known_;
-    inline static std::unordered_set<PyObject*> ours_;
 };
 
 void register_desk(nb::module_& module) {
     if (PyArray_ImportNumPyAPI() < 0) throw nb::python_error();
     nb::class_<Desk>(module, "Desk")
-        .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, nb::dict, nb::str, bool>())
-        .def("learn", &Desk::learn)
+        .def(nb::init<nb::object, nb::object, nb::object, std::size_t, nb::object, nb::object, nb::object, nb::dict, nb::str,
+                      bool>())
+        .def("learn", &Desk::learn, nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+             nb::arg(), nb::arg())
         .def("halt", &Desk::halt)
-        .def("all_reduce", &Desk::all_reduce, nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none())
-        .def("broadcast", &Desk::broadcast, nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none());
+        .def("all_reduce", &Desk::all_reduce, nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(),
+             nb::arg().none())
+        .def("broadcast", &Desk::broadcast, nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none())
+        .def("reduce_scatter", &Desk::reduce_scatter, nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(),
+             nb::arg().none())
+        .def("barrier", &Desk::barrier, nb::arg().none(), nb::arg().none())
+        .def("all_gather", &Desk::all_gather, nb::arg().none(), nb::arg().none(), nb::arg().none());
 }
 
 }  // namespace gradwire

@@ -1,6 +1,7 @@
 // What this rank says to the others of a group through memory: the writer's side of its lanes, and its staging.
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -38,6 +39,8 @@ class Outbox {
     // Memory for the bytes of a message; null while others still read what lies there.
     std::byte* reserve(std::size_t nbytes) {
         const std::uint64_t length = padded(nbytes);
+        // A circle that is just large enough stays in the cache, and takes no more memory than it needs.
+        if (circle_ < capacity_) circle_ = std::min(capacity_, std::max(circle_, ROOM * length));
         if (!place(length)) {
             reclaim();
             if (!place(length)) return nullptr;
@@ -84,6 +87,8 @@ class Outbox {
     bool read_by(std::uint32_t peer) { return read_by(peer, sides_[peer].posted); }
 
   private:
+    static constexpr std::uint64_t ROOM = 8;  // messages
+
     struct Side {
         std::uint64_t posted = 0;
         std::uint64_t consumed = 0;  // as far as this rank knows
@@ -104,13 +109,13 @@ class Outbox {
     // Memory is given out in a circle, and comes back in the same order.
     bool place(std::uint64_t length) {
         if (held_.empty()) {
-            begin_ = head_ + length <= capacity_ ? head_ : 0;
-            return begin_ + length <= capacity_;
+            begin_ = head_ + length <= circle_ ? head_ : 0;
+            return begin_ + length <= circle_;
         }
         const std::uint64_t tail = held_.front().begin;
         const bool wrapped = head_ <= tail;
         begin_ = head_;
-        if (wrapped || head_ + length <= capacity_) return head_ + length <= (wrapped ? tail : capacity_);
+        if (wrapped || head_ + length <= circle_) return head_ + length <= (wrapped ? tail : circle_);
         begin_ = 0;
         return length <= tail;
     }
@@ -130,6 +135,7 @@ class Outbox {
     std::byte* arena_;
     Lane* lanes_;
     std::uint64_t staging_, capacity_;
+    std::uint64_t circle_ = 64 << 10;  // the part of the staging that is in use
     std::uint64_t head_ = 0;   // where free memory begins
     std::uint64_t begin_ = 0;  // of what was reserved last
     std::vector<Side> sides_;

@@ -27,7 +27,7 @@ from gradwire.generation import Generation
 from gradwire.liveness.calls import PACKAGE, CallLog, Meaning
 from gradwire.liveness.control import disagreement
 from gradwire.liveness.watch import Watch
-from gradwire.operations import Operation, Shape
+from gradwire.operations import Form, Operation, Shape, all_gather_rows
 from gradwire.topology import Topology
 from gradwire.transports.base import Link
 from gradwire.wire import fingerprint
@@ -142,7 +142,18 @@ class Runner:
         spins = generation.transport.cores >= 1
         turns, ring = cast(Any, self._turns), cast(Any, self.calls.ring)  # the core's, since it is available
         self.desk = Desk(
-            core.native.Desk(executor.engine, turns, ring, self._resume, self._wake, vars(events), PACKAGE, spins)
+            core.native.Desk(
+                executor.engine,
+                turns,
+                ring,
+                self.size,
+                self._resume,
+                self._complete,
+                self._wake,
+                vars(events),
+                PACKAGE,
+                spins,
+            )
         )
         generation.on_halt(self.desk.halt)
 
@@ -241,7 +252,9 @@ class Runner:
 
     # -- one schedule -------------------------------------------------------------------------------------------------
 
-    def exchange(self, shape: Shape, x: Array, out: Array, name: str, timeout: float, site: Site) -> None:
+    def exchange(
+        self, shape: Shape, x: Array, out: Array, form: Form | None, name: str, timeout: float, site: Site
+    ) -> None:
         if not self._connected:
             self._connect(Watch(self.generation, self.calls, name, self.calls.sequence + 1, timeout))
         plan = self._plans.get(shape)
@@ -257,12 +270,11 @@ class Runner:
         sheet = self._sheet
         sheet.sequence = sequence
         sheet.fingerprint = plan.meaning.fingerprint
-        watch = Watch(self.generation, self.calls, name, sequence, timeout)
-        self._executor.run(plan, x, out, sheet, watch, self._spins)
+        patience = partial(Watch, self.generation, self.calls, name, sequence, timeout)
+        self._executor.run(plan, x, out, sheet, patience, self._spins)
         self.calls.finished = sequence
-        if new and not shape.call and shape.algorithm == "auto" and isinstance(shape.counts, int):
-            how = shape.op if shape.root is None else shape.root
-            self.desk.learn(shape.collective, shape.dtype, how, shape.counts, plan)
+        if new and form is not None:
+            self.desk.learn(*form, plan)
 
     def _resume(self, status: int, operation: str, sequence: int) -> None:
         """Go on with a call that was made at the desk and is not done yet."""
@@ -274,7 +286,12 @@ class Runner:
         except BaseException as error:
             self.generation.interrupt(operation, error)
             raise
-        self.calls.finished = sequence
+
+    def _complete(self, x: Any, rows: list[int], sequence: int) -> Any:
+        """Go on with an all_gather that was begun at the desk."""
+        called = self.calls.ring.call(sequence)
+        assert called is not None
+        return self._run(all_gather_rows(x, rows), self.timeout, called[2:])
 
     def disagree(self, name: str, timeout: float, reason: str) -> GradwireError:
         sequence = self.calls.sequence
@@ -333,8 +350,8 @@ class _Step:
         self._timeout = timeout
         self._site = site
 
-    def __call__(self, shape: Shape, x: Array, out: Array) -> None:
-        self._runner.exchange(shape, x, out, self._name, self._timeout, self._site)
+    def __call__(self, shape: Shape, x: Array, out: Array, form: Form | None = None) -> None:
+        self._runner.exchange(shape, x, out, form, self._name, self._timeout, self._site)
 
     def disagree(self, reason: str) -> GradwireError:
         return self._runner.disagree(self._name, self._timeout, reason)

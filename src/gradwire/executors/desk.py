@@ -17,25 +17,37 @@ from gradwire.executors.plan import Plan
 if TYPE_CHECKING:
     from gradwire import _native
 
-_OPERATIONS = ("all_reduce", "broadcast")
+_OPERATIONS = ("all_reduce", "broadcast", "reduce_scatter", "barrier", "all_gather", "all_gather_rows")
 
 
 class Desk:
     """The core's desk for one group; without the core, every call takes the long way.
 
-    `all_reduce` and `broadcast` return the result, or None if the call has to be made the long way.
+    The collectives return their result (a barrier True), or None if the call has to be made the long way.
     """
 
     def __init__(self, desk: _native.Desk | None) -> None:
         self._desk = desk
         self.all_reduce: Callable[..., Any] = desk.all_reduce if desk is not None else _the_long_way
         self.broadcast: Callable[..., Any] = desk.broadcast if desk is not None else _the_long_way
+        self.reduce_scatter: Callable[..., Any] = desk.reduce_scatter if desk is not None else _the_long_way
+        self.barrier: Callable[..., Any] = desk.barrier if desk is not None else _the_long_way
+        self.all_gather: Callable[..., Any] = desk.all_gather if desk is not None else _the_long_way
 
-    def learn(self, operation: str, dtype: DType, how: str | int | None, count: int, plan: Plan) -> None:
-        """From now on calls of this kind, with this op or root, run this plan."""
-        if self._desk is not None and operation in _OPERATIONS:
+    def learn(
+        self,
+        operation: str,
+        dtype: DType | None,
+        how: str | int | None,
+        count: int | tuple[int, ...],
+        row: tuple[int, ...],
+        plan: Plan,
+    ) -> None:
+        """From now on calls of this form run this plan."""
+        if self._desk is not None:
             kind, program, meaning = _OPERATIONS.index(operation), plan.native or lower(plan), plan.meaning
-            self._desk.learn(kind, dtype.storage, how, count, plan, meaning, program, meaning.fingerprint)
+            storage = dtype.storage if dtype is not None else None
+            self._desk.learn(kind, storage, how, count, row, plan, meaning, program, meaning.fingerprint)
 
     def halt(self) -> None:
         """Every call takes the long way from now on: the group is broken or closed."""

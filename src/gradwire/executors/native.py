@@ -6,6 +6,7 @@ share memory they go through lanes and staging (native/memory.hpp), one region f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 from gradwire.arrays import Array
@@ -60,16 +61,17 @@ class NativeExecutor:
     def close(self) -> None:
         """Give memory back, once all peers have read what is there for them."""
         if self._own is not None:
-            self.engine.withdraw()
-            self._own.retire(*self._region, self.engine.unread)
+            self._own.retire(*self._region, self.engine.withdraw)
             self._own = None
 
-    def run(self, plan: Plan, x: Array, out: Array, sheet: Sheet, patience: Patience, spins: bool) -> None:
+    def run(
+        self, plan: Plan, x: Array, out: Array, sheet: Sheet, patience: Callable[[], Patience], spins: bool
+    ) -> None:
         """Carry the plan out: read x, leave the result in out (which may be x)."""
         self._program = plan.native or lower(plan)
-        data = x.ctypes.data, out.ctypes.data
-        self.engine.begin(self._program, *data, sheet.sequence, sheet.fingerprint, spins)
-        self.finish(self.engine.advance(FIRST_SECONDS), patience)
+        status = self.engine.run(self._program, x, out, sheet.sequence, sheet.fingerprint, spins, FIRST_SECONDS)
+        if status != _DONE:
+            self.finish(status, patience())
 
     def finish(self, status: int, patience: Patience) -> None:
         """Go on with a plan that the core has begun, until it is done."""

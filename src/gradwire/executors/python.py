@@ -94,10 +94,12 @@ class PythonExecutor:
         self._staging = memoryview(bytearray(0))
         self._scratch = _NOTHING
 
-    def run(self, plan: Plan, x: Array, out: Array, sheet: Sheet, patience: Patience, spins: bool) -> None:
+    def run(
+        self, plan: Plan, x: Array, out: Array, sheet: Sheet, patience: Callable[[], Patience], spins: bool
+    ) -> None:
         """Carry the plan out: read x, leave the result in out (which may be x); `spins`: poll before sleeping."""
         self._spin = SPIN_SECONDS if spins else 0.0
-        run = _Run(self, plan, x, out, sheet, patience)
+        run = _Run(self, plan, x, out, sheet, patience())
         with numerics.quiet() if plan.reduces else _NO_CONTEXT:
             for wave in plan.waves():
                 run.wave(wave)

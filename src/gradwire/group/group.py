@@ -219,8 +219,8 @@ class Group(Messaging):
         >>> with gw.init() as group: group.all_gather(np.zeros((2, 3))).shape
         (2, 3)
         """
-        result: Array = self._now(operations.all_gather(x, algorithm), timeout)
-        return result
+        done: Array | None = self._runner.desk.all_gather(x, algorithm, timeout)
+        return done if done is not None else self._now(operations.all_gather(x, algorithm), timeout)
 
     def gather(self, x: Any, root: int = 0, *, algorithm: str = "auto", timeout: float | None = None) -> Array | None:
         """As `all_gather`, but only the root gets the result; None elsewhere.
@@ -247,9 +247,10 @@ class Group(Messaging):
         >>> with gw.init() as group: group.reduce_scatter(np.arange(3), counts=[3])
         array([0, 1, 2])
         """
-        operation = operations.reduce_scatter(x, op, counts, self.size, self.rank, algorithm)
-        result: Array = self._now(operation, timeout)
-        return result
+        done: Array | None = self._runner.desk.reduce_scatter(x, op, counts, algorithm, timeout)
+        if done is None:
+            done = self._now(operations.reduce_scatter(x, op, counts, self.size, self.rank, algorithm), timeout)
+        return done
 
     def scatter(
         self,
@@ -307,7 +308,8 @@ class Group(Messaging):
         >>> import gradwire as gw
         >>> with gw.init() as group: group.barrier()
         """
-        self._now(operations.barrier(algorithm), timeout)
+        if self._runner.desk.barrier(algorithm, timeout) is None:
+            self._now(operations.barrier(algorithm), timeout)
 
     def broadcast_value(self, value: Any = None, root: int = 0, *, timeout: float | None = None) -> Any:
         """The root's JSON-like value, on every rank. One that cannot be sent is an error on all; the group goes on.

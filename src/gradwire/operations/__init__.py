@@ -13,10 +13,10 @@ on the caller's thread; a stream runs it in its turn. Both use the same `Exchang
 
 from __future__ import annotations
 
-from gradwire.operations.call import Declined, Exchange, Operation, Shape
+from gradwire.operations.call import Declined, Exchange, Form, Operation, Shape
 from gradwire.operations.capabilities import Capabilities
 from gradwire.operations.named import all_reduce_named
-from gradwire.operations.rows import all_gather, all_to_all, gather, reduce_scatter, scatter
+from gradwire.operations.rows import all_gather, all_gather_rows, all_to_all, gather, reduce_scatter, scatter
 from gradwire.operations.values import all_gather_values, broadcast_value
 from gradwire.operations.whole import all_reduce, barrier, broadcast, reduce
 
@@ -24,9 +24,11 @@ __all__ = [
     "Capabilities",
     "Declined",
     "Exchange",
+    "Form",
     "Operation",
     "Shape",
     "all_gather",
+    "all_gather_rows",
     "all_gather_values",
     "all_reduce",
     "all_reduce_named",

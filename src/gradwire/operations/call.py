@@ -27,13 +27,28 @@ class Shape(NamedTuple):
     items: tuple[str, ...] = ()
 
 
+class Form(NamedTuple):
+    """What tells calls of a kind, if all of them mean the same exchange: the core makes such calls the short way.
+
+    `how` is the op or the root, `counts` the number of elements or all ranks' rows, `row` the shape of a row where it
+    matters.
+    """
+
+    operation: str
+    dtype: DType | None
+    how: str | int | None = None
+    counts: int | tuple[int, ...] = 0
+    row: tuple[int, ...] = ()
+
+
 class Exchange(Protocol):
     """Carries out one schedule as the group's next call."""
 
     rank: int
     size: int
 
-    def __call__(self, shape: Shape, x: Array, out: Array) -> None: ...
+    def __call__(self, shape: Shape, x: Array, out: Array, form: Form | None = None) -> None:
+        """`form` says what calls are like this one, if any."""
 
     def disagree(self, reason: str) -> GradwireError:
         """Ranks turn out to have meant different things: break the group, and the error to raise."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from gradwire.errors import ArrayError, GradwireError, InvalidSize
 from gradwire.operations.call import (
     Declined,
     Exchange,
+    Form,
     Operation,
     Shape,
     algorithm_text,
@@ -66,31 +67,53 @@ def _joined(dtype: DType, rows: int, tail: tuple[int, ...]) -> Array:
         raise ArrayError(f"no memory for the result, {dtype.name}[{rows}, …]: {error}") from error
 
 
-def _learn_counts(exchange: Exchange, own: Sequence[int], call: str) -> Array:
+def _learn_counts(exchange: Exchange, own: Sequence[int], call: str, form: Form | None = None) -> Array:
     """Everybody's numbers, in rank order."""
     mine = np.asarray(own, np.int64)
     everyones = np.empty((exchange.size, mine.size), np.int64)
     counts = (mine.size,) * exchange.size
-    exchange(Shape("all_gather", _COUNT, counts, call=call), mine, everyones.reshape(-1))
-    if (everyones < 0).any():
-        raise InvalidSize(f"a peer announced {int(everyones.min())} rows")
+    exchange(Shape("all_gather", _COUNT, counts, call=call), mine, everyones.reshape(-1), form)
+    _check_rows(everyones.reshape(-1))
     return everyones
+
+
+def _check_rows(rows: Iterable[int]) -> None:
+    if min(rows) < 0:
+        raise InvalidSize(f"a peer announced {min(rows)} rows")
 
 
 def all_gather(x: Any, algorithm: str) -> Operation:
     check_algorithm("all_gather", algorithm)
     source = _rows(x)
-    call = f"all_gather({source.text()}{algorithm_text(algorithm)})"
+    form = Form("all_gather", source.dtype, row=source.tail) if algorithm == "auto" else None
 
     def body(exchange: Exchange) -> Array:
-        rows = [int(n) for n in _learn_counts(exchange, [source.rows], call)[:, 0]]
-        result = _joined(source.dtype, sum(rows), source.tail)
-        counts = tuple(n * source.width for n in rows)
-        shape = Shape("all_gather", source.dtype, counts, None, None, algorithm, call)
-        exchange(shape, source.view.load(), result.reshape(-1))
-        return result
+        call = f"all_gather({source.text()}{algorithm_text(algorithm)})"
+        rows = [int(n) for n in _learn_counts(exchange, [source.rows], call, form)[:, 0]]
+        return _gather_rows(exchange, source, rows, algorithm)
 
     return Operation("all_gather", body)
+
+
+def all_gather_rows(x: Any, rows: Sequence[int]) -> Operation:
+    """The second half of an all_gather: all ranks know how many rows each of them brings."""
+    source = _rows(x)
+
+    def body(exchange: Exchange) -> Array:
+        _check_rows(rows)
+        return _gather_rows(exchange, source, rows, "auto")
+
+    return Operation("all_gather", body)
+
+
+def _gather_rows(exchange: Exchange, source: _Rows, rows: Sequence[int], algorithm: str) -> Array:
+    result = _joined(source.dtype, sum(rows), source.tail)
+    counts = tuple(n * source.width for n in rows)
+    call = f"all_gather({source.text()}{algorithm_text(algorithm)})"
+    shape = Shape("all_gather", source.dtype, counts, None, None, algorithm, call)
+    form = Form("all_gather_rows", source.dtype, None, tuple(rows), source.tail) if algorithm == "auto" else None
+    exchange(shape, source.view.load(), result.reshape(-1), form)
+    return result
 
 
 def gather(x: Any, root: int, size: int, algorithm: str) -> Operation:
@@ -139,10 +162,12 @@ def reduce_scatter(x: Any, op: str, counts: Counts | None, size: int, rank: int,
     parts = _split(source.rows, size, counts, "counts")
     elements = tuple(n * source.width for n in parts)
     shape = Shape("reduce_scatter", source.dtype, elements, op, None, algorithm)
+    evenly = counts is None and algorithm == "auto"
+    form = Form("reduce_scatter", source.dtype, op, sum(elements)) if evenly else None
 
     def body(exchange: Exchange) -> Array:
         result = _joined(source.dtype, parts[rank], source.tail)
-        exchange(shape, source.view.load(), result.reshape(-1))
+        exchange(shape, source.view.load(), result.reshape(-1), form)
         return result
 
     return Operation("reduce_scatter", body)

@@ -10,7 +10,7 @@ import numpy as np
 from gradwire import arrays
 from gradwire.arrays import View, check_reduction, view
 from gradwire.errors import ArrayError
-from gradwire.operations.call import Exchange, Operation, Shape, check_algorithm, check_root, nothing
+from gradwire.operations.call import Exchange, Form, Operation, Shape, check_algorithm, check_root, nothing
 
 
 def all_reduce(x: Any, op: str, out: Any, algorithm: str) -> Operation:
@@ -23,9 +23,10 @@ def all_reduce(x: Any, op: str, out: Any, algorithm: str) -> Operation:
     target, result = _destination(source, x, out)
     check_reduction(op, source.dtype)
     shape = Shape("all_reduce", source.dtype, source.flat.size, op, None, algorithm)
+    form = Form("all_reduce", source.dtype, op, source.flat.size) if algorithm == "auto" else None
 
     def body(exchange: Exchange) -> Any:
-        exchange(shape, source.load(), target.flat)
+        exchange(shape, source.load(), target.flat, form)
         target.store()
         return result
 
@@ -64,12 +65,13 @@ def broadcast(x: Any, root: int, size: int, rank: int, algorithm: str) -> Operat
     root = check_root(root, size)
     source = view(x, writable=rank != root)
     shape = Shape("broadcast", source.dtype, source.flat.size, None, root, algorithm)
+    form = Form("broadcast", source.dtype, root, source.flat.size) if algorithm == "auto" else None
 
     def body(exchange: Exchange) -> Any:
         if rank == root:
-            exchange(shape, source.load(), source.flat)
+            exchange(shape, source.load(), source.flat, form)
         else:
-            exchange(shape, nothing(source.dtype), source.flat)
+            exchange(shape, nothing(source.dtype), source.flat, form)
             source.store()
         return x
 
@@ -102,6 +104,6 @@ def barrier(algorithm: str) -> Operation:
 
     def body(exchange: Exchange) -> None:
         token = np.zeros(1, np.uint8)
-        exchange(shape, token, token)
+        exchange(shape, token, token, Form("barrier", None) if algorithm == "auto" else None)
 
     return Operation("barrier", body)

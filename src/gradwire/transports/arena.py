@@ -108,18 +108,19 @@ class OwnArena(Arena):
                 last, nbytes = index + 1, nbytes + self._free[index][1]
             self._free[first:last] = [(offset, nbytes)]
 
-    def retire(self, offset: int, nbytes: int, unread: Callable[[], bool]) -> None:
-        """Give a region back as soon as nobody reads what is in it, which is looked at from time to time."""
+    def retire(self, offset: int, nbytes: int, ended: Callable[[], bool]) -> None:
+        """Give a region back as soon as its use has ended, which is asked from time to time."""
         with self._lock:
-            self._retired.append((offset, nbytes, unread))
+            self._retired.append((offset, nbytes, ended))
         self.sweep()
 
     def sweep(self) -> None:
-        """Give back what was retired and is read."""
+        """Give back what was retired and is no longer in use."""
         with self._lock:
-            done = [entry for entry in self._retired if not entry[2]()]
-            self._retired = [entry for entry in self._retired if entry not in done]
-        for offset, nbytes, _ in done:
+            used = [entry for entry in self._retired if not entry[2]()]
+            unused = [entry for entry in self._retired if entry not in used]
+            self._retired = used
+        for offset, nbytes, _ in unused:
             self.give_back(offset, nbytes)
 
     def offset_of(self, address: int, nbytes: int) -> int | None:
