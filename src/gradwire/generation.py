@@ -41,8 +41,9 @@ VERDICT_SECONDS = 5.0  # a settled verdict takes half a second at most; this is 
 GOODBYE_SECONDS = 2.0
 EXPECTED_SECONDS = 3.0  # of waiting for a rank to dial, after which to look whether it is still there
 CONTROL_READ_AHEAD = 4096  # control messages are small and few, but there is a reader for each peer
-LAST_WORDS_SECONDS = 0.2  # in which messages sent before a goodbye, or a death, may still arrive
+LAST_WORDS_SECONDS = 0.2  # in which messages sent before a goodbye may still arrive
 EXIT_SECONDS = 0.01  # from the end of a dying process's links to its own
+DEATH_SECONDS = 0.05  # in which the last messages of a process that has ended are read
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +274,7 @@ class Generation:
             died = self.shared is not None and self.shared.died(link.peer, EXIT_SECONDS)
             self.control.lost(link.peer, time.monotonic(), "died" if died else "closed its link")
         elif link.channel == LIFE_CHANNEL:
-            self._dead[link.peer] = time.monotonic() + LAST_WORDS_SECONDS
+            self._dead[link.peer] = time.monotonic() + DEATH_SECONDS
         self.mailbox.wake_waits()
 
     def _tell_deaths(self, now: float) -> float:

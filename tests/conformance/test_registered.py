@@ -1,0 +1,116 @@
+"""Arrays of `group.empty`, which peers read and write where they lie; and calls like earlier ones, which the core makes
+altogether. Both must give the bits that all others give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conformance.cases import Case
+from conformance.crews import TRANSPORTS, Crew, crew_of
+from gradwire import Group
+from gradwire.arrays import Array
+from gradwire.topology import Topology
+
+pytestmark = pytest.mark.skipif("shm" not in TRANSPORTS, reason="only the core shares memory")
+HOSTS = {"2": "aa", "3": "aaa", "5": "aaaaa", "2+2": "aabb", "1+2": "baa"}
+WHO: dict[str, Callable[[int], bool]] = {
+    "all": lambda rank: True,
+    "one": lambda rank: rank == 0,
+    "others": lambda rank: rank != 0,
+}
+
+
+@pytest.fixture(scope="module", params=HOSTS)
+def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
+    with crew_of("shm", Topology.of(list(HOSTS[request.param]))) as crew:
+        yield crew
+
+
+def cases(size: int) -> Iterator[Case]:
+    """Smaller and larger than what is worth to be read in place, not a multiple of anything, and many tiles."""
+    for turn, (dtype, rows) in enumerate(
+        [("float32", 3), ("float32", 2049), ("float16", 100_001), ("bfloat16", 60_000), ("float32", 400_003)]
+    ):
+        op = ("sum", "mean", "max")[turn % 3]
+        for out in (False, True):
+            yield Case("all_reduce", dtype, (rows,), op, out=out)
+        for algorithm in ("direct", "ring", "tree", "halving", "star"):
+            yield Case("all_reduce", dtype, (rows,), op, algorithm=algorithm, out=turn % 2 == 0)
+        yield Case("broadcast", dtype, (rows,), root=turn % size)
+        yield Case("all_gather", dtype, tuple(rows // (rank + 1) for rank in range(size)))
+        yield Case("reduce_scatter", dtype, (rows // size * size // size,) * size, op, told=False)
+        yield Case("reduce_scatter", dtype, tuple(rows // (rank + 1) for rank in range(size)), op)
+        yield Case("all_to_all", dtype, tuple(rows // (i + 1) for i in range(size * size)))
+
+
+@pytest.mark.parametrize("who", WHO)
+def test_registered_arrays(crew: Crew, who: str) -> None:
+    every = list(cases(crew.size))
+    inputs = [case.inputs(crew.size) for case in every]
+
+    def battery(group: Group) -> list[list[Any]]:
+        results = []
+        for case, given in zip(every, inputs, strict=True):
+            x = given[group.rank]
+            registered = group.empty(x.shape, case.dtype) if WHO[who](group.rank) else np.empty_like(x)
+            results.append([again(case, group, registered, x) for _ in range(2)])
+        return results
+
+    results = crew.run(battery)
+    for position, case in enumerate(every):
+        for turn in range(2):
+            answers = [results[rank][position][turn] for rank in range(crew.size)]
+            case.check(inputs[position], answers, crew.topology, crew.inside())
+
+
+def again(case: Case, group: Group, room: Array, x: Array) -> Any:
+    """The call on x copied into this memory; a result that lies there is copied out of it."""
+    room[...] = x
+    result = case.call(group, room, group.rank, group.size)
+    return np.array(result) if isinstance(result, np.ndarray) else result
+
+
+def test_a_result_can_lie_in_registered_memory_of_its_own(crew: Crew) -> None:
+    case = Case("all_reduce", "float32", (300_001,))
+    inputs = case.inputs(crew.size)
+
+    def play(group: Group) -> Array:
+        x, out = group.empty(300_001), group.empty(300_001)
+        for _ in range(3):
+            x[...], out[...] = inputs[group.rank], np.nan
+            assert group.all_reduce(x, out=out) is out
+            assert np.array_equal(x, inputs[group.rank])
+        return np.array(out)
+
+    case.check(inputs, crew.run(play), crew.topology, crew.inside())
+
+
+def test_calls_like_earlier_ones_give_what_those_gave(crew: Crew) -> None:
+    every = [
+        Case("all_reduce", "float64", (1000,), "mean"),
+        Case("all_reduce", "int32", (7,), "max", out=True),
+        Case("broadcast", "uint8", (99,), root=1),
+        Case("reduce_scatter", "float32", (30,) * crew.size, told=False, tail=(2, 3)),
+        Case("all_gather", "int16", tuple(range(1, crew.size + 1)), tail=(4,)),
+        Case("all_gather", "int16", tuple(range(crew.size, 0, -1)), tail=(4,)),
+        Case("all_gather", "float32", (5,) * crew.size),
+    ]
+    inputs = [case.inputs(crew.size) for case in every]
+
+    def battery(group: Group) -> list[list[Any]]:
+        rounds = []
+        for _ in range(3):
+            calls = zip(every, inputs, strict=True)
+            rounds.append([case.call(group, x[group.rank].copy(), group.rank, group.size) for case, x in calls])
+            group.barrier()
+        return rounds
+
+    results = crew.run(battery)
+    for turn in range(3):
+        for position, case in enumerate(every):
+            answers = [results[rank][turn][position] for rank in range(crew.size)]
+            case.check(inputs[position], answers, crew.topology, crew.inside())
