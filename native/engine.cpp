@@ -92,6 +92,11 @@ Status Engine::advance(double seconds) {
             patience_.refresh();
             continue;
         }
+        if (patience_.ended >= 0) {  // and all that its peer wrote before is taken
+            for (std::uint32_t peer : others_)
+                if (peers_[peer].socket == patience_.ended) fail(Status::lost, peer);
+            return status_;
+        }
         const Patience::Step step = patience_.step();
         if (step == Patience::Step::over) return Status::waiting;
         if (step == Patience::Step::sleep && sleep()) return Status::alarmed;
@@ -106,18 +111,25 @@ bool Engine::fail(Status status, std::uint32_t peer, const Header& header) {
 }
 
 bool Engine::sleep() {
-    bool by_memory = !wave_ || next_post_ < posting_.size() || pending_receives_ == 0;
-    if (wave_) {
-        for (std::size_t i = 0; i < sendings_; ++i)
-            if (sending_[i].at < sending_[i].parts.size()) patience_.wake_by(peers_[sending_[i].peer].socket, POLLOUT);
-        for (std::size_t i = 0; i < receivings_; ++i) {
-            if (receiving_[i].at == receiving_[i].messages.size()) continue;
-            const Peer& peer = peers_[receiving_[i].peer];
-            if (peer.inbox) by_memory = true;
-            else patience_.wake_by(peer.socket, POLLIN);
-        }
+    auto until_read = [&](std::uint32_t peer) {
+        if (!outbox_->read_by(peer)) patience_.wake_by_end(peers_[peer].socket);
+    };
+    if (one_shot_) {
+        if (!posted_) std::for_each(others_.begin(), others_.end(), until_read);
+        else if (collected_ < peers_.size()) patience_.wake_by_end(peers_[collected_].socket);
+        return patience_.sleep();
     }
-    return patience_.sleep(by_memory);
+    if (outbox_ && (exposing_ || (wave_ && next_post_ < posting_.size())))
+        std::for_each(others_.begin(), others_.end(), until_read);
+    for (std::size_t i = 0; wave_ && i < sendings_; ++i)
+        if (sending_[i].at < sending_[i].parts.size()) patience_.wake_by(peers_[sending_[i].peer].socket, POLLOUT);
+    for (std::size_t i = 0; wave_ && i < receivings_; ++i) {
+        if (receiving_[i].at == receiving_[i].messages.size()) continue;
+        const Peer& peer = peers_[receiving_[i].peer];
+        if (peer.inbox) patience_.wake_by_end(peer.socket);
+        else patience_.wake_by(peer.socket, POLLIN);
+    }
+    return patience_.sleep();
 }
 
 // --- programs of one round, with everything in memory: all ranks tell all others their array, and fold alike

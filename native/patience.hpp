@@ -33,7 +33,10 @@ class Patience {
     bool spins = false;  // a core is there for this rank alone
 
     // There was something to do.
-    void refresh() { looks_ = 0; }
+    void refresh() {
+        looks_ = 0;
+        ended = -1;
+    }
     // Give up once this much time has passed with nothing to do.
     void limit(double seconds) {
         seconds_ = seconds;
@@ -56,18 +59,28 @@ class Patience {
         return Step::look;
     }
 
-    // What ends a sleep; forgotten after it.
-    void wake_by(int descriptor, short events) { polled_.push_back({descriptor, events, 0}); }
-    // True if the alarm has rung. `by_memory`: what is waited for does not wake a sleeper.
-    bool sleep(bool by_memory) {
+    // What ends the next sleep: a socket that can be used, or the end of one whose peer writes into memory, where that
+    // wakes nobody. A descriptor of −1 is no socket.
+    void wake_by(int socket, short events) { polled_.push_back({socket, events, 0}); }
+    void wake_by_end(int socket) {
+        polled_.push_back({socket, POLLRDHUP, 0});
+        by_memory_ = true;
+    }
+    // True if the alarm has rung. What woke this rank up is forgotten, but for `ended`: a socket that has, or −1.
+    bool sleep() {
         double pause = awake() ? 0 : seconds_ - waited_;
-        if (by_memory) pause = std::min({pause, LONGEST_NAP, waited_ / 8});
+        if (by_memory_) pause = std::min({pause, LONGEST_NAP, waited_ / 8});
         const auto nanoseconds = static_cast<long>(pause * 1e9);
         const timespec timeout{nanoseconds / 1000000000, nanoseconds % 1000000000};
         ::ppoll(polled_.data(), polled_.size(), &timeout, nullptr);
+        ended = -1;
+        for (const pollfd& polled : polled_)
+            if (polled.events == POLLRDHUP && polled.revents) ended = polled.fd;
         polled_.resize(1);
+        by_memory_ = false;
         return polled_[0].revents != 0;
     }
+    int ended = -1;
 
   private:
     static constexpr int FEW_LOOKS = 20;
@@ -78,6 +91,7 @@ class Patience {
     bool awake() const { return waited_ < AWAKE_SECONDS; }
 
     std::vector<pollfd> polled_;
+    bool by_memory_ = false;
     int looks_ = 0;
     double seconds_ = 0, began_ = 0, checked_ = 0, waited_ = 0;
 };
