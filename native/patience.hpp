@@ -35,6 +35,7 @@ class Patience {
     // There was something to do.
     void refresh() {
         looks_ = 0;
+        timed_ = false;
         ended = -1;
     }
     // Give up once this much time has passed with nothing to do.
@@ -46,15 +47,20 @@ class Patience {
     enum class Step { look, sleep, over };
     // What to do after another look that found nothing.
     Step step() {
+        if (spins && ++looks_ % LOOKS_PER_TIME != 0) {
+            relax();
+            return Step::look;
+        }
         const double time = now();
-        if (looks_++ == 0) began_ = checked_ = time;
+        if (!timed_) began_ = checked_ = time;
+        timed_ = true;
         waited_ = time - began_;
         if (waited_ >= seconds_) return Step::over;
         if (!awake() || time - checked_ >= CHECK_SECONDS) {
             checked_ = time;
             return Step::sleep;
         }
-        if (spins || looks_ < FEW_LOOKS) relax();
+        if (spins || ++looks_ < FEW_LOOKS) relax();
         else ::sched_yield();
         return Step::look;
     }
@@ -83,7 +89,8 @@ class Patience {
     int ended = -1;
 
   private:
-    static constexpr int FEW_LOOKS = 20;
+    static constexpr unsigned LOOKS_PER_TIME = 16;  // the clock takes longer than a look
+    static constexpr unsigned FEW_LOOKS = 20;
     static constexpr double AWAKE_SECONDS = 1e-3;
     static constexpr double CHECK_SECONDS = 200e-6;  // between looks at the alarm
     static constexpr double LONGEST_NAP = 5e-3;
@@ -92,7 +99,8 @@ class Patience {
 
     std::vector<pollfd> polled_;
     bool by_memory_ = false;
-    int looks_ = 0;
+    unsigned looks_ = 0;
+    bool timed_ = false;  // whether the wait has begun to be timed
     double seconds_ = 0, began_ = 0, checked_ = 0, waited_ = 0;
 };
 

@@ -52,7 +52,7 @@ class Table:
 
 
 DEFAULTS = Table(
-    shm=Constants(round=0.3e-6, message=0.1e-6, staged=0.08e-9, sent=0.0, received=0.1e-9, folded=0.002e-9),
+    shm=Constants(round=0.3e-6, message=0.1e-6, staged=0.08e-9, sent=0.0, received=0.1e-9, folded=0.04e-9),
     tcp=Constants(round=12e-6, message=1e-6, staged=0.0, sent=0.35e-9, received=0.3e-9, folded=0.1e-9),
     net=Constants(round=25e-6, message=1e-6, staged=0.0, sent=0.8e-9, received=0.3e-9, folded=0.1e-9),
 )
