@@ -60,9 +60,15 @@ class NativeExecutor:
     def close(self) -> None:
         """Give memory back, once all peers have read what is there for them."""
         if self._own is not None:
-            self.engine.withdraw()
-            self._own.retire(*self._region, self.engine.unread)
+            self._own.retire(*self._region, self._needed)
             self._own = None
+
+    def _needed(self) -> bool:
+        """Whether peers have still to read what is there; who has not even begun to must be able to find it."""
+        if self.engine.unread():
+            return True
+        self.engine.withdraw()
+        return False
 
     def run(self, plan: Plan, x: Array, out: Array, sheet: Sheet, patience: Patience, spins: bool) -> None:
         """Carry the plan out: read x, leave the result in out (which may be x)."""
