@@ -410,7 +410,7 @@ bool Engine::post(const Outgoing& message) {
 }
 
 bool Engine::expects(std::uint32_t peer, const Entry& entry, std::uint32_t tile, std::uint32_t round, std::size_t nbytes) {
-    const bool sound = entry.place == Place::there ? outbox_->result != 0 : peers_[peer].inbox->bytes(entry) != nullptr;
+    const bool sound = peers_[peer].inbox->bytes(entry) && (entry.place != Place::there || outbox_->result);
     if (entry.sequence == sheet_.sequence && entry.fingerprint == sheet_.fingerprint && entry.tile == tile &&
         entry.round == round && entry.nbytes == nbytes && sound) {
         results_[peer] = entry.result;
