@@ -11,7 +11,7 @@ MINUTES ?= 30
 PYTHON ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format verify soak clean
+.PHONY: help demo test lint format verify soak sanitize clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/\1\t\2/p' Makefile | awk -F '\t' '{ printf "make %-8s %s\n", $$1, $$2 }'
@@ -38,7 +38,7 @@ verify: test $(VENV)/.installed-verify ## test, then the slow tests, the example
 	done
 	$(BIN)/gradwire bench --sizes 8,64Ki,1Mi --blocks 3 --transport tcp --against gloo
 
-soak: $(VENV)/.installed-test ## the stress tests, again and again for MINUTES
+soak: $(VENV)/.installed-test sanitize ## the core's own tests with sanitizers, then the stress tests again and again for MINUTES
 	@set -e; export HYPOTHESIS_PROFILE=soak; \
 	end=$$(( $$(date +%s) + $(MINUTES) * 60 )); round=0; \
 	while [ $$(date +%s) -lt $$end ]; do \
@@ -46,6 +46,9 @@ soak: $(VENV)/.installed-test ## the stress tests, again and again for MINUTES
 	    $(RUN) pytest -q -x -m soak --timeout=1800 -o faulthandler_timeout=1860 $(ARGS); \
 	done; \
 	echo "soak: $$round rounds passed in $(MINUTES) minutes"
+
+sanitize: $(VENV)/.installed-build ## the core's own tests, watched by AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer
+	@export PATH="$(CURDIR)/$(BIN):$$PATH"; native/tests/run.sh address,undefined && native/tests/run.sh thread
 
 clean: ## remove everything that can be made again
 	rm -rf $(VENV) build dist src/gradwire/_native.*.so src/gradwire/_build.json .pytest_cache .mypy_cache .ruff_cache .hypothesis .gradwire
@@ -59,7 +62,7 @@ $(VENV)/.installed-build: requirements/build.txt build_backend/gradwire_build.py
 	$(call install,CMake and ninja where they are missing,--requirement $< --requirement $(VENV)/lacking.txt)
 
 # Without isolation only what changed is compiled. GRADWIRE_PURE is for the tests to see, not for the installation.
-$(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard native/*) $(VENV)/.installed-build
+$(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard native/*.*) $(VENV)/.installed-build
 	$(call install,gradwire,--no-build-isolation --editable .)
 	@env -u GRADWIRE_PURE $(RUN) gradwire.core
 

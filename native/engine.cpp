@@ -29,7 +29,7 @@ bool Engine::open(std::byte* arena, std::size_t nbytes, std::uint64_t region, st
 bool Engine::withdraw() {
     for (std::uint32_t peer : others_)
         if (!outbox_->read_by(peer)) return false;
-    reinterpret_cast<Directory*>(arena_)->withdraw(sheet_.group);
+    if (arena_) reinterpret_cast<Directory*>(arena_)->withdraw(sheet_.group);
     return true;
 }
 
@@ -52,6 +52,7 @@ void Engine::begin(const Program& program, void* in, void* out, std::uint64_t se
     sheet_.sequence = sequence;
     sheet_.fingerprint = fingerprint;
     patience_.spins = spins;
+    patience_.refresh();
     status_ = Status::waiting;
     memories_[IN] = static_cast<std::byte*>(in);
     memories_[OUT] = static_cast<std::byte*>(out);
@@ -421,7 +422,7 @@ bool Engine::post(const Outgoing& message) {
 }
 
 bool Engine::expects(std::uint32_t peer, const Entry& entry, std::uint32_t tile, std::uint32_t round, std::size_t nbytes) {
-    const bool sound = entry.place == Place::there ? outbox_->result != 0 : peers_[peer].inbox->bytes(entry) != nullptr;
+    const bool sound = peers_[peer].inbox->bytes(entry) && (entry.place != Place::there || outbox_->result);
     if (entry.sequence == sheet_.sequence && entry.fingerprint == sheet_.fingerprint && entry.tile == tile &&
         entry.round == round && entry.nbytes == nbytes && sound) {
         results_[peer] = entry.result;

@@ -10,19 +10,30 @@ class Inbox {
     Inbox(std::byte* arena, std::size_t nbytes, std::uint64_t group, std::uint32_t rank)
         : arena_(arena), nbytes_(nbytes), group_(group), rank_(rank) {}
 
-    // The next entry, or null while there is none (perhaps the peer has not even opened the group).
+    // The next entry, or null while there is none (perhaps the peer has not even opened the group). It is a copy, so that
+    // what was checked stays as it was, whatever the peer does; only inline bytes stay where they are.
     const Entry* peek() {
         if (!lane_ && !find()) return nullptr;
-        const Entry& entry = lane_->entries[taken_ % LANE_ENTRIES];
-        return entry.turn.load(std::memory_order_acquire) == static_cast<std::uint32_t>(taken_ + 1) ? &entry : nullptr;
+        const volatile Entry& entry = lane_->entries[taken_ % LANE_ENTRIES];
+        if (entry.turn.load(std::memory_order_acquire) != static_cast<std::uint32_t>(taken_ + 1)) return nullptr;
+        next_.round = entry.round;
+        next_.place = entry.place;
+        next_.tile = entry.tile;
+        next_.nbytes = entry.nbytes;
+        next_.sequence = entry.sequence;
+        next_.fingerprint = entry.fingerprint;
+        next_.offset = entry.offset;
+        next_.result = entry.result;
+        return &next_;
     }
     void take() { ++taken_; }
     // Everything taken so far is done with: the peer may write there again.
     void release() { lane_->consumed.store(taken_, std::memory_order_release); }
 
-    // Bytes that an entry speaks of; null if they lie outside the arena.
+    // Bytes that the next entry speaks of; null if they lie outside the arena.
     const std::byte* bytes(const Entry& entry) const {
-        if (entry.place == Place::here) return entry.nbytes <= INLINE_BYTES ? entry.bytes : nullptr;
+        if (entry.place == Place::here)
+            return entry.nbytes <= INLINE_BYTES ? lane_->entries[taken_ % LANE_ENTRIES].bytes : nullptr;
         return at(entry.offset, entry.nbytes);
     }
     std::byte* at(std::uint64_t offset, std::size_t nbytes) const {
@@ -33,7 +44,7 @@ class Inbox {
     bool find() {
         const std::uint64_t region = reinterpret_cast<const Directory*>(arena_)->find(group_);
         const std::uint64_t mine = region + rank_ * sizeof(Lane);
-        if (region) lane_ = reinterpret_cast<Lane*>(at(mine, sizeof(Lane)));
+        if (region && mine % alignof(Lane) == 0) lane_ = reinterpret_cast<Lane*>(at(mine, sizeof(Lane)));
         return lane_ != nullptr;
     }
 
@@ -42,6 +53,7 @@ class Inbox {
     std::uint64_t group_;
     std::uint32_t rank_;
     Lane* lane_ = nullptr;
+    Entry next_{};
     std::uint64_t taken_ = 0;
 };
 

@@ -68,7 +68,7 @@ struct Directory {
             Slot& slot = slots[(group + i) % DIRECTORY_SLOTS];
             const std::uint64_t found = slot.group.load(std::memory_order_relaxed);
             if (found != 0 && found != WITHDRAWN) continue;
-            slot.offset.store(offset, std::memory_order_relaxed);
+            slot.offset.store(offset, std::memory_order_release);  // after the withdrawal of what was there
             slot.group.store(group, std::memory_order_release);
             return true;
         }
@@ -83,8 +83,11 @@ struct Directory {
         for (std::size_t i = 0; i < DIRECTORY_SLOTS; ++i) {
             const Slot& slot = slots[(group + i) % DIRECTORY_SLOTS];
             const std::uint64_t found = slot.group.load(std::memory_order_acquire);
-            if (found == group) return slot.offset.load(std::memory_order_relaxed);
             if (found == 0) return 0;
+            if (found != group) continue;
+            const std::uint64_t offset = slot.offset.load(std::memory_order_acquire);
+            // Withdrawn in between, the offset may be another group's.
+            return slot.group.load(std::memory_order_relaxed) == group ? offset : 0;
         }
         return 0;
     }

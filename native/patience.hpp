@@ -35,13 +35,13 @@ class Patience {
     // There was something to do.
     void refresh() {
         looks_ = 0;
-        timed_ = false;
+        timed_ = limited_ = false;
         ended = -1;
     }
-    // Give up once this much time has passed with nothing to do.
+    // Give up once this much time has passed with nothing to do. Who goes on after that is as tired as before.
     void limit(double seconds) {
         seconds_ = seconds;
-        refresh();
+        limited_ = false;
     }
 
     enum class Step { look, sleep, over };
@@ -53,9 +53,11 @@ class Patience {
         }
         const double time = now();
         if (!timed_) began_ = checked_ = time;
-        timed_ = true;
+        if (!limited_) until_ = time + seconds_;
+        timed_ = limited_ = true;
         waited_ = time - began_;
-        if (waited_ >= seconds_) return Step::over;
+        left_ = until_ - time;
+        if (left_ <= 0) return Step::over;
         if (!awake() || time - checked_ >= CHECK_SECONDS) {
             checked_ = time;
             return Step::sleep;
@@ -74,8 +76,9 @@ class Patience {
     }
     // True if the alarm has rung. What woke this rank up is forgotten, but for `ended`: a socket that has, or −1.
     bool sleep() {
-        double pause = awake() ? 0 : seconds_ - waited_;
-        if (by_memory_) pause = std::min({pause, LONGEST_NAP, waited_ / 8});
+        double pause = awake() ? 0 : left_;
+        // A nap makes a wait longer by an eighth at most, and a long one by a fiftieth.
+        if (by_memory_) pause = std::min({pause, LONGEST_NAP, waited_ / 8, std::max(LONG_NAP, waited_ / 50)});
         const auto nanoseconds = static_cast<long>(pause * 1e9);
         const timespec timeout{nanoseconds / 1000000000, nanoseconds % 1000000000};
         ::ppoll(polled_.data(), polled_.size(), &timeout, nullptr);
@@ -93,15 +96,16 @@ class Patience {
     static constexpr unsigned FEW_LOOKS = 20;
     static constexpr double AWAKE_SECONDS = 1e-3;
     static constexpr double CHECK_SECONDS = 200e-6;  // between looks at the alarm
-    static constexpr double LONGEST_NAP = 5e-3;
+    static constexpr double LONG_NAP = 5e-3, LONGEST_NAP = 50e-3;
 
     bool awake() const { return waited_ < AWAKE_SECONDS; }
 
     std::vector<pollfd> polled_;
     bool by_memory_ = false;
     unsigned looks_ = 0;
-    bool timed_ = false;  // whether the wait has begun to be timed
-    double seconds_ = 0, began_ = 0, checked_ = 0, waited_ = 0;
+    bool timed_ = false, limited_ = false;  // whether the times below are those of this wait
+    double seconds_ = 0, waited_ = 0, left_ = 0;
+    double began_ = 0, until_ = 0, checked_ = 0;
 };
 
 }  // namespace gradwire

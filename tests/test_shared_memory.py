@@ -193,6 +193,29 @@ def test_a_death_is_noticed_although_a_child_keeps_the_links(job: StartJob, vict
                 assert said["at"] - killed < GENEROUS
 
 
+def leaves_first(here: Here) -> None:
+    group = gw.init()
+    inner = group.subgroup([0, 1])
+    x = np.full(5000, 7.0 - 7 * group.rank)
+    if group.rank == 0:
+        inner.broadcast(x)
+        inner.close()
+    group.barrier()
+    if group.rank == 1:
+        inner.broadcast(x)
+        inner.close()
+    group.barrier()
+    shared = group._generation.shared
+    assert shared is not None
+    shared.own.sweep()
+    here.tell(sum=x.sum().item(), kept=len(shared.own._retired))
+
+
+def test_who_closes_a_group_first_leaves_its_messages_to_be_found(job: StartJob) -> None:
+    with job(leaves_first, 2) as ranks:
+        assert [rank.hear() for rank in ranks] == [{"sum": 35000.0, "kept": 0}] * 2
+
+
 def forks_with_arrays(here: Here) -> None:
     group = gw.init()
     x = group.empty(1000)
