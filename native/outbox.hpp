@@ -27,6 +27,7 @@ class Outbox {
           lanes_(reinterpret_cast<Lane*>(arena + region)),
           staging_(region + lanes_bytes(size)),
           capacity_(staging),
+          circle_(std::min(staging, SMALLEST_CIRCLE)),
           sides_(size) {}
 
     std::uint64_t result = 0;  // said in every entry: where this call's result goes, if peers may write it there
@@ -40,7 +41,7 @@ class Outbox {
     std::byte* reserve(std::size_t nbytes) {
         const std::uint64_t length = padded(nbytes);
         // A circle that is just large enough stays in the cache, and takes no more memory than it needs.
-        if (circle_ < capacity_) circle_ = std::min(capacity_, std::max(circle_, ROOM * length));
+        circle_ = std::min(capacity_, std::max(circle_, ROOM * length));
         if (!place(length)) {
             reclaim();
             if (!place(length)) return nullptr;
@@ -88,6 +89,7 @@ class Outbox {
 
   private:
     static constexpr std::uint64_t ROOM = 8;  // messages
+    static constexpr std::uint64_t SMALLEST_CIRCLE = 64 << 10;
 
     struct Side {
         std::uint64_t posted = 0;
@@ -135,7 +137,7 @@ class Outbox {
     std::byte* arena_;
     Lane* lanes_;
     std::uint64_t staging_, capacity_;
-    std::uint64_t circle_ = 64 << 10;  // the part of the staging that is in use
+    std::uint64_t circle_;  // the part of the staging that is in use
     std::uint64_t head_ = 0;   // where free memory begins
     std::uint64_t begin_ = 0;  // of what was reserved last
     std::vector<Side> sides_;
