@@ -23,12 +23,17 @@ _RECORD = Path(__file__).parent / "_build.json"  # written by build_backend/grad
 
 def available() -> bool:
     """Whether the core is installed and wanted."""
-    return native is not None and os.environ.get(PURE, "") in ("", "0")
+    return native is not None and not is_unwanted()
+
+
+def is_unwanted() -> bool:
+    """Whether the environment asks to do without it."""
+    return os.environ.get(PURE, "") not in ("", "0")
 
 
 def why_pure() -> str | None:
     """Why collectives run in Python here; None where they run in the native core."""
-    if os.environ.get(PURE, "") not in ("", "0"):
+    if is_unwanted():
         return f"{PURE} is set"
     try:
         import_module("gradwire._native")

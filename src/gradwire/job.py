@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import secrets
 import socket
@@ -14,7 +15,7 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from gradwire import agreement, machine, tuning
+from gradwire import agreement, core, machine, tuning
 from gradwire.config import DEFAULT_TIMEOUT, Address, JobConfig, resolve
 from gradwire.environments import torchrun
 from gradwire.errors import Broken, Closed, ConfigError, InvalidSize, UnsupportedOp
@@ -31,6 +32,8 @@ from gradwire.transports.tcp import TcpTransport
 
 if TYPE_CHECKING:
     from gradwire.membership.service import Coordinator
+
+log = logging.getLogger("gradwire")
 
 HOST = "GRADWIRE_HOST"  # overrides the identity of this machine: several "hosts" on one, for tests
 
@@ -67,6 +70,8 @@ def init(
     if config.size == 1 and config.address is None:
         return _local(1, config.timeout)[0]
     deadline = time.monotonic() + config.timeout
+    if core.native is None and (reason := core.why_pure()) and not core.is_unwanted():
+        log.warning("collectives run in Python, which is slower: gradwire has no native core here, %s", reason)
     return _join(config, deadline)
 
 

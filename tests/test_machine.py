@@ -1,0 +1,55 @@
+"""What a process may use of its machine."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from gradwire import machine
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "cores"),
+    [
+        ("0::/\n", {"cpu.max": "max 100000\n"}, math.inf),
+        ("0::/\n", {"cpu.max": "150000 100000\n"}, 1.5),
+        (
+            "0::/a/b\n",
+            {"a/cpu.max": "50000 100000\n", "a/b/cpu.max": "max 100000\n"},
+            0.5,
+        ),  # that of a group above counts
+        ("0::/a\n", {}, math.inf),
+        ("0::/a\n", {"a/cpu.max": "nonsense"}, math.inf),
+        ("4:cpu,cpuacct:/\n", {"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3.0),
+        ("4:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, math.inf),
+        ("4:memory:/\n", {"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, math.inf),
+        ("what is this", {}, math.inf),
+    ],
+)
+def test_quota(tmp_path: Path, own: str, files: dict[str, str], cores: float) -> None:
+    write(tmp_path / "own", own)
+    for name, text in files.items():
+        write(tmp_path / "groups" / name, text)
+    assert machine._quota(tmp_path / "groups", tmp_path / "own") == cores
+
+
+def test_usable_cores_are_those_the_process_may_run_on() -> None:
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        assert machine.usable_cores() <= 1
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert 0 < machine.usable_cores() <= len(allowed)
+
+
+def test_a_machine_has_one_identity() -> None:
+    assert machine.identity() == machine.identity() != ""
