@@ -25,7 +25,7 @@ def write(path: Path, text: str) -> None:
             "0::/a/b\n",
             {"a/cpu.max": "50000 100000\n", "a/b/cpu.max": "max 100000\n"},
             0.5,
-        ),  # that of a group above counts
+        ),  # of a group above
         ("0::/a\n", {}, math.inf),
         ("0::/a\n", {"a/cpu.max": "nonsense"}, math.inf),
         ("4:cpu,cpuacct:/\n", {"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3.0),
