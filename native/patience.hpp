@@ -34,19 +34,26 @@ class Patience {
 
     // There was something to do.
     void refresh() { looks_ = 0; }
-    // Give up once this much time has passed with nothing to do.
+    // Give up once this much time has passed with nothing to do. Who goes on after that is as tired as before.
     void limit(double seconds) {
         seconds_ = seconds;
-        refresh();
+        resumed_ = over_;
+        over_ = false;
+        if (!resumed_) refresh();
     }
 
     enum class Step { look, sleep, over };
     // What to do after another look that found nothing.
     Step step() {
         const double time = now();
-        if (looks_++ == 0) began_ = checked_ = time;
+        if (looks_ == 0) began_ = checked_ = time;
+        if (looks_ == 0 || resumed_) limited_ = time;
+        resumed_ = false;
+        ++looks_;
         waited_ = time - began_;
-        if (waited_ >= seconds_) return Step::over;
+        left_ = seconds_ - (time - limited_);
+        over_ = left_ <= 0;
+        if (over_) return Step::over;
         if (!awake() || time - checked_ >= CHECK_SECONDS) {
             checked_ = time;
             return Step::sleep;
@@ -60,8 +67,9 @@ class Patience {
     void wake_by(int descriptor, short events) { polled_.push_back({descriptor, events, 0}); }
     // True if the alarm has rung. `by_memory`: what is waited for does not wake a sleeper.
     bool sleep(bool by_memory) {
-        double pause = awake() ? 0 : seconds_ - waited_;
-        if (by_memory) pause = std::min({pause, LONGEST_NAP, waited_ / 8});
+        double pause = awake() ? 0 : left_;
+        // A nap makes a wait longer by an eighth at most, and a long one by a fiftieth.
+        if (by_memory) pause = std::min({pause, LONGEST_NAP, waited_ / 8, std::max(LONG_NAP, waited_ / 50)});
         const auto nanoseconds = static_cast<long>(pause * 1e9);
         const timespec timeout{nanoseconds / 1000000000, nanoseconds % 1000000000};
         ::ppoll(polled_.data(), polled_.size(), &timeout, nullptr);
@@ -73,13 +81,15 @@ class Patience {
     static constexpr int FEW_LOOKS = 20;
     static constexpr double AWAKE_SECONDS = 1e-3;
     static constexpr double CHECK_SECONDS = 200e-6;  // between looks at the alarm
-    static constexpr double LONGEST_NAP = 5e-3;
+    static constexpr double LONG_NAP = 5e-3, LONGEST_NAP = 50e-3;
 
     bool awake() const { return waited_ < AWAKE_SECONDS; }
 
     std::vector<pollfd> polled_;
     int looks_ = 0;
-    double seconds_ = 0, began_ = 0, checked_ = 0, waited_ = 0;
+    bool over_ = false, resumed_ = false;
+    double seconds_ = 0, left_ = 0, waited_ = 0;
+    double began_ = 0, limited_ = 0, checked_ = 0;  // when
 };
 
 }  // namespace gradwire
