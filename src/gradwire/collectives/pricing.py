@@ -56,7 +56,7 @@ DEFAULTS = Table(
     tcp=Constants(round=12e-6, message=1e-6, staged=0.0, sent=0.35e-9, received=0.3e-9, folded=0.1e-9),
     net=Constants(round=25e-6, message=1e-6, staged=0.0, sent=0.8e-9, received=0.3e-9, folded=0.1e-9),
 )
-"""Of the native core with spinning ranks; `net` is a network of 10 Gbit/s. For ordinary arrays in memory a fold costs less
+"""Of the native core with spinning ranks; `net` is a network of 10 Gbit/s. To fold ordinary arrays in memory costs less
 than this, but for registered ones, of which the others do not know, two shots are better by far."""
 
 
