@@ -13,7 +13,7 @@ from gradwire.arrays import Array
 from gradwire.collectives.schedule import Copy, Finish, Fold, From, Recv, Send, Slice
 from gradwire.core import native as _native
 from gradwire.errors import InvalidSize
-from gradwire.executors.plan import IN_FLIGHT, SMALLEST_TILE, Plan
+from gradwire.executors.plan import IN_FLIGHT, SMALLEST_TILE, TILE_BYTES, Plan
 from gradwire.executors.python import Patience, Sheet
 from gradwire.transports.arena import Arena, OwnArena
 
@@ -52,8 +52,10 @@ class NativeExecutor:
         """Reach these ranks through memory: this rank writes into its own arena, they into theirs."""
         own.sweep()
         self._own = own
-        self._region = own.carve(region_bytes(self._size)), region_bytes(self._size)
-        if not self.engine.open(own.address, own.nbytes, self._region[0], staging_bytes(self._size)):
+        staging = staging_bytes(self._size, SHARED_TILE_BYTES if len(arenas) + 1 == self._size else TILE_BYTES)
+        nbytes = _native.Engine.region_bytes(self._size, staging)
+        self._region = own.carve(nbytes), nbytes
+        if not self.engine.open(own.address, own.nbytes, self._region[0], staging):
             raise InvalidSize("too many groups share memory: close some of them")
         for rank, arena in arenas.items():
             self.engine.map(rank, arena.address, arena.nbytes)
@@ -83,14 +85,10 @@ class NativeExecutor:
             status = self.engine.advance(patience.look())
 
 
-def staging_bytes(size: int) -> int:
-    """What the messages of one wave take, at most; partial results of half types take twice a tile's bytes."""
-    return 2 * IN_FLIGHT * max(SHARED_TILE_BYTES, size * SMALLEST_TILE)
-
-
-def region_bytes(size: int) -> int:
-    """What a rank of a group of this size needs of its arena."""
-    return _native.Engine.region_bytes(size, staging_bytes(size))
+def staging_bytes(size: int, tile_bytes: int) -> int:
+    """What the messages of one wave take, with room to spare, since they lie in one piece each; else ranks would wait
+    for each other for ever. Partial results of half types take twice a tile's bytes."""
+    return 2 * IN_FLIGHT * max(tile_bytes, size * SMALLEST_TILE)
 
 
 def lower(plan: Plan) -> Any:
