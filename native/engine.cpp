@@ -45,6 +45,7 @@ void Engine::begin(const Program& program, void* in, void* out, std::uint64_t se
     memories_[OUT] = static_cast<std::byte*>(out);
     posted_ = false;
     collected_ = 0;
+    if (outbox_) outbox_->result = program.mirrored ? in_arena(out, program.out_bytes) : 0;
     one_shot_ = program.one_shot && all_in_memory_;
     if (one_shot_) return;
     if (scratch_.size() < program.scratch_bytes()) scratch_.resize(program.scratch_bytes());
@@ -52,10 +53,7 @@ void Engine::begin(const Program& program, void* in, void* out, std::uint64_t se
     first_ = step_ = 0;
     wave_ = nullptr;
     exposing_ = false;
-    if (outbox_) {
-        outbox_->result = program.mirrored ? in_arena(out, program.out_bytes) : 0;
-        std::fill(results_.begin(), results_.end(), 0);
-    }
+    std::fill(results_.begin(), results_.end(), 0);
 }
 
 Status Engine::advance(double seconds) {

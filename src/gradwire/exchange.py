@@ -332,7 +332,7 @@ class Runner:
         self.generation.forget(self.desk.halt)
         self.desk = NO_DESK  # it refers to this runner
         if isinstance(self._executor, NativeExecutor):
-            self._executor.close()
+            self._executor.close(lambda: self._turns.issued == self._turns.serving)
         # Those of higher ranks that nobody has taken yet, or that come later, must see the end too.
         self.generation.transport.adopt(self._channel, lambda link: link.close())
 

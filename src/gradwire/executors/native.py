@@ -60,10 +60,10 @@ class NativeExecutor:
         for rank, arena in arenas.items():
             self.engine.map(rank, arena.address, arena.nbytes)
 
-    def close(self) -> None:
-        """Give memory back, once all peers have read what is there for them."""
+    def close(self, idle: Callable[[], bool]) -> None:
+        """Give memory back, once nothing runs here any more and all peers have read what is there for them."""
         if self._own is not None:
-            self._own.retire(*self._region, self.engine.withdraw)
+            self._own.retire(*self._region, lambda: idle() and self.engine.withdraw())
             self._own = None
 
     def run(
