@@ -64,7 +64,7 @@ $(VENV)/.installed-build: requirements/build.txt build_backend/gradwire_build.py
 # Without isolation only what changed is compiled. GRADWIRE_PURE is for the tests to see, not for the installation.
 $(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard native/*.*) $(VENV)/.installed-build
 	$(call install,gradwire,--no-build-isolation --editable .)
-	@env -u GRADWIRE_PURE $(RUN) gradwire.core
+	@env -u GRADWIRE_PURE $(BIN)/gradwire --version
 
 $(VENV)/.installed-test: requirements/test.txt $(VENV)/.installed
 	$(call install,the test tools,--requirement $<)

@@ -1,6 +1,6 @@
 """The native core, if it is there; and if not, why: in words for users, from what the installation recorded.
 
-`python -m gradwire.core` prints it.
+`gradwire --version` prints it.
 """
 
 from __future__ import annotations
@@ -42,6 +42,12 @@ def why_pure() -> str | None:
     return None
 
 
+def state() -> str:
+    """Whether the core is there, in words."""
+    reason = why_pure()
+    return "with its native core" if reason is None else f"without its native core: {reason}"
+
+
 def why_missing(record: Path, error: ImportError) -> str:
     """Why the core cannot be imported, going by the record of the build."""
     try:
@@ -52,8 +58,3 @@ def why_missing(record: Path, error: ImportError) -> str:
         return f"it was built, but does not load: {error}"
     reason: str = built["reason"]
     return reason
-
-
-if __name__ == "__main__":
-    reason = why_pure()
-    print("gradwire has its native core" if reason is None else f"gradwire has no native core: {reason}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+import gradwire
+from gradwire import core
 from gradwire.cli.bench import bench
 from gradwire.cli.run import run
 from gradwire.cli.tune import tune
@@ -11,8 +13,21 @@ from gradwire.cli.tune import tune
 __all__ = ["main"]
 
 
+def _show_version(context: click.Context, option: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        click.echo(f"gradwire {gradwire.__version__}, {core.state()}")
+        context.exit()
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="gradwire", prog_name="gradwire")
+@click.option(
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_show_version,
+    help="Show the version, and whether the native core is there.",
+)
 def main() -> None:
     """Data-parallel training: gradients between processes, the same bits on every rank."""
 
