@@ -74,7 +74,7 @@ def test_an_interrupt_leaves_nothing(number: int, tmp_path: Path) -> None:
         process.send_signal(number)
         _, err = process.communicate(timeout=LONG)
     assert process.returncode == 128 + number
-    assert "Traceback" not in err
+    assert not any(line.startswith("Traceback") for line in err.splitlines())  # of a worker there may be one
     assert list(tmp_path.iterdir()) == []
     # One that was only just being started ends by itself.
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
