@@ -93,7 +93,7 @@ class Patience {
 
   private:
     static constexpr unsigned LOOKS_PER_TIME = 16;  // the clock takes longer than a look
-    static constexpr unsigned FEW_LOOKS = 20;
+    static constexpr unsigned FEW_LOOKS = 2;
     static constexpr double AWAKE_SECONDS = 1e-3;
     static constexpr double CHECK_SECONDS = 200e-6;  // between looks at the alarm
     static constexpr double LONG_NAP = 5e-3, LONGEST_NAP = 50e-3;
