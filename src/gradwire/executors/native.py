@@ -17,7 +17,7 @@ from gradwire.executors.plan import IN_FLIGHT, SMALLEST_TILE, TILE_BYTES, Plan
 from gradwire.executors.python import Patience, Sheet
 from gradwire.transports.arena import Arena, OwnArena
 
-SHARED_TILE_BYTES = 512 << 10  # where all ranks share memory: small enough to stay in the cache
+SHARED_TILE_BYTES = 256 << 10  # where all ranks share memory: small enough to stay in the cache
 FIRST_SECONDS = 0.01  # how long the core waits before the deadline begins to count, and Ctrl-C is first looked for
 
 _BUFFERS = {"in": 0, "out": 1, "acc": 2}
