@@ -16,6 +16,7 @@ namespace gradwire {
 namespace {
 
 constexpr std::size_t MOST_FORMS = 512;
+constexpr npy_intp SMALLEST_KEPT = 128 << 10, LARGEST_KEPT = 64 << 20;  // bytes of a result whose memory serves again
 constexpr double FIRST_SECONDS = 0.01;  // then Python looks at signals, deadlines and the alarm's reason
 
 enum Operation : int { ALL_REDUCE = 0, BROADCAST, REDUCE_SCATTER, BARRIER, ALL_GATHER, ALL_GATHER_ROWS };
@@ -189,14 +190,31 @@ class Desk {
         const auto nbytes = static_cast<std::uintptr_t>(PyArray_NBYTES(a));  // of both
         return x < y + nbytes && y < x + nbytes;
     }
-    // An array of rows like those of `like`.
-    static nb::object empty(PyArrayObject* like, npy_intp rows) {
+    // An array of rows like those of `like`. New memory costs more than what is written there, because the system has to
+    // clear it: so the last result serves again if it is as large and nobody refers to it any more.
+    nb::object empty(PyArrayObject* like, npy_intp rows) {
         npy_intp shape[NPY_MAXDIMS];
         std::copy_n(PyArray_DIMS(like), PyArray_NDIM(like), shape);
         shape[0] = rows;
+        if (last_.is_valid() && is_free(last_) && fits(last_, like, shape)) return last_;
         PyArray_Descr* dtype = PyArray_DESCR(like);
         Py_INCREF(dtype);
-        return owned(PyArray_Empty(PyArray_NDIM(like), shape, dtype, 0));
+        last_.reset();
+        nb::object made = owned(PyArray_Empty(PyArray_NDIM(like), shape, dtype, 0));
+        const npy_intp nbytes = PyArray_NBYTES(reinterpret_cast<PyArrayObject*>(made.ptr()));
+        if (nbytes >= SMALLEST_KEPT && nbytes <= LARGEST_KEPT) last_ = made;
+        return made;
+    }
+    static bool is_free(const nb::object& array) {
+        const Py_ssize_t weak = Py_TYPE(array.ptr())->tp_weaklistoffset;
+        const bool watched = weak > 0 && *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(array.ptr()) + weak);
+        return Py_REFCNT(array.ptr()) == 1 && !watched;
+    }
+    // Whoever had it may have changed its shape, or forbidden to write into it.
+    static bool fits(const nb::object& array, PyArrayObject* like, const npy_intp* shape) {
+        auto* one = reinterpret_cast<PyArrayObject*>(array.ptr());
+        return PyArray_CHKFLAGS(one, NPY_ARRAY_CARRAY) && PyArray_DESCR(one) == PyArray_DESCR(like) &&
+               PyArray_NDIM(one) == PyArray_NDIM(like) && std::equal(shape, shape + PyArray_NDIM(one), PyArray_DIMS(one));
     }
     static void* data(const nb::object& array) { return PyArray_DATA(reinterpret_cast<PyArrayObject*>(array.ptr())); }
 
@@ -269,6 +287,7 @@ class Desk {
     std::vector<std::int64_t> rows_;
     std::uint8_t token_ = 0;
     bool halted_ = false;
+    nb::object last_;  // the last result of those that are made here
     nb::object automatic_ = interned("auto"), subscribers_ = interned("_subscribers"), filename_ = interned("co_filename");
     std::unordered_map<Form, Known, HashOfForm> known_;
 };

@@ -3,6 +3,7 @@ altogether. Both must give the bits that all others give."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -114,3 +115,27 @@ def test_calls_like_earlier_ones_give_what_those_gave(crew: Crew) -> None:
         for position, case in enumerate(every):
             answers = [results[rank][turn][position] for rank in range(crew.size)]
             case.check(inputs[position], answers, crew.topology, crew.inside())
+
+
+def test_a_result_is_nobody_elses(crew: Crew) -> None:
+    """Memory of a result may serve again, but never while anybody can see it."""
+
+    def play(group: Group) -> None:
+        x = np.ones((60_000, 2), np.float32)
+        held = [group.all_gather(x * turn)[:1] for turn in range(1, 5)]  # a view keeps it
+        assert [part[0, 0] for part in held] == [1, 2, 3, 4]
+        for turn in range(1, 5):
+            result = group.all_gather(x * turn)
+            assert (result == turn).all()
+            result.shape = (-1,)
+            result.setflags(write=False)
+            del result
+        kept = group.all_gather(x)
+        watched = weakref.ref(kept)
+        del kept
+        again = group.all_gather(x * 7)
+        assert watched() is None
+        assert (again == 7).all()
+        assert again.flags.writeable
+
+    crew.run(play)
