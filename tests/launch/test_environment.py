@@ -62,6 +62,7 @@ def test_the_free_port_is_free() -> None:
 
 def test_a_worker_really_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADWIRE_ADDRESS", "outer:1")
+    monkeypatch.delenv("GRADWIRE_PURE", raising=False)
     script = written(
         tmp_path,
         """
