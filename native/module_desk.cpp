@@ -191,18 +191,21 @@ class Desk {
         return x < y + nbytes && y < x + nbytes;
     }
     // An array of rows like those of `like`. New memory costs more than what is written there, because the system has to
-    // clear it: so the last result serves again if it is as large and nobody refers to it any more.
+    // clear it: so the last results serve again, if they are as large and nobody refers to them any more. There are two,
+    // because a program has one of them in hand until it gets the next.
     nb::object empty(PyArrayObject* like, npy_intp rows) {
         npy_intp shape[NPY_MAXDIMS];
         std::copy_n(PyArray_DIMS(like), PyArray_NDIM(like), shape);
         shape[0] = rows;
-        if (last_.is_valid() && is_free(last_) && fits(last_, like, shape)) return last_;
+        for (const nb::object& one : last_)
+            if (one.is_valid() && is_free(one) && fits(one, like, shape)) return one;
         PyArray_Descr* dtype = PyArray_DESCR(like);
         Py_INCREF(dtype);
-        last_.reset();
+        std::swap(last_[0], last_[1]);
+        last_[0].reset();
         nb::object made = owned(PyArray_Empty(PyArray_NDIM(like), shape, dtype, 0));
         const npy_intp nbytes = PyArray_NBYTES(reinterpret_cast<PyArrayObject*>(made.ptr()));
-        if (nbytes >= SMALLEST_KEPT && nbytes <= LARGEST_KEPT) last_ = made;
+        if (nbytes >= SMALLEST_KEPT && nbytes <= LARGEST_KEPT) last_[0] = made;
         return made;
     }
     static bool is_free(const nb::object& array) {
@@ -287,7 +290,7 @@ class Desk {
     std::vector<std::int64_t> rows_;
     std::uint8_t token_ = 0;
     bool halted_ = false;
-    nb::object last_;  // the last result of those that are made here
+    std::array<nb::object, 2> last_;  // results of those that are made here
     nb::object automatic_ = interned("auto"), subscribers_ = interned("_subscribers"), filename_ = interned("co_filename");
     std::unordered_map<Form, Known, HashOfForm> known_;
 };
