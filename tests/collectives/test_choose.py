@@ -79,7 +79,7 @@ def test_many_ranks_do_not_all_talk_to_each_other(collective: str, size: int) ->
 
 def test_ranks_that_share_memory_take_two_shots_where_one_is_no_faster() -> None:
     two = Topology.single(2)
-    for nbytes, algorithm in ((8, "oneshot"), (16 * KIB, "oneshot"), (64 * KIB, "direct"), (MIB, "direct")):
+    for nbytes, algorithm in ((8, "oneshot"), (64 * KIB, "oneshot"), (256 * KIB, "direct"), (MIB, "direct")):
         assert choose("all_reduce", "auto", nbytes, two, DEFAULTS, "shm") == algorithm
     assert choose("broadcast", "auto", 64 * MIB, Topology.single(4), DEFAULTS, "shm") == "star"  # copied once
     assert choose("broadcast", "auto", 64 * MIB, Topology.single(4), DEFAULTS, "tcp") == "direct"

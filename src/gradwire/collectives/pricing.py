@@ -52,12 +52,11 @@ class Table:
 
 
 DEFAULTS = Table(
-    shm=Constants(round=0.3e-6, message=0.1e-6, staged=0.08e-9, sent=0.0, received=0.1e-9, folded=0.04e-9),
+    shm=Constants(round=0.3e-6, message=0.1e-6, staged=0.08e-9, sent=0.0, received=0.1e-9, folded=0.01e-9),
     tcp=Constants(round=12e-6, message=1e-6, staged=0.0, sent=0.35e-9, received=0.3e-9, folded=0.1e-9),
     net=Constants(round=25e-6, message=1e-6, staged=0.0, sent=0.8e-9, received=0.3e-9, folded=0.1e-9),
 )
-"""Of the native core with spinning ranks; `net` is a network of 10 Gbit/s. To fold ordinary arrays in memory costs less
-than this, but for registered ones, of which the others do not know, two shots are better by far."""
+"""Of the native core with spinning ranks; `net` is a network of 10 Gbit/s."""
 
 
 class Load(NamedTuple):
@@ -96,8 +95,8 @@ def price(schedule: Schedule, topology: Topology, nbytes: int, inside: Constants
     >>> from gradwire.collectives import build
     >>> oneshot = build("all_reduce", "oneshot", 2)
     >>> seconds = price(oneshot, Topology.single(2), 1000, DEFAULTS.shm, DEFAULTS.net)
-    >>> round(seconds * 1e9)  # 300 for the round, 200 for a message each way, 220 for the bytes
-    720
+    >>> round(seconds * 1e9)  # 300 for the round, 200 for a message each way, 190 for the bytes
+    690
     """
     return sum(times * _round_price(loads, nbytes, inside, between) for times, loads in bill(schedule, topology))
 
