@@ -1,7 +1,6 @@
 // Messages through memory: how they are told and heard, and programs that consist of one such round.
 #include <algorithm>
 
-#include "copy.hpp"
 #include "engine.hpp"
 
 namespace gradwire {
@@ -24,7 +23,7 @@ bool Engine::in_one_shot(bool& progress) {
         } else {
             std::byte* to = outbox_->reserve(nbytes);
             if (!to) return true;
-            stage(to, memories_[IN], nbytes);
+            std::memcpy(to, memories_[IN], nbytes);
             outbox_->post_reserved(others_, what);
         }
         posted_ = progress = true;
@@ -90,7 +89,7 @@ bool Engine::post(const Outgoing& message) {
     targets_.erase(kept, targets_.end());
     if (staging) {
         for (const Piece& piece : message.pieces) {
-            stage(staging, at(piece), piece.nbytes);
+            std::memcpy(staging, at(piece), piece.nbytes);
             staging += piece.nbytes;
         }
         outbox_->post_reserved(targets_, what);

@@ -15,13 +15,12 @@ from gradwire import core, tuning
 from gradwire.collectives import Table
 from gradwire.errors import ConfigError, UnsupportedOp
 from gradwire.generation import Generation
-from gradwire.group import Group
+from gradwire.group import SETTING_UP, Group
 from gradwire.liveness.calls import call_site
 from gradwire.operations import all_gather_values
 from gradwire.operations.call import settled
 from gradwire.transports import shm
 
-SETTING_UP = 2  # the identity of that group
 TellAll = Callable[[Any], list[Any]]
 
 
