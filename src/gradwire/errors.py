@@ -11,6 +11,8 @@
     │   └── Refused                         one answered and said no: wrong secret, taken rank, another job …
     ├── TransportError (OSError)            the operating system failed an input or output operation
     ├── WorkerFailed                        a launched process ended badly
+    ├── JournalError                        the coordinator's journal cannot be read or written
+    ├── StateLost                           no sound copy of the training state is left
     ├── Closed (ConnectionError)            this process has closed the group, or inherited it through a fork
     └── Broken                              the group is broken on every rank of its generation
         ├── PeerLost (ConnectionError)      a rank died, left or was cut off while others needed it
@@ -109,6 +111,14 @@ class WorkerFailed(GradwireError):
     def __init__(self, message: str = "", *, exit_code: int | None = None, **facts: Any) -> None:
         super().__init__(message, **facts)
         self.exit_code = exit_code
+
+
+class JournalError(GradwireError):
+    """The coordinator's journal is damaged, of another version, or cannot be written; nothing of it was changed."""
+
+
+class StateLost(GradwireError):
+    """After a break no surviving rank holds a sound copy of the state; the message names the last checkpoint."""
 
 
 class Closed(GradwireError, ConnectionError):
