@@ -2,7 +2,7 @@
 
 Pure: what ranks say comes in, what they do comes out; all ranks hear the same and so decide alike.
 
-A step is *completed* on a rank when its body has ended there, and *committed* when all ranks are known to have completed
+A step is *completed* on a rank when its body has ended there, and *committed* when all are known to have completed
 it: that is what the vote at its end is for. After a break, or when members join, each rank tells where it stands
 (`Standing`), and `settle` says at which step all go on and who pulls the state from whom. The highest completed step
 of which a sound copy is left wins; of a step that was done twice, because a member was given up in between and came
@@ -98,7 +98,7 @@ class Tally:
 
 
 def ballot(step: int, digest: str, renew: bool) -> Array:
-    """A rank's vote at the end of a step. All ranks' ballots are reduced by `max`; of (x, -x) that shows min and max."""
+    """A rank's vote at the end of a step. All ranks' ballots are reduced by `max`; of (x, -x) that gives both ends."""
     mark = int(digest[:16] or "0", 16) & _POSITIVE
     return np.array([step, -step, mark, -mark, int(renew)], dtype=np.int64)
 
