@@ -41,6 +41,15 @@ def test_arrays_are_written_where_the_user_s_own_lie() -> None:
     np.testing.assert_array_equal(mine, theirs)
 
 
+def test_dicts_in_dicts_keep_their_arrays_and_what_is_stateful_in_them() -> None:
+    mine, inner = np.zeros(3), Optimizer({"lr": 1.0})
+    state = {"weights": {"w": mine}, "others": {"optimizer": inner}}
+    moved(State({"weights": {"w": np.arange(3.0)}, "others": {"optimizer": Optimizer({"lr": 0.5})}}), State(state))
+    np.testing.assert_array_equal(mine, [0, 1, 2])
+    assert state["weights"]["w"] is mine
+    assert inner.state == {"lr": 0.5}
+
+
 def test_strided_and_half_and_empty_and_scalar_arrays() -> None:
     source = {
         "strided": np.arange(10.0)[::3],

@@ -25,10 +25,10 @@ def elastic(state: Any, *, min_size: int = 1) -> Elastic:
     """Train in steps that survive the loss of ranks: each is done by all ranks or by none, and repeated after a loss.
 
     `state` is what replicas keep alike: a dict of arrays, or anything with `state_dict` and `load_state_dict`, or a
-    dict of such. All begin with rank 0's. After each step the ranks vote, and when the vote returns the step is committed. A
-    lost peer brings the next generation: the rest go on from the last step that was completed, and whoever is behind,
-    has just joined, or was interrupted while it changed its state, gets it from a peer. With fewer than `min_size`
-    members the job waits. In a job whose membership is fixed the loss is raised.
+    dict of such. All begin with rank 0's. After each step the ranks vote, and when the vote returns the step is
+    committed. A lost peer brings the next generation: the rest go on from the last step that was completed, and whoever
+    is behind, has just joined, or was interrupted while it changed its state, gets it from a peer. With fewer than
+    `min_size` members the job waits. In a job whose membership is fixed the loss is raised.
 
     >>> import gradwire as gw, numpy as np
     >>> weights = {"w": np.zeros(3)}
@@ -170,12 +170,17 @@ class Elastic:
 
 
 class Step:
-    """One step: `with step:` around its body. `index` counts from 0, and the step itself can be used as that number."""
+    """One step: `with step:` around its body. `index` counts from 0, and the step itself can be used as that number.
+
+    `committed` is true afterwards if this very pass through the body counted: the others have done the step too. After a
+    loss it is false, and the step comes again, unless a survivor had completed it.
+    """
 
     def __init__(self, run: Elastic, index: int) -> None:
         self._run = run
         self.index = index
         self.ended = False
+        self.committed = False
 
     def __index__(self) -> int:
         return self.index
@@ -194,6 +199,7 @@ class Step:
         self.ended = True
         if error is None:
             self._run._end(self.index)
+            self.committed = self._run.committed >= self.index
             return False
         if isinstance(error, Broken):
             try:

@@ -72,12 +72,12 @@ def memory_for(skeleton: bytes) -> list[Array]:
 def _opened(state: Any) -> Any:
     """The state with everything stateful replaced by what it says of itself."""
     if isinstance(state, Mapping):
-        return {key: value.state_dict() if _is_stateful(value) else value for key, value in state.items()}
-    return state.state_dict()
+        return {key: _opened(value) for key, value in state.items()}
+    return state.state_dict() if _is_stateful(state) else state
 
 
 def _is_stateful(value: Any) -> bool:
-    return isinstance(value, Stateful) and not isinstance(value, SupportsDLPack)
+    return isinstance(value, Stateful) and not isinstance(value, (SupportsDLPack, Mapping))
 
 
 def _pack(value: Any, leaves: list[Array], path: str) -> Any:
@@ -148,15 +148,15 @@ def _in_library(array: Array, library: str) -> Any:
 
 
 def _restore(state: Any, found: Any) -> None:
-    if not isinstance(state, MutableMapping):
+    if _is_stateful(state):
         state.load_state_dict(found)
         return
     for key in [key for key in state if key not in found]:
         del state[key]
     for key, value in found.items():
         known: Any = state.get(key)
-        if _is_stateful(known):
-            known.load_state_dict(value)
+        if _is_stateful(known) or (isinstance(known, MutableMapping) and isinstance(value, dict)):
+            _restore(known, value)
         elif not _written(known, value):
             state[key] = value
 
