@@ -10,7 +10,7 @@ Data-parallel training in NumPy, nothing hidden: every rank holds the whole netw
 batch; the gradients are summed over the ranks, so that every rank takes the same step. A mean weighted by samples needs
 no special case: sum the gradients *and* the number of samples, then divide. So uneven batches come out right, too.
 
-A step is committed when all ranks have done it. If one dies, the others notice, do the interrupted step again, and share
+A step is committed when all ranks have done it. If one dies, the others notice, do the interrupted step again and share
 out the same global batches among fewer; a worker that comes instead of the lost one gets the state from a peer.
 
 At the end the ranks compare digests of their weights, and rank 0 trains once more, alone, on the same global batches.

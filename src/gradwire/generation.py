@@ -223,7 +223,8 @@ class Generation:
             pause = min(self.control.tick(now), self._tell_deaths(now))
             if self._ending:
                 give_up_at = give_up_at or now + GOODBYE_SECONDS
-                if now >= give_up_at or not any(outbox.waiting for outbox in self._served()):
+                lost = self.unreachable()  # and would not hear a goodbye
+                if now >= give_up_at or not any(box.waiting for box in self._served() if box.link.peer not in lost):
                     return
                 pause = min(pause, give_up_at - now)
             readers = [reader for reader in self._readers if self._may_read(reader)]

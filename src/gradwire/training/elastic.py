@@ -80,6 +80,8 @@ class Elastic:
 
     def _end(self, index: int) -> None:
         """The body of a step has ended here: take the vote, and let in who waits."""
+        if self.group._closed:  # the program has left
+            return
         self._completed, self._completed_in = index, self.group.generation
         self.digest = self._state.digest()
         self._go_on(self._vote)
@@ -172,7 +174,7 @@ class Elastic:
 class Step:
     """One step: `with step:` around its body. `index` counts from 0, and the step itself can be used as that number.
 
-    `committed` is true afterwards if this very pass through the body counted: the others have done the step too. After a
+    `committed` is true afterwards if this very pass through the body counted: all ranks have done the step. After a
     loss it is false, and the step comes again, unless a survivor had completed it.
     """
 
