@@ -16,6 +16,7 @@ from gradwire import config, errors
 # A name that is added here is a promise; one that is taken away breaks somebody's program.
 EXPECTED = {
     # starting
+    "elastic",
     "init",
     "launch",
     "local_group",
@@ -35,6 +36,7 @@ EXPECTED = {
     "Closed",
     "CollectiveMismatch",
     "ConfigError",
+    "Elastic",
     "GradwireError",
     "InvalidRank",
     "InvalidSize",
@@ -44,6 +46,7 @@ EXPECTED = {
     "Refused",
     "SizeMismatch",
     "StateLost",
+    "Step",
     "Timeout",
     "TransportError",
     "UnsupportedOp",

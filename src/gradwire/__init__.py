@@ -22,11 +22,14 @@ The layers, each importing only from those above it:
     exchange        runs a group's operations in its one order
     post            send, recv and what is made of them
     group           what users call
+    lifetime        what begins and ends with this process
     agreement       what ranks settle before the first call
     membership      the rendezvous of a job's processes
     environments    one small file for each way of being started
+    address         addresses as users write them
     config          who am I, where is the coordinator
-    job             init, and what ends with the process
+    seat            a process's place in one generation after another
+    job             init
     launch          starting and supervising processes
     training        what keeps replicas in step beyond the all-reduce
     bench           `gradwire bench`: the collectives measured, in turns with other engines
@@ -60,6 +63,7 @@ from gradwire.group import Capabilities, Group
 from gradwire.job import init, local_group, loopback_pair
 from gradwire.launch.function import launch
 from gradwire.topology import Topology
+from gradwire.training.elastic import Elastic, Step, elastic
 from gradwire.training.sampler import Sampler
 from gradwire.work import Stream, Work
 
@@ -73,6 +77,7 @@ __all__ = [
     "Closed",
     "CollectiveMismatch",
     "ConfigError",
+    "Elastic",
     "GradwireError",
     "Group",
     "InvalidRank",
@@ -84,6 +89,7 @@ __all__ = [
     "Sampler",
     "SizeMismatch",
     "StateLost",
+    "Step",
     "Stream",
     "Timeout",
     "Topology",
@@ -92,6 +98,7 @@ __all__ = [
     "Work",
     "WorkerFailed",
     "__version__",
+    "elastic",
     "init",
     "launch",
     "local_group",

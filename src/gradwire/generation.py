@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from gradwire.collectives import DEFAULTS
 from gradwire.errors import Closed, CollectiveMismatch, GradwireError, NoConnection
@@ -64,9 +65,14 @@ class Identity:
 class Generation:
     """This rank's part in one membership."""
 
-    def __init__(self, identity: Identity, transport: Transport) -> None:
+    def __init__(self, identity: Identity, transport: Transport, member_ids: tuple[str, ...] = ()) -> None:
         self.identity = identity
         self.transport = transport
+        self.member_ids = member_ids  # by rank, for the coordinator
+        self.succeed: Callable[[Generation, float], Any] | None = None  # makes the next generation's group
+        self.news: Callable[[], Any] = lambda: None  # what the coordinator last told: who waits to join
+        self.succession = threading.Lock()
+        self.successor: Any = None
         self.alarm = transport.bell()  # rings for good when the generation breaks or is closed
         self.closed = False
         self._halts: list[Callable[[], None]] = []
@@ -217,7 +223,8 @@ class Generation:
             pause = min(self.control.tick(now), self._tell_deaths(now))
             if self._ending:
                 give_up_at = give_up_at or now + GOODBYE_SECONDS
-                if now >= give_up_at or not any(outbox.waiting for outbox in self._served()):
+                lost = self.unreachable()  # and would not hear a goodbye
+                if now >= give_up_at or not any(box.waiting for box in self._served() if box.link.peer not in lost):
                     return
                 pause = min(pause, give_up_at - now)
             readers = [reader for reader in self._readers if self._may_read(reader)]
@@ -293,6 +300,10 @@ class Generation:
         if left is None or time.monotonic() - left < LAST_WORDS_SECONDS:
             return False
         return not any(reader.link.channel == MESSAGE_CHANNEL and reader.link.peer == peer for reader in self._readers)
+
+    def unreachable(self) -> set[int]:
+        """The world ranks that this rank itself, and not only by hearsay, found to be lost."""
+        return self.control.found_lost()
 
     def on_halt(self, halt: Callable[[], None]) -> None:
         """Call this when the generation breaks or ends: from then on calls have to look at what happened."""
