@@ -59,6 +59,7 @@ class Roster:
         self.members: tuple[Member, ...] = ()
         self.out: dict[str, Cause] = {}
         self.back: dict[str, Place] = {}
+        self.over = False  # somebody has come back: for the present generation that is the end
         self.line: dict[str, Place] = {}
         self.arrived = 0.0  # when somebody last came
         self.stirred = 0.0  # when somebody last came or went who matters to the next generation
@@ -127,9 +128,9 @@ class Roster:
             place = places[name] = Place(claim, now, complaints=complaints)
             self.arrived = now
             self._stir(places)
-            self.note(
-                "came", name, f"{claim.member} has come" + (" back" if places is self.back else ""), lasting=False
-            )
+            back = places is self.back
+            self.note("came", name, f"{claim.member} has come{' back' if back else ''}", lasting=back and not self.over)
+            self.over = self.over or back
         elif place.claim.session != claim.session or place.claim.sequence <= claim.sequence:
             if place.complaints != complaints:
                 self._stir(places)
@@ -208,7 +209,7 @@ class Roster:
         """The next generation: these, from back and line, in this order. Who is not among them stays in line."""
         places = {name: self.back.get(name) or self.line[name] for name in order}
         self.generation += 1
-        self.seats, self.out = {}, {}
+        self.seats, self.out, self.over = {}, {}, False
         for rank, (name, place) in enumerate(places.items()):
             claim = place.claim
             member = replace(claim.member, rank=rank)
@@ -229,6 +230,7 @@ class Roster:
             "generation": self.generation,
             "members": [_to_json(seat) for seat in self.seats.values()],
             "out": dict(self.out),
+            "over": self.over,
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
@@ -236,7 +238,7 @@ class Roster:
         self.generation = snapshot["generation"]
         self.seats = {fields["id"]: _from_json(fields, now) for fields in snapshot["members"]}
         self.members = tuple(seat.member for seat in self.seats.values())
-        self.out = dict(snapshot["out"])
+        self.out, self.over = dict(snapshot["out"]), snapshot["over"]
         self.arrived = self.stirred = now
 
     def _waiting(self) -> Iterator[tuple[str, Place]]:
