@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 CONTROL, DATA, STATE = 1, 2, 3  # channels
 CONNECT_SECONDS = 5.0  # in which all members of a generation must have found each other
+FAIR_SECONDS = 1.0  # without an answer, before that can be held against anybody
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +75,12 @@ class Rank:
         while missing := self._missing():
             yield from self.calls.check("init")
             if self.worker.now >= deadline:
-                raise self._not_found(missing[0], "did not connect in time")
+                met = missing[0] in self.links[CONTROL]  # then its lifeline tells whether it can be reached
+                raise self._not_found(missing[0], "did not connect in time", accused=not met)
             if self.worker.now >= look_at:
                 look_at = self.worker.now + EXPECTED_SECONDS
-                if self.worker.world.refuses(self.ids[missing[0]]):
-                    raise self._not_found(missing[0], "has registered and then ended")
+                if not self.worker.world.listens(self.assembly.members[missing[0]]):
+                    raise self._not_found(missing[0], "has registered and then ended", accused=False)
             yield 0.1
 
     def _missing(self) -> list[int]:
@@ -96,7 +98,7 @@ class Rank:
                     welcome = end.take()
                 except LinkClosed:
                     if now - since > REFUSING_SECONDS or now >= deadline:
-                        raise self._not_found(peer, "does not answer") from None
+                        raise self._not_found(peer, "does not listen any more", accused=False) from None
                     yield RETRY_SECONDS
                     calling[peer] = (self._call(peer, channel), since)
                     continue
@@ -104,7 +106,7 @@ class Rank:
                     del calling[peer]
                     self._adopt(peer, channel, end)
                 elif now >= deadline:
-                    raise self._not_found(peer, "does not answer")
+                    raise self._not_found(peer, "does not answer", accused=now - since >= FAIR_SECONDS)
             yield from self.calls.check("init")
             if calling:
                 yield 0.1
@@ -122,8 +124,10 @@ class Rank:
         self._ends.append(end)
         return end
 
-    def _not_found(self, peer: int, why: str) -> NoConnection:
-        self._unreachable.add(peer)
+    def _not_found(self, peer: int, why: str, accused: bool = True) -> NoConnection:
+        """Whoever closed its door is dead, or has gone on: that is for others to find out. Silence is a complaint."""
+        if accused:
+            self._unreachable.add(peer)
         return NoConnection(f"rank {peer}, {self.ids[peer]}, {why}", peer=peer)
 
     def welcome(self, hello: Hello, end: End) -> None:

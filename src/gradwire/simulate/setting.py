@@ -26,6 +26,7 @@ class Setting:
     lease: float = 10.0
     settle: float = 0.1
     step_seconds: float = 0.3
+    transfer_seconds: float = 0.0  # that handing the state over takes
     spoiling: int = 8  # of so many steps in a row each rank has one whose body works in place
     reducing: str = "ring"
     voting: str = "tree"
@@ -63,6 +64,7 @@ def draw_setting(random: Random, members: int | None = None) -> Setting:
         lease=random.choice((6.0, 10.0)),
         settle=0.1,
         step_seconds=random.choice((0.1, 0.3, 0.6)),
+        transfer_seconds=random.choice((0.0, 0.2, 1.0)),
         spoiling=random.choice((8, 16)),
         reducing=random.choice(algorithms("all_reduce")),
         voting=random.choice(algorithms("all_reduce")),

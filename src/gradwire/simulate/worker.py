@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 STANDING_BYTES = 160
 LEASE_BEAT = 1.0
+CHUNK = 16  # bytes of state
 
 
 class Worker(Process):
@@ -51,7 +52,7 @@ class Worker(Process):
         self._random = random
         self._wish = wish
         self._lost: tuple[str, ...] = ()
-        self._address = ""
+        self.address = ""
         self._attempts = 0
         self._session = random.randbytes(16)
         self._knocks: list[tuple[Hello, End]] = []
@@ -100,7 +101,7 @@ class Worker(Process):
     def _register(self) -> Program:
         """Ask the coordinator until it has a generation for this member."""
         self._attempts += 1
-        self._address = f"{self.name}:{self._attempts}"
+        self.address = f"{self.name}:{self._attempts}"
         first = self.generation == 0
         size = self.world.setting.start if first and self._wish is not None else None
         self.world.note(self, "registers after generation %d, lost %s", self.generation, self._lost)
@@ -121,7 +122,7 @@ class Worker(Process):
 
     def _member(self) -> Member:
         wish = self._wish if self.generation == 0 else None
-        return Member(self.name, wish, self.host, self.host, 1, self._address)
+        return Member(self.name, wish, self.host, self.host, 1, self.address)
 
     def _settle(self, rank: Rank) -> Program:
         """Tell where this member stands, hear where the others do, and pull the state if it is not the latest."""
@@ -165,11 +166,13 @@ class Worker(Process):
             yield from rank.calls.check("transfer")
             yield None
         data = self.state.tobytes()
-        try:
-            for begin in range(0, len(data), 16):
-                rank.links[STATE][taker].send([data[begin : begin + 16]])
-        except LinkClosed:
-            yield from rank.calls.find_out(taker, "transfer")
+        for begin in range(0, len(data), CHUNK):
+            yield from self._compute(self.world.setting.transfer_seconds * CHUNK / len(data))
+            yield from rank.calls.check("transfer")
+            try:
+                rank.links[STATE][taker].send([data[begin : begin + CHUNK]])
+            except LinkClosed:
+                yield from rank.calls.find_out(taker, "transfer")
 
     def _train(self, rank: Rank) -> Program:
         """Steps, until members join or this one leaves."""
@@ -226,7 +229,7 @@ class Worker(Process):
             self.do(lambda: self._open(hello, end))
 
     def _open(self, hello: Hello, end: End) -> None:
-        if hello.address != self._address:  # a door of an earlier generation, closed since
+        if hello.address != self.address:  # a door of an earlier generation, closed since
             end.close()
         elif self.rank is None:
             self._knocks.append((hello, end))

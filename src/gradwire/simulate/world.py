@@ -17,6 +17,7 @@ from typing import NoReturn, get_args
 import numpy as np
 
 from gradwire.errors import StateLost
+from gradwire.membership import Member
 from gradwire.membership.answers import Cause, Change
 from gradwire.simulate import faults
 from gradwire.simulate.coordinator import Coordinator
@@ -30,7 +31,7 @@ from gradwire.simulate.worker import Worker
 
 KEPT = 400  # lines of history
 LINGER = 20.0  # seconds after a fault in which it may still be the cause of something
-PATIENCE = 90.0  # seconds after the last fault in which the job must go on
+PATIENCE = 150.0  # seconds after the last fault in which the job must go on
 STEPS_AFTER = 3  # committed after the last fault, and the job has gone on
 ENDLESS = 2_000_000  # events: something goes round in circles
 
@@ -125,10 +126,10 @@ class World:
     def worker(self, name: str) -> Worker:
         return self._by_name[name]
 
-    def refuses(self, name: str) -> bool:
-        """Whether it is certain that nobody listens any more where this member did."""
-        worker = self._by_name[name]
-        return not worker.alive and worker.host in self.hosts
+    def listens(self, member: Member) -> bool:
+        """False if it is certain that nobody listens any more where this member did; no answer is no proof."""
+        worker = self._by_name[member.id]
+        return worker.host not in self.hosts or (worker.alive and worker.address == member.address)
 
     def launchers_of(self, names: list[str]) -> list[str]:
         hosts = {self._by_name[name].host for name in names}
@@ -254,6 +255,8 @@ class World:
             self.ending = "too few"
         elif all(worker.leaving for worker in self.workers):
             self.ending = "all left"
+        elif not any(worker.name in self.ledger.generations.get(self._formed, ()) for worker in self.workers):
+            self.ending = "a whole generation died"  # and nobody can know that it is not just out of sight
         else:
             waits = [f"{worker.name} in {worker.generation}: {worker.waiting or 'at work'}" for worker in self.workers]
             self.fail(f"no step was committed for {PATIENCE:g} s after the last fault: {'; '.join(waits)}")
