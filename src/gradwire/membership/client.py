@@ -14,26 +14,28 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from gradwire.errors import InvalidSize, NoConnection, Refused, Timeout
+from gradwire.membership.answers import CheckpointStatus, Claim, News
 from gradwire.membership.conversation import BYTES_PER_MEMBER, PATIENCE, Conversation
+from gradwire.membership.entry import LARGEST_JOB
 from gradwire.membership.members import Assembly, Member, named
 from gradwire.membership.messages import (
+    SESSION,
     M,
     Malformed,
     assembly_from_wire,
     checkpoint_from_wire,
-    heartbeat_to_wire,
+    claim_to_wire,
     member_to_wire,
     news_from_wire,
     parse,
 )
-from gradwire.membership.state import LARGEST_JOB, CheckpointStatus, News
 from gradwire.membership.v1 import gradwire_pb2 as pb
 from gradwire.security.admission import printable
 
 log = logging.getLogger("gradwire.membership")
 
 _TELL_AFTER = 5.0  # seconds of waiting that are worth a line in the log
-_SESSION = 16
+_MOST_LOST = 1024  # members that one can complain of; the leases of others, if lost, run out
 
 # By process and id: the session under which this process registered, which later generations are asked for under too.
 _sessions: dict[tuple[int, str], bytes] = {}
@@ -62,14 +64,8 @@ def register(
     """
     if size is not None and size < 1:
         raise InvalidSize(f"a job has at least one rank, not {size}")
-    request = pb.RegisterWorkerRequest(
-        member=member_to_wire(member),
-        size=size or 0,
-        job=job or "",
-        generation=generation,
-        lost=lost,
-        session=_session(member.id, generation),
-    )
+    session = _session(member.id, generation)
+    request = claim_to_wire(Claim(member, size, job, session, generation=generation, lost=tuple(lost)[:_MOST_LOST]))
     room = BYTES_PER_MEMBER * ((size or LARGEST_JOB) + 64)
     with Conversation(address, secret, timeout, credentials=credentials, largest_reply=room) as coordinator:
         try:
@@ -83,9 +79,7 @@ def register(
             raise
 
 
-def unregister(
-    address: str, member: Member, *, secret: bytes, timeout: float = 5.0, credentials: Any = None
-) -> bool:
+def unregister(address: str, member: Member, *, secret: bytes, timeout: float = 5.0, credentials: Any = None) -> bool:
     """Take leave; False if the coordinator knows no such member."""
     with Conversation(address, secret, timeout, credentials=credentials) as coordinator:
         return _unregister(coordinator, member)
@@ -101,7 +95,7 @@ def heartbeat(
     credentials: Any = None,
 ) -> News:
     """Say that the members `ids` live and those in `gone` do not, and hear what all should know."""
-    request = heartbeat_to_wire(ids, gone)
+    request = pb.HeartbeatRequest(ids=ids, gone=gone)
     with Conversation(address, secret, timeout, credentials=credentials) as coordinator:
         reply = _answer(coordinator, pb.News, "Heartbeat", request.SerializeToString())
     return news_from_wire(reply)
@@ -117,7 +111,7 @@ def start_checkpoint(
 def end_checkpoint(
     address: str, id: str, epoch: int, *, secret: bytes, timeout: float = 5.0, credentials: Any = None
 ) -> CheckpointStatus:
-    """Report that this member's part of the checkpoint is saved. May be repeated, to learn whether all have reported."""
+    """Report that this member's part is saved. May be repeated, to learn whether all have reported."""
     return _checkpoint("EndCheckpoint", address, id, epoch, secret, timeout, credentials)
 
 
@@ -138,7 +132,7 @@ def _checkpoint(
 def _session(id: str, generation: int) -> bytes:
     key = (os.getpid(), id)
     if generation == 0 or key not in _sessions:
-        _sessions[key] = secrets.token_bytes(_SESSION)
+        _sessions[key] = secrets.token_bytes(SESSION)
     return _sessions[key]
 
 

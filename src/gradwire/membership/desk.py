@@ -65,7 +65,7 @@ class Desk(rpc.MembershipServicer):
         seal: CoordinatorSeal,
         *,
         journal: Record | None = None,
-        vouched: Callable[[Any, str], str | None] = lambda context, id: None,
+        vouched: Callable[[Any, str], str | None] = lambda context, name: None,
         failed: Callable[[JournalError], None] = lambda error: None,
     ) -> None:
         """`vouched` tells why a caller may not speak for a member; `failed` hears that the journal cannot be written,
@@ -180,8 +180,8 @@ class Desk(rpc.MembershipServicer):
             _abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
     def _check(self, context: Any, ids: Iterable[str]) -> None:
-        for id in ids:
-            reason = self._vouched(context, id)
+        for name in ids:
+            reason = self._vouched(context, name)
             if reason is not None:
                 _abort(context, grpc.StatusCode.PERMISSION_DENIED, reason)
 
@@ -268,11 +268,13 @@ class Desk(rpc.MembershipServicer):
     def _listen(self, context: Any) -> _Listened:
         stream = _Listened(context)
         with self._lock:
-            if sum(not other.proven for other in self._streams) < STRANGERS:
+            strangers = sum(not other.proven for other in self._streams)
+            if strangers < STRANGERS:
                 self._streams.add(stream)
                 self._stirred.notify_all()
-                return stream
-        _abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "too many streams begin at once")
+        if strangers >= STRANGERS:
+            _abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "too many streams begin at once")
+        return stream
 
     def _prove(self, stream: _Listened, context: Any) -> None:
         if stream.proven:

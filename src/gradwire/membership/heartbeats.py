@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from gradwire.errors import GradwireError, NoConnection
+from gradwire.membership.answers import News
 from gradwire.membership.conversation import Conversation, pauses_between_tries
 from gradwire.membership.messages import Malformed, news_from_wire, parse
 from gradwire.membership.quiet import grpc
-from gradwire.membership.state import News
 from gradwire.membership.v1 import gradwire_pb2 as pb
 
 log = logging.getLogger("gradwire.membership")
@@ -65,9 +65,9 @@ class Heartbeats:
     def gone(self, ids: Iterable[str]) -> None:
         """The processes of these members have ended: said at once, and again until the coordinator has heard it."""
         with self._changed:
-            for id in ids:
-                self._ids.pop(id, None)
-                self._gone[id] = None
+            for name in ids:
+                self._ids.pop(name, None)
+                self._gone[name] = None
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -129,8 +129,8 @@ class Heartbeats:
             except Malformed as error:
                 raise NoConnection(f"the coordinator at {self._address} answers in another version") from error
             with self._changed:
-                for id in gone:
-                    del self._gone[id]
+                for name in gone:
+                    del self._gone[name]
             yield news
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._gone, self._interval)

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from gradwire.errors import GradwireError
+from gradwire.membership.answers import News
 from gradwire.membership.client import heartbeat
 from gradwire.membership.heartbeats import INTERVAL
-from gradwire.membership.state import News
 
 log = logging.getLogger("gradwire.membership")
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
+from gradwire.membership.answers import CheckpointStatus, Claim, News, Outcome, Refusal, Waiting
 from gradwire.membership.members import Assembly, Member
-from gradwire.membership.state import CheckpointStatus, News, Outcome, Refusal, Waiting
 from gradwire.membership.v1 import gradwire_pb2 as pb
 
 _LISTED = 64  # missing ranks and members that a reply names; a count tells of the rest
+
+SESSION = 16  # bytes
 
 M = TypeVar("M", bound=Message)
 
@@ -45,6 +46,31 @@ def member_from_wire(message: pb.Member) -> Member:
     return Member(message.id, rank, message.host, message.hostname, message.pid, message.address)
 
 
+def claim_to_wire(claim: Claim) -> pb.RegisterWorkerRequest:
+    return pb.RegisterWorkerRequest(
+        member=member_to_wire(claim.member),
+        size=claim.size or 0,
+        job=claim.job or "",
+        generation=claim.generation,
+        lost=claim.lost,
+        session=claim.session,
+    )
+
+
+def claim_from_wire(message: pb.RegisterWorkerRequest, sequence: int) -> Claim:
+    if len(message.session) != SESSION:
+        raise Malformed(f"a session is {SESSION} bytes, not {len(message.session)}")
+    return Claim(
+        member=member_from_wire(message.member),
+        size=message.size or None,
+        job=message.job or None,
+        session=message.session,
+        sequence=sequence,
+        generation=message.generation,
+        lost=tuple(message.lost),
+    )
+
+
 def outcome_to_wire(outcome: Outcome, again_after: float) -> pb.RegisterWorkerReply:
     reply = pb.RegisterWorkerReply()
     if isinstance(outcome, Waiting):
@@ -70,19 +96,19 @@ def assembly_from_wire(message: pb.Assembly) -> Assembly:
     return Assembly(message.job, message.generation, message.rank, members, message.run)
 
 
-def heartbeat_to_wire(ids: Iterable[str], gone: Iterable[str] = ()) -> pb.HeartbeatRequest:
-    return pb.HeartbeatRequest(ids=ids, gone=gone)
-
-
 def news_to_wire(news: News) -> pb.News:
     return pb.News(
-        generation=news.generation, joiners=news.joiners, evicted=news.evicted, checkpoint=news.checkpoint
+        generation=news.generation,
+        joiners=news.joiners,
+        evicted=news.evicted,
+        checkpoint=news.checkpoint,
+        over=news.over,
     )
 
 
 def news_from_wire(message: pb.News) -> News:
     checkpoint = message.checkpoint if message.HasField("checkpoint") else None
-    return News(message.generation, message.joiners, tuple(message.evicted), checkpoint)
+    return News(message.generation, message.joiners, tuple(message.evicted), checkpoint, message.over)
 
 
 def checkpoint_to_wire(outcome: CheckpointStatus | Refusal) -> pb.CheckpointReply:
