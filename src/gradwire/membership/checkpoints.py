@@ -2,75 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from gradwire.membership.answers import CheckpointStatus, Refusal
 
+Alive = Callable[[str], bool]
+
 
 class Checkpoints:
-    """One checkpoint at a time. Those who were at work when it began take part; whoever is lost is not waited for."""
+    """One checkpoint at a time. Those who are at work when it begins take part; whoever is lost is not waited for."""
 
     def __init__(self) -> None:
         self.epoch: int | None = None  # of the one that is under way
         self.last: int | None = None  # the last complete one
-        self._parts: tuple[str, ...] = ()  # in rank order
-        self._reported: set[str] = set()
+        self._left: dict[str, None] = {}  # who takes part and has not reported, in rank order
+        self._reported = False  # whether anybody has
 
-    def begin(self, epoch: int, live: Collection[str]) -> CheckpointStatus | Refusal:
-        """Begin the checkpoint of `epoch`; whoever comes second finds it begun."""
-        if epoch < 0:
-            return Refusal(f"an epoch is not negative, as {epoch} is")
-        if self.epoch is None and (self.last is None or epoch > self.last):
-            self.epoch, self._parts, self._reported = epoch, tuple(live), set()
-        return self.status(epoch, live)
+    def begin(self, epoch: int, parts: Iterable[str]) -> bool:
+        """Begin the checkpoint of `epoch`; False if it has begun already, or cannot begin."""
+        if self.epoch is not None or epoch <= (-1 if self.last is None else self.last):
+            return False
+        self.epoch, self._left, self._reported = epoch, dict.fromkeys(parts), False
+        return True
 
-    def report(self, epoch: int, name: str, live: Collection[str]) -> CheckpointStatus | Refusal:
-        """`name` has written its part."""
-        if epoch == self.epoch:
-            self._reported.add(name)
-            self.settle(live)
-        return self.status(epoch, live)
+    def report(self, epoch: int, name: str) -> bool:
+        """`name` has written its part; False if that is no news."""
+        if epoch != self.epoch or name not in self._left:
+            return False
+        del self._left[name]
+        self._reported = True
+        return True
 
-    def settle(self, live: Collection[str]) -> bool:
+    def settle(self, alive: Alive) -> bool:
         """Close the checkpoint if nobody is waited for any more; True if it is complete now.
 
-        If all who took part were lost before any reported, there is no such checkpoint.
+        If all who took part were lost before any of them reported, there is no such checkpoint.
         """
-        if self.epoch is None or self._waiting_for(live):
+        if self.epoch is None or any(map(alive, self._left)):
             return False
-        complete = bool(self._reported)
-        if complete:
+        if self._reported:
             self.last = self.epoch
-        self.epoch = None
-        return complete
+        self.epoch, self._left = None, {}
+        return self._reported
 
-    def status(self, epoch: int, live: Collection[str]) -> CheckpointStatus | Refusal:
+    def status(self, epoch: int, alive: Alive) -> CheckpointStatus | Refusal:
+        """How far the checkpoint of `epoch` is, or why there is none."""
+        waiting_for = tuple(filter(alive, self._left))
         if epoch == self.epoch:
-            return CheckpointStatus(epoch, self._waiting_for(live), complete=False)
+            return CheckpointStatus(epoch, waiting_for, complete=False)
         if epoch == self.last:
             return CheckpointStatus(epoch, (), complete=True)
         if self.epoch is not None:
-            waiting = ", ".join(self._waiting_for(live)[:4])
-            return Refusal(f"the checkpoint of epoch {self.epoch} is under way, and waits for {waiting}")
-        if self.last is not None and epoch < self.last:
-            return Refusal(f"the checkpoint of epoch {epoch} is over: the last one is of epoch {self.last}")
-        return Refusal(f"no checkpoint of epoch {epoch} has begun")
-
-    def _waiting_for(self, live: Collection[str]) -> tuple[str, ...]:
-        return tuple(name for name in self._parts if name in live and name not in self._reported)
+            names = ", ".join(waiting_for[:4])
+            return Refusal(f"the checkpoint of epoch {self.epoch} is under way, and waits for {names}")
+        last = "" if self.last is None else f"; the last one is of epoch {self.last}"
+        return Refusal(f"there is no checkpoint of epoch {epoch}{last}")
 
     def snapshot(self) -> dict[str, Any]:
-        return {
-            "epoch": self.epoch,
-            "last": self.last,
-            "parts": list(self._parts),
-            "reported": sorted(self._reported),
-        }
+        return {"epoch": self.epoch, "last": self.last, "left": list(self._left), "reported": self._reported}
 
     @classmethod
     def restore(cls, snapshot: Mapping[str, Any]) -> Checkpoints:
         checkpoints = cls()
         checkpoints.epoch, checkpoints.last = snapshot["epoch"], snapshot["last"]
-        checkpoints._parts, checkpoints._reported = tuple(snapshot["parts"]), set(snapshot["reported"])
+        checkpoints._left, checkpoints._reported = dict.fromkeys(snapshot["left"]), snapshot["reported"]
         return checkpoints
