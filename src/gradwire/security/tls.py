@@ -27,7 +27,7 @@ from gradwire.security.identity import Identity, covers, only, parse
 if TYPE_CHECKING:
     from cryptography import x509
 
-__all__ = ["CA", "CERT", "KEY", "Credentials", "covers", "identity_of", "names_of"]
+__all__ = ["CA", "CERT", "KEY", "Credentials", "covers", "explain", "identity_of"]
 
 log = logging.getLogger("gradwire.security")
 
@@ -128,6 +128,20 @@ class Credentials:
         """Instead of the host's name, the server's certificate must carry the name of the job's coordinator."""
         return [("grpc.ssl_target_name_override", certificates.coordinator_name(self.job))]
 
+    @staticmethod
+    def names_of(auth_context: Mapping[str, Any]) -> tuple[str, ...]:
+        """Whom a gRPC caller's certificate speaks for (`context.auth_context()`): one identity, or none."""
+        try:
+            return (str(only(name.decode() for name in auth_context.get("x509_subject_alternative_name", ()))),)
+        except ValueError:
+            return ()
+
+    def caller_refusal(self, auth_context: Mapping[str, Any], member_id: str) -> str | None:
+        """Why a gRPC caller cannot speak for this member; None if it can."""
+        for identity in self.names_of(auth_context):
+            return self.refusal(identity, member_id)
+        return "its certificate is for no member of a gradwire job"
+
     # -- the files ----------------------------------------------------------------------------------------------------
 
     def _fresh(self) -> _Loaded:
@@ -167,12 +181,28 @@ def identity_of(der: bytes) -> str:
     return str(certificates.identity_of(der))
 
 
-def names_of(auth_context: Mapping[str, Any]) -> str | None:
-    """The identity of a gRPC caller, from `context.auth_context()`; None for one without a certificate of ours."""
-    try:
-        return str(only(name.decode() for name in auth_context.get("x509_subject_alternative_name", ())))
-    except ValueError:
-        return None
+def explain(error: ssl.SSLError) -> str:
+    """What went wrong between two sides of TLS, as the side that found it tells it."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not accepted: {error.verify_message}"
+    reason = error.reason or str(error)
+    _, alert, words = reason.partition("_ALERT_")
+    if alert:
+        return f"it does not accept this side: {_words(words)}"
+    if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
+        return "it has shown no certificate"
+    return f"TLS failed: {_words(reason)}"
+
+
+def _words(constant: str) -> str:
+    """OpenSSL's name of a reason as people write it, with what it does not say."""
+    known = {
+        "UNKNOWN_CA": "its authority did not sign the certificate",
+        "BAD_CERTIFICATE": "the certificate is not sound",
+        "UNSUPPORTED_PROTOCOL": "it offers nothing newer than TLS 1.1",
+        "PROTOCOL_VERSION": "it wants a newer version of TLS",
+    }
+    return known.get(constant, constant.replace("_", " ").lower())
 
 
 def _context(side: ssl._SSLMethod, ca: bytes, files: Credentials) -> ssl.SSLContext:
