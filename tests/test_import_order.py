@@ -45,6 +45,7 @@ LAYERS = [
     "address",
     "config",
     "seat",
+    "threads",
     "job",
     "launch",
     "training",

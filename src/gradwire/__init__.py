@@ -29,7 +29,8 @@ The layers, each importing only from those above it:
     address         addresses as users write them
     config          who am I, where is the coordinator
     seat            a process's place in one generation after another
-    job             init
+    threads         ranks as threads of one process
+    job             init, local_group
     launch          starting and supervising processes
     training        what keeps replicas in step beyond the all-reduce
     bench           `gradwire bench`: the collectives measured, in turns with other engines
