@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,13 @@ def work(run: gw.Elastic, state: dict[str, Any], dies_at: int | None = None, die
             if step.index == dies_at:
                 raise Left
     return bodies
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def train(group: gw.Group, **fate: Any) -> dict[str, Any]:
@@ -97,10 +106,9 @@ def test_a_joiner_gets_the_state_at_a_vote() -> None:
         for step in run.steps(STEPS):
             with step:
                 state["w"] += run.group.all_reduce(np.full(3, (step.index + 1) / run.group.size)).round(9)
-                if step.index == 2:
+                if step.index == 3:
                     held.set()
-                while step.index == 3 and threads._news().joiners == 0:
-                    pass
+                    wait_until(lambda: threads._news().joiners == 1)
         return {"w": state["w"].tolist(), "is": (run.group.size, run.group.generation), "digest": run.digest}
 
     joiner = threading.Thread(target=join, daemon=True)
