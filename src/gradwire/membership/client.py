@@ -103,6 +103,12 @@ def heartbeat(
     return news_from_wire(reply)
 
 
+def serving(address: str, *, secret: bytes, timeout: float = 5.0, credentials: Credentials | None = None) -> bool:
+    """Whether the coordinator is there, holds the secret, and says that it serves (`grpc.health.v1`)."""
+    with Conversation(address, secret, timeout, credentials=credentials) as coordinator:
+        return coordinator.serving()
+
+
 def start_checkpoint(
     address: str, id: str, epoch: int, *, secret: bytes, timeout: float = 5.0, credentials: Credentials | None = None
 ) -> CheckpointStatus:

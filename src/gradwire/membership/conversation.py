@@ -13,6 +13,7 @@ from typing import Any, Self
 from gradwire.errors import ConfigError, NoConnection, Refused
 from gradwire.membership.addresses import Endpoint, Unresolved, resolve, split
 from gradwire.membership.doorkeeper import told_at
+from gradwire.membership.health import check
 from gradwire.membership.quiet import grpc
 from gradwire.membership.sealing import Unproven, WorkerSeal
 from gradwire.membership.v1 import gradwire_pb2 as pb
@@ -83,6 +84,15 @@ class Conversation:
             if self.left <= 0:
                 raise self._nobody()
             time.sleep(min(next(pauses), max(0.0, self.left)))
+
+    def serving(self) -> bool:
+        """What the standard health check says."""
+        try:
+            self.connect()
+            return check(self._channel, timeout=max(0.1, min(self.left, _SLACK)))
+        except grpc.RpcError as error:
+            self.judge(error)
+            return False
 
     def __enter__(self) -> Self:
         return self
