@@ -127,7 +127,7 @@ class WorkerNode:
         """Enter the next generation; `lost` are the ids of peers that this worker could not reach."""
         self._register(self._present().generation, tuple(lost), waiting)
 
-    def healthy(self) -> bool:
+    def healthy(self, timeout: float = 1.0) -> bool:
         """Whether this worker is in its generation and its coordinator serves (`grpc.health.v1`)."""
         from gradwire.membership import client
 
@@ -137,7 +137,7 @@ class WorkerNode:
         if news is not None and (self.id in news.evicted or news.generation > self.generation):
             return False
         try:
-            return client.serving(self._address, secret=self._secret, credentials=self._credentials)
+            return client.serving(self._address, secret=self._secret, timeout=timeout, credentials=self._credentials)
         except GradwireError:
             return False
 
@@ -167,10 +167,11 @@ class WorkerNode:
                 return status
             if time.monotonic() >= deadline:
                 missing = ", ".join(status.waiting_for)
-                text = (
-                    f"the checkpoint of epoch {epoch} was not complete within {timeout:g} s: {missing} did not report"
+                raise Timeout(
+                    f"the checkpoint of epoch {epoch} was not complete within {timeout:g} s: {missing} did not report",
+                    operation="checkpoint",
+                    seconds=timeout,
                 )
-                raise Timeout(text, operation="checkpoint", seconds=timeout)
             time.sleep(_ASK_AGAIN)
 
     def close(self) -> None:
