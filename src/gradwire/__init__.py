@@ -63,6 +63,7 @@ from gradwire.errors import (
 from gradwire.group import Capabilities, Group
 from gradwire.job import init, local_group, loopback_pair
 from gradwire.launch.function import launch
+from gradwire.membership.worker import WorkerNode
 from gradwire.topology import Topology
 from gradwire.training.elastic import Elastic, Step, elastic
 from gradwire.training.sampler import Sampler
@@ -98,6 +99,7 @@ __all__ = [
     "UnsupportedOp",
     "Work",
     "WorkerFailed",
+    "WorkerNode",
     "__version__",
     "elastic",
     "init",
