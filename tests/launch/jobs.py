@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from gradwire.launch.chaos import Chaos
 from gradwire.launch.output import Output
 from gradwire.launch.rendezvous import Rendezvous
+from gradwire.launch.stage import StaticStage
 from gradwire.launch.supervisor import Outcome, Supervisor
 from gradwire.launch.worker import Task
 
@@ -57,15 +59,16 @@ class Job:
         kill_after: float = LONG,
         environ: Mapping[str, str] | None = None,
         log_dir: Path | None = None,
+        chaos: Chaos | None = None,
     ) -> None:
         self.out, self.err = io.StringIO(), io.StringIO()
         self.rendezvous = nowhere()
         self.supervisor = Supervisor(
             task,
             size,
-            self.rendezvous,
-            output=Output(size, out=self.out, err=self.err, log_dir=log_dir),
-            environ=environ,
+            StaticStage(size, self.rendezvous, environ),
+            chaos=chaos,
+            output=Output(out=self.out, err=self.err, log_dir=log_dir),
             grace=grace,
             kill_after=kill_after,
         )

@@ -79,6 +79,7 @@ def run(
 ) -> None:
     from gradwire.launch import rendezvous
     from gradwire.launch.output import Output
+    from gradwire.launch.stage import StaticStage
     from gradwire.launch.supervisor import Supervisor
     from gradwire.launch.worker import Task
 
@@ -89,10 +90,9 @@ def run(
         keep = log_dir is not None
         if log_dir is None:
             log_dir = Path(tempfile.mkdtemp(prefix=time.strftime("gradwire-%Y%m%d-%H%M%S-")))
-        output = Output(size, log_dir=log_dir)
-        supervisor = Supervisor(
-            task, size, rendezvous.on_this_machine(size), output=output, grace=grace, kill_after=kill_after
-        )
+        output = Output(log_dir=log_dir)
+        stage = StaticStage(size, rendezvous.on_this_machine(size))
+        supervisor = Supervisor(task, size, stage, output=output, grace=grace, kill_after=kill_after)
         with _signals_stop(supervisor), supervisor:
             supervisor.wait()
     except GradwireError as error:

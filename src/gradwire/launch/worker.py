@@ -38,13 +38,17 @@ class Task:
 
 
 class Worker:
-    """A handle: `rank`, `pid`, and `ending` once the process has ended.
+    """A handle: `number` (the rank, where ranks stay), `pid`, and `ending` once the process has ended.
 
     It is reaped only when its whole session is gone, so until then its number cannot mean anybody else.
     """
 
-    def __init__(self, rank: int, task: Task, environ: Mapping[str, str], out: int, err: int) -> None:
-        self.rank = rank
+    def __init__(
+        self, number: int, task: Task, environ: Mapping[str, str], out: int, err: int, noun: str = "rank"
+    ) -> None:
+        self.number = number
+        self.noun = noun
+        self.doom = ""  # what was done to it on purpose, for those who read how it ended
         self.report: Report | None = None
         self.result: bytearray | None = None
         self.exception: bytearray | None = None  # pickled, where the report's exception could be
@@ -120,7 +124,8 @@ class Worker:
             self._listen()
             if status is not None:
                 missing = status == 0 and self._returns and self.result is None
-                self.ending = Ending(self.rank, self.pid, status, now, self._told, self.report, missing)
+                facts = (self.number, self.pid, status, now, self._told, self.report, missing)
+                self.ending = Ending(*facts, noun=self.noun, doom=self.doom)
         if self.ending is not None:
             self._sweep(now - self.ending.time)
 
@@ -150,9 +155,24 @@ class Worker:
             return
         self.gone = True
 
-    def kill(self) -> None:
-        """At once, with all that it started: for a supervisor that cannot go on."""
-        sessions.kill(self.pid)
+    def kill(self, doom: str = "") -> None:
+        """At once, with all that it started; `doom` is what will be said of it."""
+        self.doom = doom
+        if not self.gone:
+            sessions.kill(self.pid)
+
+    def pause(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    @property
+    def name(self) -> str:
+        return f"{self.noun} {self.number}"
+
+    def __str__(self) -> str:
+        return f"{self.name} (pid {self.pid})"
 
     def close(self) -> None:
         """Reap it and close all descriptors; when it is gone."""
