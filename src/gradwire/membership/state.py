@@ -197,13 +197,3 @@ class Rendezvous:
     def _missing(self) -> tuple[int, ...]:
         seats = self._seats()
         return tuple(rank for rank in range(self.size) if rank not in seats)
-
-
-@dataclass(frozen=True, slots=True)
-class News:
-    """What all members should know."""
-
-    generation: int
-    joiners: int = 0
-    evicted: tuple[str, ...] = ()
-    checkpoint: int | None = None
