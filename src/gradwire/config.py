@@ -31,6 +31,8 @@ TRANSPORT = "GRADWIRE_TRANSPORT"
 TIMEOUT = "GRADWIRE_TIMEOUT"
 INSECURE = "GRADWIRE_INSECURE"
 JOB = "GRADWIRE_JOB"
+ELASTIC = "GRADWIRE_ELASTIC"
+MEMBER = "GRADWIRE_MEMBER"
 
 TRANSPORTS = ("auto", "shm", "tcp", "grpc", "mpi")
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")

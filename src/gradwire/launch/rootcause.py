@@ -31,6 +31,11 @@ class Report:
         """False for `sys.exit()`, which is no failure."""
         return self.type != "SystemExit" or self.message not in ("", "None", "0")
 
+    @property
+    def turned_away(self) -> bool:
+        """It asked to be let into a job, and was not."""
+        return self.type in ("gradwire.errors.Refused", "gradwire.errors.NoConnection")
+
     def summary(self) -> str:
         first, *_ = self.message.splitlines() or [""]
         if self.type == "SystemExit":

@@ -27,7 +27,7 @@ from gradwire.launch import rootcause
 from gradwire.launch.chaos import Chaos
 from gradwire.launch.ladder import GRACE, KILL_AFTER, Ladder
 from gradwire.launch.output import Output
-from gradwire.launch.restarts import Restarts, Verdict
+from gradwire.launch.restarts import Fate, Restarts, Verdict
 from gradwire.launch.rootcause import Ending
 from gradwire.launch.sessions import Guard
 from gradwire.launch.stage import Stage
@@ -79,7 +79,7 @@ class Supervisor:
         self.size = size
         self.workers: tuple[Worker, ...] = ()
         self.outcome: Outcome | None = None
-        self.restarts = restarts or Restarts(minimum=size)
+        self.restarts = restarts or Restarts(minimum=size, fixed=True)
         self._task = task
         self._stage = stage
         self._chaos = chaos
@@ -279,22 +279,26 @@ class Supervisor:
         if worker.ending is not None and worker.ending.stopped:
             self.restarts.living.discard(worker.number)
             return
-        failed = worker.has_failed(now)
-        verdict = self.restarts.ended(worker.number, well=not failed)
-        if not failed:
+        end = worker.fate
+        verdict = self.restarts.ended(worker.number, end, worker.failure_time(now))
+        if end is Fate.WELL:
             return
         successor = self._successor(worker) if verdict is Verdict.REPLACE else None
         if successor is None:
             self._unanswered.append(worker)
             verdict = self.restarts.without_it() if verdict is Verdict.REPLACE else verdict
-        self._stage.judged(worker, verdict, successor)
+        if self._given_up_at is None:
+            self._stage.judged(worker, verdict, successor)
         if verdict is Verdict.GIVE_UP:
-            if self._given_up_at is None:
-                self._given_up_at = len(self._unanswered) - 1
-            self._ladder.failed(now)
-            self._end_begins()
+            self._give_up(now)
         elif worker.ending is None:  # it has raised, but a thread holds it
             worker.signal(signal.SIGKILL, now)
+
+    def _give_up(self, now: float) -> None:
+        if self._given_up_at is None:
+            self._given_up_at = len(self._unanswered) - 1
+        self._ladder.failed(now)
+        self._end_begins()
 
     def _successor(self, worker: Worker) -> Worker | None:
         try:
@@ -311,7 +315,8 @@ class Supervisor:
     def _root(self) -> Ending | None:
         """What made the job fail; or, if that was a consequence, what came before it."""
         if self._given_up_at is None:
-            return None
+            spoiled = self.restarts.errors if self._stopped_by is None else []
+            return rootcause.find(end for number in spoiled if (end := self.workers[number].ending) is not None)
         endings = [worker.ending for worker in self._unanswered if worker.ending is not None]
         root = rootcause.find(endings[self._given_up_at :])
         return rootcause.find(endings) if root is None or rootcause.is_consequence(root) else root

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from gradwire.launch import child, sessions
+from gradwire.launch.restarts import Fate
 from gradwire.launch.rootcause import Ending, Report
 
 _LAST_STEPS = 2.0  # seconds from an uncaught exception to the exit, before it counts as hanging
@@ -100,6 +101,18 @@ class Worker:
         if self.ending is not None:
             return self.ending.failed
         return self.report is not None and self.report.fatal and now >= self.report.time + _LAST_STEPS
+
+    @property
+    def fate(self) -> Fate:
+        """Of one that has ended, or has failed."""
+        if self.ending is not None and not self.ending.failed:
+            return Fate.WELL
+        if self.report is not None and self.report.fatal:
+            return Fate.TURNED_AWAY if self.report.turned_away else Fate.ERROR
+        return Fate.LOST if self.ending is not None and self.ending.status < 0 else Fate.ERROR
+
+    def failure_time(self, now: float) -> float:
+        return self.report.time if self.report is not None else now
 
     def signal(self, number: int, now: float) -> None:
         """Tell the worker to stop; SIGKILL is for its whole session."""

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from gradwire.membership.state import News
+from gradwire.membership.answers import News
 
 NEWS = "GRADWIRE_NEWS"
 _CHUNK = 1 << 16
