@@ -38,7 +38,8 @@ class Link(Protocol):
     channel: int
 
     def send(self, buffers: Sequence[Buffer]) -> int:
-        """Take as many bytes as there is room for and say how many."""
+        """Take as many bytes as there is room for and say how many. If that is not all, come back with the rest: what
+        was taken may have to wait for it."""
 
     def receive(self, buffers: Sequence[memoryview]) -> int:
         """Fill the buffers with what has arrived and say how many bytes; 0 if nothing. `LinkClosed` at the end."""
@@ -68,6 +69,8 @@ class Transport(Belonging, Protocol):
 
     name: str
     rank: int
+    encrypted: bool
+    """Whether what is written to the descriptors of links is not what is sent on them."""
     cores: float
     """Usable cores for each rank of this host: a thread may poll before it sleeps where it has one to itself."""
 
