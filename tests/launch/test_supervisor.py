@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -18,32 +16,9 @@ from gradwire.launch.rootcause import describe
 from gradwire.launch.stage import StaticStage
 from gradwire.launch.supervisor import Supervisor
 from gradwire.launch.worker import Task
-from launch.jobs import LONG, Job, NoCoordinator, Watched, eventually, nowhere, run, written
+from launch.jobs import LONG, WAIT, Job, NoCoordinator, Ready, Watched, eventually, nowhere, run, written
 
-WAIT = "import signal\nwhile True: signal.pause()\n"
 RANK = "import os\nrank = int(os.environ['RANK'])\n"
-
-
-class Ready:
-    """A socket on which scripts tell how far they are; `code` is for them, to connect and `say` it."""
-
-    CODE = "import socket\nready = socket.create_connection(('127.0.0.1', {port}))\nsay = ready.sendall\n"
-
-    def __init__(self) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._listener.settimeout(LONG)
-        self.code = self.CODE.format(port=self._listener.getsockname()[1])
-
-    @contextlib.contextmanager
-    def told(self, count: int) -> Iterator[list[str]]:
-        """The first line that each of so many scripts says; the connections close when the block ends."""
-        with contextlib.ExitStack() as stack:
-            connections = [stack.enter_context(self._listener.accept()[0]) for _ in range(count)]
-            files = [stack.enter_context(connection.makefile()) for connection in connections]
-            yield [file.readline().strip() for file in files]
-
-    def close(self) -> None:
-        self._listener.close()
 
 
 @pytest.fixture

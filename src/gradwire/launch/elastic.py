@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from gradwire.launch import environment, sessions
-from gradwire.launch.frozen import PATIENCE, Frozen
+from gradwire.launch import environment, frozen, sessions
+from gradwire.launch.frozen import Frozen
 from gradwire.launch.keeper import Keeper
 from gradwire.launch.restarts import Restarts, Verdict
 from gradwire.launch.rootcause import fate
@@ -58,8 +58,15 @@ class ElasticStage:
     noun = "worker"
 
     def __init__(
-        self, count: int, meeting: Meeting, keeper: Keeper | None = None, environ: Mapping[str, str] | None = None
+        self,
+        count: int,
+        meeting: Meeting,
+        keeper: Keeper | None = None,
+        *,
+        welcome: str = "",
+        environ: Mapping[str, str] | None = None,
     ) -> None:
+        self._welcome = welcome
         self._meeting = meeting
         self._keeper = keeper
         self._shared = environment.shared_by_members(
@@ -81,6 +88,8 @@ class ElasticStage:
 
     def start(self, hands: Hands) -> None:
         self._hands = hands
+        if self._welcome:
+            hands.say(f"gradwire: {self._welcome}")
         if self._keeper is not None:
             self._keeper.start(hands, time.monotonic())
         self._heartbeats = self._meeting.heartbeats(self._hear)
@@ -158,7 +167,7 @@ class ElasticStage:
         for worker in living:
             at_rest = worker.number in paused
             if self._frozen.lost(worker.number, paused=at_rest, generation=generation, alone=alone, now=now):
-                worker.kill(f"was frozen for more than {PATIENCE:g} s while the others went on, and was killed")
+                worker.kill(f"was frozen for more than {frozen.PATIENCE:g} s while the others went on, and was killed")
 
     # -- on purpose ---------------------------------------------------------------------------------------------------
 
