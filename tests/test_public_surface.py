@@ -20,6 +20,7 @@ EXPECTED = {
     "launch",
     "local_group",
     "loopback_pair",
+    "WorkerNode",
     # talking
     "Capabilities",
     "Group",

@@ -59,6 +59,7 @@ from gradwire.errors import (
 from gradwire.group import Capabilities, Group
 from gradwire.job import init, local_group, loopback_pair
 from gradwire.launch.function import launch
+from gradwire.membership.worker import WorkerNode
 from gradwire.topology import Topology
 from gradwire.training.sampler import Sampler
 from gradwire.work import Stream, Work
@@ -91,6 +92,7 @@ __all__ = [
     "UnsupportedOp",
     "Work",
     "WorkerFailed",
+    "WorkerNode",
     "__version__",
     "init",
     "launch",

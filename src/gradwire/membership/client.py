@@ -11,7 +11,6 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from gradwire.errors import InvalidSize, NoConnection, Refused, Timeout
 from gradwire.membership.answers import CheckpointStatus, Claim, News
@@ -31,6 +30,7 @@ from gradwire.membership.messages import (
 )
 from gradwire.membership.v1 import gradwire_pb2 as pb
 from gradwire.security.admission import printable
+from gradwire.security.tls import Credentials
 
 log = logging.getLogger("gradwire.membership")
 
@@ -51,7 +51,7 @@ def register(
     timeout: float,
     generation: int = 0,
     lost: Sequence[str] = (),
-    credentials: Any = None,
+    credentials: Credentials | None = None,
     waiting: Callable[[str], None] | None = None,
 ) -> Assembly:
     """Register at the coordinator and wait for the next generation.
@@ -79,7 +79,9 @@ def register(
             raise
 
 
-def unregister(address: str, member: Member, *, secret: bytes, timeout: float = 5.0, credentials: Any = None) -> bool:
+def unregister(
+    address: str, member: Member, *, secret: bytes, timeout: float = 5.0, credentials: Credentials | None = None
+) -> bool:
     """Take leave; False if the coordinator knows no such member."""
     with Conversation(address, secret, timeout, credentials=credentials) as coordinator:
         return _unregister(coordinator, member)
@@ -92,7 +94,7 @@ def heartbeat(
     secret: bytes,
     gone: Iterable[str] = (),
     timeout: float = 5.0,
-    credentials: Any = None,
+    credentials: Credentials | None = None,
 ) -> News:
     """Say that the members `ids` live and those in `gone` do not, and hear what all should know."""
     request = pb.HeartbeatRequest(ids=ids, gone=gone)
@@ -101,22 +103,28 @@ def heartbeat(
     return news_from_wire(reply)
 
 
+def serving(address: str, *, secret: bytes, timeout: float = 5.0, credentials: Credentials | None = None) -> bool:
+    """Whether the coordinator is there, holds the secret, and says that it serves (`grpc.health.v1`)."""
+    with Conversation(address, secret, timeout, credentials=credentials) as coordinator:
+        return coordinator.serving()
+
+
 def start_checkpoint(
-    address: str, id: str, epoch: int, *, secret: bytes, timeout: float = 5.0, credentials: Any = None
+    address: str, id: str, epoch: int, *, secret: bytes, timeout: float = 5.0, credentials: Credentials | None = None
 ) -> CheckpointStatus:
     """Begin the checkpoint of an epoch, of which the others hear with their next heartbeat, or learn how far it is."""
     return _checkpoint("StartCheckpoint", address, id, epoch, secret, timeout, credentials)
 
 
 def end_checkpoint(
-    address: str, id: str, epoch: int, *, secret: bytes, timeout: float = 5.0, credentials: Any = None
+    address: str, id: str, epoch: int, *, secret: bytes, timeout: float = 5.0, credentials: Credentials | None = None
 ) -> CheckpointStatus:
     """Report that this member's part is saved. May be repeated, to learn whether all have reported."""
     return _checkpoint("EndCheckpoint", address, id, epoch, secret, timeout, credentials)
 
 
 def _checkpoint(
-    method: str, address: str, id: str, epoch: int, secret: bytes, timeout: float, credentials: Any
+    method: str, address: str, id: str, epoch: int, secret: bytes, timeout: float, credentials: Credentials | None
 ) -> CheckpointStatus:
     request = pb.CheckpointRequest(id=id, epoch=epoch)
     with Conversation(address, secret, timeout, credentials=credentials) as coordinator:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import ssl
 import time
 from collections.abc import Iterator
 from types import TracebackType
@@ -12,11 +13,14 @@ from typing import Any, Self
 from gradwire.errors import ConfigError, NoConnection, Refused
 from gradwire.membership.addresses import Endpoint, Unresolved, resolve, split
 from gradwire.membership.doorkeeper import told_at
+from gradwire.membership.health import check
 from gradwire.membership.quiet import grpc
 from gradwire.membership.sealing import Unproven, WorkerSeal
 from gradwire.membership.v1 import gradwire_pb2 as pb
 from gradwire.membership.v1 import gradwire_pb2_grpc as rpc
 from gradwire.security.admission import NO_SECRET, printable
+from gradwire.security.certificates import coordinator_name
+from gradwire.security.tls import CA, CERT, KEY, Credentials, explain
 
 PATIENCE = 1.0  # seconds that a call may be held back by the coordinator
 BYTES_PER_MEMBER = 4096
@@ -44,7 +48,7 @@ class Conversation:
         secret: bytes,
         timeout: float,
         *,
-        credentials: Any = None,
+        credentials: Credentials | None = None,
         largest_reply: int = 64 * BYTES_PER_MEMBER,
     ) -> None:
         self.address = address
@@ -80,6 +84,15 @@ class Conversation:
             if self.left <= 0:
                 raise self._nobody()
             time.sleep(min(next(pauses), max(0.0, self.left)))
+
+    def serving(self) -> bool:
+        """What the standard health check says."""
+        try:
+            self.connect()
+            return check(self._channel, timeout=max(0.1, min(self.left, _SLACK)))
+        except grpc.RpcError as error:
+            self.judge(error)
+            return False
 
     def __enter__(self) -> Self:
         return self
@@ -120,7 +133,7 @@ class Conversation:
         return stub
 
     def _open_channel(self, target: str) -> Any:
-        options = [
+        options: list[tuple[str, Any]] = [
             ("grpc.enable_http_proxy", 0),
             ("grpc.use_local_subchannel_pool", 1),  # a new try must not inherit the last one's back-off
             ("grpc.initial_reconnect_backoff_ms", 50),
@@ -131,6 +144,7 @@ class Conversation:
         ]
         if self._credentials is None:
             return grpc.insecure_channel(target, options=options)
+        options += self._credentials.grpc_options()
         return grpc.secure_channel(target, self._credentials.grpc_channel(), options=options)
 
     def disconnect(self) -> None:
@@ -156,6 +170,10 @@ class Conversation:
                 f"the rendezvous at {self.address} is over: {over}. If this process is not one too many, "
                 "another job has this address: choose another port"
             ) from error
+        if code == grpc.StatusCode.UNAVAILABLE and self._endpoint is not None:
+            trouble = tls_trouble(self._endpoint, self._credentials, min(_ONE_TRY, max(0.1, self.left)))
+            if trouble is not None:
+                raise Refused(f"no conversation with the coordinator at {self.address}: {trouble}") from error
         if code != grpc.StatusCode.FAILED_PRECONDITION:
             self._last = f"something listens there, but: {details or code}"
 
@@ -201,6 +219,38 @@ def pauses_between_tries() -> Iterator[float]:
     while True:
         yield pause
         pause = min(pause * 1.5, 0.1 if pause < 0.1 else 0.25)
+
+
+def tls_trouble(endpoint: Endpoint, credentials: Credentials | None, seconds: float) -> str | None:
+    """Whether it is TLS that keeps the two sides apart; gRPC does not say. Tries a handshake of its own to find out."""
+    context = _curious() if credentials is None else credentials.client_context()
+    try:
+        with (
+            socket.create_connection(endpoint.sockaddr[:2], seconds) as plain,
+            context.wrap_socket(plain, do_handshake_on_connect=False) as secure,
+        ):
+            secure.do_handshake()
+            if credentials is None:
+                return f"it speaks TLS, and this side was given no certificates: set {CA}, {CERT} and {KEY}"
+            names = (secure.getpeercert() or {}).get("subjectAltName", ())
+            secure.recv(1)  # with TLS 1.3, what the other side thinks of our certificate comes after the handshake
+            if ("DNS", coordinator_name(credentials.job)) not in names:
+                return f"the certificate shown there is not for a coordinator of job {credentials.job}"
+    except ssl.SSLError as error:
+        if credentials is not None:
+            plaintext = error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
+            return "it does not speak TLS, and this side does" if plaintext else explain(error)
+    except OSError:
+        pass  # it is not there, or says nothing
+    return None
+
+
+def _curious() -> ssl.SSLContext:
+    """For a handshake that asks only whether the other side speaks TLS; nothing is sent or believed in it."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
 
 
 def _try(endpoint: Endpoint, seconds: float) -> str | None:

@@ -45,7 +45,7 @@ _LONGEST_HOLD = 1.0  # seconds
 _LONGEST_PAUSE = 4.0  # seconds; a place lapses after 5
 _PAUSE_PER_WAITING = 0.002  # seconds between two questions of a worker that is not held, times those that wait
 _SILENCE = 10.0  # seconds after which a stream is cut; a launcher speaks once a second
-_USUAL = ("came", "formed", "returned", "checkpoint")  # changes that are nobody's loss
+_USUAL = ("came", "formed", "returned", "left", "checkpoint")  # changes that are nobody's loss
 
 T = TypeVar("T")
 

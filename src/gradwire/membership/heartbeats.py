@@ -15,6 +15,7 @@ from gradwire.membership.conversation import Conversation, pauses_between_tries
 from gradwire.membership.messages import Malformed, news_from_wire, parse
 from gradwire.membership.quiet import grpc
 from gradwire.membership.v1 import gradwire_pb2 as pb
+from gradwire.security.tls import Credentials
 
 log = logging.getLogger("gradwire.membership")
 
@@ -37,7 +38,7 @@ class Heartbeats:
         *,
         secret: bytes,
         on_news: Callable[[News], None] | None = None,
-        credentials: Any = None,
+        credentials: Credentials | None = None,
         interval: float = INTERVAL,
     ) -> None:
         self._address, self._secret, self._credentials = address, secret, credentials

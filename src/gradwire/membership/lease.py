@@ -7,12 +7,12 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 from gradwire.errors import GradwireError
 from gradwire.membership.answers import News
 from gradwire.membership.client import heartbeat
 from gradwire.membership.heartbeats import INTERVAL
+from gradwire.security.tls import Credentials
 
 log = logging.getLogger("gradwire.membership")
 
@@ -33,7 +33,7 @@ class Lease:
         *,
         secret: bytes,
         on_news: Callable[[News], None] | None = None,
-        credentials: Any = None,
+        credentials: Credentials | None = None,
         interval: float = INTERVAL,
     ) -> None:
         self._address, self._id, self._secret, self._credentials = address, member_id, secret, credentials

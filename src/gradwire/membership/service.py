@@ -21,8 +21,7 @@ from gradwire.membership.quiet import grpc
 from gradwire.membership.sealing import CoordinatorSeal
 from gradwire.membership.state import Membership
 from gradwire.membership.v1 import gradwire_pb2_grpc as rpc
-from gradwire.security.identity import covers, parse
-from gradwire.security.tls import Credentials, names_of
+from gradwire.security.tls import Credentials
 
 log = logging.getLogger("gradwire.membership")
 
@@ -80,7 +79,7 @@ class Coordinator:
     @property
     def job(self) -> str:
         """The job's name, made up if none was given."""
-        return self._desk.membership.job
+        return self._desk.membership.terms.job
 
     def start(self) -> None:
         """Listen; returns when workers can register."""
@@ -133,14 +132,7 @@ class Coordinator:
         """Why a caller may not speak for a member: its certificate must cover it."""
         if self._credentials is None:
             return None
-        identity = names_of(context.auth_context())
-        if identity is None:
-            return "its certificate names no member of a gradwire job"
-        if parse(identity).job != self.job:
-            return f"its certificate, of {identity}, is not for job {self.job}"
-        if not covers(identity, id):
-            return f"its certificate, of {identity}, is not for member {id}"
-        return None
+        return self._credentials.caller_refusal(context.auth_context(), id)
 
 
 def _check_free(endpoint: Endpoint, address: str) -> None:
