@@ -12,8 +12,8 @@ The layers, each importing only from those above it:
     collectives     algorithms as schedules; their verifier
     tuning          the table that algorithms are chosen by, in a file
     security        the job's secret, and who may open a link
-    liveness        the log of calls, the verdict on what broke, control messages
     transports      links: in one process, over TCP; memory that ranks of a host share
+    liveness        beats and who misses them, the log of calls, the verdict on what broke, control messages
     executors       carry schedules out
     messages        point-to-point messages, matched
     generation      one membership at work: links, service thread, the one failure path
