@@ -7,8 +7,8 @@ import click
 import gradwire
 from gradwire import core
 from gradwire.cli.bench import bench
-from gradwire.cli.join import join
 from gradwire.cli.certs import certs
+from gradwire.cli.join import join
 from gradwire.cli.run import run
 from gradwire.cli.tune import tune
 
