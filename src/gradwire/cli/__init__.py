@@ -7,6 +7,7 @@ import click
 import gradwire
 from gradwire import core
 from gradwire.cli.bench import bench
+from gradwire.cli.coordinator import coordinator
 from gradwire.cli.run import run
 from gradwire.cli.tune import tune
 
@@ -33,5 +34,6 @@ def main() -> None:
 
 
 main.add_command(bench)
+main.add_command(coordinator)
 main.add_command(run)
 main.add_command(tune)
