@@ -21,19 +21,16 @@ that is not set. Who has joined stays a member after the token has expired.
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
-class _Duration(click.ParamType):
-    name = "duration"
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", value)
-        if found is None:
-            self.fail(f"{value!r} is not a time like 90s, 30m, 2h or 1d", param, ctx)
-        return float(found[1]) * _SECONDS[found[2]]
+def _seconds(context: click.Context, option: click.Parameter, value: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", value)
+    if found is None:
+        raise click.BadParameter(f"{value!r} is not a time like 90s, 30m, 2h or 1d")
+    return float(found[1]) * _SECONDS[found[2]]
 
 
 @click.command(help=_HELP, context_settings={"max_content_width": 120})
 @click.option("--job", metavar="NAME", envvar="GRADWIRE_JOB", required=True, help="The job's name.")
-@click.option("--for", "expires_in", metavar="TIME", type=_Duration(), default="1h", show_default=True)
+@click.option("--for", "expires_in", metavar="TIME", default="1h", show_default=True, callback=_seconds)
 @click.option("--uses", metavar="N", type=click.IntRange(min=0), default=1, show_default=True, help="0: any number.")
 def invite(job: str, expires_in: float, uses: int) -> None:
     from gradwire.security.secret import TOKEN, job_secret
