@@ -10,7 +10,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,15 +171,14 @@ class Generation:
                 self._readers = [*self._readers, *lives]
             self._bell.ring()
 
-    def begin_lifeline(self, natures: Sequence[Nature], deadline: float) -> None:
-        """Show the others that this rank lives, and watch whether they do; it is known by now who shares memory."""
+    def begin_lifeline(self, own: Nature, deadline: float) -> None:
+        """Show the others that this rank lives; it is known by now who shares memory."""
         self.belongings.append(self.lifeline)
 
-        def connect(peer: int) -> Link:
+        def dial(peer: int) -> Link:
             return self.connect(peer, LIFELINE_CHANNEL, deadline, "init")
 
-        self.lifeline.begin(natures, self.identity.topology, self.shared, self.transport, connect)
-        self._bell.ring()
+        self.lifeline.begin(own, self.shared, self.identity.size, self.transport, dial)
 
     def shares(self, world: int) -> bool:
         """Whether a world rank shares memory with all others on its host."""
