@@ -8,6 +8,7 @@ import gradwire
 from gradwire import core
 from gradwire.cli.bench import bench
 from gradwire.cli.join import join
+from gradwire.cli.coordinator import coordinator
 from gradwire.cli.run import run
 from gradwire.cli.tune import tune
 
@@ -35,5 +36,6 @@ def main() -> None:
 
 main.add_command(bench)
 main.add_command(join)
+main.add_command(coordinator)
 main.add_command(run)
 main.add_command(tune)
