@@ -75,6 +75,7 @@ class Control:
         self._answered = threading.Condition(self._lock)
         self._settled = threading.Event()
         self._lost: set[int] = set()
+        self.given_up = False  # the others go on without this rank
 
     # -- what this rank finds -----------------------------------------------------------------------------------------
 
@@ -119,6 +120,11 @@ class Control:
             if not self.has_left(peer) and peer not in self._lost:
                 self._lost.add(peer)
                 self.report(Finding("lost", why, peer), now)
+
+    def found_lost(self) -> set[int]:
+        """The peers that this rank lost, by its own findings."""
+        with self._lock:
+            return set(self._lost)
 
     def missed(self, peer: int, now: float) -> None:
         """Somebody here waits for a peer that has left: now its leaving matters."""
@@ -169,6 +175,7 @@ class Control:
                 finding = Finding.from_wire(message["finding"], len(self._names))
                 if finding.culprit == self.rank and finding.kind == "lost":
                     # Others have given this rank up: what it finds from here on would only mislead them.
+                    self.given_up = True
                     self._join(Finding("aborted", "its peers gave this rank up as lost", self.rank), now)
                 elif kind == "verdict":
                     self._join(finding, now)

@@ -1,0 +1,198 @@
+"""A process's place in a job, for its life: how it takes part in one generation after another."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import time
+from typing import TYPE_CHECKING
+
+from gradwire import agreement, lifetime, machine
+from gradwire.address import Address
+from gradwire.config import JobConfig
+from gradwire.environments import torchrun
+from gradwire.errors import Broken, ConfigError, NoConnection, Refused, UnsupportedOp
+from gradwire.generation import Generation, Identity
+from gradwire.group import Group
+from gradwire.membership import Assembly, Member
+from gradwire.membership.addresses import resolve as endpoints
+from gradwire.membership.doorkeeper import Doorkeeper
+from gradwire.security.secret import derive, job_secret
+from gradwire.topology import Topology
+from gradwire.transports.tcp import TcpTransport
+
+if TYPE_CHECKING:
+    from gradwire.membership.service import Coordinator
+
+log = logging.getLogger("gradwire")
+
+HOST = "GRADWIRE_HOST"  # overrides the identity of this machine: several "hosts" on one, for tests
+TELL_SECONDS = 5.0  # between two lines about what a member waits for
+
+
+class Seat:
+    """What stays the same from one generation to the next: the member's id, the coordinator, the secret."""
+
+    def __init__(self, config: JobConfig) -> None:
+        assert config.address is not None
+        self.config = config
+        self._address = config.address
+        if config.address_taken:  # by torchrun's store, through which the ranks agree on another port
+            self._address = Address("127.0.0.1" if torchrun.on_one_host(os.environ) else config.address.host, 0)
+        loopback = self._address.is_loopback()
+        if not loopback and not config.insecure:
+            raise ConfigError(
+                f"{self._address} is beyond this machine, and links are not encrypted: "
+                "pass insecure=True (GRADWIRE_INSECURE=1) if you trust the network in between"
+            )
+        self._secret = job_secret(os.environ, loopback)
+        self._id = config.member or secrets.token_hex(8)
+        self._generation = 0  # the last one this process was in
+        self._lost: tuple[str, ...] = ()  # its members that this process could not reach
+
+    def take(self, deadline: float) -> Group:
+        """The group of the next generation. In an elastic job members that are lost meanwhile are done without."""
+        while True:
+            try:
+                return self._take(deadline)
+            except (Broken, NoConnection) as error:
+                if not self.config.elastic or isinstance(error, Refused) or time.monotonic() >= deadline:
+                    raise
+                log.warning("generation %d did not come about: %s", self._generation, error)
+
+    def next(self, generation: Generation, timeout: float) -> Group:
+        """Leave a generation, broken or not, and take part in the next."""
+        self._leave(generation)
+        return self.take(time.monotonic() + timeout)
+
+    def _leave(self, generation: Generation, unreachable: int | None = None) -> None:
+        """Remember for the coordinator whom this process could not reach."""
+        lost = generation.unreachable() | ({unreachable} if unreachable is not None else set())
+        self._lost = tuple(generation.member_ids[rank] for rank in sorted(lost))
+        generation.close()
+
+    def _take(self, deadline: float) -> Group:
+        config = self.config
+        transport = TcpTransport(_own_address(self._address))
+        try:
+            generation = self._assemble(self._register(transport, deadline), transport)
+        except BaseException:
+            transport.close()
+            raise
+        generation.succeed = self.next if config.elastic else None
+        generation.belongings += self._doorkeepers()
+        group = lifetime.start([generation], config.timeout, deadline)[0]
+        try:
+            agreement.agree(generation, config.transport, deadline)
+        except BaseException as error:
+            generation.close(None if isinstance(error, UnsupportedOp) else lifetime.giving_up(generation, error))
+            raise
+        return group
+
+    # -- finding the others -------------------------------------------------------------------------------------------
+
+    def _register(self, transport: TcpTransport, deadline: float) -> Assembly:
+        from gradwire.membership import client
+
+        config = self.config
+        with self._coordinator() as coordinator:
+            left = max(0.1, deadline - time.monotonic())
+            if config.address_taken:
+                self._address = self._agreed(coordinator, left)
+            first = self._generation == 0
+            return client.register(
+                str(self._address),
+                self._member(transport, config.rank if first else None),
+                size=config.size if first else None,
+                secret=self._secret,
+                job=config.job,
+                timeout=left,
+                generation=self._generation,
+                lost=self._lost,
+                waiting=_Teller(),
+            )
+
+    def _agreed(self, coordinator: Coordinator | None, timeout: float) -> Address:
+        assert self.config.address is not None
+        host, port = self.config.address.host, self.config.address.port
+        offered = coordinator.address if coordinator else None
+        agreed = torchrun.agree(host, port, offered, timeout, os.environ)
+        return Address.parse(agreed, "the address in torchrun's store")
+
+    def _coordinator(self) -> contextlib.AbstractContextManager[Coordinator | None]:
+        """Rank 0 of a job that nobody else serves is its own coordinator, until all have come."""
+        config = self.config
+        if config.role != "coordinator":
+            return contextlib.nullcontext()
+        from gradwire.membership.service import Coordinator
+
+        assert config.size is not None
+        host, port = self._address.host, self._address.port
+        return Coordinator(host, port, size=config.size, secret=self._secret, job=config.job, insecure=config.insecure)
+
+    def _doorkeepers(self) -> list[Doorkeeper]:
+        """Who comes to the coordinator's address after all have come is told so, as long as rank 0 lives."""
+        if self.config.role != "coordinator":
+            return []
+        reason = f"all {self.config.size} ranks of the job there have come"
+        with contextlib.suppress(OSError):  # somebody was quicker to take the port: then they answer there
+            return [Doorkeeper(endpoints(self._address.host, self._address.port)[0], reason)]
+        return []
+
+    def _member(self, transport: TcpTransport, rank: int | None) -> Member:
+        host, port = transport.address
+        return Member(
+            id=self._id,
+            rank=rank,
+            host=os.environ.get(HOST) or machine.identity(),
+            hostname=os.environ.get(HOST) or socket.gethostname(),
+            pid=os.getpid(),
+            address=str(Address(host, port)),
+        )
+
+    # -- becoming a generation ----------------------------------------------------------------------------------------
+
+    def _assemble(self, assembly: Assembly, transport: TcpTransport) -> Generation:
+        members = assembly.members
+        self._generation, self._lost = assembly.generation, ()
+        topology = Topology.of([member.host for member in members])
+        places = [Address.parse(member.address, f"the address of {member}") for member in members]
+        neighbours = sum(member.host == members[assembly.rank].host for member in members)
+        transport.assemble(
+            rank=assembly.rank,
+            addresses=[(place.host, place.port) for place in places],
+            job=assembly.run,
+            generation=assembly.generation,
+            key=derive(self._secret, "links", assembly.run),
+            cores=machine.usable_cores() / neighbours,
+        )
+        job = int.from_bytes(assembly.run[:8], "little")
+        names = tuple(str(member) for member in members)
+        identity = Identity(job, assembly.generation, assembly.rank, names, topology)
+        return Generation(identity, transport, tuple(member.id for member in members))
+
+
+class _Teller:
+    """Tells in the log what a member waits for, when that is new or has lasted."""
+
+    def __init__(self) -> None:
+        self._told: tuple[str, float] = ("", 0.0)
+
+    def __call__(self, reason: str) -> None:
+        now = time.monotonic()
+        if reason != self._told[0] or now - self._told[1] >= TELL_SECONDS:
+            self._told = (reason, now)
+            log.info("waiting: %s", reason)
+
+
+def _own_address(coordinator: Address) -> str:
+    """The address of this machine by which the coordinator's network reaches it."""
+    for host in coordinator.resolve():
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, coordinator.port or 9))  # sends nothing: it only asks for the route
+            return str(probe.getsockname()[0])
+    raise ConfigError(f"there is no way from this machine to {coordinator}")
