@@ -65,7 +65,7 @@ def survives(claim: Claim, roster: Roster) -> bool:
     seat = roster.seats.get(claim.member.id)
     if seat is None or claim.generation != roster.generation or not same_process(seat.member, claim.member):
         return False
-    return roster.out.get(claim.member.id, "silent") == "silent"
+    return roster.returnable(claim.member.id)
 
 
 def same_process(one: Member, other: Member) -> bool:

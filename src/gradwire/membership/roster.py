@@ -21,7 +21,7 @@ _WHY: dict[Cause, str] = {
     "gone": "has died",
     "silent": "was not heard of for the time of its lease",
     "accused": "could not be reached by others",
-    "replaced": "asks anew, and so was never told of its place",
+    "replaced": "gave its place up: its id asks for a new one",
 }
 
 
@@ -86,6 +86,10 @@ class Roster:
 
     def alive(self, name: str) -> bool:
         return name in self.seats and name not in self.out
+
+    def returnable(self, name: str) -> bool:
+        """Whether it is a member of the present generation that lives, for all we know, or was only silent."""
+        return name in self.seats and self.out.get(name, "silent") == "silent"
 
     def known(self, name: str) -> Member | None:
         """Whoever goes by this id now, at work or waiting."""
@@ -198,14 +202,12 @@ class Roster:
         self.stirred = self._clock.time
         self.note(cause, name, f"{self.seats[name].member} {_WHY[cause]}")
 
-    def end(self, name: str, cause: Cause) -> bool:
-        """A process is no more, wherever it was; True if it was at work."""
+    def end(self, name: str, cause: Cause) -> None:
+        """A process is no more, wherever it was."""
         self.free(name, _WHY[cause])
         self._rests.pop(name, None)
-        at_work = name in self.seats and self.out.get(name, "silent") == "silent"
-        if at_work:
+        if self.returnable(name):
             self.strike(name, cause)
-        return at_work
 
     def hear(self, name: str) -> None:
         """A member lives. If it had only been silent, and nobody went on without it, it is in again."""

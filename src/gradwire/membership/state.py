@@ -205,7 +205,7 @@ class Membership:
             roster.line.pop(name, None)
             roster.come(claim, roster.back, frozenset(claim.lost) & roster.seats.keys() - {name})
         else:
-            if roster.alive(name):
+            if roster.returnable(name):
                 roster.strike(name, "replaced")
             roster.come(claim, roster.line)
 
