@@ -66,6 +66,8 @@ class Authority:
             raise ConfigError(f"the certificate authority in {directory} is damaged or encrypted: {error}") from error
         if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
             raise ConfigError(f"{directory / 'ca.key'} is not the key of {directory / 'ca.pem'}")
+        if (end := certificate.not_valid_after_utc) <= datetime.now(UTC):
+            raise ConfigError(f"the certificate authority in {directory} expired on {end:%Y-%m-%d}: make a new one")
         return cls(certificate, key)
 
     def store(self, directory: Path) -> None:
@@ -114,20 +116,17 @@ def make(
 ) -> list[Path]:
     """Write a certificate and a key for each member, by the authority in the directory or a new one; what was written.
 
-    `coordinators` are those who may also be the job's coordinator; certificates that exist are renewed.
+    `coordinators` may also be the job's coordinator: members or others. If none is named, who may so far, or else the
+    first member. Certificates of the job that exist are renewed.
     """
     names = list(dict.fromkeys((*members, *coordinators)))
-    for name in (job, *names):
-        if not is_name(name):
-            raise ConfigError(f"{name!r} cannot be a name: letters, digits, '.', '_' and '-', 63 at most")
-    if "ca" in names:
-        raise ConfigError("no member can be called 'ca': that is the authority's file")
-    if not names:
-        raise ConfigError("there is nobody to make a certificate for: name members")
-    if not days > 0:
-        raise ConfigError(f"a certificate for {days:g} days would never hold")
+    _check_names(job, names)
+    if not 0 < days <= AUTHORITY_DAYS:
+        raise ConfigError(f"certificates hold for more than 0 and at most {AUTHORITY_DAYS} days, not {days:g}")
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        serving = _serving(directory, job, names)
+        serving = list(coordinators) or serving or names[:1]
         written = []
         if (directory / "ca.pem").exists() or (directory / "ca.key").exists():
             authority = Authority.load(directory)
@@ -135,15 +134,43 @@ def make(
             authority = Authority.new()
             authority.store(directory)
             written.append(directory / "ca.pem")
-        end = datetime.now(UTC) + timedelta(days=days)
+        end = min(datetime.now(UTC) + timedelta(days=days), authority.certificate.not_valid_after_utc)
         for name in names:
-            certificate, key = authority.issue(Identity(job, name), serves=name in coordinators, end=end)
+            certificate, key = authority.issue(Identity(job, name), serves=name in serving, end=end)
             write(directory / f"{name}.key", key, 0o600)
             write(directory / f"{name}.pem", certificate, 0o644)
             written.append(directory / f"{name}.pem")
     except OSError as error:
         raise ConfigError(f"cannot write {error.filename or directory}: {error.strerror}") from error
     return written
+
+
+def _check_names(job: str, names: Sequence[str]) -> None:
+    for name in (job, *names):
+        if not is_name(name):
+            raise ConfigError(f"{name!r} cannot be a name: letters, digits, '.', '_' and '-', 63 at most")
+    if "ca" in names:
+        raise ConfigError("no member can be called 'ca': that is the authority's file")
+    if not names:
+        raise ConfigError("there is nobody to make a certificate for: name members")
+
+
+def _serving(directory: Path, job: str, names: Sequence[str]) -> list[str]:
+    """Who may be the job's coordinator so far; `ConfigError` if a certificate of one of these names is for another."""
+    from cryptography import x509
+
+    serving = []
+    for path in sorted(directory.glob("*.pem")):
+        try:
+            certificate = x509.load_pem_x509_certificate(path.read_bytes())
+            identity = identity_in(certificate)
+        except ValueError:
+            continue  # the authority's, or none of ours
+        if identity.job == job and coordinator_name(job) in _alternatives(certificate, x509.DNSName):
+            serving.append(identity.member)
+        if identity.job != job and path.stem in names:
+            raise ConfigError(f"{path} is for job {identity.job}: keep the certificates of another job elsewhere")
+    return serving
 
 
 def identity_of(der: bytes) -> Identity:
@@ -156,11 +183,17 @@ def identity_of(der: bytes) -> Identity:
 def identity_in(certificate: x509.Certificate) -> Identity:
     from cryptography import x509
 
-    uris: list[str] = []
-    with contextlib.suppress(x509.ExtensionNotFound):
+    return only(_alternatives(certificate, x509.UniformResourceIdentifier))
+
+
+def _alternatives(certificate: x509.Certificate, kind: type[x509.GeneralName]) -> list[str]:
+    from cryptography import x509
+
+    try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-        uris = names.get_values_for_type(x509.UniformResourceIdentifier)
-    return only(uris)
+    except x509.ExtensionNotFound:
+        return []
+    return [str(name.value) for name in names if isinstance(name, kind)]
 
 
 def write(path: Path, content: bytes, mode: int) -> None:

@@ -34,6 +34,12 @@ log = logging.getLogger("gradwire.security")
 CA, CERT, KEY = "GRADWIRE_TLS_CA", "GRADWIRE_TLS_CERT", "GRADWIRE_TLS_KEY"
 LONGEST_FILE = 1 << 20
 LONGEST_CHAIN = 8
+_UNKNOWN_ISSUER = (
+    18,
+    19,
+    20,
+    21,
+)  # X509_V_ERR_…: self-signed, alone or in the chain; no issuer found; nor one for the leaf
 # Of TLS 1.2; those of 1.3 are all sound. Each has forward secrecy and authenticates what it encrypts.
 CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
 
@@ -184,7 +190,8 @@ def identity_of(der: bytes) -> str:
 def explain(error: ssl.SSLError) -> str:
     """What went wrong between two sides of TLS, as the side that found it tells it."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"its certificate is not accepted: {error.verify_message}"
+        why = "another authority signed it" if error.verify_code in _UNKNOWN_ISSUER else error.verify_message
+        return f"its certificate is not accepted: {why}"
     reason = error.reason or str(error)
     _, alert, words = reason.partition("_ALERT_")
     if alert:
@@ -197,7 +204,7 @@ def explain(error: ssl.SSLError) -> str:
 def _words(constant: str) -> str:
     """OpenSSL's name of a reason as people write it, with what it does not say."""
     known = {
-        "UNKNOWN_CA": "its authority did not sign the certificate",
+        "UNKNOWN_CA": "another authority signed this certificate",
         "BAD_CERTIFICATE": "the certificate is not sound",
         "UNSUPPORTED_PROTOCOL": "it offers nothing newer than TLS 1.1",
         "PROTOCOL_VERSION": "it wants a newer version of TLS",

@@ -221,24 +221,21 @@ class TcpTransport:
         return line
 
     def _secure(self, line: TlsStream, dialer: Dialer, hello: Hello, deadline: float, check: Check) -> None:
-        """Shake hands, make sure that the certificate there is the peer's, and wait until it has accepted ours."""
+        """Shake hands, wait until the other side has accepted our certificate, and make sure that its own fits.
+
+        With TLS 1.3 this side is done before the other one has looked at what it sent.
+        """
         try:
             _patiently(line.shake_hands, line, deadline, check)
+            _hear(line, dialer, deadline, check, len(WELCOME))
             reason = self._impostor(hello.target, line)
-            if reason is None:
-                # With TLS 1.3 this side is done before the other one has looked at its certificate.
-                first = _hear(line, dialer, deadline, check, 1)
-                if first == WELCOME:
-                    return
-                dialer.feed(first)
-                while True:
-                    dialer.feed(_hear(line, dialer, deadline, check))
         except NotTls:
             reason = "it does not use TLS, and this rank does: give certificates to all ranks or to none"
         except ssl.SSLError as error:
             reason = explain(error)
-        text = f"no link to rank {hello.target}: {reason}"
-        raise Refused(text, rank=hello.source, peer=hello.target, generation=hello.generation)
+        if reason is not None:
+            text = f"no link to rank {hello.target}: {reason}"
+            raise Refused(text, rank=hello.source, peer=hello.target, generation=hello.generation)
 
     def accept(self, peer: int, channel: int, deadline: float, check: Check = no_check) -> Link:
         return self.arrivals.take(peer, channel, deadline, check)

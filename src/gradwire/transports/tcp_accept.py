@@ -169,7 +169,8 @@ class Acceptance:
             data = line.recv(acceptor.wanted)
             if not data:
                 acceptor.eof()
-                return acceptor.refusal
+                hint = "" if line is stranger.sock or acceptor.hello else "; is this rank's certificate its own?"
+                return f"{acceptor.refusal}{hint}"
             answer = acceptor.feed(data)
             if answer and line.send(answer) < len(answer):
                 return "does not read its answers"
