@@ -120,6 +120,12 @@ class Control:
                 self._lost.add(peer)
                 self.report(Finding("lost", why, peer), now)
 
+    @property
+    def complaints(self) -> tuple[int, ...]:
+        """The ranks that this rank itself could not reach, whatever the verdict."""
+        with self._lock:
+            return tuple(sorted(self._lost))
+
     def missed(self, peer: int, now: float) -> None:
         """Somebody here waits for a peer that has left: now its leaving matters."""
         with self._lock:
