@@ -312,7 +312,7 @@ class Generation:
 
     def unreachable(self) -> set[int]:
         """The world ranks that this rank itself, and not only by hearsay, found to be lost."""
-        return self.control.found_lost()
+        return set(self.control.complaints)
 
     def on_halt(self, halt: Callable[[], None]) -> None:
         """Call this when the generation breaks or ends: from then on calls have to look at what happened."""

@@ -53,6 +53,8 @@ class SocketLink:
             got = self.near.recv_into(buffers[0])
         except BlockingIOError:
             return 0
+        except ConnectionResetError:  # the other end was closed with beats unread
+            raise LinkClosed from None
         if not got:
             raise LinkClosed
         return got
@@ -220,6 +222,18 @@ def test_silence_on_a_link_is_a_loss(stage: Stage) -> None:
     error = stage.control.error(None, "")
     assert (type(error).__name__, error.culprit) == ("PeerLost", 2)
     assert str(error).startswith("c has been silent for 0.6")
+
+
+@needs_core
+def test_one_that_is_ignored_is_lost_although_it_beats(stage: Stage) -> None:
+    stage.lifeline.expect([stage.nature] * 3, Topology.single(3))
+    stage.lifeline.ignore(0)
+    now = time.monotonic()
+    while stage.control.sound:
+        now += 0.05
+        stage.links[0].far.send(frame(source=0))
+        assert hears(stage, 2, now)
+    assert stage.control.complaints == (0,)
 
 
 @needs_core

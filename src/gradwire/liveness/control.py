@@ -121,10 +121,11 @@ class Control:
                 self._lost.add(peer)
                 self.report(Finding("lost", why, peer), now)
 
-    def found_lost(self) -> set[int]:
-        """The peers that this rank lost, by its own findings."""
+    @property
+    def complaints(self) -> tuple[int, ...]:
+        """The ranks that this rank itself could not reach, whatever the verdict."""
         with self._lock:
-            return set(self._lost)
+            return tuple(sorted(self._lost))
 
     def missed(self, peer: int, now: float) -> None:
         """Somebody here waits for a peer that has left: now its leaving matters."""

@@ -150,6 +150,10 @@ class Lifeline:
                 self._sealed.pop(id(link), None)
                 self._readers = [reader for reader in self._readers if reader.link is not link]
 
+    def ignore(self, peer: int) -> None:
+        """Hear a rank no more, as if the way to it were cut: for tests of what happens then."""
+        self._sink.ignored.add(peer)
+
     def close(self) -> None:
         """Beat no more; the links are the transport's to close."""
         with self._lock:
@@ -200,6 +204,7 @@ class Lifeline:
                         outbox.post(self._record)
 
     def _listen(self, now: float) -> None:
+        self._sink.now = now
         watched = self._detector.watched
         for peer in watched:
             if self._control.has_left(peer):
@@ -208,8 +213,7 @@ class Lifeline:
             pages = [(peer, self._shared.peers[peer].address) for peer in watched if peer in self._shared.peers]
             for (peer, _), beat in zip(pages, core.native.beats([address for _, address in pages]), strict=True):
                 if beat:
-                    self._detector.heard(peer, now, beat)
-        self._sink.now = now
+                    self._sink.heard(peer, beat)
         for reader in self._readers:
             self._pump(reader)
 
@@ -229,6 +233,7 @@ class BeatSink:
     def __init__(self, check: Callable[[Header], None]) -> None:
         self.detector = Detector()
         self.now = 0.0
+        self.ignored: set[int] = set()
         self._check = check
 
     def begin(self, link: Link, header: Header) -> memoryview:
@@ -238,7 +243,11 @@ class BeatSink:
         return memoryview(b"")
 
     def finish(self, link: Link, header: Header, payload: memoryview) -> None:
-        self.detector.heard(link.peer, self.now)
+        self.heard(link.peer)
+
+    def heard(self, peer: int, beat: int | None = None) -> None:
+        if peer not in self.ignored:
+            self.detector.heard(peer, self.now, beat)
 
 
 def linked(rank: int, size: int, sharing: set[int]) -> set[int]:
