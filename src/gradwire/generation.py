@@ -73,6 +73,7 @@ class Generation:
         self.cuts: Callable[[], frozenset[str]] = frozenset  # the members this one is cut off from, on purpose
         self.succession = threading.Lock()
         self.successor: Any = None
+        self.finished = False  # the work of the job is done: whoever came now would begin it anew
         self.alarm = transport.bell()  # rings for good when the generation breaks or is closed
         self.closed = False
         self._halts: list[Callable[[], None]] = []

@@ -52,8 +52,8 @@ class Seat:
         if not loopback and not config.insecure and self._credentials is None:
             raise ConfigError(
                 f"{self._address} is beyond this machine, and links are not encrypted: make certificates with "
-                "`gradwire certs` and set GRADWIRE_TLS_CA, GRADWIRE_TLS_CERT and GRADWIRE_TLS_KEY, or pass insecure=True "
-                "(GRADWIRE_INSECURE=1) if you trust the network in between"
+                "`gradwire certs` and set GRADWIRE_TLS_CA, GRADWIRE_TLS_CERT and GRADWIRE_TLS_KEY, or pass "
+                "insecure=True (GRADWIRE_INSECURE=1) if you trust the network in between"
             )
         self._secret = job_secret(os.environ, loopback)
         self._id = config.member or _new_id(self._credentials)
@@ -106,7 +106,7 @@ class Seat:
 
     def _make_elastic(self, generation: Generation) -> None:
         generation.succeed = self.next
-        generation.belongings.append(_Leave(self))
+        generation.belongings.append(_Leave(self, generation))
         if self._news is not None:
             generation.news, generation.cuts = self._news.latest, self._news.cuts
             return
@@ -143,15 +143,21 @@ class Seat:
                 waiting=_Teller(),
             )
 
-    def give_up(self) -> None:
-        """Tell the coordinator that this member has left for good."""
+    def give_up(self, finished: bool) -> None:
+        """Tell the coordinator that this member has left for good, and whether all work is done."""
         from gradwire.membership import client
 
         if self._lease is not None:
             self._lease.close()
         with contextlib.suppress(GradwireError):
-            place, address = self._place, str(self._address)
-            client.unregister(address, place, secret=self._secret, timeout=LEAVE_SECONDS, credentials=self._credentials)
+            client.unregister(
+                str(self._address),
+                self._place,
+                secret=self._secret,
+                finished=finished,
+                timeout=LEAVE_SECONDS,
+                credentials=self._credentials,
+            )
 
     def _agreed(self, coordinator: Coordinator | None, timeout: float) -> Address:
         assert self.config.address is not None
@@ -225,11 +231,11 @@ class Seat:
 class _Leave:
     """Ends with a member's last generation."""
 
-    def __init__(self, seat: Seat) -> None:
-        self._seat = seat
+    def __init__(self, seat: Seat, generation: Generation) -> None:
+        self._seat, self._generation = seat, generation
 
     def close(self) -> None:
-        self._seat.give_up()
+        self._seat.give_up(self._generation.finished)
 
     def abandon(self) -> None:
         """A forked child has no part in the job."""
