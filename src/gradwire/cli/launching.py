@@ -186,9 +186,9 @@ def _tell(outcome: Outcome, log_dir: Path) -> None:
 
 
 def _tell_losses(console: Console, endings: tuple[Ending, ...]) -> None:
-    from gradwire.launch.rootcause import fate
+    from gradwire.launch.rootcause import consequences
 
-    lost = [f"{ending.name} {fate(ending)}" for ending in endings if ending.failed]
+    lost = consequences(endings, root=None)
     if lost:
-        well = len(endings) - len(lost)
-        console.print(f"gradwire: the job ended well: {well} of {len(endings)} workers did; {'; '.join(lost)}")
+        well = sum(not ending.failed for ending in endings)
+        console.print(f"gradwire: the job ended well, with {well} of {len(endings)} workers; {'; '.join(lost)}")
