@@ -157,8 +157,8 @@ class Membership:
 
     def news(self) -> News:
         roster = self._roster
-        open = self.terms.elastic and roster.generation and not self._finished
-        room = self.terms.largest - roster.size() if open else 0
+        takes = self.terms.elastic and roster.generation and not self._finished
+        room = self.terms.largest - roster.size() if takes else 0
         joiners = sum(1 for _ in islice(roster.ready(), room))
         evicted = tuple(name for name, cause in roster.out.items() if cause != "left")
         return News(roster.generation, joiners, evicted, self._checkpoints.epoch, bool(roster.back), roster.size())

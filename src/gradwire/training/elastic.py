@@ -73,6 +73,10 @@ class Elastic:
             if not step.ended:
                 raise ConfigError(f"step {step.index} was not entered: use `with step:` around the body")
 
+    def finish(self) -> None:
+        """All work is done, before the last step: nobody joins the job any more. All ranks call it at the same step."""
+        self.group._generation.finished = True
+
     def close(self) -> None:
         """Leave the job: the others go on without this rank."""
         self.group.close()
