@@ -14,11 +14,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 from urllib.parse import unquote
 
-from gradwire.errors import JournalError
+from gradwire.errors import ConfigError, JournalError
 from gradwire.membership.answers import Change, Claim, Outcome, Refusal, Waiting
+from gradwire.membership.entry import Terms
+from gradwire.membership.journal import Journal
 from gradwire.membership.messages import (
     Malformed,
     checkpoint_to_wire,
@@ -50,12 +52,6 @@ _USUAL = ("came", "formed", "returned", "left", "checkpoint")  # changes that ar
 T = TypeVar("T")
 
 
-class Record(Protocol):
-    """What the desk needs of a journal."""
-
-    def write(self, snapshot: dict[str, Any]) -> None: ...
-
-
 class Desk(rpc.MembershipServicer):
     """Answers the calls; each method runs in a thread of the server's pool."""
 
@@ -64,7 +60,6 @@ class Desk(rpc.MembershipServicer):
         membership: Membership,
         seal: CoordinatorSeal,
         *,
-        journal: Record | None = None,
         vouched: Callable[[Any, str], str | None] = lambda context, name: None,
         failed: Callable[[JournalError], None] = lambda error: None,
     ) -> None:
@@ -72,7 +67,7 @@ class Desk(rpc.MembershipServicer):
         after which nobody is told anything."""
         self.membership = membership
         self._seal = seal
-        self._journal = journal
+        self._journal: Journal | None = None
         self._vouched = vouched
         self._failed = failed
         self._failure = ""
@@ -140,6 +135,17 @@ class Desk(rpc.MembershipServicer):
 
     # -- what the server does
 
+    def resume(self, journal: Journal) -> None:
+        """Go on from what a journal holds, if it holds anything, and keep it from now on."""
+        snapshot = journal.load()
+        if snapshot is None:
+            journal.save([], self.membership.snapshot())
+        else:
+            self.membership = _restored(snapshot, self.membership.terms, journal)
+            members = len(self.membership.members)
+            log.info("resumed from %s: generation %d, %d members", journal.path, self.membership.generation, members)
+        self._journal = journal
+
     def keep_time(self) -> None:
         """Tell the membership the time when it wants to know, and cut streams that fell silent, until `close`."""
         with self._lock:
@@ -200,7 +206,7 @@ class Desk(rpc.MembershipServicer):
             return
         if self._journal is not None and not self._failure and any(change.lasting for change in changes):
             try:
-                self._journal.write(self.membership.snapshot())
+                self._journal.save(changes, self.membership.snapshot())
             except JournalError as error:
                 self._failure = str(error)
                 log.error("%s; nobody is told anything any more", error)
@@ -314,6 +320,19 @@ class _Listened:
         self.context = context
         self.heard = time.monotonic()
         self.proven = False
+
+
+def _restored(snapshot: dict[str, Any], terms: Terms, journal: Journal) -> Membership:
+    """What the journal holds, if that is the same job. A name that was made up gives way to the one in it."""
+    membership = Membership.restore(snapshot, time.monotonic())
+    for name, what in {"start": "a start with {}", "minimum": "at least {}", "maximum": "at most {}"}.items():
+        here, there = getattr(terms, name), getattr(membership.terms, name)
+        if here != there:
+            raise ConfigError(
+                f"the journal {journal.path} is of a job of {what.format(there)} members, not {here}: "
+                "describe the job as before, or name another file"
+            )
+    return membership
 
 
 def _log(change: Change) -> None:
