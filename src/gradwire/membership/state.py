@@ -160,7 +160,7 @@ class Membership:
         room = self.terms.largest - roster.size() if takes else 0
         joiners = sum(1 for _ in islice(roster.ready(), room))
         evicted = tuple(name for name, cause in roster.out.items() if cause != "left")
-        return News(roster.generation, joiners, evicted, self._checkpoints.epoch, bool(roster.back))
+        return News(roster.generation, joiners, evicted, self._checkpoints.epoch, bool(roster.back), roster.size())
 
     def start_checkpoint(self, epoch: int, name: str, now: float) -> CheckpointStatus | Refusal:
         """A worker begins the checkpoint of `epoch`, or finds it begun."""
