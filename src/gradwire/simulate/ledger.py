@@ -70,11 +70,16 @@ class Ledger:
             self._fail(f"{name} entered generation {number} after {self.generation_of[name]}")
         self.generation_of[name] = number
 
+    def holds(self, version: Version, state: Array) -> bool:
+        """Whether this is a sound copy of what was committed last, or of something later."""
+        known = self.states.get(version)
+        return version[0] >= self.committed and known is not None and digest(known) == digest(state)
+
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def settled(self, number: int, settlement: Settlement, holders: bool) -> None:
         """A member of a generation has learned where it begins; `holders`: somebody alive holds what was committed."""
-        base = (settlement.completed, settlement.generation)
+        base = settlement.version
         known = self.bases.get(number)
         if known is not None:
             if known != base:

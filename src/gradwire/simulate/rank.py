@@ -215,7 +215,7 @@ class Rank:
 
     def complaints(self) -> tuple[str, ...]:
         """The ids of those that this member itself could not reach."""
-        lost = self.control.found_lost() | self._unreachable
+        lost = {*self.control.complaints, *self._unreachable}
         return tuple(self.ids[rank] for rank in sorted(lost))
 
     def close(self) -> None:

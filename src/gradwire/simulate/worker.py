@@ -65,11 +65,6 @@ class Worker(Process):
     def wake(self) -> None:
         self.thread.wake()
 
-    @property
-    def sound(self) -> bool:
-        """Whether the state is what it was when its last step was completed."""
-        return digest(self.state) == self.digest
-
     # -- the training thread ------------------------------------------------------------------------------------------
 
     def _live(self) -> Program:
@@ -142,9 +137,12 @@ class Worker(Process):
         for taker in settlement.gives(rank.rank):
             yield from self._give(rank, taker)
         ledger.began(self.name, rank.number, self.state)
-        self.completed, self.completed_in = settlement.completed, settlement.generation
-        self.committed = max(standing.committed for standing in standings)
-        self.digest = digest(self.state)
+        self.completed, self.completed_in, self.digest = *settlement.version, digest(self.state)
+        all_here = np.zeros(1, np.uint8)
+        yield from rank.calls.run("all_reduce", self.world.setting.voting, all_here, all_here, "max")
+        self.committed = settlement.completed
+        if self.committed != NONE:
+            self.world.committed(self, settlement.version)
 
     def _pull(self, rank: Rank, giver: int) -> Program:
         """In pieces, put into place when all are there."""

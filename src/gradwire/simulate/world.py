@@ -32,6 +32,7 @@ from gradwire.simulate.worker import Worker
 KEPT = 400  # lines of history
 LINGER = 20.0  # seconds after a fault in which it may still be the cause of something
 PATIENCE = 150.0  # seconds after the last fault in which the job must go on
+RESTARTED = 5.0  # seconds after the last fault in which launchers have started whom they would
 STEPS_AFTER = 3  # committed after the last fault, and the job has gone on
 ENDLESS = 2_000_000  # events: something goes round in circles
 
@@ -91,6 +92,7 @@ class World:
             host = self.hosts[number % len(self.hosts)]
             wish = number if self.setting.launchers else None
             self.timeline.after(self.random.uniform(0.0, 0.2), partial(self.start_worker, host, wish))
+        self.timeline.at(self.quiet_at + RESTARTED, self._look_for_life)
         for fault in self.setting.faults:
             self.timeline.at(fault.at, partial(faults.strike, self, fault))
 
@@ -200,11 +202,15 @@ class World:
 
     def state_is_held(self) -> bool:
         """Whether a living member has a sound copy of what was committed last, or of something later."""
-        return any(worker.completed >= self.ledger.committed and worker.sound for worker in self.workers)
+        return bool(self._holders())
+
+    def _holders(self) -> list[str]:
+        ledger = self.ledger
+        return [one.name for one in self.workers if ledger.holds((one.completed, one.completed_in), one.state)]
 
     def state_lost(self, worker: Worker, members: list[str], error: StateLost) -> None:
         """A generation has found that none of its members has a sound copy of what was committed."""
-        holders = [other.name for other in self.workers if other.completed >= self.ledger.committed and other.sound]
+        holders = self._holders()
         if any(name in members for name in holders):
             self.fail(f"{worker.name} gives the state up as lost, and {holders} have it: {error}")
         self.ending = "state lost, but held by one outside" if holders else "state lost"
@@ -249,11 +255,16 @@ class World:
         if not excused and self.timeline.now > self._touched.get(name, -LINGER) + LINGER:
             self.fail(f"{name} was evicted, and nothing had happened to it")
 
-    def _give_up(self) -> None:
-        """Time is over."""
+    def _look_for_life(self) -> None:
         if len(self.workers) < self.setting.minimum:
             self.ending = "too few"
-        elif all(worker.leaving for worker in self.workers):
+
+    def _give_up(self) -> None:
+        """Time is over."""
+        self._look_for_life()
+        if self.ending:
+            return
+        if all(worker.leaving for worker in self.workers):
             self.ending = "all left"
         elif not any(worker.name in self.ledger.generations.get(self._formed, ()) for worker in self.workers):
             self.ending = "a whole generation died"  # and nobody can know that it is not just out of sight

@@ -65,12 +65,17 @@ class Elastic:
         while True:
             if self._settled is not self.group:
                 self._go_on(self._settle)
+            self.group._generation.finished = self._completed >= last
             if self._completed >= last:
                 return
             step = Step(self, self._completed + 1)
             yield step
             if not step.ended:
                 raise ConfigError(f"step {step.index} was not entered: use `with step:` around the body")
+
+    def finish(self) -> None:
+        """All work is done, before the last step: nobody joins the job any more. All ranks call it at the same step."""
+        self.group._generation.finished = True
 
     def close(self) -> None:
         """Leave the job: the others go on without this rank."""
@@ -145,9 +150,11 @@ class Elastic:
             standings = [Standing.from_wire(told) for told in group.all_gather_values(mine.to_wire())]
             settlement = settle(standings)
             self._exchange(group, settlement, standings)
-        self._completed, self._completed_in = settlement.completed, settlement.generation
-        self.committed = max(standing.committed for standing in standings)
-        self.digest = self._state.digest() if self.group.rank in settlement.pulls else digest
+            # The digest too, before anything can break: a state that was just pulled must not count as spoiled.
+            self._completed, self._completed_in = settlement.version
+            self.digest = self._state.digest() if self.group.rank in settlement.pulls else digest
+            group.barrier()
+        self.committed = settlement.completed  # now all are known to have it
         self._settled = self.group
 
     def _exchange(self, group: Group, settlement: Settlement, standings: list[Standing]) -> None:
