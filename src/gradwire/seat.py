@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import os
 import secrets
 import socket
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -58,6 +60,7 @@ class Seat:
         self._secret = job_secret(os.environ, loopback)
         self._id = config.member or _new_id(self._credentials)
         self._job = config.job or (self._credentials.job if self._credentials else None)
+        self._succession = threading.Lock()
         self._generation = 0  # the last one this process was in
         self._lost: tuple[str, ...] = ()  # its members that this process could not reach
         self._news = _news_pipe() if config.elastic else None
@@ -67,16 +70,22 @@ class Seat:
         """The group of the next generation. In an elastic job members that are lost meanwhile are done without."""
         while True:
             try:
-                return self._take(deadline)
+                return lifetime.keep(self._take(deadline))
             except (Broken, NoConnection) as error:
                 if not self.config.elastic or isinstance(error, Refused) or time.monotonic() >= deadline:
                     raise
                 log.warning("generation %d did not come about: %s", self._generation, error)
 
     def next(self, generation: Generation, timeout: float) -> Group:
-        """Leave a generation, broken or not, and take part in the next."""
-        self._leave(generation)
-        return self.take(time.monotonic() + timeout)
+        """Leave a generation, broken or not, and take part in the next; who asks late gets the present one."""
+        with self._succession:
+            present = lifetime.current()
+            if generation.identity.number < self._generation and present is not None:
+                return present
+            self._leave(generation)
+            del generation
+            gc.collect()  # a generation refers to itself in many ways, and holds memory that it shared
+            return self.take(time.monotonic() + timeout)
 
     def _leave(self, generation: Generation) -> None:
         """Remember for the coordinator whom this process could not reach."""

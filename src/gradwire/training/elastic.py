@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, SupportsIndex
 
-from gradwire import job
+from gradwire import job, lifetime
 from gradwire.errors import Aborted, Broken, ConfigError, GradwireError, InvalidSize, PeerLost, Timeout
 from gradwire.group import Group
 from gradwire.training import transfer
@@ -40,7 +40,7 @@ def elastic(state: Any, *, min_size: int = 1) -> Elastic:
     (array([5., 5., 5.]), 4)
     >>> run.close()
     """
-    return Elastic(state, job.current() or job.init(), min_size)
+    return Elastic(state, lifetime.current() or job.init(), min_size)
 
 
 class Elastic:
