@@ -88,12 +88,12 @@ def outcome_to_wire(outcome: Outcome, again_after: float) -> pb.RegisterWorkerRe
     return reply
 
 
-def assembly_from_wire(message: pb.Assembly) -> Assembly:
+def assembly_from_wire(message: pb.Assembly, link_key: bytes | None) -> Assembly:
     members = tuple(map(member_from_wire, message.members))
     in_order = [member.rank for member in members] == list(range(len(members)))
     if not in_order or not 0 <= message.rank < len(members) or len(message.run) != 16:
         raise Malformed("an assembly that does not hold together")
-    return Assembly(message.job, message.generation, message.rank, members, message.run)
+    return Assembly(message.job, message.generation, message.rank, members, message.run, link_key)
 
 
 def news_to_wire(news: News) -> pb.News:
