@@ -148,7 +148,7 @@ class Desk(rpc.MembershipServicer):
         else:
             self.membership = _restored(snapshot, self.membership.terms, journal)
             self._gate = Gate(self.membership.terms.job)
-            self._gate.restore(snapshot["invited"])
+            self._gate.restore(snapshot.get("invited", {}))
             members = len(self.membership.members)
             log.info("resumed from %s: generation %d, %d members", journal.path, self.membership.generation, members)
         self._journal = journal
