@@ -25,11 +25,11 @@ from gradwire.membership.journal import Journal
 from gradwire.membership.members import Assembly
 from gradwire.membership.messages import (
     Malformed,
+    Replies,
     checkpoint_to_wire,
     claim_from_wire,
     member_from_wire,
     news_to_wire,
-    outcome_to_wire,
     parse,
 )
 from gradwire.membership.quiet import grpc
@@ -75,6 +75,7 @@ class Desk(rpc.MembershipServicer):
         self._vouched = vouched
         self._failed = failed
         self._failure = ""
+        self._replies = Replies()
         self._calls = itertools.count(1)
         self._lock = threading.Lock()
         self._told = threading.Condition(self._lock)
@@ -104,10 +105,10 @@ class Desk(rpc.MembershipServicer):
             outcome, again_after = self._answer(claim, body.patience_ms / 1000, context)
         if isinstance(outcome, Refusal):
             log.warning("refused %s at %s: %s", claim.member, _peer(context), outcome.reason)
-        reply = outcome_to_wire(outcome, again_after)
+        link_key = b""
         if isinstance(outcome, Assembly) and request.ticket:
-            reply.assembly.link_key = self._seal.veil(self._seal.link_key(outcome.run), request)
-        return self._seal.seal("RegisterWorker", request, reply.SerializeToString())
+            link_key = self._seal.veil(self._seal.link_key(outcome.run), request)
+        return self._seal.seal("RegisterWorker", request, self._replies.encode(outcome, again_after, link_key))
 
     def UnregisterWorker(self, request: pb.Sealed, context: Any) -> pb.Sealed:  # noqa: N802
         body = self._open("UnregisterWorker", pb.UnregisterWorkerRequest, request, context)
