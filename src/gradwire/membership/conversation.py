@@ -23,6 +23,7 @@ from gradwire.membership.v1 import gradwire_pb2 as pb
 from gradwire.security.admission import NO_SECRET
 from gradwire.security.certificates import coordinator_name
 from gradwire.security.tls import CA, CERT, KEY, Credentials, explain
+from gradwire.security.tokens import Token
 
 PATIENCE = 1.0  # seconds that a call may be held back by the coordinator
 BYTES_PER_MEMBER = 4096
@@ -38,8 +39,11 @@ _TRY_AGAIN = (
     "CANCELLED",
     "INTERNAL",
     "UNKNOWN",
-    "FAILED_PRECONDITION",  # it was started anew
+    "FAILED_PRECONDITION",
 )
+
+
+Secret = bytes | Token  # what a worker proves: the job's secret, or a join token
 
 
 class Conversation:
@@ -48,9 +52,10 @@ class Conversation:
     def __init__(
         self,
         address: str,
-        secret: bytes,
+        secret: Secret,
         timeout: float,
         *,
+        seal: WorkerSeal | None = None,
         credentials: Credentials | None = None,
         largest_reply: int = 64 * BYTES_PER_MEMBER,
     ) -> None:
@@ -58,7 +63,7 @@ class Conversation:
         self.timeout = timeout
         self._host, self._port = split(address)
         self._deadline = time.monotonic() + timeout
-        self._seal = WorkerSeal(secret)
+        self.seal = seal or WorkerSeal(secret)
         self._credentials = credentials
         self._largest_reply = largest_reply
         self._connection: Connection | None = None
@@ -125,26 +130,28 @@ class Conversation:
         return self._exchange(method, body, lambda message: connection.call(method, message, timeout))
 
     def _exchange(self, method: str, body: bytes, send: Callable[[bytes], bytes]) -> bytes:
-        request = self._seal.seal(method, body)
+        request = self.seal.seal(method, body)
         try:
-            return self._seal.open(method, request, pb.Sealed.FromString(send(request.SerializeToString())))
+            return self.seal.open(method, request, pb.Sealed.FromString(send(request.SerializeToString())))
         except (Unproven, DecodeError) as error:
             raise Refused(f"what answers at {self.address} {NO_SECRET}: its reply is not authenticated") from error
 
     def _connected(self) -> Connection:
         """Reach the coordinator and have it prove the secret, before it is told anything of use."""
         if self._connection is None:
-            connection = self._connection = Connection(self._secured(self._reach()), self.address, self._largest_reply)
-            timeout = max(0.1, min(self.left, _SLACK))
-            reply = connection.call("Hello", self._seal.hello().SerializeToString(), timeout)
-            try:
-                self._seal.meet(pb.HelloReply.FromString(reply))
-            except (Unproven, DecodeError) as error:
-                raise Refused(
-                    f"what answers at {self.address} {NO_SECRET}: check GRADWIRE_TOKEN on both sides"
-                ) from error
+            self._connection = Connection(self._secured(self._reach()), self.address, self._largest_reply)
+            if not self.seal.met:
+                self._meet(self._connection)
             self._met = True
         return self._connection
+
+    def _meet(self, connection: Connection) -> None:
+        timeout = max(0.1, min(self.left, _SLACK))
+        reply = connection.call("Hello", self.seal.hello().SerializeToString(), timeout)
+        try:
+            self.seal.meet(pb.HelloReply.FromString(reply))
+        except (Unproven, DecodeError) as error:
+            raise Refused(f"what answers at {self.address} {NO_SECRET}: check GRADWIRE_TOKEN on both sides") from error
 
     @contextlib.contextmanager
     def judged(self) -> Iterator[None]:
@@ -174,7 +181,9 @@ class Conversation:
             raise Refused(f"what answers at {self.address} is no gradwire coordinator: {error}") from error
         if error.code == "UNAVAILABLE" and self._endpoint is not None:
             self._look_closer(self._endpoint)
-        if error.code != "FAILED_PRECONDITION":
+        if error.code == "FAILED_PRECONDITION":  # it was started anew
+            self.seal.part()
+        else:
             self._last = f"something listens there, but: {error.details or error.code}"
 
     def _look_closer(self, endpoint: Endpoint) -> None:

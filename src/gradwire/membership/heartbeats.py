@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from gradwire.errors import GradwireError, NoConnection
 from gradwire.membership.answers import News
 from gradwire.membership.calls import CallFailed
-from gradwire.membership.conversation import Conversation, pauses_between_tries
+from gradwire.membership.conversation import Conversation, Secret, pauses_between_tries
 from gradwire.membership.messages import Malformed, news_from_wire, parse
+from gradwire.membership.sealing import WorkerSeal
 from gradwire.membership.v1 import gradwire_pb2 as pb
 from gradwire.security.tls import Credentials
 
@@ -35,12 +36,13 @@ class Heartbeats:
         address: str,
         ids: Iterable[str] = (),
         *,
-        secret: bytes,
+        secret: Secret,
         on_news: Callable[[News], None] | None = None,
         credentials: Credentials | None = None,
         interval: float = INTERVAL,
     ) -> None:
         self._address, self._secret, self._credentials = address, secret, credentials
+        self._seal = WorkerSeal(secret)
         self._on_news = on_news
         self._interval = interval
         self._ids = dict.fromkeys(ids)
@@ -102,7 +104,9 @@ class Heartbeats:
 
     def _conversation(self) -> Iterator[News]:
         """The answers to the heartbeats, until the connection breaks or this is closed."""
-        with Conversation(self._address, self._secret, _ONE_TRY, credentials=self._credentials) as coordinator:
+        with Conversation(
+            self._address, self._secret, _ONE_TRY, credentials=self._credentials, seal=self._seal
+        ) as coordinator:
             self._give_up = lambda: coordinator.hurry(0.0)
             with coordinator.judged():
                 try:
