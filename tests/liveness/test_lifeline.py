@@ -265,13 +265,13 @@ def test_nothing_but_beats_is_taken(stage: Stage, data: bytes) -> None:
         stage.lifeline.tick(time.monotonic())
 
 
-def test_nobody_who_is_stopped_or_elsewhere_is_excused(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_processes_of_this_host_are_looked_at(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     here, elsewhere = Nature(True, 11, "7"), Nature(True, 11, "8")
     stage.lifeline.expect([here, here, elsewhere], Topology.single(3))
-    for state, excused in (("R", True), ("S", True), ("D", True), ("T", False), ("t", False), ("X", False)):
+    for state, stopped in (("R", False), ("S", False), ("D", False), ("T", True), ("t", True), ("X", True)):
         monkeypatch.setattr(lifeline, "state_of", lambda pid, state=state: state)
-        assert [stage.lifeline._excused(peer) for peer in (0, 2)] == [excused, False]
+        assert [stage.lifeline._is_stopped(peer) for peer in (0, 2)] == [stopped, None]
     other_host = Stage()
     other_host.lifeline.expect([here, here, here], Topology.of(["x", "y", "x"]))
-    assert not other_host.lifeline._excused(0)
+    assert other_host.lifeline._is_stopped(0) is None
     other_host.close()

@@ -315,6 +315,11 @@ class Control:
             found = {peer: self._positions.get((calls.group, peer)) for peer in asked}
         return {peer: position for peer, position in found.items() if position is not None}
 
+    def last_heard(self, calls: CallLog, peer: int) -> Call | None:
+        """The last call that a peer told of, as this rank made it, if it did: what one knows without asking."""
+        with self._lock:
+            return calls.call(self._reached.get((calls.group, peer), 0))
+
     def last_calls(self, group: int, peers: Sequence[int], seconds: float) -> str:
         """What world ranks last called in a group, in words, as far as they answer."""
         calls = self._logs.get(group)

@@ -178,7 +178,7 @@ class Lifeline:
         if now >= self._detector.due:
             self._beat(now)
             self._listen(now)
-            for peer, silence in self._detector.tick(now, self._excused):
+            for peer, silence in self._detector.tick(now, self._is_stopped):
                 self._control.lost(peer, now, f"has been silent for {silence:.2f} s (frozen or cut off)")
         return min(pause, self._detector.due - now)
 
@@ -217,9 +217,9 @@ class Lifeline:
         for reader in self._readers:
             self._pump(reader)
 
-    def _excused(self, peer: int) -> bool:
-        """Whether a silent rank of this host was not stopped: then it may just not get a core."""
-        return peer in self._pids and state_of(self._pids[peer]) not in STOPPED
+    def _is_stopped(self, peer: int) -> bool | None:
+        """Whether the process of a rank on this host was stopped; if not, it may just not get a core."""
+        return state_of(self._pids[peer]) in STOPPED if peer in self._pids else None
 
     def alive(self, peer: int) -> bool:
         """Whether a rank was heard lately."""
