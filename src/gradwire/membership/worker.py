@@ -34,7 +34,7 @@ class WorkerNode:
     """A member of a job: it registers at the coordinator, keeps its lease once a second, and takes its leave.
 
     `id` is made up if it is None; `endpoint` is where others reach this worker, and is told to them as it is. The
-    job's secret (or a join token) is `GRADWIRE_TOKEN`, and certificates are those of `GRADWIRE_TLS_*`, unless given
+    job's secret (or a join token) is `GRADWIRE_TOKEN`, and certificates those of `GRADWIRE_TLS_CERT` …, unless given
     here. Beyond this machine certificates are needed, or `insecure=True`. `on_news` is called about once a second, from
     another thread.
 
