@@ -89,12 +89,12 @@ def test_a_member_cannot_serve_in_the_coordinators_place(serve: Serve) -> None:
 
 
 def test_plaintext_to_a_coordinator_with_certificates(coordinator: Coordinator) -> None:
-    with pytest.raises(Refused, match="it speaks TLS, and this side was given no certificates: set GRADWIRE_TLS_CA"):
+    with pytest.raises(Refused, match="it uses TLS: give this process certificates too"):
         join(coordinator, "m1", None)
 
 
 def test_certificates_for_a_coordinator_without(serve: Serve) -> None:
-    with pytest.raises(Refused, match="it does not speak TLS, and this side does"):
+    with pytest.raises(Refused, match="it does not use TLS, and this process does"):
         join(serve(1), "m1", tls_files.credentials("m1"))
 
 
