@@ -152,6 +152,7 @@ class Lifeline:
 
     def ignore(self, peer: int) -> None:
         """Hear a rank no more, as if the way to it were cut: for tests of what happens then."""
+        self._pids.pop(peer, None)
         self._sink.ignored.add(peer)
 
     def close(self) -> None:
@@ -219,7 +220,8 @@ class Lifeline:
 
     def _is_stopped(self, peer: int) -> bool | None:
         """Whether the process of a rank on this host was stopped; if not, it may just not get a core."""
-        return state_of(self._pids[peer]) in STOPPED if peer in self._pids else None
+        pid = self._pids.get(peer)
+        return None if pid is None else state_of(pid) in STOPPED
 
     def alive(self, peer: int) -> bool:
         """Whether a rank was heard lately."""
