@@ -4,10 +4,14 @@
     python examples/digits.py                          # one rank: the same script, the same result
     gradwire run -n 4 examples/digits.py --epochs 10   # shorter
     gradwire run -n 4 examples/digits.py --tamper 2    # rank 2 changes one bit at the end: the check names it
+    gradwire run -n 4 --min 2 --restarts 1 examples/digits.py --lose 2   # rank 2 dies half-way: the others go on
 
 Data-parallel training in NumPy, nothing hidden: every rank holds the whole network and sees its own share of each
 batch; the gradients are summed over the ranks, so that every rank takes the same step. A mean weighted by samples needs
 no special case: sum the gradients *and* the number of samples, then divide. So uneven batches come out right, too.
+
+A step is committed when all ranks have done it. If one dies, the others notice, do the interrupted step again and share
+out the same global batches among fewer; a worker that comes instead of the lost one gets the state from a peer.
 
 At the end the ranks compare digests of their weights, and rank 0 trains once more, alone, on the same global batches.
 The exit code is 0 only if the weights are identical bits on all ranks, within TOLERANCE of the lone run's (float32 sums
@@ -23,9 +27,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import sys
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +46,7 @@ from gradwire.training import Sampler
 Array = NDArray[np.float32]
 Data = tuple[Array, NDArray[np.int64]]  # images, one a row, and which digit each shows
 Tensors = dict[str, Array]
+Losses = Iterator[tuple[int, float]]
 
 FILE = Path(__file__).parent / "data" / "digits.csv.gz"
 TESTED = 360  # images held out
@@ -108,31 +115,74 @@ def count_correct(weights: Tensors, data: Data) -> int:
 # ── training: the one call that knows of other ranks is `over_all_ranks` ─────────────────────────────────────────────
 
 
-def train(
-    weights: Tensors, data: Data, sampler: Sampler, epochs: int, over_all_ranks: Callable[[Tensors], Tensors]
-) -> Iterator[float]:
-    """Momentum SGD on `weights`, in place; yields the mean loss of each epoch."""
+def take_step(weights: Tensors, velocity: Tensors, sums: Tensors) -> None:
+    """Move the weights, in place; `sums` are those of all ranks."""
+    for name, weight in weights.items():
+        velocity[name] *= MOMENTUM
+        velocity[name] += sums[name] / sums["samples"]
+        weight -= RATE * velocity[name]
+
+
+def train(run: gw.Elastic, weights: Tensors, velocity: Tensors, data: Data, options: argparse.Namespace) -> Losses:
+    """Yields the epochs as they end, and the mean loss of each; whatever happens to other ranks in between."""
     images, labels = data
-    velocity = {name: np.zeros_like(weight) for name, weight in weights.items()}
-    for epoch in range(epochs):
-        loss = samples = 0.0
-        for mine in sampler.batches(epoch, BATCH):
-            sums = over_all_ranks(gradient_sums(weights, (images[mine], labels[mine])))
-            for name, weight in weights.items():
-                velocity[name] = MOMENTUM * velocity[name] + sums[name] / sums["samples"]
-                weight -= RATE * velocity[name]
-            loss += float(sums["loss"][0])
-            samples += float(sums["samples"][0])
-        yield loss / samples
+    loss = samples = 0.0
+    total = options.epochs * len(range(0, len(images), BATCH))
+    fate = Fate(options.lose, total // 2)
+    for step in run.steps(total):
+        with step, fate.watched(run, step):
+            sampler = Sampler(len(images), rank=run.group.rank, size=run.group.size, seed=options.seed)
+            mine = sampler.batch(step.index, BATCH)
+            sums = run.group.all_reduce_named(gradient_sums(weights, (images[mine], labels[mine])))
+            take_step(weights, velocity, sums)  # nothing that can break comes after the first change
+        if not step.committed:
+            continue  # a rank was lost meanwhile
+        loss += float(sums["loss"][0])
+        samples += float(sums["samples"][0])
+        if (run.committed + 1) % sampler.steps(BATCH) == 0:
+            yield (run.committed + 1) // sampler.steps(BATCH), loss / samples
+            loss = samples = 0.0
 
 
 def train_alone(data: Data, options: argparse.Namespace) -> Tensors:
     """The weights of a run in one process on the same global batches, from what rank 0 began with."""
+    images, labels = data
     weights = random_weights(options.seed, 0)
-    sampler = Sampler(len(data[0]), rank=0, size=1, seed=options.seed)
-    for _ in train(weights, data, sampler, options.epochs, over_all_ranks=lambda sums: sums):
-        pass
+    velocity = {name: np.zeros_like(weight) for name, weight in weights.items()}
+    sampler = Sampler(len(images), rank=0, size=1, seed=options.seed)
+    for epoch in range(options.epochs):
+        for batch in sampler.batches(epoch, BATCH):
+            take_step(weights, velocity, gradient_sums(weights, (images[batch], labels[batch])))
     return weights
+
+
+# ── a death on purpose ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Fate:
+    """Kills the process of one rank at a given step, and lets the others tell when they noticed."""
+
+    def __init__(self, victim: int | None, at: int) -> None:
+        self.victim, self.at = victim, at
+        self.killed_at = self.went_on_at = 0.0
+
+    @contextlib.contextmanager
+    def watched(self, run: gw.Elastic, step: gw.Step) -> Iterator[None]:
+        exists = self.victim is not None and self.victim < run.group.size
+        if exists and step.index == self.at and run.group.generation == 1:
+            self.killed_at = run.group.broadcast_value(time.monotonic(), root=self.victim or 0)
+            if run.group.rank == self.victim:
+                os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            yield
+        except gw.PeerLost as lost:
+            milliseconds = 1000 * (time.monotonic() - self.killed_at)
+            print(f"rank {run.group.rank} noticed after {milliseconds:.0f} ms: {lost}", flush=True)
+            raise
+        if self.killed_at and not self.went_on_at and run.group.generation > 1:
+            self.went_on_at = time.monotonic()
+            rank, size, seconds = run.group.rank, run.group.size, self.went_on_at - self.killed_at
+            print(f"now rank {rank} of {size}: step {step.index} went on {seconds:.2f} s after the loss", flush=True)
 
 
 # ── looking at it ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -218,55 +268,51 @@ def claims(weights: Tensors, of_ranks: list[dict[str, str]], options: argparse.N
 # ── the whole ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def run(group: gw.Group, options: argparse.Namespace, console: Console) -> bool:
+def go(options: argparse.Namespace, console: Console) -> bool:
     """Train, compare, and say on every rank whether all is well."""
-    data, (test_images, test_labels) = load()
+    data, test = load()
 
-    # Every rank draws weights of its own; then all take over those of rank 0.
-    weights = random_weights(options.seed, group.rank)
-    drawn = short(digests(weights))
-    for weight in weights.values():
-        group.broadcast(weight, root=0)
-    sampler = Sampler(len(data[0]), rank=group.rank, size=group.size, seed=options.seed)
-    console.print(
-        f"rank {group.rank}, pid {os.getpid()}: {len(sampler)} of {len(data[0])} images; "
-        f"drew weights {drawn}, starts with {short(digests(weights))}"
-    )
-    group.barrier()  # only so that these lines come before the bar
+    # Every rank draws weights of its own; with the first step all take over those of rank 0, or of one that is ahead.
+    with gw.init() as group:
+        weights = random_weights(options.seed, group.rank)
+        velocity = {name: np.zeros_like(weight) for name, weight in weights.items()}
+        run = gw.elastic({"weights": weights, "velocity": velocity})
+        console.print(
+            f"rank {group.rank} of {group.size}, pid {os.getpid()}: drew weights {short(digests(weights))}"
+            + (f"; joins generation {group.generation}" if group.generation > 1 else "")
+        )
 
-    # Train. The test is shared out as well: each rank counts on its part of the test images.
-    part = Sampler(TESTED, rank=group.rank, size=group.size, shuffle=False).epoch(0)
-    display = Display(console, options.epochs) if group.rank == 0 else None
-    with display or contextlib.nullcontext():
-        losses = train(weights, data, sampler, options.epochs, over_all_ranks=group.all_reduce_named)
-        for epoch, loss in enumerate(losses, 1):
-            correct = group.all_reduce(count_correct(weights, (test_images[part], test_labels[part])))
-            if display:
-                display.show(epoch, loss, accuracy=correct / TESTED)
+        # Train. Rank 0 shows how it goes.
+        display = Display(console, options.epochs) if group.rank == 0 else None
+        with display or contextlib.nullcontext():
+            for epoch, loss in train(run, weights, velocity, data, options):
+                if display:
+                    display.show(epoch, loss, accuracy=count_correct(weights, test) / TESTED)
 
-    # Compare. Every rank says what it holds and hears it from all; rank 0 judges and tells the rest.
-    if group.rank == options.tamper:
-        weights["output.bias"].view(np.uint32)[3] ^= 1
-    console.print(f"rank {group.rank} ends with {short(digests(weights))}")
-    of_ranks = group.all_gather_values(digests(weights))
-    judged = claims(weights, of_ranks, options) if group.rank == 0 else []
-    if group.rank == 0:
-        console.print(picture(weights, (test_images, test_labels)))
-    for holds, claim in judged:
-        console.print(f"{'✓' if holds else '✗ FAILED:'} {claim}")
-    return bool(group.broadcast_value(all(holds for holds, _ in judged)))
+        # Compare. Every rank says what it holds and hears it from all; rank 0 judges and tells the rest.
+        group = run.group
+        if group.rank == options.tamper:
+            weights["output.bias"].view(np.uint32)[3] ^= 1
+        console.print(f"rank {group.rank} ends with {short(digests(weights))}")
+        of_ranks = group.all_gather_values(digests(weights))
+        judged = claims(weights, of_ranks, options) if group.rank == 0 else []
+        if group.rank == 0:
+            console.print(picture(weights, test))
+        for holds, claim in judged:
+            console.print(f"{'✓' if holds else '✗ FAILED:'} {claim}")
+        return bool(group.broadcast_value(all(holds for holds, _ in judged)))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Train a network on handwritten digits, in step on all ranks.")
-    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--epochs", type=int, default=80)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target", type=float, default=0.95, help="the accuracy to reach, 0 to 1 (default: 0.95)")
     parser.add_argument("--tamper", type=int, metavar="RANK", help="let this rank change one bit of its weights")
+    parser.add_argument("--lose", type=int, metavar="RANK", help="kill this rank half-way (needs an elastic job)")
     options = parser.parse_args()
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 110)
-    with gw.init() as group:
-        return 0 if run(group, options, console) else 1
+    return 0 if go(options, console) else 1
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@
 //
 // Only readers that still have something to read hold memory: one that is done with a collective keeps nobody waiting.
 //
-// The arena begins with a directory of the groups that its owner has opened, so that regions need not be announced.
+// The arena begins with a directory of the groups that its owner has opened, so that regions need not be announced. Behind
+// it is the pulse of the owner, which its lifeline renews: native/lifeline.hpp.
 #pragma once
 
 #include <atomic>
@@ -25,6 +26,7 @@ constexpr std::uint64_t LANE_ENTRIES = 128;
 constexpr std::size_t INLINE_BYTES = 16;
 constexpr std::size_t DIRECTORY_SLOTS = 2048;
 constexpr std::size_t DIRECTORY_BYTES = DIRECTORY_SLOTS * 2 * sizeof(std::uint64_t);
+constexpr std::size_t RESERVED_BYTES = 64 << 10;  // at the beginning of each arena, as transports/arena.py knows too
 
 inline std::size_t padded(std::size_t nbytes) { return (nbytes + LINE - 1) / LINE * LINE; }
 
@@ -93,5 +95,13 @@ struct Directory {
     }
 };
 static_assert(sizeof(Directory) == DIRECTORY_BYTES);
+
+struct alignas(LINE) Pulse {
+    std::atomic<std::uint64_t> beat;  // another number at each beat; 0: none yet
+
+    static Pulse& of(std::byte* arena) { return *reinterpret_cast<Pulse*>(arena + DIRECTORY_BYTES); }
+};
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "other processes read it");
+static_assert(DIRECTORY_BYTES % LINE == 0 && DIRECTORY_BYTES + sizeof(Pulse) <= RESERVED_BYTES);
 
 }  // namespace gradwire

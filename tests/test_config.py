@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.config import DEFAULT_TIMEOUT, TRANSPORTS, Address, JobConfig, resolve
+from gradwire.address import Address
+from gradwire.config import DEFAULT_TIMEOUT, TRANSPORTS, JobConfig, resolve
 from gradwire.errors import ConfigError, InvalidRank, InvalidSize
 
 TORCH = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -288,5 +289,7 @@ def test_any_environment_gives_a_valid_config_or_a_config_error(environ: dict[st
         config = resolve(environ=environ)
     except ConfigError:
         return
+    assert config.rank is not None
+    assert config.size is not None
     assert 0 <= config.rank < config.size
     assert config.size == 1 or config.address is not None

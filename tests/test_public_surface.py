@@ -16,6 +16,7 @@ from gradwire import config, errors
 # A name that is added here is a promise; one that is taken away breaks somebody's program.
 EXPECTED = {
     # starting
+    "elastic",
     "init",
     "launch",
     "local_group",
@@ -36,6 +37,8 @@ EXPECTED = {
     "Closed",
     "CollectiveMismatch",
     "ConfigError",
+    "Elastic",
+    "Finished",
     "GradwireError",
     "InvalidRank",
     "InvalidSize",
@@ -45,6 +48,7 @@ EXPECTED = {
     "Refused",
     "SizeMismatch",
     "StateLost",
+    "Step",
     "Timeout",
     "TransportError",
     "UnsupportedOp",

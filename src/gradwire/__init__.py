@@ -12,8 +12,8 @@ The layers, each importing only from those above it:
     collectives     algorithms as schedules; their verifier
     tuning          the table that algorithms are chosen by, in a file
     security        the job's secret, and who may open a link
-    liveness        the log of calls, the verdict on what broke, control messages
     transports      links: in one process, over TCP; memory that ranks of a host share
+    liveness        beats and who misses them, the log of calls, the verdict on what broke, control messages
     executors       carry schedules out
     messages        point-to-point messages, matched
     generation      one membership at work: links, service thread, the one failure path
@@ -22,11 +22,15 @@ The layers, each importing only from those above it:
     exchange        runs a group's operations in its one order
     post            send, recv and what is made of them
     group           what users call
+    lifetime        what begins and ends with this process
     agreement       what ranks settle before the first call
     membership      the rendezvous of a job's processes
     environments    one small file for each way of being started
+    address         addresses as users write them
     config          who am I, where is the coordinator
-    job             init, and what ends with the process
+    seat            a process's place in one generation after another
+    threads         ranks as threads of one process
+    job             init, local_group
     launch          starting and supervising processes
     training        what keeps replicas in step beyond the all-reduce
     bench           `gradwire bench`: the collectives measured, in turns with other engines
@@ -42,6 +46,7 @@ from gradwire.errors import (
     Closed,
     CollectiveMismatch,
     ConfigError,
+    Finished,
     GradwireError,
     InvalidRank,
     InvalidSize,
@@ -61,6 +66,7 @@ from gradwire.job import init, local_group, loopback_pair
 from gradwire.launch.function import launch
 from gradwire.membership.worker import WorkerNode
 from gradwire.topology import Topology
+from gradwire.training.elastic import Elastic, Step, elastic
 from gradwire.training.sampler import Sampler
 from gradwire.work import Stream, Work
 
@@ -74,6 +80,8 @@ __all__ = [
     "Closed",
     "CollectiveMismatch",
     "ConfigError",
+    "Elastic",
+    "Finished",
     "GradwireError",
     "Group",
     "InvalidRank",
@@ -85,6 +93,7 @@ __all__ = [
     "Sampler",
     "SizeMismatch",
     "StateLost",
+    "Step",
     "Stream",
     "Timeout",
     "Topology",
@@ -94,6 +103,7 @@ __all__ = [
     "WorkerFailed",
     "WorkerNode",
     "__version__",
+    "elastic",
     "init",
     "launch",
     "local_group",

@@ -7,10 +7,8 @@ the bad value came from.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
-import socket
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,8 +16,9 @@ from operator import index
 from typing import Final, Literal, SupportsIndex
 
 from gradwire import environments
+from gradwire.address import Address
 from gradwire.environments import Found, Partial
-from gradwire.environments.found import find, join
+from gradwire.environments.found import find
 from gradwire.errors import ConfigError, InvalidRank, InvalidSize
 
 RANK = "GRADWIRE_RANK"
@@ -31,6 +30,8 @@ TRANSPORT = "GRADWIRE_TRANSPORT"
 TIMEOUT = "GRADWIRE_TIMEOUT"
 INSECURE = "GRADWIRE_INSECURE"
 JOB = "GRADWIRE_JOB"
+ELASTIC = "GRADWIRE_ELASTIC"
+MEMBER = "GRADWIRE_MEMBER"
 
 TRANSPORTS = ("auto", "shm", "tcp", "grpc", "mpi")
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
@@ -44,52 +45,7 @@ class _UnlessSaid(float):
 
 DEFAULT_TIMEOUT: Final[float] = _UnlessSaid(300.0)
 
-# Numbers and dots only: meant as an IPv4 address, and a mistake if it is none.
-_LIKE_IPV4 = re.compile(r"[0-9.]+")
-_HOST_NAME = re.compile(r"[^\s/@,;\[\]:]{1,253}")
 _JOB_NAME = re.compile(r"[!-~]{1,128}")
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """A host and a port. Port 0 means any free one, which only makes sense for a listener."""
-
-    host: str
-    port: int
-
-    def __post_init__(self) -> None:
-        _check_host(self.host)
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port {self.port} is not between 0 and 65535")
-
-    @classmethod
-    def parse(cls, text: str, source: str = "the address") -> Address:
-        """Read "127.0.0.1:29500", "[::1]:29500" or "name:29500"; `source` is what an error calls it.
-
-        >>> Address.parse("[::1]:29500")
-        Address(host='::1', port=29500)
-        """
-        try:
-            host, port = _split(text.strip())
-            return cls(host, port)
-        except ConfigError as error:
-            raise ConfigError(f"{source}: {text!r} is not an address: {error}") from None
-
-    def __str__(self) -> str:
-        return join(self.host, self.port)
-
-    def resolve(self) -> tuple[str, ...]:
-        """The IP addresses of the host, in the resolver's order."""
-        try:
-            answers = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as error:
-            reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-            raise ConfigError(f"the host of {self} cannot be resolved: {reason}") from error
-        return tuple(dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in answers))
-
-    def is_loopback(self) -> bool:
-        """Whether the host is this machine and unreachable from others; a name counts only if all it resolves to is."""
-        return all(_is_loopback(ip) for ip in self.resolve())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,12 +54,13 @@ class JobConfig:
 
     `local_rank` is None where nobody told it. `served` says that somebody else, a launcher, runs the coordinator at
     `address`; otherwise rank 0 does. `address_taken` says that a launcher listens at `address` for purposes of its own.
-    `job`, where there is one, is a name that keeps two jobs apart that meet at one address. `sources` says where each
-    value came from.
+    `job`, where there is one, is a name that keeps two jobs apart that meet at one address. In an `elastic` job members
+    come and go: rank and size are wishes for the first generation, and None where there is none. `member` is the id
+    that a launcher gave this process. `sources` says where each value came from.
     """
 
-    size: int = 1
-    rank: int = 0
+    size: int | None = 1
+    rank: int | None = 0
     local_rank: int | None = None
     address: Address | None = None
     transport: str = "auto"
@@ -112,20 +69,20 @@ class JobConfig:
     job: str | None = None
     served: bool = False
     address_taken: bool = False
+    elastic: bool = False
+    member: str | None = None
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise InvalidSize(f"a job has at least one rank, but {self._named('size')}")
-        if not 0 <= self.rank < self.size:
-            raise InvalidRank(
-                f"{self._named('rank')} does not exist in a job of {self._named('size')}: ranks count from 0",
-                rank=self.rank,
-            )
-        if self.local_rank is not None and not 0 <= self.local_rank < self.size:
-            raise InvalidRank(
-                f"{self._named('local_rank')} does not exist in a job of {self._named('size')}", rank=self.rank
-            )
+        if self.elastic:
+            if not self.served:
+                raise ConfigError(
+                    f"an elastic job needs a coordinator that outlives its members, and {COORDINATOR} does not say "
+                    "where one is: start with `gradwire run --min … --max …`, or run `gradwire coordinator`"
+                )
+        elif self.size is None or self.rank is None:
+            raise ConfigError("only the members of an elastic job have no rank of their own")
+        self._check_numbers()
         if self.address is not None and self.address.port == 0:
             raise ConfigError(f"{self._named('address')}: with port 0 the other ranks cannot know where to connect")
         if self.served and self.address is None:
@@ -136,6 +93,22 @@ class JobConfig:
             raise ConfigError(f"{self._named('timeout')} is not a positive number of seconds")
         if self.job is not None and not _JOB_NAME.fullmatch(self.job):
             raise ConfigError(f"{self._named('job')} is not 1 to 128 visible ASCII characters without spaces")
+
+    def _check_numbers(self) -> None:
+        size = self.size
+        if size is None:
+            return
+        if size < 1:
+            raise InvalidSize(f"a job has at least one rank, but {self._named('size')}")
+        if self.rank is not None and not 0 <= self.rank < size:
+            raise InvalidRank(
+                f"{self._named('rank')} does not exist in a job of {self._named('size')}: ranks count from 0",
+                rank=self.rank,
+            )
+        if self.local_rank is not None and not 0 <= self.local_rank < size and not self.elastic:
+            raise InvalidRank(
+                f"{self._named('local_rank')} does not exist in a job of {self._named('size')}", rank=self.rank
+            )
 
     @property
     def role(self) -> Literal["coordinator", "worker"]:
@@ -170,7 +143,9 @@ def resolve(
     sources: dict[str, str] = {}
     the_rank = _whole("rank", rank, find(environ, RANK) or who.rank, sources)
     the_size = _whole("size", size, find(environ, SIZE) or who.size, sources)
-    the_rank, the_size = _complete(the_rank, the_size, sources)
+    elastic = _flag(find(environ, ELASTIC))
+    if not elastic:
+        the_rank, the_size = _complete(the_rank, the_size, sources)
     agreeing = [partial for partial in launchers if _agrees(partial, the_rank, the_size)]
     place = _place(address, environ, [p for p in launchers if p in agreeing or not p.address_derived], sources)
     config = JobConfig(
@@ -184,9 +159,11 @@ def resolve(
         job=_job(environ, agreeing, place.served, sources),
         served=place.served,
         address_taken=place.taken,
+        elastic=elastic,
+        member=_text(find(environ, MEMBER)),
         sources=sources,
     )
-    if config.size > 1 and config.address is None:
+    if config.size is not None and config.size > 1 and config.address is None:
         raise ConfigError(_no_address(config, agreeing))
     return config
 
@@ -241,7 +218,7 @@ def _complete(rank: int | None, size: int | None, sources: Mapping[str, str]) ->
     return rank, size
 
 
-def _agrees(partial: Partial, rank: int, size: int) -> bool:
+def _agrees(partial: Partial, rank: int | None, size: int | None) -> bool:
     """Whether a launcher speaks of the process that this one turned out to be, or of no particular one."""
     return (partial.rank is None or partial.rank.text == str(rank)) and (
         partial.size is None or partial.size.text == str(size)
@@ -280,7 +257,7 @@ def _place(
 
 
 def _local_rank(
-    environ: Mapping[str, str], agreeing: list[Partial], rank: int, size: int, sources: dict[str, str]
+    environ: Mapping[str, str], agreeing: list[Partial], rank: int | None, size: int | None, sources: dict[str, str]
 ) -> int | None:
     """The local rank that was told together with this rank; that of another rank says nothing about this one."""
     found, beside = find(environ, LOCAL_RANK), find(environ, RANK)
@@ -313,6 +290,10 @@ def _timeout(argument: float, environ: Mapping[str, str], sources: dict[str, str
         raise ConfigError(f"{source} is {value!r}, which is not a number of seconds") from None
 
 
+def _text(found: Found | None) -> str | None:
+    return found.text if found else None
+
+
 def _flag(found: Found | None) -> bool:
     if found is None:
         return False
@@ -338,54 +319,3 @@ def _no_address(config: JobConfig, agreeing: list[Partial]) -> str:
         f'a job of {config._named("size")} needs an address where its ranks meet{hint}: pass address="host:port", '
         f"set {ADDRESS}, set MASTER_ADDR and MASTER_PORT, or start all ranks with `gradwire run -n {config.size} …`"
     )
-
-
-# --- addresses
-
-
-def _split(text: str) -> tuple[str, int]:
-    if text.startswith("["):
-        host, bracket, rest = text[1:].partition("]")
-        if not bracket or not rest.startswith(":"):
-            raise ConfigError("an IPv6 address is written [host]:port")
-        if not _is_ip(host, 6):
-            raise ConfigError(f"{host!r} between the brackets is no IPv6 address")
-        port = rest[1:]
-    else:
-        if "://" in text:
-            raise ConfigError("write host:port, without a scheme")
-        host, colon, port = text.rpartition(":")
-        if not colon:
-            raise ConfigError("the port is missing; write host:port")
-        if ":" in host:
-            raise ConfigError("an IPv6 address needs brackets: [host]:port")
-    if not re.fullmatch(r"[0-9]{1,5}", port):
-        raise ConfigError(f"the port {port!r} is no number between 0 and 65535")
-    return host, int(port)
-
-
-def _check_host(host: str) -> None:
-    if not host:
-        raise ConfigError("the host is missing; write host:port")
-    if ":" in host:
-        if not _is_ip(host, 6):
-            raise ConfigError(f"the host {host!r} is no IPv6 address")
-    elif _LIKE_IPV4.fullmatch(host):
-        if not _is_ip(host, 4):
-            raise ConfigError(f"the host {host!r} is no IPv4 address")
-    elif not _HOST_NAME.fullmatch(host):
-        raise ConfigError(f"the host {host!r} is neither an IP address nor a name")
-
-
-def _is_ip(text: str, version: int) -> bool:
-    try:
-        return ipaddress.ip_address(text).version == version
-    except ValueError:
-        return False
-
-
-def _is_loopback(text: str) -> bool:
-    ip = ipaddress.ip_address(text)
-    if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
-        return ip.ipv4_mapped.is_loopback  # ::ffff:127.0.0.1, which Python 3.11 does not see as loopback itself
-    return ip.is_loopback

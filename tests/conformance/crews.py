@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from gradwire import agreement, core, job
+from gradwire import agreement, core, lifetime
 from gradwire.errors import GradwireError
 from gradwire.generation import Generation, Identity
 from gradwire.group import Group
@@ -59,7 +59,7 @@ def _connected(topology: Topology, transports: Sequence[Any], run: bytes) -> lis
     generations = [
         Generation(Identity(number, 1, rank, names, topology), transport) for rank, transport in enumerate(transports)
     ]
-    return job._start(generations, TIMEOUT, time.monotonic() + TIMEOUT)
+    return lifetime.start(generations, TIMEOUT, time.monotonic() + TIMEOUT)
 
 
 def shm_ranks(topology: Topology) -> list[Group]:

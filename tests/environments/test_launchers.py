@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.config import Address, JobConfig, resolve
+from gradwire.address import Address
+from gradwire.config import JobConfig, resolve
 from gradwire.environments import LAUNCHERS, detect, openmpi, pmi, slurm, torchrun
 from gradwire.environments.found import DERIVED_PORTS, FIRST_DERIVED_PORT, derived_port
 from gradwire.errors import ConfigError

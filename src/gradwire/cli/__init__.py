@@ -10,6 +10,7 @@ from gradwire.cli.bench import bench
 from gradwire.cli.certs import certs
 from gradwire.cli.coordinator import coordinator
 from gradwire.cli.invite import invite
+from gradwire.cli.join import join
 from gradwire.cli.run import run
 from gradwire.cli.tune import tune
 
@@ -36,6 +37,7 @@ def main() -> None:
 
 
 main.add_command(bench)
+main.add_command(join)
 main.add_command(coordinator)
 main.add_command(certs)
 main.add_command(invite)

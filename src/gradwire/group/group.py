@@ -28,6 +28,7 @@ from gradwire.work import Stream
 CONFER_SECONDS = 0.25  # that leaving `with group` may take to learn whether the last calls agreed
 WORLD = 1
 SETTING_UP = 2  # the same ranks, before anything is called
+SETTLING = 3  # the same ranks, when they settle whose state counts
 
 
 class Group(Messaging):
@@ -88,7 +89,9 @@ class Group(Messaging):
         generation = self._generation
         sharing = self.size > 1 and len(self.topology.hosts) == 1 and all(map(generation.shares, self._members))
         transport = "shm" if sharing else generation.transport.name
-        return Capabilities(transport, self._runner.is_native, generation.shared is not None, False, table)
+        return Capabilities(
+            transport, self._runner.is_native, generation.shared is not None, generation.succeed is not None, table
+        )
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "broken" if not self._generation.control.sound else "open"
@@ -126,11 +129,14 @@ class Group(Messaging):
         >>> group = gw.init()
         >>> group.close(); group.close()
         """
-        for subgroup in list(self._subgroups.values()):
-            subgroup.close()
+        self._end_subgroups()
         self._runner.close()
         if self._identity == WORLD:
             self._generation.close()
+
+    def _end_subgroups(self) -> None:
+        for subgroup in list(self._subgroups.values()):
+            subgroup.close()
 
     def abort(self, reason: str) -> None:
         """Break the group on every rank of the job with `Aborted`, giving the reason; idempotent.
@@ -150,17 +156,26 @@ class Group(Messaging):
         self._generation.wake()
 
     def recover(self, timeout: float | None = None) -> Group:
-        """The group of the next generation, after a break. Jobs of fixed membership have none: they say so.
+        """The next generation's group, after a break: of all members that are left, and those that wait to join.
+
+        Needs an elastic job: `gradwire run --min … --max …`, or a coordinator of one's own. Where nothing is broken,
+        all members call it together, to let others join. This group, its subgroups and streams end. While fewer
+        members are there than the job needs it waits, and says so in the log.
 
         >>> import gradwire as gw
         >>> with gw.init() as group: group.capabilities.recovers
         False
         """
-        raise UnsupportedOp(
-            "this job's membership is fixed, so it cannot go on without a lost rank: start it again "
-            "(recovery needs a coordinator that outlives its workers)",
-            operation="recover",
-        )
+        generation = self._generation
+        if generation.succeed is None:
+            raise UnsupportedOp(
+                "this job's membership is fixed, so it cannot go on without a lost rank: start it again, with "
+                "`gradwire run --min … --max …` (or `gradwire coordinator` and GRADWIRE_ELASTIC=1)",
+                operation="recover",
+            )
+        self._end_subgroups()
+        successor: Group = generation.succeed(generation, self._seconds(timeout))
+        return successor
 
     def _now(self, operation: Operation, timeout: float | None) -> Any:
         return settled(self._runner.now(operation, self._seconds(timeout), call_site()))

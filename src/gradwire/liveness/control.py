@@ -75,6 +75,7 @@ class Control:
         self._answered = threading.Condition(self._lock)
         self._settled = threading.Event()
         self._lost: set[int] = set()
+        self.given_up = False  # the others go on without this rank
 
     # -- what this rank finds -----------------------------------------------------------------------------------------
 
@@ -119,6 +120,12 @@ class Control:
             if not self.has_left(peer) and peer not in self._lost:
                 self._lost.add(peer)
                 self.report(Finding("lost", why, peer), now)
+
+    @property
+    def complaints(self) -> tuple[int, ...]:
+        """The ranks that this rank itself could not reach, whatever the verdict."""
+        with self._lock:
+            return tuple(sorted(self._lost))
 
     def missed(self, peer: int, now: float) -> None:
         """Somebody here waits for a peer that has left: now its leaving matters."""
@@ -169,7 +176,8 @@ class Control:
                 finding = Finding.from_wire(message["finding"], len(self._names))
                 if finding.culprit == self.rank and finding.kind == "lost":
                     # Others have given this rank up: what it finds from here on would only mislead them.
-                    self._join(Finding("aborted", "its peers gave this rank up as lost", self.rank), now)
+                    self.given_up = True
+                    self._join(Finding("given up", f"was given up by its peers: it {finding.reason}", self.rank), now)
                 elif kind == "verdict":
                     self._join(finding, now)
                 else:
@@ -285,8 +293,8 @@ class Control:
     def _settle(self) -> None:
         decided = self._verdict.decided
         assert decided is not None
-        given_up = decided.culprit == self.rank and decided.kind == "aborted"  # everybody has heard it from this rank
-        if decided.kind != "mismatch" and not given_up:  # a mismatch each rank explains by itself, from all the calls
+        known = decided.culprit == self.rank and decided.kind in ("aborted", "given up")  # by everybody
+        if decided.kind != "mismatch" and not known:  # a mismatch each rank explains by itself, from all the calls
             self._tell_all({"t": "verdict", "finding": decided.to_wire()})
         self._settled.set()
 
@@ -306,6 +314,11 @@ class Control:
             self._answered.wait_for(answered, seconds)
             found = {peer: self._positions.get((calls.group, peer)) for peer in asked}
         return {peer: position for peer, position in found.items() if position is not None}
+
+    def last_heard(self, calls: CallLog, peer: int) -> Call | None:
+        """The last call that a peer told of, as this rank made it, if it did: what one knows without asking."""
+        with self._lock:
+            return calls.call(self._reached.get((calls.group, peer), 0))
 
     def last_calls(self, group: int, peers: Sequence[int], seconds: float) -> str:
         """What world ranks last called in a group, in words, as far as they answer."""

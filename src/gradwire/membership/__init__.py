@@ -12,7 +12,7 @@
     service.py     the coordinator: the state machine behind gRPC; its calls are answered in desk.py, and
                    health.py is the standard health check
     client.py      a worker's side: it registers, says that it lives, takes part in checkpoints, takes its leave. Each
-                   is a conversation (conversation.py) of calls (calls.py), on a socket that is open no longer
+                   is a conversation.py of calls.py, on a socket that is open no longer than that
     lease.py       heartbeats of a lone worker
     heartbeats.py  heartbeats of a launcher, for all workers of its host
     worker.py      WorkerNode: a member that brings its own data plane

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from gradwire.errors import InvalidSize, NoConnection, Refused, Timeout
+from gradwire.errors import Finished, InvalidSize, NoConnection, Refused, Timeout
 from gradwire.membership.answers import CheckpointStatus, Claim, News
 from gradwire.membership.conversation import BYTES_PER_MEMBER, PATIENCE, Conversation, Secret
 from gradwire.membership.entry import LARGEST_JOB
@@ -82,11 +82,17 @@ def register(
 
 
 def unregister(
-    address: str, member: Member, *, secret: Secret, timeout: float = 5.0, credentials: Credentials | None = None
+    address: str,
+    member: Member,
+    *,
+    secret: Secret,
+    finished: bool = False,
+    timeout: float = 5.0,
+    credentials: Credentials | None = None,
 ) -> bool:
-    """Take leave; False if the coordinator knows no such member."""
+    """Take leave, also for good if all work is `finished`; False if the coordinator knows no such member."""
     with Conversation(address, secret, timeout, credentials=credentials) as coordinator:
-        return _unregister(coordinator, member)
+        return _unregister(coordinator, member, finished)
 
 
 def heartbeat(
@@ -150,8 +156,8 @@ def _session(id: str, generation: int) -> bytes:
     return _sessions[key]
 
 
-def _unregister(coordinator: Conversation, member: Member) -> bool:
-    request = pb.UnregisterWorkerRequest(member=member_to_wire(member))
+def _unregister(coordinator: Conversation, member: Member, finished: bool = False) -> bool:
+    request = pb.UnregisterWorkerRequest(member=member_to_wire(member), finished=finished)
     return _answer(coordinator, pb.UnregisterWorkerReply, "UnregisterWorker", request.SerializeToString()).known
 
 
@@ -167,7 +173,8 @@ def _wait_for_all(
         if outcome == "assembly":
             return _believed(coordinator, reply.assembly, request)
         if outcome == "refusal":
-            raise Refused(f"the coordinator at {coordinator.address} refused this worker: {reply.refusal.reason}")
+            kind = Finished if reply.refusal.finished else Refused
+            raise kind(f"the coordinator at {coordinator.address} refused this worker: {reply.refusal.reason}")
         if outcome is None:
             raise _another_version(coordinator)
         reason = _reason(reply.waiting, request.size, "have not come")

@@ -86,7 +86,7 @@ class Replies:
             reply.waiting.again_after_ms = round(again_after * 1000)
             reply.waiting.reason = outcome.reason
         elif isinstance(outcome, Refusal):
-            reply.refusal.reason = outcome.reason
+            reply.refusal.reason, reply.refusal.finished = outcome.reason, outcome.finished
         else:
             assembly = reply.assembly
             assembly.job, assembly.run = outcome.job, outcome.run
@@ -119,12 +119,14 @@ def news_to_wire(news: News) -> pb.News:
         evicted=news.evicted,
         checkpoint=news.checkpoint,
         over=news.over,
+        size=news.size,
     )
 
 
 def news_from_wire(message: pb.News) -> News:
     checkpoint = message.checkpoint if message.HasField("checkpoint") else None
-    return News(message.generation, message.joiners, tuple(message.evicted), checkpoint, message.over)
+    evicted = tuple(message.evicted)
+    return News(message.generation, message.joiners, evicted, checkpoint, message.over, message.size)
 
 
 def checkpoint_to_wire(outcome: CheckpointStatus | Refusal) -> pb.CheckpointReply:

@@ -17,9 +17,9 @@ from gradwire import machine
 from gradwire.errors import Closed, ConfigError, GradwireError, Timeout
 from gradwire.membership.addresses import resolve, split
 from gradwire.membership.members import Assembly, Member
-from gradwire.security.secret import TOKEN, job_secret
+from gradwire.security import tokens
 from gradwire.security.tls import Credentials
-from gradwire.security.tokens import Token, is_token, read
+from gradwire.security.tokens import Token
 
 if TYPE_CHECKING:
     from gradwire.membership.answers import CheckpointStatus, News
@@ -66,7 +66,7 @@ class WorkerNode:
                 f"{address} is beyond this machine, and nothing would be encrypted: give certificates "
                 "(GRADWIRE_TLS_CA, _CERT and _KEY), or pass insecure=True if you trust the network in between"
             )
-        self._secret = _secret(loopback) if secret is None else secret
+        self._secret = tokens.held(os.environ, loopback) if secret is None else secret
         self._on_news = on_news
         self._id = secrets.token_hex(8) if id is None else id
         self._endpoint = endpoint
@@ -229,8 +229,3 @@ class WorkerNode:
             credentials=self._credentials,
             waiting=waiting,
         )
-
-
-def _secret(loopback: bool) -> bytes | Token:
-    token = os.environ.get(TOKEN, "")
-    return read(token) if is_token(token) else job_secret(os.environ, loopback)

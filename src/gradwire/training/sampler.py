@@ -61,9 +61,9 @@ class Sampler:
         seed: SupportsIndex = 0,
         shuffle: bool = True,
     ) -> None:
-        self.length = _whole("length", length)
-        self.rank = _whole("rank", rank)
-        self.size = _whole("size", size)
+        self.length = whole("length", length)
+        self.rank = whole("rank", rank)
+        self.size = whole("size", size)
         self.seed = _word("seed", seed)
         self.shuffle = shuffle
         if self.size < 1:
@@ -136,7 +136,7 @@ class Sampler:
         return np.argsort(words, kind="stable").astype(np.int64, copy=False)
 
     def _batch_size(self, global_batch: SupportsIndex) -> int:
-        batch = _whole("global_batch", global_batch)
+        batch = whole("global_batch", global_batch)
         if batch < self.size:
             raise InvalidSize(
                 f"a global batch of {batch} cannot be shared among {self.size} ranks: some would have none"
@@ -144,7 +144,7 @@ class Sampler:
         return batch
 
 
-def _whole(name: str, value: SupportsIndex) -> int:
+def whole(name: str, value: SupportsIndex) -> int:
     try:
         return operator.index(value)
     except TypeError:
@@ -153,7 +153,7 @@ def _whole(name: str, value: SupportsIndex) -> int:
 
 def _word(name: str, value: SupportsIndex) -> int:
     """A number that can be half of the generator's key; more are not needed, and folding them would make twins."""
-    number = _whole(name, value)
+    number = whole(name, value)
     if not 0 <= number < 2**64:
         raise ConfigError(f"{name} is {number}: wanted 0 ≤ {name} < 2^64")
     return number

@@ -17,6 +17,7 @@ from gradwire.errors import Closed, NoConnection
 LIFE_CHANNEL = 0  # of no transport: the peer's process itself
 CONTROL_CHANNEL = 1
 MESSAGE_CHANNEL = 2
+LIFELINE_CHANNEL = 3
 CHECK_SECONDS = 0.1  # how often a wait for a link asks whether it still makes sense
 
 Buffer = memoryview | bytearray | bytes

@@ -92,24 +92,28 @@ class Member(_message.Message):
     def __init__(self, id: _Optional[str] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., hostname: _Optional[str] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
 
 class News(_message.Message):
-    __slots__ = ["checkpoint", "evicted", "generation", "joiners", "over"]
+    __slots__ = ["checkpoint", "evicted", "generation", "joiners", "over", "size"]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     EVICTED_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     JOINERS_FIELD_NUMBER: _ClassVar[int]
     OVER_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
     checkpoint: int
     evicted: _containers.RepeatedScalarFieldContainer[str]
     generation: int
     joiners: int
     over: bool
-    def __init__(self, generation: _Optional[int] = ..., joiners: _Optional[int] = ..., evicted: _Optional[_Iterable[str]] = ..., checkpoint: _Optional[int] = ..., over: bool = ...) -> None: ...
+    size: int
+    def __init__(self, generation: _Optional[int] = ..., joiners: _Optional[int] = ..., evicted: _Optional[_Iterable[str]] = ..., checkpoint: _Optional[int] = ..., over: bool = ..., size: _Optional[int] = ...) -> None: ...
 
 class Refusal(_message.Message):
-    __slots__ = ["reason"]
+    __slots__ = ["finished", "reason"]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    finished: bool
     reason: str
-    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+    def __init__(self, reason: _Optional[str] = ..., finished: bool = ...) -> None: ...
 
 class RegisterWorkerReply(_message.Message):
     __slots__ = ["assembly", "refusal", "waiting"]
@@ -162,10 +166,12 @@ class UnregisterWorkerReply(_message.Message):
     def __init__(self, known: bool = ...) -> None: ...
 
 class UnregisterWorkerRequest(_message.Message):
-    __slots__ = ["member"]
+    __slots__ = ["finished", "member"]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
+    finished: bool
     member: Member
-    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ...) -> None: ...
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., finished: bool = ...) -> None: ...
 
 class Waiting(_message.Message):
     __slots__ = ["again_after_ms", "missing", "missing_count", "reason"]

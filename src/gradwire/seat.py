@@ -1,0 +1,294 @@
+"""A process's place in a job, for its life: how it takes part in one generation after another."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from gradwire import agreement, lifetime, machine
+from gradwire.address import Address
+from gradwire.config import JobConfig
+from gradwire.environments import torchrun
+from gradwire.errors import Broken, ConfigError, GradwireError, NoConnection, Refused, UnsupportedOp
+from gradwire.generation import Generation, Identity
+from gradwire.group import Group
+from gradwire.membership import Assembly, Member
+from gradwire.membership.addresses import resolve as endpoints
+from gradwire.membership.doorkeeper import Doorkeeper
+from gradwire.membership.news import NewsReader
+from gradwire.security import tokens
+from gradwire.security.secret import derive
+from gradwire.security.tls import Credentials
+from gradwire.topology import Topology
+from gradwire.transports.tcp import TcpTransport
+
+if TYPE_CHECKING:
+    from gradwire.membership.lease import Lease
+    from gradwire.membership.service import Coordinator
+
+log = logging.getLogger("gradwire")
+
+HOST = "GRADWIRE_HOST"  # overrides the identity of this machine: several "hosts" on one, for tests
+LEAVE_SECONDS = 1.0  # for the coordinator to hear that a member has left
+TELL_SECONDS = 5.0  # between two lines about what a member waits for
+
+
+class Seat:
+    """What stays the same from one generation to the next: the member's id, the coordinator, the secret."""
+
+    def __init__(self, config: JobConfig) -> None:
+        assert config.address is not None
+        self.config = config
+        self._address = config.address
+        if config.address_taken:  # by torchrun's store, through which the ranks agree on another port
+            self._address = Address("127.0.0.1" if torchrun.on_one_host(os.environ) else config.address.host, 0)
+        loopback = self._address.is_loopback()
+        self._credentials = Credentials.from_environ(os.environ)
+        if not loopback and not config.insecure and self._credentials is None:
+            raise ConfigError(
+                f"{self._address} is beyond this machine, and links are not encrypted: make certificates with "
+                "`gradwire certs` and set GRADWIRE_TLS_CA, GRADWIRE_TLS_CERT and GRADWIRE_TLS_KEY, or pass "
+                "insecure=True (GRADWIRE_INSECURE=1) if you trust the network in between"
+            )
+        self._secret = tokens.held(os.environ, loopback)
+        self._id = config.member or _new_id(self._credentials)
+        self._job = config.job or (self._credentials.job if self._credentials else None)
+        self._succession = threading.Lock()
+        self._generation = 0  # the last one this process was in
+        self._lost: tuple[str, ...] = ()  # its members that this process could not reach
+        self._news = _news_pipe() if config.elastic else None
+        self._lease: Lease | None = None
+
+    def take(self, deadline: float) -> Group:
+        """The group of the next generation. In an elastic job members that are lost meanwhile are done without."""
+        while True:
+            try:
+                return lifetime.keep(self._take(deadline))
+            except (Broken, NoConnection) as error:
+                if not self.config.elastic or isinstance(error, Refused) or time.monotonic() >= deadline:
+                    raise
+                log.warning("generation %d did not come about: %s", self._generation, error)
+
+    def next(self, generation: Generation, timeout: float) -> Group:
+        """Leave a generation, broken or not, and take part in the next; who asks late gets the present one."""
+        with self._succession:
+            present = lifetime.current()
+            if generation.identity.number < self._generation and present is not None:
+                return present
+            self._leave(generation)
+            del generation
+            gc.collect()  # a generation refers to itself in many ways, and holds memory that it shared
+            return self.take(time.monotonic() + timeout)
+
+    def _leave(self, generation: Generation) -> None:
+        """Remember for the coordinator whom this process could not reach."""
+        lost = generation.unreachable()
+        self._lost = tuple(generation.member_ids[rank] for rank in sorted(lost))
+        generation.belongings = [one for one in generation.belongings if not isinstance(one, _Leave)]
+        generation.close()
+
+    def _take(self, deadline: float) -> Group:
+        config = self.config
+        transport = TcpTransport(_own_address(self._address), self._credentials)
+        try:
+            generation = self._assemble(self._register(transport, deadline), transport)
+        except BaseException:
+            transport.close()
+            raise
+        generation.belongings += self._doorkeepers()
+        if config.elastic:
+            self._make_elastic(generation)
+        group = lifetime.start([generation], config.timeout, deadline)[0]
+        try:
+            agreement.agree(generation, config.transport, deadline)
+        except BaseException as error:
+            generation.close(None if isinstance(error, UnsupportedOp) else lifetime.giving_up(generation, error))
+            raise
+        return group
+
+    def _make_elastic(self, generation: Generation) -> None:
+        generation.succeed = self.next
+        generation.belongings.append(_Leave(self, generation))
+        if self._news is not None:
+            generation.news, generation.cuts = self._news.latest, self._news.cuts
+            return
+        if self._lease is None:  # nobody speaks for this worker
+            from gradwire.membership.lease import Lease
+
+            self._lease = Lease(str(self._address), self._id, secret=self._secret, credentials=self._credentials)
+            self._lease.start()
+        lease = self._lease
+        generation.news = lambda: lease.news
+
+    # -- finding the others -------------------------------------------------------------------------------------------
+
+    def _register(self, transport: TcpTransport, deadline: float) -> Assembly:
+        from gradwire.membership import client
+
+        config = self.config
+        with self._coordinator() as coordinator:
+            left = max(0.1, deadline - time.monotonic())
+            if config.address_taken:
+                self._address = self._agreed(coordinator, left)
+            first = self._generation == 0
+            self._place = self._member(transport, config.rank if first else None)
+            return client.register(
+                str(self._address),
+                self._place,
+                size=config.size if first else None,
+                secret=self._secret,
+                job=self._job,
+                timeout=left,
+                generation=self._generation,
+                lost=self._lost,
+                credentials=self._credentials,
+                waiting=_Teller(),
+            )
+
+    def give_up(self, finished: bool) -> None:
+        """Tell the coordinator that this member has left for good, and whether all work is done."""
+        from gradwire.membership import client
+
+        if self._lease is not None:
+            self._lease.close()
+        with contextlib.suppress(GradwireError):
+            client.unregister(
+                str(self._address),
+                self._place,
+                secret=self._secret,
+                finished=finished,
+                timeout=LEAVE_SECONDS,
+                credentials=self._credentials,
+            )
+
+    def _agreed(self, coordinator: Coordinator | None, timeout: float) -> Address:
+        assert self.config.address is not None
+        host, port = self.config.address.host, self.config.address.port
+        offered = coordinator.address if coordinator else None
+        agreed = torchrun.agree(host, port, offered, timeout, os.environ)
+        return Address.parse(agreed, "the address in torchrun's store")
+
+    def _coordinator(self) -> contextlib.AbstractContextManager[Coordinator | None]:
+        """Rank 0 of a job that nobody else serves is its own coordinator, until all have come."""
+        config = self.config
+        if config.role != "coordinator":
+            return contextlib.nullcontext()
+        from gradwire.membership.service import Coordinator
+
+        assert config.size is not None
+        if not isinstance(self._secret, bytes):
+            raise ConfigError("a join token is for joining: who serves the rendezvous needs the job's secret itself")
+        host, port = self._address.host, self._address.port
+        return Coordinator(
+            host,
+            port,
+            size=config.size,
+            secret=self._secret,
+            job=self._job,
+            insecure=config.insecure,
+            credentials=self._credentials,
+        )
+
+    def _doorkeepers(self) -> list[Doorkeeper]:
+        """Who comes to the coordinator's address after all have come is told so, as long as rank 0 lives."""
+        if self.config.role != "coordinator":
+            return []
+        reason = f"all {self.config.size} ranks of the job there have come"
+        with contextlib.suppress(OSError):  # somebody was quicker to take the port: then they answer there
+            return [Doorkeeper(endpoints(self._address.host, self._address.port)[0], reason)]
+        return []
+
+    def _member(self, transport: TcpTransport, rank: int | None) -> Member:
+        host, port = transport.address
+        return Member(
+            id=self._id,
+            rank=rank,
+            host=os.environ.get(HOST) or machine.identity(),
+            hostname=os.environ.get(HOST) or socket.gethostname(),
+            pid=os.getpid(),
+            address=str(Address(host, port)),
+        )
+
+    # -- becoming a generation ----------------------------------------------------------------------------------------
+
+    def _assemble(self, assembly: Assembly, transport: TcpTransport) -> Generation:
+        members = assembly.members
+        self._generation, self._lost = assembly.generation, ()
+        topology = Topology.of([member.host for member in members])
+        places = [Address.parse(member.address, f"the address of {member}") for member in members]
+        neighbours = sum(member.host == members[assembly.rank].host for member in members)
+        transport.assemble(
+            rank=assembly.rank,
+            addresses=[(place.host, place.port) for place in places],
+            job=assembly.run,
+            generation=assembly.generation,
+            key=self._link_key(assembly),
+            cores=machine.usable_cores() / neighbours,
+            members=[member.id for member in members],
+        )
+        job = int.from_bytes(assembly.run[:8], "little")
+        names = tuple(str(member) for member in members)
+        identity = Identity(job, assembly.generation, assembly.rank, names, topology)
+        return Generation(identity, transport, tuple(member.id for member in members))
+
+    def _link_key(self, assembly: Assembly) -> bytes:
+        if isinstance(self._secret, bytes):
+            return derive(self._secret, "links", assembly.run)
+        assert assembly.link_key is not None  # told to whoever came with a join token
+        return assembly.link_key
+
+
+class _Leave:
+    """Ends with a member's last generation."""
+
+    def __init__(self, seat: Seat, generation: Generation) -> None:
+        self._seat, self._generation = seat, generation
+
+    def close(self) -> None:
+        self._seat.give_up(self._generation.finished)
+
+    def abandon(self) -> None:
+        """A forked child has no part in the job."""
+
+
+class _Teller:
+    """Tells in the log what a member waits for, when that is new or has lasted."""
+
+    def __init__(self) -> None:
+        self._told: tuple[str, float] = ("", 0.0)
+
+    def __call__(self, reason: str) -> None:
+        now = time.monotonic()
+        if reason != self._told[0] or now - self._told[1] >= TELL_SECONDS:
+            self._told = (reason, now)
+            log.info("waiting: %s", reason)
+
+
+@functools.cache
+def _news_pipe() -> NewsReader | None:
+    """The pipe of this process's launcher, which it reads for its whole life."""
+    return NewsReader.from_environ()
+
+
+def _new_id(credentials: Credentials | None) -> str:
+    """An id for the life of this process, one that its certificate covers."""
+    mine = secrets.token_hex(8)
+    return f"{credentials.member}/{mine}" if credentials else mine
+
+
+def _own_address(coordinator: Address) -> str:
+    """The address of this machine by which the coordinator's network reaches it."""
+    for host in coordinator.resolve():
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, coordinator.port or 9))  # sends nothing: it only asks for the route
+            return str(probe.getsockname()[0])
+    raise ConfigError(f"there is no way from this machine to {coordinator}")

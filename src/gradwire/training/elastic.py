@@ -1,0 +1,220 @@
+"""Training that goes on when ranks are lost, and lets others in: `gw.elastic`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, SupportsIndex
+
+from gradwire import job, lifetime
+from gradwire.errors import Aborted, Broken, ConfigError, GradwireError, InvalidSize, PeerLost, Timeout
+from gradwire.group import Group
+from gradwire.training import transfer
+from gradwire.training.sampler import whole
+from gradwire.training.state import State
+from gradwire.training.steps import NONE, Settlement, Standing, ballot, count, settle
+
+log = logging.getLogger("gradwire.training")
+
+WAIT_SECONDS = 0.2  # between two looks for others to join
+
+
+def elastic(state: Any, *, min_size: int = 1) -> Elastic:
+    """Train in steps that survive the loss of ranks: each is done by all ranks or by none, and repeated after a loss.
+
+    `state` is what replicas keep alike: a dict of arrays, or anything with `state_dict` and `load_state_dict`, or a
+    dict of such. All begin with rank 0's. After each step the ranks vote, and when the vote returns the step is
+    committed. A lost peer brings the next generation: the rest go on from the last step that was completed, and whoever
+    is behind, has just joined, or was interrupted while it changed its state, gets it from a peer. With fewer than
+    `min_size` members the job waits. In a job whose membership is fixed the loss is raised.
+
+    >>> import gradwire as gw, numpy as np
+    >>> weights = {"w": np.zeros(3)}
+    >>> run = gw.elastic(weights)
+    >>> for step in run.steps(5):
+    ...     with step:
+    ...         weights["w"] += run.group.all_reduce(np.ones(3), op="mean")
+    >>> weights["w"], run.committed
+    (array([5., 5., 5.]), 4)
+    >>> run.close()
+    """
+    return Elastic(state, lifetime.current() or job.init(), min_size)
+
+
+class Elastic:
+    """A run of committed steps; made by `gw.elastic`. `group` is the present generation's, another after each break."""
+
+    def __init__(self, state: Any, group: Group, min_size: int) -> None:
+        if whole("min_size", min_size) < 1:
+            raise InvalidSize(f"min_size is {min_size}: a run has at least one member")
+        self._state = State(state)
+        self.group = group
+        self.min_size = min_size
+        self.committed = NONE  # the last step that all ranks are known to have completed; -1: none yet
+        self.digest = ""  # of the state after the last completed step
+        self.identical = True  # whether all ranks held the same state at the last vote
+        self.recoveries = 0
+        self._completed, self._completed_in = NONE, 0
+        self._settled: Group | None = None
+
+    def steps(self, total: SupportsIndex) -> Iterator[Step]:
+        """The steps up to `total` that are still to do, each to be used as `with step:`; begun again after a loss."""
+        last = whole("total", total) - 1
+        while True:
+            if self._settled is not self.group:
+                self._go_on(self._settle)
+            self.group._generation.finished = self._completed >= last
+            if self._completed >= last:
+                return
+            step = Step(self, self._completed + 1)
+            yield step
+            if not step.ended:
+                raise ConfigError(f"step {step.index} was not entered: use `with step:` around the body")
+
+    def finish(self) -> None:
+        """All work is done, before the last step: nobody joins the job any more. All ranks call it at the same step."""
+        self.group._generation.finished = True
+
+    def close(self) -> None:
+        """Leave the job: the others go on without this rank."""
+        self.group.close()
+
+    # -- the end of a step --------------------------------------------------------------------------------------------
+
+    def _end(self, index: int) -> None:
+        """The body of a step has ended here: take the vote, and let in who waits."""
+        if self.group._closed:  # the program has left
+            return
+        self._completed, self._completed_in = index, self.group.generation
+        self.digest = self._state.digest()
+        self._go_on(self._vote)
+
+    def _vote(self) -> None:
+        tally = count(self.group.all_reduce(ballot(self._completed, self.digest, self._others_wait()), op="max"))
+        if not tally.agreed:
+            raise ConfigError("ranks vote on different steps: all must go through the same run.steps()")
+        if not tally.identical and self.identical:
+            log.error("after step %d the ranks hold different states, which nobody keeps in step", self._completed)
+        self.identical = tally.identical
+        self.committed = self._completed
+        if tally.renew:
+            self.group = self.group.recover()
+
+    def _others_wait(self) -> bool:
+        """Whether members wait to join this very generation; news of an earlier one is old."""
+        news = self.group._generation.news()
+        return news is not None and news.joiners > 0 and news.generation == self.group.generation
+
+    # -- going on -----------------------------------------------------------------------------------------------------
+
+    def _go_on(self, act: Any) -> None:
+        """Do something together with all ranks; if that breaks, recover."""
+        try:
+            act()
+        except Broken as error:
+            self._recover(error)
+
+    def _recover(self, error: Broken) -> None:
+        """Go on in the next generation, however often it takes."""
+        while True:
+            if not self._can_recover(error):
+                raise error
+            began = time.monotonic()
+            log.warning("generation %d broke after step %d: %s", self.group.generation, self._completed, error)
+            self.group = self.group.recover()
+            try:
+                self._settle()
+            except Broken as next_error:
+                error = next_error
+                continue
+            self.recoveries += 1
+            took = time.monotonic() - began
+            size, generation = self.group.size, self.group.generation
+            log.warning("generation %d of %d members goes on after %.2f s", generation, size, took)
+            return
+
+    def _can_recover(self, error: Broken) -> bool:
+        if not isinstance(error, (PeerLost, Aborted, Timeout)) or not self.group.capabilities.recovers:
+            return False
+        control = self.group._generation.control
+        own = isinstance(error, Aborted) and error.culprit == control.rank and not control.given_up
+        return not control.sound and not own
+
+    def _settle(self) -> None:
+        """Agree with all ranks of a new generation where to go on, and have or hand over the state of that step."""
+        while self.group.size < self.min_size:
+            self._await_others()
+        digest = self._state.digest()
+        sound = digest == self.digest or self._completed == NONE
+        mine = Standing(self._completed, self._completed_in, self.committed, digest, sound)
+        with transfer.beside(self.group) as group:
+            standings = [Standing.from_wire(told) for told in group.all_gather_values(mine.to_wire())]
+            settlement = settle(standings)
+            self._exchange(group, settlement, standings)
+            self._completed, self._completed_in = settlement.completed, settlement.generation
+            group.barrier()
+        self.committed = settlement.completed  # now all are known to have it
+        self.digest = self._state.digest() if self.group.rank in settlement.pulls else digest
+        self._settled = self.group
+
+    def _exchange(self, group: Group, settlement: Settlement, standings: list[Standing]) -> None:
+        giver = settlement.pulls.get(group.rank)
+        if giver is not None:
+            nbytes = transfer.take(group, self._state, giver, standings[giver].digest)
+            log.info("rank %d has got the state of step %d (%d bytes)", group.rank, settlement.completed, nbytes)
+        for taker in settlement.gives(group.rank):
+            transfer.give(group, self._state, taker)
+
+    def _await_others(self) -> None:
+        """Too few members: wait, visibly, until others ask to join, and let them in."""
+        log.warning("waiting: %d of at least %d members are here", self.group.size, self.min_size)
+        while True:
+            if count(self.group.all_reduce(ballot(self._completed, "", self._others_wait()), op="max")).renew:
+                self.group = self.group.recover()
+                return
+            time.sleep(WAIT_SECONDS)
+
+
+class Step:
+    """One step: `with step:` around its body. `index` counts from 0, and the step itself can be used as that number.
+
+    `committed` is true afterwards if this very pass through the body counted: all ranks have done the step. After a
+    loss it is false, and the step comes again, unless a survivor had completed it.
+    """
+
+    def __init__(self, run: Elastic, index: int) -> None:
+        self._run = run
+        self.index = index
+        self.ended = False
+        self.committed = False
+
+    def __index__(self) -> int:
+        return self.index
+
+    def __repr__(self) -> str:
+        return f"<gradwire.Step {self.index}>"
+
+    def __enter__(self) -> Step:
+        if self.ended:
+            raise ConfigError(f"step {self.index} has ended: each step is used once")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self.ended = True
+        if error is None:
+            self._run._end(self.index)
+            self.committed = self._run.committed >= self.index
+            return False
+        if isinstance(error, Broken):
+            try:
+                self._run._recover(error)
+            except GradwireError as final:
+                if final is error:
+                    return False
+                raise
+            return True
+        return False

@@ -1,0 +1,175 @@
+"""The state that replicas keep alike, taken apart: a skeleton of plain values, and the arrays in it.
+
+A state is a dict of arrays, or anything with `state_dict` and `load_state_dict` (models, optimizers), or a
+dict of such. Arrays may be NumPy's or those of any library that knows DLPack. The skeleton is JSON: nothing that comes
+from another rank is ever unpickled. Tuples and keys that are numbers, which JSON does not have, are marked.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import xxhash
+
+from gradwire import arrays
+from gradwire.arrays import Array, SupportsDLPack
+from gradwire.errors import ArrayError
+
+MAX_SKELETON = 64 << 20
+MAX_ARRAYS = 1 << 20
+_DEPTH = 64
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Models and optimizers."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any) -> Any: ...
+
+
+class State:
+    """A user's state as replicas exchange it."""
+
+    def __init__(self, state: Any) -> None:
+        if not isinstance(state, (MutableMapping, Stateful)):
+            raise ArrayError(
+                f"a state is a dict of arrays, or has state_dict and load_state_dict; {type(state).__name__} is neither"
+            )
+        self._state = state
+        self.take_apart()  # what cannot travel is found now, not in the middle of a recovery
+
+    def take_apart(self) -> tuple[bytes, list[Array]]:
+        """The skeleton, and the arrays in its order: views of the state's own memory where that is contiguous."""
+        leaves: list[Array] = []
+        skeleton = json.dumps(_pack(_opened(self._state), leaves, "state"), separators=(",", ":"))
+        return skeleton.encode(), leaves
+
+    def digest(self) -> str:
+        """What all replicas must agree on: 32 hexadecimal digits over every value and bit."""
+        skeleton, leaves = self.take_apart()
+        digest = xxhash.xxh3_128(skeleton)
+        for leaf in leaves:
+            digest.update(arrays.raw(leaf.reshape(-1)))
+        return digest.hexdigest()
+
+    def put_together(self, skeleton: bytes, leaves: list[Array]) -> None:
+        """Become the state that was taken apart on another rank."""
+        _restore(self._state, _unpack(json.loads(skeleton), iter(leaves), 0))
+
+
+def memory_for(skeleton: bytes) -> list[Array]:
+    """Fresh arrays for all those that a skeleton speaks of; ValueError if it makes no sense."""
+    found: list[Array] = []
+    _collect(json.loads(skeleton), found, 0)
+    return found
+
+
+def _opened(state: Any) -> Any:
+    """The state with everything stateful replaced by what it says of itself."""
+    if isinstance(state, Mapping):
+        return {key: _opened(value) for key, value in state.items()}
+    return state.state_dict() if _is_stateful(state) else state
+
+
+def _is_stateful(value: Any) -> bool:
+    return isinstance(value, Stateful) and not isinstance(value, (SupportsDLPack, Mapping))
+
+
+def _pack(value: Any, leaves: list[Array], path: str) -> Any:
+    if value is None or (isinstance(value, (bool, int, float, str)) and type(value).__module__ == "builtins"):
+        return value if not isinstance(value, float) else {"f": value.hex()}
+    if isinstance(value, Mapping):
+        entries = [[_key(key, path), _pack(entry, leaves, f"{path}[{key!r}]")] for key, entry in value.items()]
+        return {"d": entries}
+    if isinstance(value, (list, tuple)):
+        packed = [_pack(entry, leaves, f"{path}[{i}]") for i, entry in enumerate(value)]
+        return packed if isinstance(value, list) else {"t": packed}
+    try:
+        array = arrays.as_array(value) if not isinstance(value, np.generic) else np.asarray(value)
+        row = arrays.dtype_of(array)
+    except ArrayError as error:
+        raise ArrayError(f"{path} cannot be sent to another rank: {error}") from error
+    leaves.append(np.ascontiguousarray(array))
+    return {"a": [row.name, list(array.shape), type(value).__module__.partition(".")[0]]}
+
+
+def _key(key: Any, path: str) -> Any:
+    if isinstance(key, (str, int)) and not isinstance(key, bool):
+        return key
+    raise ArrayError(f"{path} has the key {key!r}: keys are strings or whole numbers")
+
+
+def _shape(leaf: Any) -> tuple[arrays.DType, tuple[int, ...], str]:
+    match leaf:
+        case [str(dtype), list(shape), str(library)] if all(type(n) is int and n >= 0 for n in shape):
+            return arrays.parse_dtype(dtype), tuple(shape), library
+    raise ValueError(f"malformed array {str(leaf)[:200]}")
+
+
+def _collect(packed: Any, found: list[Array], depth: int) -> None:
+    if depth > _DEPTH or len(found) > MAX_ARRAYS:
+        raise ValueError("a state that is too deep, or of too many arrays")
+    match packed:
+        case {"a": leaf}:
+            dtype, shape, _ = _shape(leaf)
+            found.append(np.empty(shape, dtype.storage))
+        case {"d": list(entries)}:
+            for _, entry in entries:
+                _collect(entry, found, depth + 1)
+        case {"t": list(entries)} | list(entries):
+            for entry in entries:
+                _collect(entry, found, depth + 1)
+
+
+def _unpack(packed: Any, leaves: Iterator[Array], depth: int) -> Any:
+    match packed:
+        case {"a": leaf}:
+            return _in_library(next(leaves), _shape(leaf)[2])
+        case {"f": str(number)}:
+            return float.fromhex(number)
+        case {"d": entries}:
+            return {key: _unpack(entry, leaves, depth + 1) for key, entry in entries}
+        case {"t": entries}:
+            return tuple(_unpack(entry, leaves, depth + 1) for entry in entries)
+        case list(entries):
+            return [_unpack(entry, leaves, depth + 1) for entry in entries]
+    return packed
+
+
+def _in_library(array: Array, library: str) -> Any:
+    """An array as the library has it that it came from, if this process uses that library too."""
+    from_dlpack = getattr(sys.modules.get(library), "from_dlpack", None)
+    return array if library == "numpy" or from_dlpack is None else from_dlpack(array)
+
+
+def _restore(state: Any, found: Any) -> None:
+    if _is_stateful(state):
+        state.load_state_dict(found)
+        return
+    for key in [key for key in state if key not in found]:
+        del state[key]
+    for key, value in found.items():
+        known: Any = state.get(key)
+        if _is_stateful(known) or (isinstance(known, MutableMapping) and isinstance(value, dict)):
+            _restore(known, value)
+        elif not _written(known, value):
+            state[key] = value
+
+
+def _written(known: Any, value: Any) -> bool:
+    """Write an array where the user's own lies: others may hold references to it. False if it does not fit there."""
+    if known is None or not isinstance(known, (np.ndarray, SupportsDLPack)):
+        return False
+    try:
+        target, source = arrays.as_array(known), arrays.as_array(value)
+    except ArrayError:
+        return False
+    if target.shape != source.shape or target.dtype != source.dtype or not target.flags.writeable:
+        return False
+    np.copyto(target, source)
+    return True

@@ -1,0 +1,124 @@
+"""Elastic runs where nobody is lost, or nobody can be done without: ranks are threads of this process."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+from ranks import run_ranks
+
+
+def runs(n: int) -> list[gw.Group]:
+    return gw.local_group(n)
+
+
+def test_all_begin_with_rank_0_s_state_and_end_alike() -> None:
+    def train(group: gw.Group) -> tuple[Any, int, str, list[int]]:
+        state = {"w": np.full(5, group.rank + 1.0)}
+        run, seen = gw.Elastic(state, group, 1), []
+        for step in run.steps(4):
+            with step:
+                seen.append(int(step.index))
+                state["w"] += run.group.all_reduce(np.full(5, group.rank + 1.0))
+            assert step.committed
+        return state["w"].tolist(), run.committed, run.digest, seen
+
+    results = run_ranks(runs(3), train)
+    assert results[0][0] == [1 + 4 * 6.0] * 5
+    assert results[0][1] == 3
+    assert results[0][3] == [0, 1, 2, 3]
+    assert results == [results[0]] * 3
+
+
+def test_a_run_goes_on_where_it_stopped() -> None:
+    with gw.init() as group:
+        state = {"n": np.zeros(1)}
+        run = gw.Elastic(state, group, 1)
+        for total in (2, 2, 0, 5):
+            for step in run.steps(total):
+                with step:
+                    state["n"] += 1
+        assert (state["n"][0], run.committed) == (5, 4)
+
+
+def test_elastic_finds_the_group_that_init_made() -> None:
+    with gw.init() as group:
+        assert gw.elastic({"w": np.ones(1)}).group is group
+    run = gw.elastic({"w": np.ones(1)})  # the other is closed
+    assert run.group is not group
+    run.close()
+
+
+def test_a_step_that_is_not_entered_is_a_mistake_that_is_named() -> None:
+    with gw.init() as group:
+        steps = gw.Elastic({"w": np.ones(1)}, group, 1).steps(3)
+        next(steps)
+        with pytest.raises(gw.ConfigError, match="step 0 was not entered"):
+            next(steps)
+
+
+def test_a_step_is_used_once() -> None:
+    with gw.init() as group:
+        for step in gw.Elastic({"w": np.ones(1)}, group, 1).steps(1):
+            with step:
+                pass
+            with pytest.raises(gw.ConfigError, match="step 0 has ended"), step:
+                pass
+
+
+def test_states_that_differ_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    def train(group: gw.Group) -> bool:
+        state = {"w": np.zeros(2)}
+        run = gw.Elastic(state, group, 1)
+        for step in run.steps(3):
+            with step:
+                state["w"][0] = group.rank  # what no collective has made equal
+        return run.identical
+
+    with caplog.at_level(logging.ERROR, "gradwire.training"):
+        assert run_ranks(runs(2), train) == [False, False]
+    assert [record.message for record in caplog.records] == [
+        "after step 0 the ranks hold different states, which nobody keeps in step"
+    ] * 2
+
+
+def test_in_a_job_of_fixed_membership_a_loss_is_raised() -> None:
+    def train(group: gw.Group) -> str:
+        run = gw.Elastic({"w": np.zeros(1)}, group, 1)
+        try:
+            for step in run.steps(3):
+                with step:
+                    if group.rank == 1 and step.index == 1:
+                        group.close()
+                        return "left"
+                    group.barrier()
+        except gw.PeerLost as lost:
+            return f"lost {lost.culprit} in {step.index}"
+        return "done"
+
+    pair = gw.loopback_pair()
+    try:
+        assert run_ranks(pair, train) == ["lost 1 in 1", "left"]
+    finally:
+        for group in pair:
+            group.close()
+
+
+def test_the_user_s_own_errors_pass() -> None:
+    def train(group: gw.Group) -> None:
+        for step in gw.Elastic({"w": np.zeros(1)}, group, 1).steps(3):
+            with step:
+                raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        run_ranks(runs(2), train)
+
+
+@pytest.mark.parametrize("min_size", [0, -1])
+def test_a_run_needs_a_member(min_size: int) -> None:
+    with gw.init() as group, pytest.raises(gw.InvalidSize, match="at least one member"):
+        gw.Elastic({"w": np.zeros(1)}, group, min_size)

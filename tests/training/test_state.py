@@ -1,0 +1,128 @@
+"""States are taken apart and put together again, on another rank too; nothing is lost and nothing unpickled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from gradwire.errors import ArrayError
+from gradwire.training.state import State, memory_for
+
+
+class Optimizer:
+    """As frameworks write them: nested, with numbers for keys, tuples, and state that appears later."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def moved(source: State, target: State) -> None:
+    skeleton, leaves = source.take_apart()
+    memory = memory_for(skeleton)
+    for place, leaf in zip(memory, leaves, strict=True):
+        place[...] = leaf
+    target.put_together(skeleton, memory)
+
+
+def test_arrays_are_written_where_the_user_s_own_lie() -> None:
+    mine, theirs = np.zeros((2, 3), np.float32), np.arange(6, dtype=np.float32).reshape(2, 3)
+    state = {"w": mine}
+    moved(State({"w": theirs}), State(state))
+    assert state["w"] is mine
+    np.testing.assert_array_equal(mine, theirs)
+
+
+def test_dicts_in_dicts_keep_their_arrays_and_what_is_stateful_in_them() -> None:
+    mine, inner = np.zeros(3), Optimizer({"lr": 1.0})
+    state: dict[str, Any] = {"weights": {"w": mine}, "others": {"optimizer": inner}}
+    moved(State({"weights": {"w": np.arange(3.0)}, "others": {"optimizer": Optimizer({"lr": 0.5})}}), State(state))
+    np.testing.assert_array_equal(mine, [0, 1, 2])
+    assert state["weights"]["w"] is mine
+    assert inner.state == {"lr": 0.5}
+
+
+def test_strided_and_half_and_empty_and_scalar_arrays() -> None:
+    source = {
+        "strided": np.arange(10.0)[::3],
+        "half": np.arange(3).astype(ml_dtypes.bfloat16),
+        "empty": np.zeros((0, 4), np.int8),
+        "scalar": np.array(7, np.int64),
+        "turned": np.arange(6).reshape(2, 3).T,
+    }
+    target: dict[str, Any] = {name: np.zeros_like(value) for name, value in source.items()}
+    moved(State(source), State(target))
+    for name, value in source.items():
+        np.testing.assert_array_equal(target[name], value)
+        assert target[name].dtype == value.dtype
+    assert State(source).digest() == State(target).digest()
+
+
+def test_what_has_a_state_dict_gets_back_what_another_said() -> None:
+    full = {
+        "state": {0: {"step": np.float32(3), "mean": np.ones(4)}, 1: {"step": np.float32(3), "mean": np.zeros(2)}},
+        "groups": [{"lr": 0.1, "betas": (0.9, 0.999), "nan": float("inf"), "name": None, "on": True, "params": [0, 1]}],
+    }
+    there, here = Optimizer(full), Optimizer({"state": {}, "groups": []})
+    target = {"optimizer": here, "w": np.zeros(2)}
+    moved(State({"optimizer": there, "w": np.full(2, 5.0)}), State(target))
+    assert here.state["groups"] == full["groups"]
+    assert isinstance(here.state["groups"][0]["betas"], tuple)
+    assert list(here.state["state"]) == [0, 1]
+    np.testing.assert_array_equal(here.state["state"][0]["mean"], np.ones(4))
+    np.testing.assert_array_equal(target["w"], [5, 5])
+    assert State(target).digest() == State({"optimizer": there, "w": np.full(2, 5.0)}).digest()
+
+
+def test_entries_that_another_rank_has_not_are_dropped_and_missing_ones_made() -> None:
+    target: dict[str, Any] = {"old": np.ones(1)}
+    moved(State({"new": np.full(3, 2.0), "epoch": 4}), State(target))
+    assert list(target) == ["new", "epoch"]
+    assert target["epoch"] == 4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state["w"].view(np.uint8).__setitem__(0, 1),
+        lambda state: state.__setitem__("lr", 0.2),
+        lambda state: state.__setitem__("w", state["w"].reshape(2, 2)),
+        lambda state: state.__setitem__("w", state["w"].view(np.int32)),
+    ],
+)
+def test_every_bit_and_value_counts_in_the_digest(change: Any) -> None:
+    state: dict[str, Any] = {"w": np.zeros(4, np.float32), "lr": 0.1}
+    before = State(state).digest()
+    change(state)
+    assert State(state).digest() != before
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        ([1, 2], "list is neither"),
+        ({"w": object()}, r"state\['w'\] cannot be sent"),
+        ({"a": {(1, 2): np.ones(1)}}, r"has the key \(1, 2\)"),
+        ({"a": [np.array(["text"])]}, r"state\['a'\]\[0\] cannot be sent"),
+    ],
+)
+def test_what_cannot_travel_is_refused_at_once(state: Any, reason: str) -> None:
+    with pytest.raises(ArrayError, match=reason):
+        State(state)
+
+
+@pytest.mark.parametrize(
+    "skeleton",
+    [b'{"a":["float32",[-1],"numpy"]}', b'{"a":["float32","x","numpy"]}', b'{"a":3}', b"[" * 100 + b"]" * 100],
+)
+def test_a_skeleton_that_makes_no_sense_is_refused(skeleton: bytes) -> None:
+    with pytest.raises(ValueError, match=r"malformed|too deep"):
+        memory_for(skeleton)
