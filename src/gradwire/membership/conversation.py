@@ -164,8 +164,9 @@ class Conversation:
             self._judge(error)
         except ssl.SSLError as error:
             self.close()
-            plaintext = error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
-            raise self._unlike("it does not use TLS, and this process does" if plaintext else explain(error)) from error
+            if self._endpoint is not None:
+                self._look_closer(self._endpoint)
+            raise self._unlike(explain(error)) from error
         except BaseException:
             self.close()
             raise
@@ -196,7 +197,7 @@ class Conversation:
                 f"the rendezvous at {self.address} is over: {over}. If this process is not one too many, "
                 "another job has this address: choose another port"
             )
-        trouble = _trouble(endpoint, seconds) if self._credentials is None else None
+        trouble = _trouble(endpoint, seconds, self._credentials)
         if trouble is not None:
             raise self._unlike(trouble)
 
@@ -268,14 +269,14 @@ def pauses_between_tries() -> Iterator[float]:
         pause = min(pause * 1.5, 0.1 if pause < 0.1 else 0.25)
 
 
-def _trouble(endpoint: Endpoint, seconds: float) -> str | None:
-    """Whether it is TLS that a process without certificates fails at."""
+def _trouble(endpoint: Endpoint, seconds: float, credentials: Credentials | None) -> str | None:
+    """Why TLS, or its absence, keeps the two sides apart, if it does."""
     knock = _try(endpoint, seconds)
     if isinstance(knock, str):
         return None
     with knock:
         try:
-            return probe.trouble(knock, None)
+            return probe.trouble(knock, credentials)
         except OSError:
             return None
 
