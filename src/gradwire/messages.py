@@ -85,6 +85,7 @@ class Transfer:
     letter: Letter
     request: Request | None
     target: memoryview
+    arriving: bool = False  # on one of the peer's links; on another it must not
 
 
 class Shelf:
@@ -128,11 +129,6 @@ class Shelf:
             if not self._places[key]:
                 del self._places[key]
 
-    def offered(self, world: int, identity: int) -> Letter | None:
-        """The letter of an offer, if it still lies here."""
-        letters = (letter for queues in self._places.values() for queue in queues.values() for letter in queue)
-        return next((letter for letter in letters if (letter.world, letter.identity) == (world, identity)), None)
-
 
 class Mailbox:
     """Everything that has arrived or is asked for on one rank. `changed` guards it and tells those who wait."""
@@ -144,6 +140,7 @@ class Mailbox:
         self._shelf = Shelf()
         self._requests: list[Request] = []
         self._offers: dict[int, Offer] = {}
+        self._offered: dict[tuple[int, int], Letter] = {}  # by sender and identity, until the payload is here
         self._transfers: dict[tuple[int, int], Transfer] = {}
         self._identity = 0
         self._kept: dict[int, int] = {}
@@ -244,6 +241,9 @@ class Mailbox:
                 transfer = self._transfers.get((world, header.sequence))
                 if transfer is None or transfer.letter.nbytes != header.nbytes:
                     raise WireError(f"a payload of {header.nbytes} bytes that was not accepted")
+                if transfer.arriving:
+                    raise WireError("a payload on two links at once")
+                transfer.arriving = True
                 return transfer.target
         if header.nbytes or header.kind not in (Kind.OFFER, Kind.ACCEPT, Kind.WITHDRAW):
             raise WireError(f"kind {header.kind}, {header.nbytes} bytes, point to point")
@@ -256,7 +256,11 @@ class Mailbox:
                 case Kind.EAGER:
                     self._arrive(_letter(world, header, payload))
                 case Kind.OFFER:
-                    self._arrive(_letter(world, header, None))
+                    letter = _letter(world, header, None)
+                    if not letter.identity or (world, letter.identity) in self._offered:
+                        raise WireError(f"an offer with the identity {letter.identity}, of none or of another")
+                    self._offered[world, letter.identity] = letter
+                    self._arrive(letter)
                 case Kind.PAYLOAD:
                     self._complete(world, header.sequence, payload)
                 case Kind.ACCEPT:
@@ -276,15 +280,22 @@ class Mailbox:
                 return
 
     def _withdrawn(self, world: int, identity: int) -> None:
-        letter = self._shelf.offered(world, identity)
-        if letter is not None:
+        letter, transfer = self._offered.get((world, identity)), self._transfers.get((world, identity))
+        if letter is None:
+            return
+        if transfer is not None and transfer.arriving:
+            raise WireError("a message that is withdrawn while it arrives")
+        del self._offered[world, identity]
+        if transfer is None or transfer.request is None:
             self._unkeep(letter)
-        transfer = self._transfers.pop((world, identity), None)
-        if transfer is not None and transfer.request is not None:
-            self.ask(transfer.request)  # accepted just as the sender gave up
+        if transfer is not None:
+            del self._transfers[world, identity]
+            if transfer.request is not None:
+                self.ask(transfer.request)  # accepted just as the sender gave up
 
     def _complete(self, world: int, identity: int, payload: memoryview) -> None:
         transfer = self._transfers.pop((world, identity))
+        del self._offered[world, identity]
         letter, request = transfer.letter, transfer.request
         letter.payload = payload
         if request is not None:
