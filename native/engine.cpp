@@ -43,8 +43,8 @@ void Engine::begin(const Program& program, void* in, void* out, std::uint64_t se
     status_ = Status::waiting;
     memories_[IN] = static_cast<std::byte*>(in);
     memories_[OUT] = static_cast<std::byte*>(out);
-    posted_ = false;
-    collected_ = 0;
+    shot_ = Shot::tell;
+    exposing_ = false;
     if (outbox_) outbox_->result = program.mirrored ? in_arena(out, program.out_bytes) : 0;
     one_shot_ = program.one_shot && all_in_memory_;
     if (one_shot_) return;
@@ -52,7 +52,6 @@ void Engine::begin(const Program& program, void* in, void* out, std::uint64_t se
     memories_[SCRATCH] = scratch_.data();
     first_ = step_ = 0;
     wave_ = nullptr;
-    exposing_ = false;
     std::fill(results_.begin(), results_.end(), 0);
 }
 
@@ -62,7 +61,7 @@ Status Engine::advance(double seconds) {
         bool progress = false;
         if (one_shot_) {
             if (!in_one_shot(progress)) return status_;
-            if (collected_ == peers_.size()) return Status::done;
+            if (shot_ == Shot::done) return Status::done;
         } else {
             if (!wave_ && !next_wave()) {
                 if (was_read()) return Status::done;
@@ -101,8 +100,9 @@ bool Engine::sleep() {
         if (!outbox_->read_by(peer)) patience_.wake_by_end(peers_[peer].socket);
     };
     if (one_shot_) {
-        if (!posted_) std::for_each(others_.begin(), others_.end(), until_read);
-        else if (collected_ < peers_.size()) patience_.wake_by_end(peers_[collected_].socket);
+        const bool hears = shot_ == Shot::hear || shot_ == Shot::collect;
+        if (hears) patience_.wake_by_end(peers_[collected_].socket);
+        else std::for_each(others_.begin(), others_.end(), until_read);
         return patience_.sleep();
     }
     if (outbox_ && (exposing_ || (wave_ && next_post_ < posting_.size())))

@@ -74,7 +74,18 @@ class Engine {
     };
 
     // --- programs of one round, with everything in memory
+    enum class Shot { tell, hear, push, collect, keep, done };
+    struct Stretch {  // of bytes
+        std::size_t offset, nbytes;
+    };
     bool in_one_shot(bool& progress);
+    bool has_room_for_all();
+    bool tell_all();
+    bool hear_all(std::uint32_t round, bool& progress);
+    Stretch share(std::size_t rank) const;
+    void reduce(std::byte* to, Stretch stretch);
+    bool push_share();
+    void release_all();
     // --- waves
     bool next_wave();
     void begin_wave();
@@ -116,8 +127,8 @@ class Engine {
     const Program* program_ = nullptr;
     std::byte* memories_[3] = {};
     bool one_shot_ = false;
+    Shot shot_ = Shot::tell;
     std::uint32_t collected_ = 0;  // terms of a one-shot that are here
-    bool posted_ = false;
 
     const Wave* wave_ = nullptr;
     Wave made_;

@@ -7,28 +7,96 @@ namespace gradwire {
 
 namespace {
 constexpr std::size_t SMALLEST_EXPOSED = 4096;  // below, a copy is cheaper than to wait until a peer has read it
+constexpr std::size_t SMALLEST_SHARED = 16384;  // below, folding all of it is cheaper than to wait for others to fold a part
 }  // namespace
 
-// --- programs of one round, with everything in memory: all ranks tell all others their array, and fold alike
+// --- programs of one round, with everything in memory: all ranks tell all others their array, and fold alike. If all
+// ranks' arrays lie in their arenas, they share the work instead: each folds one part, in the same order of ranks, and
+// writes it where the others want it. Nothing is staged then, and the bits are the same. A rank whose array is read where
+// it lies, while others stage theirs, keeps its result aside until that has happened.
 
 bool Engine::in_one_shot(bool& progress) {
-    const Program& program = *program_;
-    const std::size_t nbytes = program.out_bytes;
-    if (!posted_) {
-        for (std::uint32_t peer : others_)
-            if (!outbox_->has_room(peer)) return true;
-        const Letter what = letter(0, 0, nbytes);
-        if (nbytes <= INLINE_BYTES) {
-            for (std::uint32_t peer : others_) outbox_->post(peer, what, Place::here, 0, memories_[IN]);
-        } else {
-            std::byte* to = outbox_->reserve(nbytes);
-            if (!to) return true;
-            std::memcpy(to, memories_[IN], nbytes);
-            outbox_->post_reserved(others_, what);
-        }
-        posted_ = progress = true;
-        terms_.resize(peers_.size());
+    switch (shot_) {
+        case Shot::tell:
+            if (!tell_all()) return true;
+            progress = true;
+            shot_ = Shot::hear;
+            [[fallthrough]];
+        case Shot::hear:
+            if (!hear_all(0, progress)) return status_ == Status::waiting;
+            if (!exposing_) {
+                reduce(memories_[OUT], {0, program_->out_bytes});
+                release_all();
+                shot_ = Shot::done;
+                return true;
+            }
+            // All ranks have heard the same of all, and so choose alike.
+            if (std::any_of(others_.begin(), others_.end(), [&](std::uint32_t peer) { return results_[peer] == 0; })) {
+                scratch_.resize(std::max(scratch_.size(), program_->out_bytes));
+                reduce(scratch_.data(), {0, program_->out_bytes});
+                release_all();
+                shot_ = Shot::keep;
+                return in_one_shot(progress);
+            }
+            reduce(memories_[OUT], share(sheet_.rank));
+            release_all();
+            shot_ = Shot::push;
+            [[fallthrough]];
+        case Shot::push:
+            if (!push_share()) return true;
+            progress = true;
+            collected_ = 0;
+            shot_ = Shot::collect;
+            [[fallthrough]];
+        case Shot::collect:
+            if (!hear_all(1, progress)) return status_ == Status::waiting;
+            release_all();
+            exposing_ = false;
+            shot_ = Shot::done;
+            return true;
+        case Shot::keep:
+            if (!was_read()) return true;
+            std::memcpy(memories_[OUT], scratch_.data(), program_->out_bytes);
+            progress = true;
+            shot_ = Shot::done;
+            return true;
+        case Shot::done: return true;
     }
+    return true;
+}
+
+bool Engine::has_room_for_all() {
+    return std::all_of(others_.begin(), others_.end(), [&](std::uint32_t peer) { return outbox_->has_room(peer); });
+}
+
+// False while there is no room.
+bool Engine::tell_all() {
+    const std::size_t nbytes = program_->out_bytes;
+    if (!has_room_for_all()) return false;
+    const Letter what = letter(0, 0, nbytes);
+    terms_.resize(peers_.size());
+    collected_ = 0;
+    const std::uint64_t offset = nbytes >= SMALLEST_SHARED ? in_arena(memories_[IN], nbytes) : 0;
+    const std::uint64_t result = offset ? in_arena(memories_[OUT], nbytes) : 0;
+    if (result) {
+        outbox_->result = result;
+        for (std::uint32_t peer : others_) exposed_[peer] = outbox_->post(peer, what, Place::away, offset);
+        exposing_ = true;
+        return true;
+    }
+    if (nbytes <= INLINE_BYTES) {
+        for (std::uint32_t peer : others_) outbox_->post(peer, what, Place::here, 0, memories_[IN]);
+        return true;
+    }
+    std::byte* to = outbox_->reserve(nbytes);
+    if (!to) return false;
+    std::memcpy(to, memories_[IN], nbytes);
+    outbox_->post_reserved(others_, what);
+    return true;
+}
+
+// False while something is missing, or when a peer says something else.
+bool Engine::hear_all(std::uint32_t round, bool& progress) {
     for (; collected_ < peers_.size(); ++collected_) {
         if (collected_ == sheet_.rank) {
             terms_[collected_] = {memories_[IN], false};
@@ -36,15 +104,42 @@ bool Engine::in_one_shot(bool& progress) {
         }
         Inbox& inbox = *peers_[collected_].inbox;
         const Entry* entry = inbox.peek();
-        if (!entry) return true;
-        if (!expects(collected_, *entry, 0, 0, nbytes)) return false;
+        if (!entry) return false;
+        if (!expects(collected_, *entry, 0, round, round ? share(collected_).nbytes : program_->out_bytes)) return false;
         terms_[collected_] = {inbox.bytes(*entry), false};
         inbox.take();
         progress = true;
     }
-    program.kernels.reduce(memories_[OUT], terms_.data(), terms_.size(), nbytes / program.element(), program.divisor);
-    for (std::uint32_t peer : others_) peers_[peer].inbox->release();
     return true;
+}
+
+// A rank's part of the result, where ranks share the work: whole lines of the cache.
+Engine::Stretch Engine::share(std::size_t rank) const {
+    const std::size_t nbytes = program_->out_bytes, part = padded((nbytes + peers_.size() - 1) / peers_.size());
+    const std::size_t offset = std::min(nbytes, rank * part);
+    return {offset, std::min(nbytes - offset, part)};
+}
+
+void Engine::reduce(std::byte* to, Stretch stretch) {
+    for (Term& term : terms_) term.data = static_cast<const std::byte*>(term.data) + stretch.offset;
+    program_->kernels.reduce(to + stretch.offset, terms_.data(), terms_.size(), stretch.nbytes / program_->element(),
+                             program_->divisor);
+}
+
+// Write one's share of the result where each peer wants it: nobody else reads or writes there. False while there is no room.
+bool Engine::push_share() {
+    const Stretch mine = share(sheet_.rank);
+    if (!has_room_for_all()) return false;
+    for (std::uint32_t peer : others_) {
+        std::byte* to = peers_[peer].inbox->at(results_[peer] + mine.offset, mine.nbytes);
+        if (to) std::memcpy(to, memories_[OUT] + mine.offset, mine.nbytes);
+        outbox_->post(peer, letter(0, 1, mine.nbytes), Place::there, 0);
+    }
+    return true;
+}
+
+void Engine::release_all() {
+    for (std::uint32_t peer : others_) peers_[peer].inbox->release();
 }
 
 // --- messages of waves

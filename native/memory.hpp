@@ -10,7 +10,8 @@
 //
 // Only readers that still have something to read hold memory: one that is done with a collective keeps nobody waiting.
 //
-// The arena begins with a directory of the groups that its owner has opened, so that regions need not be announced.
+// The arena begins with a directory of the groups that its owner has opened, so that regions need not be announced. Behind
+// it is the pulse of the owner, which its lifeline renews: native/lifeline.hpp.
 #pragma once
 
 #include <atomic>
@@ -93,5 +94,12 @@ struct Directory {
     }
 };
 static_assert(sizeof(Directory) == DIRECTORY_BYTES);
+
+struct alignas(LINE) Pulse {
+    std::atomic<std::uint64_t> beat;  // another number at each beat; 0: none yet
+
+    static Pulse& of(std::byte* arena) { return *reinterpret_cast<Pulse*>(arena + DIRECTORY_BYTES); }
+};
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "other processes read it");
 
 }  // namespace gradwire

@@ -14,6 +14,7 @@
 #include "module_calls.hpp"
 #include "module_desk.hpp"
 #include "module_kernels.hpp"
+#include "module_lifeline.hpp"
 
 namespace nb = nanobind;
 using namespace gradwire;
@@ -115,4 +116,5 @@ NB_MODULE(_native, module) {
         .def_prop_ro("heard", [](const Engine& self) { return nb::bytes(&self.heard, sizeof(Header)); })
         .def_static("region_bytes", [](std::size_t size, std::size_t staging) { return lanes_bytes(size) + staging; });
     register_desk(module);
+    register_lifeline(module);
 }

@@ -21,6 +21,7 @@ EXPECTED = {
     "launch",
     "local_group",
     "loopback_pair",
+    "WorkerNode",
     # talking
     "Capabilities",
     "Group",

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from conformance.crews import TRANSPORTS, Crew, crew_of
+from conformance.crews import TRANSPORTS, Crew, crew_of, sizes
 from gradwire.topology import Topology
 from ranks import run_ranks
 
 SOON = 30.0
 
 
-@pytest.fixture(scope="module", params=[(t, n) for t in TRANSPORTS for n in (2, 3)], ids=lambda p: f"{p[0]}-{p[1]}")
+@pytest.fixture(scope="module", params=sizes(2, 3), ids=lambda p: f"{p[0]}-{p[1]}")
 def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
     transport, size = request.param
     with crew_of(transport, Topology.single(size)) as crew:

@@ -12,8 +12,8 @@ The layers, each importing only from those above it:
     collectives     algorithms as schedules; their verifier
     tuning          the table that algorithms are chosen by, in a file
     security        the job's secret, and who may open a link
-    liveness        the log of calls, the verdict on what broke, control messages
     transports      links: in one process, over TCP; memory that ranks of a host share
+    liveness        beats and who misses them, the log of calls, the verdict on what broke, control messages
     executors       carry schedules out
     messages        point-to-point messages, matched
     generation      one membership at work: links, service thread, the one failure path
@@ -29,7 +29,8 @@ The layers, each importing only from those above it:
     address         addresses as users write them
     config          who am I, where is the coordinator
     seat            a process's place in one generation after another
-    job             init
+    threads         ranks as threads of one process
+    job             init, local_group
     launch          starting and supervising processes
     training        what keeps replicas in step beyond the all-reduce
     bench           `gradwire bench`: the collectives measured, in turns with other engines
@@ -62,6 +63,7 @@ from gradwire.errors import (
 from gradwire.group import Capabilities, Group
 from gradwire.job import init, local_group, loopback_pair
 from gradwire.launch.function import launch
+from gradwire.membership.worker import WorkerNode
 from gradwire.topology import Topology
 from gradwire.training.elastic import Elastic, Step, elastic
 from gradwire.training.sampler import Sampler
@@ -97,6 +99,7 @@ __all__ = [
     "UnsupportedOp",
     "Work",
     "WorkerFailed",
+    "WorkerNode",
     "__version__",
     "elastic",
     "init",

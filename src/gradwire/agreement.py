@@ -1,4 +1,5 @@
-"""What the ranks of a job settle before its first call: the table that algorithms are chosen by, and who shares memory.
+"""What the ranks of a job settle before its first call: the table that algorithms are chosen by, who shares memory, and
+how each shows that it lives.
 
 They speak through a group of their own, which leaves no trace among the user's calls.
 """
@@ -17,6 +18,7 @@ from gradwire.errors import ConfigError, UnsupportedOp
 from gradwire.generation import Generation
 from gradwire.group import SETTING_UP, Group
 from gradwire.liveness.calls import call_site
+from gradwire.liveness.lifeline import Nature
 from gradwire.operations import all_gather_values
 from gradwire.operations.call import settled
 from gradwire.transports import shm
@@ -32,9 +34,10 @@ def agree(generation: Generation, transport: str, deadline: float) -> None:
         generation.table = own or generation.table
         return
     with _private_group(generation, deadline) as tell_all:
-        told = tell_all([transport, own and tuning.encode(own)])
+        told = tell_all([transport, own and tuning.encode(own), Nature.own().to_wire()])
         generation.table = _table(told[0][1])
-        _share_memory(generation, [wish for wish, _ in told], tell_all, deadline)
+        _share_memory(generation, [wish for wish, *_ in told], tell_all, deadline)
+        generation.begin_lifeline([Nature.from_wire(nature) for *_, nature in told], deadline)
 
 
 @contextmanager

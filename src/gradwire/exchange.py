@@ -92,14 +92,21 @@ class Runner:
 
     @property
     def is_native(self) -> bool:
-        """Whether the native core carries out this group's schedules."""
-        return self.size > 1 and core.available() and isinstance(self.generation.alarm, Descriptor)
+        """Whether the native core carries out this group's schedules. It does not speak TLS."""
+        plain = not self._speaks_tls
+        return self.size > 1 and plain and core.available() and isinstance(self.generation.alarm, Descriptor)
+
+    @property
+    def _speaks_tls(self) -> bool:
+        """Whether messages of this group are encrypted: not if all of them go through memory. Alike on all ranks."""
+        in_memory = len(self._topology.hosts) == 1 and self.generation.shares(self.members[0])
+        return self.generation.transport.encrypted and not in_memory
 
     @property
     def shares_memory(self) -> bool:
         """Whether some of this group's messages to this rank go through memory."""
         shared = self.generation.shared
-        return shared is not None and any(world in shared.peers for world in self.members)
+        return shared is not None and self.is_native and any(world in shared.peers for world in self.members)
 
     # -- links --------------------------------------------------------------------------------------------------------
 
@@ -126,13 +133,13 @@ class Runner:
         # All ranks must see this alike; they do, since they have agreed on who shares memory.
         families = [ranks for ranks in self._topology.hosts if len(ranks) > 1]
         shares = [self.generation.shares(self.members[rank]) for ranks in families for rank in ranks]
-        self._hosts_share = bool(shares) and all(shares)
+        self._hosts_share = bool(shares) and all(shares) and not self._speaks_tls
         if self._hosts_share and len(self._topology.hosts) == 1:
             self._tile_bytes = native.SHARED_TILE_BYTES
         generation, shared = self.generation, self.generation.shared
-        if not core.available() or not isinstance(generation.alarm, Descriptor):
+        if not self.is_native:
             return
-        executor = NativeExecutor(self._sheet, self.size, generation.alarm)
+        executor = NativeExecutor(self._sheet, self.size, cast(Descriptor, generation.alarm))
         for rank, link in self._links.items():
             executor.connect(rank, self.members[rank], link)  # type: ignore[arg-type]
         if shared is not None and self.shares_memory:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gradwire.collectives import DEFAULTS
 from gradwire.errors import Closed, CollectiveMismatch, GradwireError, NoConnection
 from gradwire.liveness.control import Control, ControlSink
+from gradwire.liveness.lifeline import BeatSink, Lifeline, Nature
 from gradwire.liveness.verdict import Finding
 from gradwire.liveness.watch import ANSWER_SECONDS
 from gradwire.messages import Letter, Mailbox, MessageSink
@@ -25,7 +25,7 @@ from gradwire.topology import Topology
 from gradwire.transports.base import (
     CHECK_SECONDS,
     CONTROL_CHANNEL,
-    LIFE_CHANNEL,
+    LIFELINE_CHANNEL,
     MESSAGE_CHANNEL,
     Belonging,
     Link,
@@ -44,7 +44,6 @@ EXPECTED_SECONDS = 3.0  # of waiting for a rank to dial, after which to look whe
 CONTROL_READ_AHEAD = 4096  # control messages are small and few, but there is a reader for each peer
 LAST_WORDS_SECONDS = 0.2  # in which messages sent before a goodbye may still arrive
 EXIT_SECONDS = 0.01  # from the end of a dying process's links to its own
-DEATH_SECONDS = 0.05  # in which the last messages of a process that has ended are read
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +81,7 @@ class Generation:
         self.sharing = (False,) * identity.size  # by world rank: who shares memory with its neighbours
         self.control = Control(identity.rank, identity.names, identity.number, self._post_control, self._wake_all)
         self._control_sink = ControlSink(self.control, self.check_header)
+        self.lifeline = Lifeline(self.control, self.frame(Kind.BEAT), BeatSink(self.check_header), self._pump)
         self.table = DEFAULTS  # by which algorithms are chosen; agreed before the first call of a user
         self.mailbox = Mailbox(self._accept_offer, self.wake)
         self._mail_sink = MessageSink(self.mailbox, self.check_header)
@@ -91,7 +91,6 @@ class Generation:
         self._outboxes: dict[tuple[int, int], Outbox] = {}  # by world rank and channel: links this rank writes to
         self._readers: list[FrameReader] = []
         self._message_links: dict[int, threading.Lock] = {}
-        self._dead: dict[int, float] = {}  # world ranks whose process ended, and until when their goodbye may come
         self._met = threading.Condition()
         self._ending = False
         self._thread = threading.Thread(target=self._run, name="gradwire-service", daemon=True)
@@ -171,6 +170,16 @@ class Generation:
                 self._readers = [*self._readers, *lives]
             self._bell.ring()
 
+    def begin_lifeline(self, natures: Sequence[Nature], deadline: float) -> None:
+        """Show the others that this rank lives, and watch whether they do; it is known by now who shares memory."""
+        self.belongings.append(self.lifeline)
+
+        def connect(peer: int) -> Link:
+            return self.connect(peer, LIFELINE_CHANNEL, deadline, "init")
+
+        self.lifeline.begin(natures, self.identity.topology, self.shared, self.transport, connect)
+        self._bell.ring()
+
     def shares(self, world: int) -> bool:
         """Whether a world rank shares memory with all others on its host."""
         return self.sharing[world]
@@ -220,7 +229,7 @@ class Generation:
         give_up_at: float | None = None
         while True:
             now = time.monotonic()
-            pause = min(self.control.tick(now), self._tell_deaths(now))
+            pause = min(self.control.tick(now), self.lifeline.tick(now))
             if self._ending:
                 give_up_at = give_up_at or now + GOODBYE_SECONDS
                 lost = self.unreachable()  # and would not hear a goodbye
@@ -275,22 +284,13 @@ class Generation:
             for key, outbox in list(self._outboxes.items()):
                 if outbox.link is link:
                     del self._outboxes[key]
+        self.lifeline.end_of(link)
         link.close()
         # Only the control link says why it ends; the end of a message link, or of the process, may overtake a goodbye.
         if link.channel == CONTROL_CHANNEL and not self.closed and not self.control.has_left(link.peer):
             died = self.shared is not None and self.shared.died(link.peer, EXIT_SECONDS)
             self.control.lost(link.peer, time.monotonic(), "died" if died else "closed its link")
-        elif link.channel == LIFE_CHANNEL:
-            self._dead[link.peer] = time.monotonic() + DEATH_SECONDS
         self.mailbox.wake_waits()
-
-    def _tell_deaths(self, now: float) -> float:
-        """Report ranks that died although their links are open: a child keeps them. The seconds until the next."""
-        for peer, until in list(self._dead.items()):
-            if now >= until:
-                del self._dead[peer]
-                self.control.lost(peer, now, "died")
-        return min(self._dead.values(), default=math.inf) - now
 
     def departed(self, peer: int) -> bool:
         """Whether a world rank has left and nothing more can come from it."""
@@ -397,7 +397,13 @@ class Generation:
         if not self.control.settle(VERDICT_SECONDS):
             return Closed("the group was closed while it broke", operation=operation)
         self.raised = True
+        self._leave_memory_behind()
         return self.control.error(operation, during)
+
+    def _leave_memory_behind(self) -> None:
+        """A rank that does not know yet that all is over, or was frozen, may go on writing: not into users' arrays."""
+        if self.shared is not None:
+            self.shared.own.leave_behind()
 
     def unseen_mismatch(self) -> CollectiveMismatch | None:
         """The error of ranks that disagreed without waiting for each other, if no call has raised it yet."""
@@ -431,3 +437,4 @@ class Generation:
         what = "interrupted (Ctrl-C)" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
         finding = Finding("aborted", f"{what} during {operation}"[:1000], self.identity.rank, operation=operation)
         self.control.report(finding, time.monotonic())
+        self._leave_memory_behind()

@@ -12,6 +12,7 @@ from gradwire.errors import InvalidSize, UnsupportedOp
 from gradwire.generation import Generation, Identity
 from gradwire.group import Group
 from gradwire.seat import Seat
+from gradwire.threads import Threads
 from gradwire.topology import Topology
 from gradwire.transports.local import Hub
 from gradwire.transports.tcp import TcpTransport
@@ -47,11 +48,18 @@ def init(
         text = f"transport {config.transport!r} is not built yet; there are 'shm' and 'tcp'"
         raise UnsupportedOp(text, operation="init")
     if config.size == 1 and config.address is None and not config.elastic:
-        return _kept(_local(1, config.timeout)[0])
+        return _kept(_alone(config.timeout))
     deadline = time.monotonic() + config.timeout
     if core.native is None and (reason := core.why_pure()) and not core.is_unwanted():
         log.warning("collectives run in Python, which is slower: gradwire has no native core here, %s", reason)
     return _kept(Seat(config).take(deadline))
+
+
+def _alone(timeout: float) -> Group:
+    job = int.from_bytes(secrets.token_bytes(8), "little")
+    identity = Identity(job, 1, 0, ("rank 0 (this process)",), Topology.single(1))
+    generation = Generation(identity, Hub(1).transports[0])
+    return lifetime.start([generation], timeout, time.monotonic() + timeout)[0]
 
 
 def current() -> Group | None:
@@ -80,16 +88,7 @@ def local_group(n: int) -> list[Group]:
     """
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise InvalidSize(f"a group of {n!r} ranks: there must be at least 1")
-    return _local(n, DEFAULT_TIMEOUT)
-
-
-def _local(n: int, timeout: float) -> list[Group]:
-    hub = Hub(n)
-    job = int.from_bytes(secrets.token_bytes(8), "little")
-    names = tuple(f"rank {rank} (a thread of this process)" for rank in range(n))
-    topology = Topology.single(n)
-    generations = [Generation(Identity(job, 1, rank, names, topology), hub.transports[rank]) for rank in range(n)]
-    return lifetime.start(generations, timeout, time.monotonic() + timeout)
+    return Threads(DEFAULT_TIMEOUT).begin(n)
 
 
 def loopback_pair() -> tuple[Group, Group]:

@@ -49,6 +49,7 @@ class Kind(enum.IntEnum):
     ACCEPT = 5  # the receiver has a buffer for it
     PAYLOAD = 6  # the payload of an accepted offer
     WITHDRAW = 7  # the sender gave up waiting
+    BEAT = 8  # of a lifeline: the sender lives
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from gradwire.topology import Topology
 from gradwire.transports.local import Hub
 from gradwire.transports.tcp import TcpTransport
 from ranks import run_ranks
+from tls_files import MEMBERS, credentials
 
 T = TypeVar("T")
 TIMEOUT = 60.0
@@ -34,14 +35,22 @@ def local_ranks(topology: Topology) -> list[Group]:
     return _connected(topology, transports, secrets.token_bytes(8))
 
 
-def tcp_ranks(topology: Topology) -> list[Group]:
+def tcp_ranks(topology: Topology, tls: bool = False) -> list[Group]:
     """As `gw.loopback_pair`, but any number of ranks: real sockets between threads of one process."""
     run, key = secrets.token_bytes(16), secrets.token_bytes(32)
-    transports = [TcpTransport("127.0.0.1") for _ in range(topology.size)]
+    members = MEMBERS[: topology.size]
+    transports = [TcpTransport("127.0.0.1", credentials(member) if tls else None) for member in members]
     addresses = [transport.address for transport in transports]
     for rank, transport in enumerate(transports):
-        transport.assemble(rank=rank, addresses=addresses, job=run, generation=1, key=key, cores=0.0)
+        transport.assemble(rank=rank, addresses=addresses, job=run, generation=1, key=key, cores=0.0, members=members)
     return _connected(topology, transports, run)
+
+
+def tls_ranks(topology: Topology) -> list[Group]:
+    """The same with certificates."""
+    groups = tcp_ranks(topology, tls=True)
+    assert not any(group.capabilities.native for group in groups)
+    return groups
 
 
 def _connected(topology: Topology, transports: Sequence[Any], run: bytes) -> list[Group]:
@@ -66,9 +75,18 @@ def _has_neighbours(group: Group) -> bool:
     return len(group.topology.hosts[group.topology.host_of(group.rank)]) > 1
 
 
-TRANSPORTS: dict[str, Callable[[Topology], list[Group]]] = {"local": local_ranks, "tcp": tcp_ranks}
+TRANSPORTS: dict[str, Callable[[Topology], list[Group]]] = {
+    "local": local_ranks,
+    "tcp": tcp_ranks,
+}
 if core.available():  # without the core there is no shared memory
     TRANSPORTS["shm"] = shm_ranks
+TRANSPORTS["tls"] = tls_ranks
+
+
+def sizes(*numbers: int) -> list[tuple[str, int]]:
+    """Every transport with these numbers of ranks; TLS, which changes nothing but the links, with the first only."""
+    return [(name, number) for name in TRANSPORTS for number in (numbers[:1] if name == "tls" else numbers)]
 
 
 class Crew:

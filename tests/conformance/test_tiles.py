@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from conformance.cases import Case
 from conformance.conftest import HOSTS
-from conformance.crews import TRANSPORTS, Crew, crew_of
+from conformance.crews import Crew, crew_of, sizes
 from conformance.strategies import cases
 from conformance.test_drawn import FEW, check_call
 from conformance.test_table import COLLECTIVES, run
@@ -21,7 +21,7 @@ from gradwire.topology import Topology
 TILE = 256  # bytes
 
 
-@pytest.fixture(scope="module", params=[(t, n) for t in TRANSPORTS for n in (2, 3, 5)], ids=lambda p: f"{p[0]}-{p[1]}")
+@pytest.fixture(scope="module", params=sizes(2, 3, 5), ids=lambda p: f"{p[0]}-{p[1]}")
 def small_tiles(request: pytest.FixtureRequest) -> Iterator[Crew]:
     """A crew that cuts everything into tiles of 256 bytes: plans are made anew, so nothing of it stays."""
     transport, size = request.param

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import select
+import socket
 import textwrap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from gradwire.launch.chaos import Chaos
 from gradwire.launch.output import Output
 from gradwire.launch.rendezvous import Rendezvous
+from gradwire.launch.stage import StaticStage
 from gradwire.launch.supervisor import Outcome, Supervisor
 from gradwire.launch.worker import Task
 
 LONG = 60.0  # seconds; a bound for what normally takes milliseconds, on a machine that is busy
+WAIT = "import signal\nwhile True: signal.pause()\n"
 
 
 class NoCoordinator:
@@ -57,15 +62,16 @@ class Job:
         kill_after: float = LONG,
         environ: Mapping[str, str] | None = None,
         log_dir: Path | None = None,
+        chaos: Chaos | None = None,
     ) -> None:
         self.out, self.err = io.StringIO(), io.StringIO()
         self.rendezvous = nowhere()
         self.supervisor = Supervisor(
             task,
             size,
-            self.rendezvous,
-            output=Output(size, out=self.out, err=self.err, log_dir=log_dir),
-            environ=environ,
+            StaticStage(size, self.rendezvous, environ),
+            chaos=chaos,
+            output=Output(out=self.out, err=self.err, log_dir=log_dir),
             grace=grace,
             kill_after=kill_after,
         )
@@ -113,3 +119,25 @@ class Watched:
     def __del__(self) -> None:
         if hasattr(self, "_fd"):
             os.close(self._fd)
+
+
+class Ready:
+    """A socket on which scripts tell how far they are; `code` is for them, to connect and `say` it."""
+
+    CODE = "import socket\nready = socket.create_connection(('127.0.0.1', {port}))\nsay = ready.sendall\n"
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.settimeout(LONG)
+        self.code = self.CODE.format(port=self._listener.getsockname()[1])
+
+    @contextlib.contextmanager
+    def told(self, count: int) -> Iterator[list[str]]:
+        """The first line that each of so many scripts says; the connections close when the block ends."""
+        with contextlib.ExitStack() as stack:
+            connections = [stack.enter_context(self._listener.accept()[0]) for _ in range(count)]
+            files = [stack.enter_context(connection.makefile()) for connection in connections]
+            yield [file.readline().strip() for file in files]
+
+    def close(self) -> None:
+        self._listener.close()

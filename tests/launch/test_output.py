@@ -57,9 +57,9 @@ def printed(
 ) -> tuple[str, str]:
     """What is shown on both streams when ranks print these pieces: (rank, stream, bytes)."""
     out, err = io.StringIO(), io.StringIO()
-    output = Output(size, out=out, err=err, clock=clock, log_dir=log_dir)
+    output = Output(out=out, err=err, clock=clock, log_dir=log_dir)
     for rank in range(size):
-        with output.pipes(rank) as pipes:
+        with output.pipes(str(rank), f"rank-{rank}.log") as pipes:
             for who, stream, data in pieces:
                 if who == rank:
                     os.write(pipes[stream], data)
@@ -81,8 +81,8 @@ def test_a_missing_newline_at_the_end_is_added() -> None:
 def test_a_progress_bar_in_a_file_is_its_first_and_last_state_and_one_now_and_then() -> None:
     times = iter([0.0, 0.0, 1.0, 2.0, 6.0, 6.0, 7.0])
     out = io.StringIO()
-    output = Output(1, out=out, err=io.StringIO(), clock=lambda: next(times))
-    with output.pipes(0) as (pipe, _):
+    output = Output(out=out, err=io.StringIO(), clock=lambda: next(times))
+    with output.pipes("0", "rank-0.log") as (pipe, _):
         output.start()
         for percent in (b"0%\r", b"1%\r", b"2%\r", b"3%\r", b"4%\r"):
             os.write(pipe, percent)
@@ -112,32 +112,55 @@ def test_the_log_is_what_the_rank_wrote_byte_by_byte(tmp_path: Path) -> None:
 def test_a_log_that_cannot_be_written_is_an_error_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(TransportError, match="cannot write logs in"):
-        Output(2, log_dir=tmp_path / "file")
+        Output(log_dir=tmp_path / "file")
 
 
-def test_a_full_disk_ends_the_log_and_not_the_job() -> None:
+def test_a_full_disk_ends_the_log_and_not_the_job(tmp_path: Path) -> None:
     err = io.StringIO()
-    output = Output(1, out=io.StringIO(), err=err)
-    output._logs = [os.open("/dev/full", os.O_WRONLY)]
-    with output.pipes(0) as (_, pipe):
+    output = Output(out=io.StringIO(), err=err, log_dir=tmp_path)
+    (tmp_path / "full.log").symlink_to("/dev/full")
+    with output.pipes("0", "full.log") as (_, pipe):
         os.write(pipe, b"one\n")
     output.start()
     assert output.close(LONG)
-    assert err.getvalue() == "[0] (gradwire: the log of this rank ends here: No space left on device)\n[0] one\n"
+    assert err.getvalue() == "[0] (gradwire: this log ends here: No space left on device)\n[0] one\n"
+
+
+def test_workers_may_come_later_and_one_that_comes_again_goes_on_in_its_log(tmp_path: Path) -> None:
+    out, err = io.StringIO(), io.StringIO()
+    output = Output(out=out, err=err, log_dir=tmp_path)
+    output.start()
+    for life in (b"first\n", b"second\n"):
+        with output.pipes("coordinator", "coordinator.log") as (pipe, _):
+            os.write(pipe, life)
+            _until_read(pipe)
+    output.say("a word of our own")
+    assert output.close(LONG)
+    assert out.getvalue() == "[coordinator] first\n[coordinator] second\n"
+    assert err.getvalue() == "a word of our own\n"
+    assert (tmp_path / "coordinator.log").read_text() == "first\nsecond\n"
+
+
+def test_a_word_of_our_own_leaves_the_unfinished_line_at_the_bottom() -> None:
+    terminal = Terminal()
+    screen = Screen(terminal, terminal)
+    screen.show("0", OUT, [], "10%")
+    screen.say("hello")
+    assert terminal.shown() == ["hello", "[0] 10%"]
 
 
 def test_the_last_lines_are_remembered() -> None:
-    output = Output(1, out=io.StringIO(), err=io.StringIO())
-    with output.pipes(0) as (pipe, _):
+    output = Output(out=io.StringIO(), err=io.StringIO())
+    with output.pipes("0", "rank-0.log") as (pipe, _):
         os.write(pipe, b"".join(b"%d\n" % number for number in range(100)) + b"end")
     output.start()
     assert output.close(LONG)
-    assert output.tail(0) == [*map(str, range(81, 100)), "end"]
+    assert output.tail("0") == [*map(str, range(81, 100)), "end"]
 
 
 def test_a_pipe_that_outlives_the_workers_does_not_hold_up_the_end() -> None:
-    output = Output(1, out=io.StringIO(), err=io.StringIO())
-    with output.pipes(0) as (pipe, _):
+    output = Output(out=io.StringIO(), err=io.StringIO())
+    with output.pipes("0", "rank-0.log") as (pipe, _):
         escaped = os.dup(pipe)
     output.start()
     try:
@@ -162,8 +185,8 @@ def test_a_screen_that_stands_still_holds_up_nobody_but_the_printing() -> None:
 
     reader = threading.Thread(target=move_again, daemon=True)
     with open(writing, "w") as paused:
-        output = Output(1, out=paused, err=io.StringIO())
-        with output.pipes(0) as (pipe, _):
+        output = Output(out=paused, err=io.StringIO())
+        with output.pipes("0", "rank-0.log") as (pipe, _):
             writer = threading.Thread(target=write, args=(os.dup(pipe),), daemon=True)
             output.start()
             writer.start()
@@ -181,10 +204,10 @@ def test_a_screen_that_is_gone_is_given_up() -> None:
     os.close(reading)
     err = io.StringIO()
     gone = open(writing, "w")  # noqa: SIM115
-    screen = Screen(1, gone, err)
-    screen.show(0, OUT, ["one"])
-    screen.show(0, OUT, ["two"])
-    screen.show(0, ERR, ["three"])
+    screen = Screen(gone, err)
+    screen.show("0", OUT, ["one"])
+    screen.show("0", OUT, ["two"])
+    screen.show("0", ERR, ["three"])
     assert err.getvalue() == "[0] three\n"
     with pytest.raises(BrokenPipeError):
         gone.close()
@@ -192,40 +215,40 @@ def test_a_screen_that_is_gone_is_given_up() -> None:
 
 def test_a_screen_that_lacks_letters_shows_them_escaped() -> None:
     narrow = Narrow()
-    Screen(1, narrow, io.StringIO()).show(0, OUT, ["grüße"])
+    Screen(narrow, io.StringIO()).show("0", OUT, ["grüße"])
     assert narrow.bytes.getvalue() == b"[0] gr\\xfc\\xdfe\n"
 
 
 def test_prefixes_have_colours_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal, file = Terminal(), io.StringIO()
-    screen = Screen(1, terminal, file)
-    screen.show(0, OUT, ["a"])
-    screen.show(0, ERR, ["a"])
+    screen = Screen(terminal, file)
+    screen.show("0", OUT, ["a"])
+    screen.show("0", ERR, ["a"])
     assert "\x1b[36m" in terminal.getvalue()
     assert terminal.shown() == ["[0] a", ""]
     assert file.getvalue() == "[0] a\n"
     monkeypatch.setenv("NO_COLOR", "1")
     plain = Terminal()
-    Screen(1, plain, file).show(0, OUT, ["a"])
+    Screen(plain, file).show("0", OUT, ["a"])
     assert plain.getvalue() == "[0] a\n"
 
 
 def test_a_colour_does_not_run_into_the_next_line() -> None:
     terminal = Terminal()
-    Screen(1, terminal, terminal).show(0, OUT, ["\x1b[31mred"])
+    Screen(terminal, terminal).show("0", OUT, ["\x1b[31mred"])
     assert terminal.getvalue().endswith("\x1b[31mred\x1b[0m\n")
 
 
 def test_on_a_terminal_the_unfinished_line_stays_at_the_bottom() -> None:
     terminal = Terminal()
-    screen = Screen(2, terminal, terminal)
-    screen.show(0, ERR, [], "10%")
+    screen = Screen(terminal, terminal)
+    screen.show("0", ERR, [], "10%")
     assert terminal.shown() == ["[0] 10%"]
-    screen.show(1, OUT, ["hello"])
+    screen.show("1", OUT, ["hello"])
     assert terminal.shown() == ["[1] hello", "[0] 10%"]
-    screen.show(0, ERR, [], "20%")
+    screen.show("0", ERR, [], "20%")
     assert terminal.shown() == ["[1] hello", "[0] 20%"]
-    screen.show(1, OUT, [], "x" * 100)
+    screen.show("1", OUT, [], "x" * 100)
     assert terminal.shown() == ["[1] hello", "[1] " + "x" * 24 + "…"]
-    screen.show(1, OUT, ["y"])
+    screen.show("1", OUT, ["y"])
     assert terminal.shown() == ["[1] hello", "[1] y", ""]

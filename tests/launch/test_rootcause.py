@@ -30,7 +30,7 @@ def ending(
 
 def root(*endings: Ending) -> int | None:
     found = find(endings)
-    return None if found is None else found.rank
+    return None if found is None else found.number
 
 
 def test_nothing_failed() -> None:

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -15,34 +13,12 @@ import pytest
 from gradwire.errors import InvalidSize, TransportError
 from gradwire.launch import sessions, supervisor, worker
 from gradwire.launch.rootcause import describe
+from gradwire.launch.stage import StaticStage
 from gradwire.launch.supervisor import Supervisor
 from gradwire.launch.worker import Task
-from launch.jobs import LONG, Job, NoCoordinator, Watched, eventually, nowhere, run, written
+from launch.jobs import LONG, WAIT, Job, NoCoordinator, Ready, Watched, eventually, nowhere, run, written
 
-WAIT = "import signal\nwhile True: signal.pause()\n"
 RANK = "import os\nrank = int(os.environ['RANK'])\n"
-
-
-class Ready:
-    """A socket on which scripts tell how far they are; `code` is for them, to connect and `say` it."""
-
-    CODE = "import socket\nready = socket.create_connection(('127.0.0.1', {port}))\nsay = ready.sendall\n"
-
-    def __init__(self) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._listener.settimeout(LONG)
-        self.code = self.CODE.format(port=self._listener.getsockname()[1])
-
-    @contextlib.contextmanager
-    def told(self, count: int) -> Iterator[list[str]]:
-        """The first line that each of so many scripts says; the connections close when the block ends."""
-        with contextlib.ExitStack() as stack:
-            connections = [stack.enter_context(self._listener.accept()[0]) for _ in range(count)]
-            files = [stack.enter_context(connection.makefile()) for connection in connections]
-            yield [file.readline().strip() for file in files]
-
-    def close(self) -> None:
-        self._listener.close()
 
 
 @pytest.fixture
@@ -55,7 +31,7 @@ def ready() -> Iterator[Ready]:
 def test_a_job_that_ends_well(tmp_path: Path) -> None:
     job = Job(Task.script(written(tmp_path, RANK + "print('I am', rank)")), 3)
     with job.supervisor:
-        assert [one.rank for one in job.supervisor.workers] == [0, 1, 2]
+        assert [one.number for one in job.supervisor.workers] == [0, 1, 2]
         ended = job.ended()
     assert sorted(ended.out.splitlines()) == ["[0] I am 0", "[1] I am 1", "[2] I am 2"]
     assert ended.err == ""
@@ -68,7 +44,7 @@ def test_a_job_that_ends_well(tmp_path: Path) -> None:
 
 def test_a_job_of_no_size_is_refused() -> None:
     with pytest.raises(InvalidSize, match="at least 1 worker, not 0"):
-        Supervisor(Task.script("x.py"), 0, nowhere())
+        Supervisor(Task.script("x.py"), 0, StaticStage(0, nowhere()))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +64,7 @@ def test_when_one_fails_the_rest_is_stopped_and_its_exit_code_returned(
     ended = run(Task.script(written(tmp_path, f"{RANK}if rank == 1:\n    {code}\n{WAIT}")), 3)
     root = ended.outcome.root
     assert root is not None
-    assert (root.rank, ended.outcome.exit_code) == (1, exit_code)
+    assert (root.number, ended.outcome.exit_code) == (1, exit_code)
     assert said in describe(root)
     assert [one.stopped for one in ended.outcome.endings] == [True, False, True]
     assert [one.status for one in ended.outcome.endings if one.stopped] == [-15, -15]
@@ -113,7 +89,7 @@ raise Aborted("rank 1 gave up", culprit=1)
             assert eventually(lambda: job.supervisor.workers[0].gone)
         ended = job.ended()
     assert ended.outcome.root is not None
-    assert (ended.outcome.root.rank, ended.outcome.exit_code) == (1, 1)
+    assert (ended.outcome.root.number, ended.outcome.exit_code) == (1, 1)
     assert [one.failed for one in ended.outcome.endings] == [True, True]
 
 

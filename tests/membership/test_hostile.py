@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import secrets
 import socket
 import threading
@@ -13,7 +14,7 @@ import grpc
 import pytest
 
 from gradwire.errors import NoConnection, Refused
-from gradwire.membership import Member
+from gradwire.membership import Member, desk
 from gradwire.membership.client import register
 from gradwire.membership.sealing import CoordinatorSeal, WorkerSeal
 from gradwire.membership.service import Coordinator
@@ -70,6 +71,69 @@ def test_nonsense_from_a_holder_of_the_secret(stub: Any) -> None:
     seal = WorkerSeal(SECRET)
     seal.meet(stub.Hello(seal.hello()))
     sealed = seal.seal("RegisterWorker", b"\xff\xff\xff")
+    assert status(lambda: stub.RegisterWorker(sealed)) == grpc.StatusCode.INVALID_ARGUMENT
+
+
+UNARY = ["RegisterWorker", "UnregisterWorker", "Heartbeat", "StartCheckpoint", "EndCheckpoint"]
+
+
+@pytest.mark.parametrize("method", UNARY)
+def test_every_call_is_proven_fresh_and_understood(method: str, stub: Any) -> None:
+    call = getattr(stub, method)
+    assert status(lambda: call(pb.Sealed(body=b"x"))) == grpc.StatusCode.UNAUTHENTICATED
+    seal = WorkerSeal(SECRET)
+    seal.meet(stub.Hello(seal.hello()))
+    for_another_method = seal.seal(next(other for other in UNARY if other != method), b"")
+    assert status(lambda: call(for_another_method)) == grpc.StatusCode.UNAUTHENTICATED
+    nonsense = seal.seal(method, b"\xff\xff\xff")
+    assert status(lambda: call(nonsense)) == grpc.StatusCode.INVALID_ARGUMENT
+    assert status(lambda: call(nonsense)) == grpc.StatusCode.UNAUTHENTICATED, "heard before"
+    forged = seal.seal(method, b"")
+    forged.sequence += 1
+    assert status(lambda: call(forged)) == grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_heartbeats_of_a_stream_are_proven_one_by_one(stub: Any) -> None:
+    seal = WorkerSeal(SECRET)
+    seal.meet(stub.Hello(seal.hello()))
+    first = seal.seal("Heartbeats", b"")
+    replies = stub.Heartbeats(iter([first, first]))
+    assert seal.open("Heartbeats", first, next(replies)) == b""
+    assert status(lambda: next(replies)) == grpc.StatusCode.UNAUTHENTICATED
+    assert status(lambda: next(stub.Heartbeats(iter([pb.Sealed(body=b"x")])))) == grpc.StatusCode.UNAUTHENTICATED
+    unary = seal.seal("Heartbeat", b"")
+    assert status(lambda: next(stub.Heartbeats(iter([unary])))) == grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_a_stream_that_says_nothing_is_ended(stub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(desk, "_SILENCE", 0.0)
+    never: queue.SimpleQueue[pb.Sealed | None] = queue.SimpleQueue()
+    assert status(lambda: next(stub.Heartbeats(iter(never.get, None)))) == grpc.StatusCode.CANCELLED
+    never.put(None)
+
+
+def test_streams_of_strangers_leave_room_for_workers(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(desk, "STRANGERS", 2)
+    coordinator = serve(1)
+    never: queue.SimpleQueue[pb.Sealed | None] = queue.SimpleQueue()
+    with grpc.insecure_channel(coordinator.address) as channel:
+        stub = rpc.MembershipStub(channel)  # type: ignore[no-untyped-call]
+        streams = [stub.Heartbeats(iter(never.get, None)) for _ in range(3)]
+        codes: queue.SimpleQueue[grpc.StatusCode] = queue.SimpleQueue()
+        for stream in streams:
+            stream.add_done_callback(lambda call: codes.put(call.code()))
+        assert codes.get(timeout=10) == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert join(coordinator.address) == 0
+        for stream in streams:
+            stream.cancel()
+            never.put(None)
+
+
+def test_a_session_of_another_length(stub: Any) -> None:
+    seal = WorkerSeal(SECRET)
+    seal.meet(stub.Hello(seal.hello()))
+    request = pb.RegisterWorkerRequest(session=b"short")
+    sealed = seal.seal("RegisterWorker", request.SerializeToString())
     assert status(lambda: stub.RegisterWorker(sealed)) == grpc.StatusCode.INVALID_ARGUMENT
 
 

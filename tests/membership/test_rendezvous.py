@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from gradwire.errors import ConfigError, InvalidSize, NoConnection, Refused, Timeout, TransportError
-from gradwire.membership import Assembly, Member, client, service
+from gradwire.membership import Assembly, Member, client, conversation, desk
 from gradwire.membership.client import register, unregister
 from gradwire.membership.service import Coordinator
 from membership.journal import SECRET, Journal
@@ -116,7 +116,7 @@ def test_many_at_once(serve: Serve) -> None:
 
 
 def test_more_than_can_be_held_back_at_a_time(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "_HELD", 2)
+    monkeypatch.setattr(desk, "HELD", 2)
     coordinator = serve(12)
     with ThreadPoolExecutor(12) as pool:
         found = list(pool.map(lambda rank: join(coordinator, member(rank), 12), range(12)))
@@ -136,7 +136,7 @@ def test_a_coordinator_that_is_stopped_at_once_has_told_everybody(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 may stop its coordinator as soon as it knows the others itself."""
-    monkeypatch.setattr(service, "_HELD", 3)
+    monkeypatch.setattr(desk, "HELD", 3)
     coordinator = serve(8)
     others = [joining(coordinator, member(rank), 8) for rank in range(1, 8)]
     join(coordinator, member(0), 8)
@@ -163,14 +163,14 @@ def test_no_thread_is_left_behind(serve: Serve) -> None:
 
 def test_workers_may_come_before_their_coordinator(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = threading.Semaphore(0)
-    original = client._try
+    original = conversation._try
 
     def observed(*arguments: Any) -> str | None:
         trouble = original(*arguments)
         tried.release()
         return trouble
 
-    monkeypatch.setattr(client, "_try", observed)
+    monkeypatch.setattr(conversation, "_try", observed)
     port = _free_port()
     early = joining(f"127.0.0.1:{port}", member(0), 1)
     for _ in range(3):
@@ -271,7 +271,7 @@ def test_a_coordinator_that_gives_up_tells_those_who_wait(serve: Serve, journal:
 
 def test_waiting_long_is_said(serve: Serve, journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "_TELL_AFTER", 0.0)
-    monkeypatch.setattr(client, "_PATIENCE", 0.05)
+    monkeypatch.setattr(client, "PATIENCE", 0.05)
     coordinator = serve(3)
     waiting = joining(coordinator, member(1), 3)
     journal.wait_for("s at the rendezvous 127.0.0.1:.*: of 3, ranks 0, 2 have not come")
@@ -315,7 +315,7 @@ def test_listening_beyond_this_machine_must_be_meant(serve: Serve) -> None:
 
 
 def test_an_unresolvable_host(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "_NAME_GRACE", 0.0)
+    monkeypatch.setattr(conversation, "_NAME_GRACE", 0.0)
     with pytest.raises(ConfigError, match=r"'no-such-host\.invalid' cannot be resolved"):
         serve(1, host="no-such-host.invalid")
     with pytest.raises(ConfigError, match=r"'no-such-host\.invalid' cannot be resolved"):

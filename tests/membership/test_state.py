@@ -1,4 +1,4 @@
-"""The rendezvous as a state machine: who gets which place, who is refused and why, and when a place is free again."""
+"""A static job's membership: who gets which place, who is refused and why, and when a place is free again."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from gradwire.errors import ConfigError, InvalidSize
+from gradwire.membership.answers import Claim, Refusal
 from gradwire.membership.members import Assembly, Member, named
-from gradwire.membership.state import LAPSE, Claim, Refusal, Rendezvous, Waiting
+from gradwire.membership.roster import LAPSE
+from gradwire.membership.state import Membership
+from membership.claims import RUN, missing, pass_time, reason
 
-RUN = b"r" * 16
 
-
-def rendezvous(size: int = 3) -> Rendezvous:
-    return Rendezvous(size, "job", RUN)
+def static(size: int = 3) -> Membership:
+    return Membership("job", RUN, start=size)
 
 
 def claim(
@@ -28,28 +29,23 @@ def claim(
     return Claim(member, size, job, name.encode() if session is None else session)
 
 
-def reason(outcome: object) -> str:
-    assert isinstance(outcome, Refusal)
-    return outcome.reason
-
-
 def test_all_who_come_are_told_the_same_members_and_their_own_rank() -> None:
-    state = rendezvous()
-    assert state.claim(claim(2), 0.0) == Waiting((0, 1))
-    assert state.claim(claim(0), 0.1) == Waiting((1,))
-    last = state.claim(claim(1), 0.2)
+    state = static()
+    assert missing(state.register(claim(2), 0.0)) == (0, 1)
+    assert missing(state.register(claim(0), 0.1)) == (1,)
+    last = state.register(claim(1), 0.2)
     assert last == Assembly("job", 1, 1, tuple(claim(r).member for r in range(3)), RUN)
     assert isinstance(last, Assembly)
-    assert state.claim(claim(2), 0.3) == replace(last, rank=2)
-    assert state.outcome(claim(0)) == replace(last, rank=0)
+    assert state.register(claim(2), 0.3) == replace(last, rank=2)
+    assert state.outcome(claim(0), 0.3) == replace(last, rank=0)
 
 
 def test_workers_without_a_rank_get_the_lowest_that_nobody_named() -> None:
-    state = rendezvous(4)
-    assert state.claim(claim(None, "first", size=4), 0.0) == Waiting((1, 2, 3))
-    assert state.claim(claim(None, "second", size=4), 0.0) == Waiting((2, 3))
-    assert state.claim(claim(0, size=4), 0.0) == Waiting((3,))
-    last = state.claim(claim(3, size=4), 0.0)
+    state = static(4)
+    assert missing(state.register(claim(None, "first", size=4), 0.0)) == (1, 2, 3)
+    assert missing(state.register(claim(None, "second", size=4), 0.0)) == (2, 3)
+    assert missing(state.register(claim(0, size=4), 0.0)) == (3,)
+    last = state.register(claim(3, size=4), 0.0)
     assert isinstance(last, Assembly)
     assert [(member.id, member.rank) for member in last.members] == [
         ("worker-0", 0),
@@ -75,108 +71,140 @@ def test_workers_without_a_rank_get_the_lowest_that_nobody_named() -> None:
     ],
 )
 def test_whoever_does_not_belong_is_refused_and_changes_nothing(wrong: Claim, said: str) -> None:
-    state = rendezvous()
-    state.claim(claim(0), 0.0)
-    assert said in reason(state.claim(wrong, 0.1))
-    assert state.outcome(claim(0)) == Waiting((1, 2))
-    state.claim(claim(1, job="job"), 0.2)
-    assert isinstance(state.claim(claim(2), 0.3), Assembly)
+    state = static()
+    state.register(claim(0), 0.0)
+    assert said in reason(state.register(wrong, 0.1))
+    assert missing(state.outcome(claim(0), 0.1)) == (1, 2)
+    state.register(claim(1, job="job"), 0.2)
+    assert isinstance(state.register(claim(2), 0.3), Assembly)
 
 
 def test_a_full_job_is_final() -> None:
-    state = rendezvous(1)
-    state.claim(claim(0, size=1), 0.0)
-    assert reason(state.claim(claim(0, "late", size=1), 1e6)).startswith("rank 0 is taken by rank 0")
-    assert reason(state.claim(claim(None, "late", size=1), 1e6)) == "all ranks of this job are taken"
+    state = static(1)
+    state.register(claim(0, size=1), 0.0)
+    assert reason(state.register(claim(0, "late", size=1), 1e6)).startswith("rank 0 is taken by rank 0")
+    assert reason(state.register(claim(None, "late", size=1), 1e6)) == "all ranks of this job are taken"
     assert state.withdraw(claim(0, size=1)) is None
-    assert isinstance(state.claim(claim(0, size=1), 1e6), Assembly)
+    assert isinstance(state.register(claim(0, size=1), 1e6), Assembly)
 
 
 def test_a_place_that_nobody_claims_any_more_is_free_after_a_while() -> None:
-    state = rendezvous()
-    state.claim(claim(1), 10.0)
-    assert isinstance(state.claim(claim(1, "new"), 10.0 + LAPSE - 0.01), Refusal)
-    state.claim(claim(1), 12.0)
-    assert isinstance(state.claim(claim(1, "new"), 12.0 + LAPSE - 0.01), Refusal)
-    assert state.claim(claim(1, "new"), 12.0 + LAPSE) == Waiting((0, 2))
-    assert isinstance(state.claim(claim(1), 12.0 + LAPSE), Refusal)
+    state = static()
+    state.register(claim(1), 10.0)
+    now = pass_time(state, 10.0, 10.0 + LAPSE - 0.01)
+    assert isinstance(state.register(claim(1, "new"), now), Refusal)
+    state.register(claim(1), now)
+    now = pass_time(state, now, now + LAPSE - 0.01)
+    assert isinstance(state.register(claim(1, "new"), now), Refusal)
+    now += 0.01
+    assert missing(state.register(claim(1, "new"), now)) == (0, 2)
+    assert isinstance(state.register(claim(1), now), Refusal)
 
 
 def test_a_worker_that_is_gone_frees_its_place_at_once() -> None:
-    state = rendezvous()
-    state.claim(claim(1), 0.0)
+    state = static()
+    state.register(claim(1), 0.0)
     assert state.withdraw(claim(1)) == claim(1).member
     assert state.withdraw(claim(1)) is None
-    assert state.claim(claim(1, "restarted"), 0.1) == Waiting((0, 2))
+    assert missing(state.register(claim(1, "restarted"), 0.1)) == (0, 2)
 
 
 def test_the_end_of_an_old_call_does_not_free_what_was_claimed_again() -> None:
-    state = rendezvous()
+    state = static()
     old, new = replace(claim(1), sequence=1), replace(claim(1), sequence=2)
-    state.claim(old, 0.0)
-    state.claim(new, 0.1)
+    state.register(old, 0.0)
+    state.register(new, 0.1)
     assert state.withdraw(old) is None
     assert state.withdraw(new) == claim(1).member
 
 
-def test_only_a_member_itself_can_unregister() -> None:
-    state = rendezvous()
-    state.claim(claim(1), 0.0)
-    assert not state.unregister(replace(claim(1).member, pid=1))
-    assert not state.unregister(claim(2).member)
-    assert state.unregister(claim(1).member)
-    assert not state.unregister(claim(1).member)
-    assert state.claim(claim(1, "restarted"), 0.1) == Waiting((0, 2))
+def test_only_a_member_itself_can_leave() -> None:
+    state = static()
+    state.register(claim(1), 0.0)
+    assert not state.leave(replace(claim(1).member, pid=1), 0.0)
+    assert not state.leave(claim(2).member, 0.0)
+    assert state.leave(claim(1).member, 0.0)
+    assert not state.leave(claim(1).member, 0.0)
+    assert missing(state.register(claim(1, "restarted"), 0.1)) == (0, 2)
 
 
 def test_leaving_after_the_start_keeps_the_assembly() -> None:
-    state = rendezvous(1)
-    state.claim(claim(0, size=1), 0.0)
-    assert state.unregister(claim(0, size=1).member)
-    assert state.assembled
+    state = static(1)
+    state.register(claim(0, size=1), 0.0)
+    assert state.leave(claim(0, size=1).member, 0.0)
+    assert isinstance(state.register(claim(0, size=1), 0.1), Assembly)
+    assert reason(state.register(claim(None, "late", size=1), 0.1)) == "all ranks of this job are taken"
+
+
+def test_a_death_before_the_start_frees_a_place_and_later_keeps_the_assembly() -> None:
+    state = static(2)
+    state.register(claim(1, size=2), 0.0)
+    state.gone(["worker-1", "nobody"], 0.0)
+    assert missing(state.register(claim(1, "restarted", size=2), 0.1)) == (0,)
+    state.register(claim(0, size=2), 0.2)
+    state.gone(["restarted"], 0.3)
+    assert isinstance(state.register(claim(0, size=2), 1e6), Assembly)
+    assert (state.generation, len(state.members)) == (1, 2)
+
+
+def test_a_static_job_has_one_generation_and_no_leases() -> None:
+    state = static(1)
+    state.register(claim(0, size=1), 0.0)
+    assert state.due() is None
+    pass_time(state, 0.0, 100.0)
+    assert state.beat(["worker-0"], 100.0).evicted == ()
+    again = replace(claim(0, size=1), generation=1, session=b"again")
+    assert "start it with a minimum size" in reason(state.register(again, 100.0))
 
 
 def test_stopped_refuses_those_who_wait_and_those_who_come() -> None:
-    state = rendezvous()
-    state.claim(claim(1), 0.0)
+    state = static()
+    state.register(claim(1), 0.0)
     state.stop("over")
     assert state.uninformed(0.1)
-    assert state.claim(claim(2), 0.1) == Refusal("over")
-    assert state.outcome(claim(1)) == Refusal("over")
+    assert state.register(claim(2), 0.1) == Refusal("over")
+    assert state.outcome(claim(1), 0.1) == Refusal("over")
     assert not state.uninformed(0.1)
 
 
 def test_stopped_still_tells_the_assembly_and_who_has_not_heard_it() -> None:
-    state = rendezvous(2)
-    state.claim(claim(0, size=2), 0.0)
-    state.claim(claim(1, size=2), 0.0)
+    state = static(2)
+    state.register(claim(0, size=2), 0.0)
+    state.register(claim(1, size=2), 0.0)
     state.stop("over")
     assert state.uninformed(0.1)
-    assert not state.uninformed(LAPSE)
-    assert isinstance(state.claim(claim(0, size=2), 0.1), Assembly)
+    assert isinstance(state.register(claim(0, size=2), 0.1), Assembly)
     assert not state.uninformed(0.1)
+
+
+def test_whoever_no_longer_asks_need_not_be_told() -> None:
+    state = static(2)
+    state.register(claim(0, size=2), 0.0)
+    state.register(claim(1, size=2), 0.0)
+    assert state.uninformed(pass_time(state, 0.0, LAPSE - 0.1))
+    assert not state.uninformed(LAPSE)
 
 
 @pytest.mark.parametrize("size", [0, -1, 65_537])
 def test_impossible_sizes(size: int) -> None:
     with pytest.raises(InvalidSize, match="1 to 65536 ranks"):
-        rendezvous(size)
+        static(size)
 
 
 def test_impossible_names() -> None:
     with pytest.raises(ConfigError, match="job's name"):
-        Rendezvous(1, "", RUN)
+        Membership("", RUN, start=1)
     with pytest.raises(ConfigError, match="16 bytes"):
-        Rendezvous(1, "job", b"")
+        Membership("job", b"", start=1)
 
 
 @given(st.permutations(range(7)), st.sets(st.integers(0, 6)))
 def test_any_order_of_arrival_seats_everybody(order: list[int], unnamed: set[int]) -> None:
-    state = rendezvous(7)
+    state = static(7)
     claims = {rank: claim(None if rank in unnamed else rank, f"w{rank}", size=7) for rank in order}
     for rank in order:
-        state.claim(claims[rank], 0.0)
-    answers = {rank: state.outcome(claims[rank]) for rank in order}
+        state.register(claims[rank], 0.0)
+    answers = {rank: state.outcome(claims[rank], 0.0) for rank in order}
     ranks = {rank: answer.rank for rank, answer in answers.items() if isinstance(answer, Assembly)}
     assert sorted(ranks.values()) == list(range(7))
     assert all(ranks[rank] == rank for rank in order if rank not in unnamed)
@@ -187,7 +215,7 @@ class AnyHistory(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.state = rendezvous()
+        self.state = static()
         self.now = 0.0
         self.waiting: dict[str, tuple[Claim, float]] = {}
         self.final: tuple[Member, ...] | None = None
@@ -196,7 +224,7 @@ class AnyHistory(RuleBasedStateMachine):
     def come(self, rank: int | None, name: str, session: bytes) -> None:
         asked = claim(rank, name, session=session)
         held = self.waiting.get(name)
-        outcome = self.state.claim(asked, self.now)
+        outcome = self.state.register(asked, self.now)
         if held is not None and self.now - held[1] < LAPSE and held[0] != asked:
             assert isinstance(outcome, Refusal), "a live place was overwritten"
         if not isinstance(outcome, Refusal):
@@ -215,11 +243,11 @@ class AnyHistory(RuleBasedStateMachine):
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         asked, _ = self.waiting.pop(data.draw(st.sampled_from(sorted(self.waiting))))
-        self.state.unregister(asked.member)
+        self.state.leave(asked.member, self.now)
 
     @rule(seconds=st.sampled_from([0.0, 1.0, LAPSE - 0.5, LAPSE, 100.0]))
     def pass_time(self, seconds: float) -> None:
-        self.now += seconds
+        self.now = pass_time(self.state, self.now, self.now + seconds)
 
     @invariant()
     def no_rank_has_two_holders(self) -> None:

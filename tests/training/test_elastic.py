@@ -100,7 +100,12 @@ def test_in_a_job_of_fixed_membership_a_loss_is_raised() -> None:
             return f"lost {lost.culprit} in {step.index}"
         return "done"
 
-    assert run_ranks(runs(3), train) == ["lost 1 in 1", "left", "lost 1 in 1"]
+    pair = gw.loopback_pair()
+    try:
+        assert run_ranks(pair, train) == ["lost 1 in 1", "left"]
+    finally:
+        for group in pair:
+            group.close()
 
 
 def test_the_user_s_own_errors_pass() -> None:

@@ -10,21 +10,19 @@ import mmap
 import os
 import random
 import threading
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
+from gradwire import core
 from gradwire.transports.arena import ARENA_BYTES, PAGE, RESERVED, Arena, OwnArena
 
 MIB = 1 << 20
 
 
 @pytest.fixture(name="arena")
-def arena_fixture() -> Iterator[OwnArena]:
-    arena = OwnArena()
-    yield arena
-    arena.stop_sharing()
+def arena_fixture() -> OwnArena:
+    return OwnArena()
 
 
 def write(arena: Arena, offset: int, data: bytes) -> None:
@@ -141,7 +139,6 @@ def test_an_array_gives_its_memory_back_with_its_last_view(arena: OwnArena) -> N
 
 def test_arrays_outlive_what_they_were_carved_from() -> None:
     arena = OwnArena()
-    arena.stop_sharing()
     array = arena.array(PAGE)
     del arena
     gc.collect()
@@ -202,3 +199,73 @@ def test_threads_carve_and_give_back_at_once(arena: OwnArena) -> None:
     assert not troubles
     assert used(arena) == 0
     assert arena.carve(ARENA_BYTES - RESERVED) == RESERVED
+
+
+# -- memory that is left behind ---------------------------------------------------------------------------------------
+
+needs_core = pytest.mark.skipif(core.native is None, reason="only the core maps memory anew")
+
+
+@needs_core
+def test_arrays_that_are_left_behind_stay_where_and_as_they_are(arena: OwnArena) -> None:
+    peer = Arena(arena.descriptor)
+    arrays = [arena.array(3 * PAGE) for _ in range(3)]
+    staging = arena.carve(PAGE)
+    places = [array.ctypes.data for array in arrays]
+    for number, array in enumerate(arrays):
+        array[:] = number + 1
+    arena.leave_behind()
+    for number, (array, place) in enumerate(zip(arrays, places, strict=True)):
+        assert array.ctypes.data == place
+        assert (array == number + 1).all()
+    for array in arrays:
+        write(peer, array.ctypes.data - arena.address, b"\xee" * 3 * PAGE)  # a frozen rank has thawed
+    assert [set(array.tolist()) for array in arrays] == [{1}, {2}, {3}]
+    arrays[0][:] = 9
+    assert read(peer, places[0] - arena.address, 1) == b"\xee", "and it sees nothing of what is done here now"
+    write(arena, staging, b"still")
+    assert read(peer, staging, 5) == b"still", "what is nobody's array stays shared"
+
+
+@needs_core
+def test_leaving_behind_again_changes_nothing(arena: OwnArena) -> None:
+    peer = Arena(arena.descriptor)
+    array = arena.array(PAGE)
+    array[:] = 5
+    arena.leave_behind()
+    write(peer, array.ctypes.data - arena.address, b"\xee" * PAGE)
+    threads = [threading.Thread(target=arena.leave_behind) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(array.tolist()) == {5}
+
+
+@needs_core
+def test_after_leaving_behind_there_are_no_new_arrays_and_old_ones_give_their_memory_back(arena: OwnArena) -> None:
+    arrays = [arena.array(MIB) for _ in range(3)]
+    for array in arrays:
+        array[:] = 1
+    arena.leave_behind()
+    with pytest.raises(MemoryError, match="left behind"):
+        arena.array(PAGE)
+    assert used(arena) == 3 * MIB, "whoever maps it still sees what was there"
+    del arrays[1], array
+    gc.collect()
+    assert used(arena) == 2 * MIB
+    assert set(arrays[0].tolist()) == set(arrays[1].tolist()) == {1}
+    assert arena.carve(MIB) == RESERVED + MIB
+    assert read(arena, RESERVED + MIB, MIB) == bytes(MIB)
+
+
+@needs_core
+def test_a_child_does_not_leave_its_parents_memory_behind(arena: OwnArena) -> None:
+    array = arena.array(PAGE)
+    child = os.fork()
+    if child == 0:
+        arena.leave_behind()
+        array[:] = 3
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert set(array.tolist()) == {3}

@@ -142,10 +142,7 @@ def on_disk() -> int:
 
 def sealed() -> int:
     arena = OwnArena()
-    try:
-        return os.dup(arena.descriptor)
-    finally:
-        arena.stop_sharing()
+    return os.dup(arena.descriptor)
 
 
 # What comes to the door of a rank that has one neighbour, `peer`, and a token.
@@ -201,7 +198,6 @@ def test_a_process_is_a_link_that_only_ends() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         shared = SharedMemory(OwnArena(), {}, {3: os.pidfd_open(child.pid)})
-        shared.own.stop_sharing()
         life = Life(3, shared)
         assert life.fileno() == shared.pidfds[3]
         assert life.receive([memoryview(bytearray(1))]) == 0

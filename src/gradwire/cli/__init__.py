@@ -7,6 +7,8 @@ import click
 import gradwire
 from gradwire import core
 from gradwire.cli.bench import bench
+from gradwire.cli.join import join
+from gradwire.cli.certs import certs
 from gradwire.cli.run import run
 from gradwire.cli.tune import tune
 
@@ -33,5 +35,7 @@ def main() -> None:
 
 
 main.add_command(bench)
+main.add_command(join)
+main.add_command(certs)
 main.add_command(run)
 main.add_command(tune)

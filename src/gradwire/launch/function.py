@@ -49,12 +49,13 @@ def launch(fn: Callable[..., T], n: int, args: Sequence[Any] = ()) -> list[T]:
     if not callable(fn):
         raise ConfigError(f"launch needs a function, not {fn!r}")
     from gradwire.launch import rendezvous
+    from gradwire.launch.stage import StaticStage
     from gradwire.launch.supervisor import Supervisor
     from gradwire.launch.worker import Task
 
     with _payload(fn, tuple(args)) as payload:
         task = Task(("function", str(payload)), inherited=(payload,), returns=True)
-        with Supervisor(task, n, rendezvous.on_this_machine(n)) as supervisor:
+        with Supervisor(task, n, StaticStage(n, rendezvous.on_this_machine(n))) as supervisor:
             supervisor.wait()
     return _results(supervisor)
 
@@ -141,25 +142,25 @@ def _results(supervisor: Supervisor) -> list[Any]:
     outcome = supervisor.outcome
     assert outcome is not None
     if outcome.root is not None:
-        raise _failure(supervisor.workers[outcome.root.rank], outcome.root, outcome)
+        raise _failure(supervisor.workers[outcome.root.number], outcome.root, outcome)
     return [_result(worker) for worker in supervisor.workers]
 
 
 def _result(worker: Worker) -> Any:
     if worker.result is None:
-        raise WorkerFailed(f"rank {worker.rank} was stopped before it returned", culprit=worker.rank)
+        raise WorkerFailed(f"rank {worker.number} was stopped before it returned", culprit=worker.number)
     try:
         return pickle.loads(worker.result)
     except Exception as error:
-        problem = f"the result of rank {worker.rank} cannot be loaded here: {type(error).__name__}: {error}"
-        raise WorkerFailed(problem, culprit=worker.rank) from error
+        problem = f"the result of rank {worker.number} cannot be loaded here: {type(error).__name__}: {error}"
+        raise WorkerFailed(problem, culprit=worker.number) from error
 
 
 def _failure(worker: Worker, root: Ending, outcome: Outcome) -> Exception:
     """The root cause's own exception if it came through, caused by what is known of its process; else only that."""
     from gradwire.launch.rootcause import consequences, explain
 
-    known = WorkerFailed(explain(root, outcome.last_lines), culprit=root.rank, exit_code=root.exit_code)
+    known = WorkerFailed(explain(root, outcome.last_lines), culprit=root.number, exit_code=root.exit_code)
     error = _exception(worker)
     if error is not None:
         error.__cause__ = known

@@ -1,4 +1,4 @@
-"""What the workers print: read as it comes, kept in a log per rank, shown on the screen.
+"""What the workers print: read as it comes, kept in a log for each, shown on the screen.
 
 One thread does it all, apart from the supervision: a screen that stands still (a paused terminal, a full pipe) holds up
 the workers' printing, never the news of a failure or the stopping.
@@ -29,8 +29,18 @@ _LATE = 0.5  # seconds of silence after which a stream that outlived its worker 
 
 
 @dataclass
+class _Printer:
+    """A process that prints."""
+
+    label: str
+    log: int | None
+    open: int = 2  # of its streams
+    tail: collections.deque[str] = field(default_factory=lambda: collections.deque(maxlen=_TAIL))
+
+
+@dataclass
 class _Stream:
-    rank: int
+    printer: _Printer
     number: int  # OUT or ERR
     lines: Lines = field(default_factory=Lines)
     progress_shown: float = float("-inf")
@@ -41,7 +51,6 @@ class Output:
 
     def __init__(
         self,
-        size: int,
         *,
         log_dir: Path | None = None,
         out: TextIO | None = None,
@@ -49,12 +58,14 @@ class Output:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.log_dir = log_dir
-        self._logs = _open_logs(log_dir, size)
-        self._screen = Screen(size, out or sys.stdout, err or sys.stderr)
-        self._tails: list[collections.deque[str]] = [collections.deque(maxlen=_TAIL) for _ in range(size)]
+        self._screen = Screen(out or sys.stdout, err or sys.stderr)
+        self._printers: dict[str, _Printer] = {}
+        self._said: collections.deque[str] = collections.deque()
         self._clock = clock
+        _prepare(log_dir)
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._lock = threading.Lock()  # of the next two, so that nobody writes to a descriptor that is closed
         self._closing = False
@@ -62,14 +73,17 @@ class Output:
         self._thread: threading.Thread | None = None
 
     @contextlib.contextmanager
-    def pipes(self, rank: int) -> Iterator[tuple[int, int]]:
-        """The writing ends of two pipes, to be a worker's standard output and error; before `start`."""
+    def pipes(self, label: str, log: str) -> Iterator[tuple[int, int]]:
+        """The writing ends of two pipes, to be a worker's standard output and error; `log` names its file."""
+        # One that was started anew goes on in its log.
+        printer = _Printer(label, _open_log(self.log_dir, log, anew=label not in self._printers))
+        self._printers[label] = printer
         ends = []
         try:
             for number in (OUT, ERR):
                 reading, writing = os.pipe()
                 ends.append(writing)
-                self._selector.register(reading, selectors.EVENT_READ, _Stream(rank, number))
+                self._selector.register(reading, selectors.EVENT_READ, _Stream(printer, number))
             yield ends[OUT], ends[ERR]
         finally:
             for end in ends:
@@ -79,21 +93,30 @@ class Output:
         self._thread = threading.Thread(target=self._pump, name="gradwire-output", daemon=True)
         self._thread.start()
 
+    def say(self, line: str) -> None:
+        """Show a line of our own, among theirs."""
+        self._said.append(line)
+        self._wake()
+
     def close(self, timeout: float | None = None) -> bool:
         """Wait until everything is shown, at most so long: a screen may never move again. False if it took longer."""
-        with self._lock:
-            first, self._closing = not self._closing, True
-            if first and not self._released:
-                os.write(self._wake_write, b".")
+        first, self._closing = not self._closing, True
+        if first:
+            self._wake()
         if self._thread is not None:
             self._thread.join(timeout)
         elif not self._released:
             self._release()
         return self._released
 
-    def tail(self, rank: int) -> list[str]:
-        """The last lines that this rank printed."""
-        return list(self._tails[rank])
+    def tail(self, label: str) -> list[str]:
+        """The last lines that this worker printed."""
+        return list(self._printers[label].tail)
+
+    def _wake(self) -> None:
+        with self._lock, contextlib.suppress(BlockingIOError):  # full: it will wake
+            if not self._released:
+                os.write(self._wake_write, b".")
 
     def _pump(self) -> None:
         try:
@@ -103,7 +126,8 @@ class Output:
                     break
                 for key, _ in ready:
                     if key.data is None:
-                        os.read(self._wake_read, 1)
+                        os.read(self._wake_read, _CHUNK)
+                        self._show_said()
                     else:
                         self._take(key.fd, key.data)
         finally:
@@ -112,71 +136,80 @@ class Output:
     def _take(self, fd: int, stream: _Stream) -> None:
         data = os.read(fd, _CHUNK)
         if data:
-            self._log(stream.rank, data)
+            self._log(stream.printer, data)
             self._show(stream, stream.lines.feed(data))
         else:
-            self._selector.unregister(fd)
-            os.close(fd)
-            self._show(stream, stream.lines.end())
+            self._end(fd, stream)
+
+    def _end(self, fd: int, stream: _Stream) -> None:
+        self._selector.unregister(fd)
+        os.close(fd)
+        self._show(stream, stream.lines.end())
+        stream.printer.open -= 1
+        if stream.printer.open == 0:
+            self._close_log(stream.printer)
 
     def _show(self, stream: _Stream, lines: list[str]) -> None:
-        self._tails[stream.rank].extend(lines[-_TAIL:])
+        stream.printer.tail.extend(lines[-_TAIL:])
         unfinished = stream.lines.unfinished
         if self._progress_is_due(stream):
             stream.progress_shown = self._clock()
             lines = [*lines, unfinished]
-        self._screen.show(stream.rank, stream.number, lines, unfinished)
+        self._screen.show(stream.printer.label, stream.number, lines, unfinished)
+
+    def _show_said(self) -> None:
+        while self._said:
+            self._screen.say(self._said.popleft())
 
     def _progress_is_due(self, stream: _Stream) -> bool:
         in_whole_lines = stream.lines.redrawn and not self._screen.is_terminal(stream.number)
         return in_whole_lines and self._clock() >= stream.progress_shown + _PROGRESS_EVERY
 
-    def _log(self, rank: int, data: bytes) -> None:
-        file = self._logs[rank]
-        if file is None:
+    def _log(self, printer: _Printer, data: bytes) -> None:
+        if printer.log is None:
             return
         try:
-            _write_all(file, data)
+            _write_all(printer.log, data)
         except OSError as error:  # a full disk ends the log, not the training
-            self._logs[rank] = None
-            os.close(file)
-            self._screen.show(rank, ERR, [f"(gradwire: the log of this rank ends here: {error.strerror})"])
+            self._close_log(printer)
+            self._screen.show(printer.label, ERR, [f"(gradwire: this log ends here: {error.strerror})"])
+
+    def _close_log(self, printer: _Printer) -> None:
+        if printer.log is not None:
+            os.close(printer.log)
+        printer.log = None
 
     def _release(self) -> None:
         """Every descriptor; by the thread that uses them, so that none is closed under its hands."""
         for key in list(self._selector.get_map().values()):
             if key.data is not None:
-                self._show(key.data, key.data.lines.end())
-                os.close(key.fd)
+                self._end(key.fd, key.data)
         self._selector.close()
-        for file in self._logs:
-            if file is not None:
-                os.close(file)
+        for printer in self._printers.values():
+            self._close_log(printer)
         with self._lock:
             self._released = True
             os.close(self._wake_read)
             os.close(self._wake_write)
+        self._show_said()
 
 
-def _open_logs(log_dir: Path | None, size: int) -> list[int | None]:
-    if log_dir is None:
-        return [None] * size
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-    logs: list[int | None] = []
+def _prepare(log_dir: Path | None) -> None:
     try:
-        log_dir.mkdir(parents=True, exist_ok=True)
-        for rank in range(size):
-            logs.append(os.open(log_path(log_dir, rank), flags, 0o666))
+        if log_dir is not None:
+            log_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        for file in logs:
-            if file is not None:
-                os.close(file)
         raise TransportError(f"cannot write logs in {log_dir}: {error.strerror}") from error
-    return logs
 
 
-def log_path(log_dir: Path, rank: int) -> Path:
-    return log_dir / f"rank-{rank}.log"
+def _open_log(log_dir: Path | None, name: str, *, anew: bool) -> int | None:
+    if log_dir is None:
+        return None
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if anew else os.O_APPEND)
+    try:
+        return os.open(log_dir / name, flags, 0o666)
+    except OSError as error:
+        raise TransportError(f"cannot write logs in {log_dir}: {error.strerror}") from error
 
 
 def _write_all(file: int, data: bytes) -> None:

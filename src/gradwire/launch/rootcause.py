@@ -31,6 +31,11 @@ class Report:
         """False for `sys.exit()`, which is no failure."""
         return self.type != "SystemExit" or self.message not in ("", "None", "0")
 
+    @property
+    def turned_away(self) -> bool:
+        """It asked to be let into a job, and was not."""
+        return self.type in ("gradwire.errors.Refused", "gradwire.errors.NoConnection")
+
     def summary(self) -> str:
         first, *_ = self.message.splitlines() or [""]
         if self.type == "SystemExit":
@@ -44,13 +49,19 @@ class Report:
 class Ending:
     """How a worker's process ended."""
 
-    rank: int
+    number: int  # its rank, where ranks stay
     pid: int
     status: int  # exit code, or minus the signal
     time: float  # when that was noticed
     told: float | None = None  # when the supervisor first told it to stop
     report: Report | None = None
     result_missing: bool = False  # it ended like a success, but a result was due
+    noun: str = "rank"  # what it is called with its number
+    doom: str = ""  # what the supervisor did to it, if it was neither stopped nor left alone
+
+    @property
+    def name(self) -> str:
+        return f"{self.noun} {self.number}"
 
     @property
     def failed(self) -> bool:
@@ -79,42 +90,50 @@ def find(endings: Iterable[Ending]) -> Ending | None:
     errors (ranks that disagree, a rank that left), the rank they name says most, and otherwise the first that spoke.
     """
     failures = [ending for ending in endings if ending.failed and not ending.stopped]
-    return min(failures, key=lambda failure: (_blames(failure), failure.failure_time, failure.rank), default=None)
+    return min(failures, key=lambda failure: (_blames(failure), failure.failure_time, failure.number), default=None)
+
+
+def is_consequence(failure: Ending) -> bool:
+    """Whether it says itself that something else came before it."""
+    return _blames(failure) > 0
 
 
 def _blames(failure: Ending) -> int:
     report = failure.report
     if report is None or not report.broken:
         return 0
-    return 1 if report.culprit == failure.rank else 2
+    return 1 if failure.noun == "rank" and report.culprit == failure.number else 2
 
 
 def describe(ending: Ending) -> str:
     """One line: how this worker ended."""
-    return f"rank {ending.rank} (pid {ending.pid}) {_fate(ending)}"
+    return f"{ending.name} (pid {ending.pid}) {fate(ending)}"
 
 
 def consequences(endings: Iterable[Ending], root: Ending) -> list[str]:
     """How the other workers ended that did not end well, those with the same fate in one line."""
-    fates: dict[str, list[str]] = {}
+    fates: dict[tuple[str, str], list[str]] = {}
     for ending in endings:
         if ending.failed and ending is not root:
-            fates.setdefault(_fate(ending), []).append(str(ending.rank))
-    return [_told_of(ranks, fate) for fate, ranks in fates.items()]
+            fates.setdefault((ending.noun, fate(ending)), []).append(str(ending.number))
+    return [_told_of(noun, numbers, what) for (noun, what), numbers in fates.items()]
 
 
-def _told_of(ranks: list[str], fate: str) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]} {fate}"
-    first, _, rest = fate.partition(" ")
-    return f"ranks {', '.join(ranks)} {'were' if first == 'was' else first} {rest}"
+def _told_of(noun: str, numbers: list[str], what: str) -> str:
+    if len(numbers) == 1:
+        return f"{noun} {numbers[0]} {what}"
+    first, _, rest = what.partition(" ")
+    return f"{noun}s {', '.join(numbers)} {'were' if first == 'was' else first} {rest}"
 
 
-def _fate(ending: Ending) -> str:
+def fate(ending: Ending) -> str:
+    """How it ended, to be said after its name."""
     if ending.stopped:
         return "was stopped"
     if ending.report is not None:
         return ending.report.summary()
+    if ending.status < 0 and ending.doom:
+        return ending.doom
     if ending.status < 0:
         return f"was killed by {_signal_name(-ending.status)}{_hint(-ending.status)}"
     if ending.result_missing:

@@ -1,4 +1,4 @@
-"""Where the lines of all ranks are shown: prefixed by rank, on a terminal with the unfinished one at the bottom."""
+"""Where the lines of all workers are shown: prefixed by whose, on a terminal with the unfinished one at the bottom."""
 
 from __future__ import annotations
 
@@ -18,33 +18,44 @@ class Screen:
     A stream that fails (a closed pipe) is given up: the job goes on, and the logs have everything.
     """
 
-    def __init__(self, size: int, out: TextIO, err: TextIO) -> None:
+    def __init__(self, out: TextIO, err: TextIO) -> None:
         self._streams: list[TextIO | None] = [out, err]
         self._terminal = [_is_terminal(stream) for stream in (out, err)]
-        self._prefixes = [
-            [_prefix(rank, stream, terminal) for rank in range(size)]
-            for stream, terminal in zip((out, err), self._terminal, strict=True)
-        ]
+        self._prefixes: dict[tuple[str, int], str] = {}
         self._bottom = ""  # the unfinished line that stands at the bottom of the terminal
-        self._bottom_of: tuple[int, int] | None = None  # whose it is: rank and stream
+        self._bottom_of: tuple[str, int] | None = None  # whose it is: label and stream
 
     def is_terminal(self, stream: int) -> bool:
         return self._terminal[stream]
 
-    def show(self, rank: int, stream: int, lines: Sequence[str], unfinished: str = "") -> None:
-        """Show whole lines; on a terminal also the rank's unfinished one, which the next call draws over."""
-        prefix = self._prefixes[stream][rank]
+    def show(self, label: str, stream: int, lines: Sequence[str], unfinished: str = "") -> None:
+        """Show whole lines; on a terminal also its unfinished one, which the next call draws over."""
+        prefix = self._prefix(label, stream)
         if not self._terminal[stream]:
             self._write(stream, "".join(f"{prefix}{line}\n" for line in lines))
             return
         erase = _ERASE if self._bottom else ""
         if unfinished:
-            width = shutil.get_terminal_size().columns - len(f"[{rank}] ") - 1
-            self._bottom, self._bottom_of = prefix + _shortened(unfinished, width), (rank, stream)
-        elif self._bottom_of == (rank, stream):
+            width = shutil.get_terminal_size().columns - len(f"[{label}] ") - 1
+            self._bottom, self._bottom_of = prefix + _shortened(unfinished, width), (label, stream)
+        elif self._bottom_of == (label, stream):
             self._bottom, self._bottom_of = "", None
         text = "".join(f"{prefix}{_closed(line)}\n" for line in lines)
         self._write(stream, f"{erase}{text}{self._bottom}")
+
+    def say(self, line: str) -> None:
+        """A line of our own, on standard error."""
+        if self._terminal[ERR]:
+            self._write(ERR, f"{_ERASE if self._bottom else ''}{line}\n{self._bottom}")
+        else:
+            self._write(ERR, f"{line}\n")
+
+    def _prefix(self, label: str, number: int) -> str:
+        key = (label, number)
+        if key not in self._prefixes:
+            stream = self._streams[number] if self._terminal[number] else None
+            self._prefixes[key] = f"[{label}] " if stream is None else _coloured(label, stream)
+        return self._prefixes[key]
 
     def _write(self, number: int, text: str) -> None:
         stream = self._streams[number]
@@ -68,20 +79,18 @@ def _is_terminal(stream: TextIO) -> bool:
         return False
 
 
-def _prefix(rank: int, stream: TextIO, terminal: bool) -> str:
-    plain = f"[{rank}] "
-    if not terminal:
-        return plain
+def _coloured(label: str, stream: TextIO) -> str:
     from rich.console import Console
 
+    style = _COLOURS[int(label) % len(_COLOURS)] if label.isdecimal() else "dim"
     console = Console(file=stream)  # knows NO_COLOR and what the terminal can do
     with console.capture() as capture:
-        console.print(plain, style=_COLOURS[rank % len(_COLOURS)], end="", markup=False, highlight=False)
+        console.print(f"[{label}] ", style=style, end="", markup=False, highlight=False)
     return capture.get()
 
 
 def _closed(line: str) -> str:
-    """A colour that the line leaves open must not run into the next rank's."""
+    """A colour that the line leaves open must not run into the next one."""
     return line + _RESET if "\x1b" in line else line
 
 

@@ -29,14 +29,26 @@ def processes(session: int) -> Iterator[tuple[int, int]]:
         if not name.isdigit():
             continue
         try:
-            with open(f"/proc/{name}/stat", "rb") as file:
-                stat = file.read()
+            state, _, group, its_session, *_ = _stat(int(name))
         except OSError:  # it ended meanwhile
             continue
-        # The command name stands in parentheses and may hold anything, parentheses too.
-        state, _, group, its_session, *_ = stat[stat.rindex(b")") + 2 :].split()
         if int(its_session) == session and state not in (b"Z", b"X"):
             yield int(name), int(group)
+
+
+def is_paused(pid: int) -> bool:
+    """Whether a signal (SIGSTOP, Ctrl-Z) has stopped the process, and none made it go on."""
+    try:
+        return _stat(pid)[0] == b"T"
+    except OSError:
+        return False
+
+
+def _stat(pid: int) -> list[bytes]:
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        stat = file.read()
+    # The command name stands in parentheses and may hold anything, parentheses too.
+    return stat[stat.rindex(b")") + 2 :].split()
 
 
 def is_empty(session: int) -> bool:

@@ -1,8 +1,9 @@
 """Starts the workers of a job, watches over them, and ends them together.
 
-When one fails, the others get a grace in which they notice by themselves (their collectives raise) and can save what
-they want; then SIGTERM, and later SIGKILL. Whatever a worker has started ends with it. If the supervisor's own process
-is killed, its guard ends the workers.
+When one fails, `restarts.py` decides: the job goes on without it, or replaces it, or has failed. Then the others get a
+grace in which they notice by themselves (their collectives raise) and can save what they want; then SIGTERM, and later
+SIGKILL. Whatever a worker has started ends with it. If the supervisor's own process is killed, its guard ends the
+workers.
 
 The watching is done by one thread, the printing by another (see `output.py`); the caller only starts, waits and stops.
 """
@@ -11,27 +12,30 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import os
 import selectors
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 from gradwire.errors import ConfigError, InvalidSize, TransportError
-from gradwire.launch import environment, rootcause
+from gradwire.launch import rootcause
+from gradwire.launch.chaos import Chaos
 from gradwire.launch.ladder import GRACE, KILL_AFTER, Ladder
 from gradwire.launch.output import Output
-from gradwire.launch.rendezvous import Rendezvous
+from gradwire.launch.restarts import Fate, Restarts, Verdict
 from gradwire.launch.rootcause import Ending
 from gradwire.launch.sessions import Guard
+from gradwire.launch.stage import Stage
+from gradwire.launch.trouble import Trouble
 from gradwire.launch.worker import Task, Worker
 
 _ASK_EVERY = 0.02  # seconds, for news that no descriptor tells
+_LAST_WORDS = 3.0  # seconds for what ran beside the workers to end, when they are gone
 
 
 @dataclass(frozen=True)
@@ -39,8 +43,8 @@ class Outcome:
     """How the job ended."""
 
     endings: tuple[Ending, ...]
-    root: Ending | None  # the failure that explains the others
-    last_lines: tuple[str, ...]  # that the failed rank printed
+    root: Ending | None  # the failure that explains the others; None if the job ended well all the same
+    last_lines: tuple[str, ...]  # that the failed worker printed
     stopped_by: int | None  # the signal that `stop` was given, if the job did not end before
 
     @property
@@ -60,10 +64,11 @@ class Supervisor:
         self,
         task: Task,
         size: int,
-        rendezvous: Rendezvous,
+        stage: Stage,
         *,
+        restarts: Restarts | None = None,
+        chaos: Chaos | None = None,
         output: Output | None = None,
-        environ: Mapping[str, str] | None = None,
         grace: float = GRACE,
         kill_after: float = KILL_AFTER,
     ) -> None:
@@ -74,13 +79,21 @@ class Supervisor:
         self.size = size
         self.workers: tuple[Worker, ...] = ()
         self.outcome: Outcome | None = None
+        self.restarts = restarts or Restarts(minimum=size, fixed=True)
         self._task = task
-        self._rendezvous = rendezvous
-        self._output = output or Output(size)
-        self._environ = os.environ if environ is None else environ
+        self._stage = stage
+        self._chaos = chaos
+        self._trouble: Trouble | None = None
+        self._output = output or Output()
         self._ladder = Ladder(grace, kill_after)
+        self._local_ranks: dict[int, int] = {}
+        self._beside: list[Worker] = []  # processes that are no workers
+        self._judged: set[int] = set()
+        self._unanswered: list[Worker] = []  # that failed and were not replaced
+        self._given_up_at: int | None = None  # how many of these there were when the job failed
         self._requests: collections.deque[int] = collections.deque()
         self._stopped_by: int | None = None
+        self._selector = selectors.DefaultSelector()
         self._news: socket.socket | None = None
         self._wake: socket.socket | None = None
         self._guard: Guard | None = None
@@ -91,9 +104,12 @@ class Supervisor:
     def start(self) -> None:
         try:
             self._news, self._wake = socket.socketpair()
-            self._rendezvous.coordinator.start()
+            self._wake.setblocking(False)
+            self._selector.register(self._news, selectors.EVENT_READ)
             self._guard = Guard()
-            self._start_workers(self._guard)
+            self._stage.start(self)
+            for local_rank in range(self.size):
+                self._start_worker(local_rank)
             self._output.start()
             self._thread = threading.Thread(target=self._run, name="gradwire-supervisor", daemon=True)
             self._thread.start()
@@ -123,9 +139,7 @@ class Supervisor:
     def stop(self, number: int = signal.SIGTERM) -> None:
         """Tell all workers to stop, by this signal first. Returns at once, and may be called from a signal handler."""
         self._requests.append(number)
-        if self._wake is not None:
-            with contextlib.suppress(OSError):  # the job has ended
-                self._wake.send(b".")
+        self.wake()
 
     def __enter__(self) -> Supervisor:
         self.start()
@@ -143,28 +157,60 @@ class Supervisor:
             self.wait()
             raise
 
-    def _start_workers(self, guard: Guard) -> None:
-        shared = environment.shared_by_workers(
-            self._environ,
-            self.size,
-            coordinator=self._rendezvous.coordinator.address,
-            job=self._rendezvous.job,
-            token=self._rendezvous.token,
-            port=environment.free_port(),
-        )
-        for rank in range(self.size):
-            with self._output.pipes(rank) as (out, err):
-                worker = Worker(rank, self._task, environment.of_worker(shared, rank), out, err)
-            self.workers += (worker,)
-            guard.watch(worker.pid)  # before it may run, so that nothing can ever escape
-            worker.release()
+    # -- for the stage, and for trouble -------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        if self._wake is not None:
+            with contextlib.suppress(OSError):  # the job has ended; or it is about to wake anyway
+                self._wake.send(b".")
+
+    def say(self, line: str) -> None:
+        self._output.say(line)
+
+    def start_process(self, label: str, log: str, task: Task, environ: Mapping[str, str]) -> Worker:
+        process = self._launch(len(self._beside), label, log, task, environ, noun=label)
+        self._beside.append(process)
+        return process
+
+    def add_worker(self) -> Worker:
+        """One more, in the place of nobody."""
+        taken = {self._local_ranks[number] for number in self.restarts.living}
+        return self._start_worker(min(set(range(len(taken) + 1)) - taken))
+
+    def disturb(self, action: str, workers: Sequence[Worker]) -> str:
+        return self._stage.disturb(action, workers)
+
+    # -- the supervisor's thread --------------------------------------------------------------------------------------
+
+    def _start_worker(self, local_rank: int) -> Worker:
+        number, noun = len(self.workers), self._stage.noun
+        equipment = self._stage.equip(number, local_rank)
+        task = replace(self._task, inherited=self._task.inherited + equipment.inherited)
+        worker = self._launch(number, str(number), f"{noun}-{number}.log", task, equipment.environ, noun)
+        self.workers += (worker,)
+        self._local_ranks[number] = local_rank
+        self.restarts.started(number)
+        self._stage.started(worker)
+        return worker
+
+    def _launch(self, number: int, label: str, log: str, task: Task, environ: Mapping[str, str], noun: str) -> Worker:
+        assert self._guard is not None
+        with self._output.pipes(label, log) as (out, err):
+            worker = Worker(number, task, environ, out, err, noun)
+        self._guard.watch(worker.pid)  # before it may run, so that nothing can ever escape
+        worker.release()
+        for fd in worker.descriptors():
+            self._selector.register(fd, selectors.EVENT_READ, worker)
+        return worker
 
     def _run(self) -> None:
         try:
-            self._watch()
+            if self._chaos is not None:
+                self._trouble = Trouble(self._chaos, self, time.monotonic())
+            self._watch_until_gone()
             self._see_output_through()
-            root = rootcause.find(self._endings())
-            last_lines = tuple(self._output.tail(root.rank)) if root is not None else ()
+            root = self._root()
+            last_lines = tuple(self._output.tail(str(root.number))) if root is not None else ()
             self.outcome = Outcome(self._endings(), root, last_lines, self._stopped_by)
         except BaseException as error:
             self._problem = error
@@ -172,51 +218,108 @@ class Supervisor:
             self._release()
             self._ended.set()
 
-    def _watch(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            assert self._news is not None
-            selector.register(self._news, selectors.EVENT_READ)
-            for worker in self.workers:
-                for fd in worker.descriptors():
-                    selector.register(fd, selectors.EVENT_READ, worker)
-            while not all(worker.gone for worker in self.workers):
-                for key, _ in selector.select(self._pause()):
-                    if key.data is None:
-                        self._news.recv(4096)
-                    elif key.fd in selector.get_map():  # its other descriptor may have told already
-                        self._update(key.data, selector)
-                for worker in self.workers:
-                    if worker.must_be_asked:
-                        self._update(worker, selector)
-                self._act(time.monotonic())
+    def _watch_until_gone(self) -> None:
+        while not all(worker.gone for worker in self.workers):
+            self._watch(self._pause())
+            self._act(time.monotonic())
+        self._stage.stop()
+        deadline = time.monotonic() + _LAST_WORDS
+        while not all(process.gone for process in self._beside) and time.monotonic() < deadline:
+            self._watch(_ASK_EVERY)
+
+    def _watch(self, pause: float | None) -> None:
+        assert self._news is not None
+        for key, _ in self._selector.select(pause):
+            if key.data is None:
+                self._news.recv(4096)
+            elif key.fd in self._selector.get_map():  # its other descriptor may have told already
+                self._update(key.data)
+        for process in (*self.workers, *self._beside):
+            if process.must_be_asked:
+                self._update(process)
 
     def _pause(self) -> float | None:
         """How long nothing needs to be done if no descriptor tells."""
-        pauses = [_ASK_EVERY] if any(worker.must_be_asked for worker in self.workers) else []
-        if self._ladder.next_due is not None:
-            pauses.append(max(0.0, self._ladder.next_due - time.monotonic()))
+        pauses = [_ASK_EVERY] if any(process.must_be_asked for process in (*self.workers, *self._beside)) else []
+        for due in (self._ladder.next_due, self._stage.next_due, self._trouble.next_due if self._trouble else None):
+            if due is not None:
+                pauses.append(max(0.0, due - time.monotonic()))
         return 0.0 if self._requests else min(pauses, default=None)
 
-    def _update(self, worker: Worker, selector: selectors.BaseSelector) -> None:
-        before = set(worker.descriptors())
-        worker.update(time.monotonic())
-        for fd in before.difference(worker.descriptors()):
-            selector.unregister(fd)
-        if worker.gone:
+    def _update(self, process: Worker) -> None:
+        before, alive = set(process.descriptors()), process.ending is None
+        process.update(time.monotonic())
+        for fd in before.difference(process.descriptors()):
+            self._selector.unregister(fd)
+        if alive and process.ending is not None:
+            self._stage.ended(process)
+        if process.gone:
             if self._guard is not None:
-                self._guard.forget(worker.pid)
-            worker.close()
+                self._guard.forget(process.pid)
+            process.close()
 
     def _act(self, now: float) -> None:
         while self._requests:
             number = self._requests.popleft()
             self._stopped_by = self._stopped_by or number
             self._ladder.asked(number, now)
-        if any(worker.has_failed(now) for worker in self.workers):
-            self._ladder.failed(now)
+            self._end_begins()
+        for worker in self.workers:
+            if worker.number not in self._judged and (worker.ending is not None or worker.has_failed(now)):
+                self._judge(worker, now)
+        self._stage.attend(now)
+        if self._trouble is not None:
+            self._trouble.make(now)
         for number in self._ladder.due(now):
             for worker in self.workers:
                 worker.signal(number, now)
+
+    def _judge(self, worker: Worker, now: float) -> None:
+        self._judged.add(worker.number)
+        if worker.ending is not None and worker.ending.stopped:
+            self.restarts.living.discard(worker.number)
+            return
+        end = worker.fate
+        verdict = self.restarts.ended(worker.number, end, worker.failure_time(now))
+        if end is Fate.WELL:
+            return
+        successor = self._successor(worker) if verdict is Verdict.REPLACE else None
+        if successor is None:
+            self._unanswered.append(worker)
+            verdict = self.restarts.without_it() if verdict is Verdict.REPLACE else verdict
+        if self._given_up_at is None:
+            self._stage.judged(worker, verdict, successor)
+        if verdict is Verdict.GIVE_UP:
+            self._give_up(now)
+        elif worker.ending is None:  # it has raised, but a thread holds it
+            worker.signal(signal.SIGKILL, now)
+
+    def _give_up(self, now: float) -> None:
+        if self._given_up_at is None:
+            self._given_up_at = len(self._unanswered) - 1
+        self._ladder.failed(now)
+        self._end_begins()
+
+    def _successor(self, worker: Worker) -> Worker | None:
+        try:
+            return self._start_worker(self._local_ranks[worker.number])
+        except OSError as error:
+            self.say(f"gradwire: {worker.name} cannot be replaced: {error}")
+            return None
+
+    def _end_begins(self) -> None:
+        self.restarts.stopping = True
+        if self._trouble is not None:
+            self._trouble.stop()
+
+    def _root(self) -> Ending | None:
+        """What made the job fail; or, if that was a consequence, what came before it."""
+        if self._given_up_at is None:
+            spoiled = self.restarts.errors if self._stopped_by is None else []
+            return rootcause.find(end for number in spoiled if (end := self.workers[number].ending) is not None)
+        endings = [worker.ending for worker in self._unanswered if worker.ending is not None]
+        root = rootcause.find(endings[self._given_up_at :])
+        return rootcause.find(endings) if root is None or rootcause.is_consequence(root) else root
 
     def _see_output_through(self) -> None:
         """A reader of our output may be slow or paused, and then has all the time unless we are told to stop."""
@@ -229,14 +332,15 @@ class Supervisor:
 
     def _release(self) -> None:
         """Whatever happened, nothing of the job is left."""
-        for worker in self.workers:
-            if not worker.gone:
-                worker.kill()
-            worker.close()
+        for process in (*self.workers, *self._beside):
+            if not process.gone:
+                process.kill()
+            process.close()
         if self._guard is not None:
             self._guard.close()
-        self._rendezvous.coordinator.stop()
+        self._stage.close()
         self._output.close(timeout=1.0)
+        self._selector.close()
         for end in (self._news, self._wake):
             if end is not None:
                 end.close()

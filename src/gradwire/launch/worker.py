@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from gradwire.launch import child, sessions
+from gradwire.launch.restarts import Fate
 from gradwire.launch.rootcause import Ending, Report
 
 _LAST_STEPS = 2.0  # seconds from an uncaught exception to the exit, before it counts as hanging
@@ -38,13 +39,17 @@ class Task:
 
 
 class Worker:
-    """A handle: `rank`, `pid`, and `ending` once the process has ended.
+    """A handle: `number` (the rank, where ranks stay), `pid`, and `ending` once the process has ended.
 
     It is reaped only when its whole session is gone, so until then its number cannot mean anybody else.
     """
 
-    def __init__(self, rank: int, task: Task, environ: Mapping[str, str], out: int, err: int) -> None:
-        self.rank = rank
+    def __init__(
+        self, number: int, task: Task, environ: Mapping[str, str], out: int, err: int, noun: str = "rank"
+    ) -> None:
+        self.number = number
+        self.noun = noun
+        self.doom = ""  # what was done to it on purpose, for those who read how it ended
         self.report: Report | None = None
         self.result: bytearray | None = None
         self.exception: bytearray | None = None  # pickled, where the report's exception could be
@@ -97,6 +102,18 @@ class Worker:
             return self.ending.failed
         return self.report is not None and self.report.fatal and now >= self.report.time + _LAST_STEPS
 
+    @property
+    def fate(self) -> Fate:
+        """Of one that has ended, or has failed."""
+        if self.ending is not None and not self.ending.failed:
+            return Fate.WELL
+        if self.report is not None and self.report.fatal:
+            return Fate.TURNED_AWAY if self.report.turned_away else Fate.ERROR
+        return Fate.LOST if self.ending is not None and self.ending.status < 0 else Fate.ERROR
+
+    def failure_time(self, now: float) -> float:
+        return self.report.time if self.report is not None else now
+
     def signal(self, number: int, now: float) -> None:
         """Tell the worker to stop; SIGKILL is for its whole session."""
         if self.gone:
@@ -120,7 +137,8 @@ class Worker:
             self._listen()
             if status is not None:
                 missing = status == 0 and self._returns and self.result is None
-                self.ending = Ending(self.rank, self.pid, status, now, self._told, self.report, missing)
+                facts = (self.number, self.pid, status, now, self._told, self.report, missing)
+                self.ending = Ending(*facts, noun=self.noun, doom=self.doom)
         if self.ending is not None:
             self._sweep(now - self.ending.time)
 
@@ -150,9 +168,24 @@ class Worker:
             return
         self.gone = True
 
-    def kill(self) -> None:
-        """At once, with all that it started: for a supervisor that cannot go on."""
-        sessions.kill(self.pid)
+    def kill(self, doom: str = "") -> None:
+        """At once, with all that it started; `doom` is what will be said of it."""
+        self.doom = doom
+        if not self.gone:
+            sessions.kill(self.pid)
+
+    def pause(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    @property
+    def name(self) -> str:
+        return f"{self.noun} {self.number}"
+
+    def __str__(self) -> str:
+        return f"{self.name} (pid {self.pid})"
 
     def close(self) -> None:
         """Reap it and close all descriptors; when it is gone."""

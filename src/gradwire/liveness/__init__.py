@@ -1,4 +1,5 @@
-"""How ranks learn of each other's trouble: the log of calls, the verdict on what broke, the control messages.
+"""How ranks learn of each other's trouble: beats and who misses them, the log of calls, the verdict on what broke, the
+control messages.
 
-Nothing here opens a socket or looks at a clock: links and the time are handed in.
+What decides (`detector`, `verdict`) looks at no clock; links and the time are handed in.
 """

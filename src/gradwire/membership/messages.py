@@ -6,11 +6,13 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
+from gradwire.membership.answers import CheckpointStatus, Claim, News, Outcome, Refusal, Waiting
 from gradwire.membership.members import Assembly, Member
-from gradwire.membership.state import Outcome, Refusal, Waiting
 from gradwire.membership.v1 import gradwire_pb2 as pb
 
-_MISSING_LISTED = 64  # ranks that a reply names; a count tells of the rest
+_LISTED = 64  # missing ranks and members that a reply names; a count tells of the rest
+
+SESSION = 16  # bytes
 
 M = TypeVar("M", bound=Message)
 
@@ -44,12 +46,38 @@ def member_from_wire(message: pb.Member) -> Member:
     return Member(message.id, rank, message.host, message.hostname, message.pid, message.address)
 
 
+def claim_to_wire(claim: Claim) -> pb.RegisterWorkerRequest:
+    return pb.RegisterWorkerRequest(
+        member=member_to_wire(claim.member),
+        size=claim.size or 0,
+        job=claim.job or "",
+        generation=claim.generation,
+        lost=claim.lost,
+        session=claim.session,
+    )
+
+
+def claim_from_wire(message: pb.RegisterWorkerRequest, sequence: int) -> Claim:
+    if len(message.session) != SESSION:
+        raise Malformed(f"a session is {SESSION} bytes, not {len(message.session)}")
+    return Claim(
+        member=member_from_wire(message.member),
+        size=message.size or None,
+        job=message.job or None,
+        session=message.session,
+        sequence=sequence,
+        generation=message.generation,
+        lost=tuple(message.lost),
+    )
+
+
 def outcome_to_wire(outcome: Outcome, again_after: float) -> pb.RegisterWorkerReply:
     reply = pb.RegisterWorkerReply()
     if isinstance(outcome, Waiting):
-        reply.waiting.missing.extend(outcome.missing[:_MISSING_LISTED])
+        reply.waiting.missing.extend(outcome.missing[:_LISTED])
         reply.waiting.missing_count = len(outcome.missing)
         reply.waiting.again_after_ms = round(again_after * 1000)
+        reply.waiting.reason = outcome.reason
     elif isinstance(outcome, Refusal):
         reply.refusal.reason = outcome.reason
     else:
@@ -60,9 +88,39 @@ def outcome_to_wire(outcome: Outcome, again_after: float) -> pb.RegisterWorkerRe
     return reply
 
 
-def assembly_from_wire(message: pb.Assembly, size: int) -> Assembly:
+def assembly_from_wire(message: pb.Assembly) -> Assembly:
     members = tuple(map(member_from_wire, message.members))
-    in_order = [member.rank for member in members] == list(range(size))
-    if not in_order or not 0 <= message.rank < size or len(message.run) != 16:
+    in_order = [member.rank for member in members] == list(range(len(members)))
+    if not in_order or not 0 <= message.rank < len(members) or len(message.run) != 16:
         raise Malformed("an assembly that does not hold together")
     return Assembly(message.job, message.generation, message.rank, members, message.run)
+
+
+def news_to_wire(news: News) -> pb.News:
+    return pb.News(
+        generation=news.generation,
+        joiners=news.joiners,
+        evicted=news.evicted,
+        checkpoint=news.checkpoint,
+        over=news.over,
+    )
+
+
+def news_from_wire(message: pb.News) -> News:
+    checkpoint = message.checkpoint if message.HasField("checkpoint") else None
+    return News(message.generation, message.joiners, tuple(message.evicted), checkpoint, message.over)
+
+
+def checkpoint_to_wire(outcome: CheckpointStatus | Refusal) -> pb.CheckpointReply:
+    reply = pb.CheckpointReply()
+    if isinstance(outcome, Refusal):
+        reply.refusal.reason = outcome.reason
+    else:
+        reply.checkpoint.epoch, reply.checkpoint.complete = outcome.epoch, outcome.complete
+        reply.checkpoint.waiting_for.extend(outcome.waiting_for[:_LISTED])
+        reply.checkpoint.waiting_count = len(outcome.waiting_for)
+    return reply
+
+
+def checkpoint_from_wire(message: pb.Checkpoint) -> CheckpointStatus:
+    return CheckpointStatus(message.epoch, tuple(message.waiting_for), message.complete)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import secrets
+import threading
 from collections import OrderedDict
 
 from gradwire.membership.v1 import gradwire_pb2 as pb
@@ -63,12 +64,13 @@ class WorkerSeal:
 
 
 class CoordinatorSeal:
-    """The coordinator's side of all proofs, for one start of it. Not thread-safe."""
+    """The coordinator's side of all proofs, for one start of it."""
 
     def __init__(self, secret: bytes) -> None:
         self._key = _membership_key(secret)
         self._nonce = secrets.token_bytes(NONCE)
         self._heard: OrderedDict[bytes, int] = OrderedDict()
+        self._lock = threading.Lock()
 
     def meet(self, request: pb.HelloRequest) -> pb.HelloReply:
         """Answer a worker that proves the secret; `Unproven` otherwise, and strangers get no proof to guess from."""
@@ -86,12 +88,13 @@ class CoordinatorSeal:
             raise Unproven
         if request.coordinator_nonce != self._nonce:
             raise Stale
-        if request.sequence <= self._heard.get(request.worker_nonce, 0):
-            raise Unproven
-        self._heard[request.worker_nonce] = request.sequence
-        self._heard.move_to_end(request.worker_nonce)
-        if len(self._heard) > _REMEMBERED:
-            self._heard.popitem(last=False)
+        with self._lock:
+            if request.sequence <= self._heard.get(request.worker_nonce, 0):
+                raise Unproven
+            self._heard[request.worker_nonce] = request.sequence
+            self._heard.move_to_end(request.worker_nonce)
+            if len(self._heard) > _REMEMBERED:
+                self._heard.popitem(last=False)
         return request.body
 
     def seal(self, method: str, request: pb.Sealed, body: bytes) -> pb.Sealed:

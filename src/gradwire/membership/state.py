@@ -1,133 +1,113 @@
-"""The static rendezvous as a state machine: claims and the time come in, answers go out.
+"""The membership of a job as a state machine: claims, deaths and the time come in, answers go out.
 
-    claim(rank, id, size, job)  →  Waiting    registered; others are missing
-                                   Refusal    turned away, with the reason
-                                   Assembly   all are there
+    register(claim)  →  Waiting    registered; the reason says what it waits for
+                        Refusal    turned away, with the reason
+                        Assembly   the members of the next generation, and its own rank
 
-A member holds its place by claiming it again; a place that nobody has claimed for `LAPSE` seconds is free. A place that
-is held is never given to anybody else. Once all have come, the assembly is final: its members may ask for it again,
-everybody else is refused. No I/O, no clock, no locks.
+A member that waits holds its place by asking again; a place that nobody has asked for in `LAPSE` seconds is free, and a
+place that is held is never given to anybody else. The first generation forms when `start` members have come. In a
+static job that is all: its members may ask for it again, everybody else is refused.
+
+An elastic job goes on. A member of the present generation that registers for a newer one has come *back*; everybody
+else stands in *line*. The next generation forms when each member of the present one is back or *out*: it left, it died,
+its lease ran out, or those who are back could not reach it. Survivors keep their order, those in line follow, and the
+size stays between the minimum and the maximum.
+
+No I/O, no clock, no locks: time is an argument. Whoever drives this calls `tick` when it is `due`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import Any
 
-from gradwire.errors import ConfigError, InvalidSize
+from gradwire.membership import entry
+from gradwire.membership.answers import Change, CheckpointStatus, Claim, News, Outcome, Refusal, Waiting
+from gradwire.membership.checkpoints import Checkpoints
+from gradwire.membership.clock import Clock
+from gradwire.membership.election import cut_off, missing, seated
+from gradwire.membership.entry import Terms
 from gradwire.membership.members import Assembly, Member
+from gradwire.membership.roster import Roster
 
-LARGEST_JOB = 65_536
-LONGEST_NAME = 128  # characters of an id, host, hostname, address or job
-FIRST_GENERATION = 1
-LAPSE = 5.0  # seconds; much longer than the pause between two claims of a waiting member
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """A process asks to be `member` of a job of `size`; `session` tells two processes apart that claim alike, and
-    `sequence` grows from one claim of a session to the next."""
-
-    member: Member
-    size: int
-    job: str | None
-    session: bytes
-    sequence: int = 0
+PATIENCE = 30.0  # seconds without a newcomer, after which a first generation makes do with the minimum
+TICK = 1.0  # seconds between two ticks at most
+OUTNUMBERED = 1.0  # seconds in which those whom no majority calls lost can come and say otherwise
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """Registered; these ranks have not come."""
+class Membership:
+    """Who is in the job. Each method that takes the time is an event; `changes` tells what came of them."""
 
-    missing: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Turned away for good."""
-
-    reason: str
-
-
-Outcome = Waiting | Refusal | Assembly
-
-
-@dataclass(slots=True)
-class _Place:
-    claim: Claim
-    claimed_at: float
-    informed: bool = False
-
-
-@dataclass
-class Rendezvous:
-    """Who has come so far. `claim` is the way in; `withdraw`, `unregister` and time are the ways out."""
-
-    size: int
-    job: str
-    run: bytes
-    lapse: float = LAPSE
-    _places: dict[str, _Place] = field(default_factory=dict, init=False)  # by id, in the order of arrival
-    _assembly: tuple[Member, ...] | None = field(default=None, init=False)
-    _stopped: str | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.size <= LARGEST_JOB:
-            raise InvalidSize(f"a job has 1 to {LARGEST_JOB} ranks, not {self.size}")
-        if not 0 < len(self.job) <= LONGEST_NAME:
-            raise ConfigError(f"a job's name has 1 to {LONGEST_NAME} characters, not {len(self.job)}")
-        if len(self.run) != 16:
-            raise ConfigError(f"a run is 16 bytes, not {len(self.run)}")
+    def __init__(
+        self,
+        job: str,
+        run: bytes,
+        *,
+        start: int,
+        minimum: int | None = None,
+        maximum: int | None = None,
+        lease: float = 10.0,
+        settle: float = 0.1,
+    ) -> None:
+        self.terms = Terms(job, run, start=start, minimum=minimum, maximum=maximum, lease=lease, settle=settle)
+        self._clock = Clock()
+        self._roster = Roster(self._clock)
+        self._checkpoints = Checkpoints()
+        self._stopped: str | None = None
 
     @property
-    def assembled(self) -> bool:
-        return self._assembly is not None
+    def generation(self) -> int:
+        """The present one; 0 before the first."""
+        return self._roster.generation
 
-    def knows(self, member: Member) -> bool:
-        return member.id in self._places
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """Of the present generation, in rank order. Some may be out already."""
+        return self._roster.members
 
-    def claim(self, claim: Claim, now: float) -> Outcome:
+    @property
+    def waiting(self) -> int:
+        """How many wait."""
+        return len(self._roster.back) + len(self._roster.line)
+
+    # -- those who wait
+
+    def register(self, claim: Claim, now: float) -> Outcome:
         """Claim a place, or claim it again. Whoever is refused has changed nothing."""
-        self._let_lapse(now)
-        reason = self._objection(claim)
+        self._advance(now)
+        reason = entry.objection(claim, self.terms, self._roster)
         if reason is not None:
             return Refusal(reason)
-        if self._stopped is None:
-            place = self._places.setdefault(claim.member.id, _Place(claim, now))
-            place.claim, place.claimed_at = claim, now
-            if len(self._places) == self.size and self._assembly is None:
-                self._assembly = self._seated()
-        return self.outcome(claim)
+        if self._stopped is None and not entry.holds_seat(claim, self.terms, self._roster):
+            self._admit(claim)
+        return self.outcome(claim, now)
 
-    def outcome(self, claim: Claim) -> Outcome:
-        """The present answer to a claim that was not refused; who gets a final one counts as informed."""
-        place = self._places.get(claim.member.id)
-        if place is not None and place.claim.session == claim.session:
-            place.informed = self._assembly is not None or self._stopped is not None
-        if self._assembly is not None and place is not None:
-            rank = next(rank for rank, member in enumerate(self._assembly) if member.id == claim.member.id)
-            return Assembly(self.job, FIRST_GENERATION, rank, self._assembly, self.run)
+    def outcome(self, claim: Claim, now: float) -> Outcome:
+        """The present answer to a claim that was not refused."""
+        self.tick(now)
+        name, roster = claim.member.id, self._roster
+        if entry.holds_seat(claim, self.terms, roster):
+            seat = roster.seats[name]
+            seat.asked, seat.told = self._clock.time, True
+            roster.hear(name)
+            return Assembly(self.terms.job, roster.generation, seat.member.rank or 0, roster.members, self.terms.run)
         if self._stopped is not None:
+            place = roster.place(name)
+            if place is not None and place.claim.session == claim.session:
+                place.told = True
             return Refusal(self._stopped)
-        return Waiting(self._missing())
+        come = [] if roster.generation else [place.claim.member for place in roster.line.values()]
+        gaps = () if roster.generation else missing(come, self.terms.start)
+        return Waiting(gaps, self._reason(name))
 
     def withdraw(self, claim: Claim) -> Member | None:
-        """The process behind a claim is gone: frees its place, unless it has claimed again since."""
-        place = self._places.get(claim.member.id)
-        if self._assembly is not None or place is None:
+        """The process behind a claim went away while it waited: frees its place, unless it has claimed again since."""
+        place = self._roster.place(claim.member.id)
+        if place is None or (place.claim.session, place.claim.sequence) != (claim.session, claim.sequence):
             return None
-        if (place.claim.session, place.claim.sequence) != (claim.session, claim.sequence):
-            return None
-        return self._places.pop(claim.member.id).claim.member
-
-    def unregister(self, member: Member) -> bool:
-        """A member takes its leave; True if there was exactly this one. The assembly, once made, stays as it is."""
-        place = self._places.get(member.id)
-        if place is None or replace(place.claim.member, rank=None) != replace(member, rank=None):
-            return False
-        place.informed = True
-        if self._assembly is None:
-            del self._places[member.id]
-        return True
+        self._roster.free(claim.member.id, "went away while it waited")
+        return place.claim.member
 
     def stop(self, reason: str) -> None:
         """Nobody gets in any more; those who wait are refused for `reason`."""
@@ -135,65 +115,189 @@ class Rendezvous:
 
     def uninformed(self, now: float) -> bool:
         """Whether a member that still asks has not been told how it ended."""
-        return any(not place.informed and now - place.claimed_at < self.lapse for place in self._places.values())
+        self._advance(now)
+        return self._roster.uninformed()
 
-    def _let_lapse(self, now: float) -> None:
-        if self._assembly is None:
-            stale = [key for key, place in self._places.items() if now - place.claimed_at >= self.lapse]
-            for key in stale:
-                del self._places[key]
+    # -- those who are at work
 
-    def _objection(self, claim: Claim) -> str | None:
-        return self._nonsense(claim) or self._disagreement(claim) or self._conflict(claim)
+    def leave(self, member: Member, now: float) -> bool:
+        """A member takes its leave; False if there is none that is exactly this process."""
+        self._advance(now)
+        known = self._roster.known(member.id)
+        if known is None or not entry.same_process(known, member):
+            return False
+        self._roster.end(member.id, "left")
+        self._go_on()
+        return True
 
-    def _nonsense(self, claim: Claim) -> str | None:
-        member = claim.member
-        if not member.id:
-            return "a worker's id must not be empty"
-        for name in ("id", "host", "hostname", "address"):
-            if len(getattr(member, name)) > LONGEST_NAME:
-                return f"a worker's {name} has at most {LONGEST_NAME} characters, not {len(getattr(member, name))}"
-        return None
+    def gone(self, names: Iterable[str], now: float) -> None:
+        """Somebody who must know saw these processes die."""
+        self._advance(now)
+        for name in names:
+            self._roster.end(name, "gone")
+        self._go_on()
 
-    def _disagreement(self, claim: Claim) -> str | None:
-        member = claim.member
-        if claim.job is not None and claim.job != self.job:
-            return f"{member} belongs to job {claim.job[:LONGEST_NAME]!r}, and this is job {self.job!r}"
-        if claim.size != self.size:
-            return f"{member} expects a job of {claim.size} ranks, and this one has {self.size}"
-        if member.rank is not None and not 0 <= member.rank < self.size:
-            return f"rank {member.rank} is out of range: a job of {self.size} has the ranks 0 to {self.size - 1}"
-        return None
+    def beat(self, names: Iterable[str], now: float) -> News:
+        """These members live: their leases begin anew."""
+        self._advance(now)
+        for name in names:
+            self._roster.hear(name)
+        self._go_on()
+        return self.news()
 
-    def _conflict(self, claim: Claim) -> str | None:
-        member = claim.member
-        place = self._places.get(member.id)
-        if place is not None:
-            if place.claim.session != claim.session:
-                return f"the id {member.id!r} is taken by {place.claim.member}"
-            if place.claim.member != member:
-                return f"{place.claim.member} came back as something else, {member}"
+    def news(self) -> News:
+        roster = self._roster
+        room = self.terms.largest - roster.size() if self.terms.elastic and roster.generation else 0
+        joiners = sum(1 for _ in islice(roster.ready(), room))
+        evicted = tuple(name for name, cause in roster.out.items() if cause != "left")
+        return News(roster.generation, joiners, evicted, self._checkpoints.epoch, bool(roster.back))
+
+    def start_checkpoint(self, epoch: int, name: str, now: float) -> CheckpointStatus | Refusal:
+        """A worker begins the checkpoint of `epoch`, or finds it begun."""
+        return self._checkpoint(epoch, name, now, "begun")
+
+    def end_checkpoint(self, epoch: int, name: str, now: float) -> CheckpointStatus | Refusal:
+        """A worker has written its part. May be asked again, to see how far the others are."""
+        return self._checkpoint(epoch, name, now, "written")
+
+    def _checkpoint(self, epoch: int, name: str, now: float, what: str) -> CheckpointStatus | Refusal:
+        self.tick(now)
+        if not self._roster.alive(name):
+            return Refusal(f"{name!r} is no live member of generation {self.generation}")
+        begin = what == "begun"
+        if self._checkpoints.begin(epoch, self._roster.live()) if begin else self._checkpoints.report(epoch, name):
+            self._roster.note("checkpoint", name, f"the checkpoint of epoch {epoch} was {what} by {name}")
+        self._settle_checkpoint()
+        return self._checkpoints.status(epoch, self._roster.alive)
+
+    def _settle_checkpoint(self) -> None:
+        if self._checkpoints.settle(self._roster.alive):
+            self._roster.note("checkpoint", None, f"the checkpoint of epoch {self._checkpoints.last} is complete")
+
+    # -- time
+
+    def tick(self, now: float) -> None:
+        """Time has passed."""
+        self._advance(now)
+        self._go_on()
+
+    def due(self) -> float | None:
+        """When `tick` should be called at the latest; None if nothing waits for the time."""
+        roster = self._roster
+        if not (self.waiting or (self.terms.elastic and roster.generation)):
             return None
-        if self._assembly is not None:
-            holder = None if member.rank is None else self._assembly[member.rank]
-            return "all ranks of this job are taken" if holder is None else f"rank {member.rank} is taken by {holder}"
-        for place in self._places.values():
-            if member.rank is not None and place.claim.member.rank == member.rank:
-                return f"rank {member.rank} is taken by {place.claim.member}"
-        return None
+        deadlines = [roster.arrived + PATIENCE, self._settled_at(), *roster.rests_until()]
+        ahead = [deadline for deadline in deadlines if not self._clock.reached(deadline)]
+        return self._clock.outside(min([self._clock.time + TICK, *ahead]))
 
-    def _seats(self) -> dict[int, Member]:
-        """Members by rank: those that named one get it, the others the lowest free ones, in the order of arrival."""
-        members = [place.claim.member for place in self._places.values()]
-        seats = {member.rank: member for member in members if member.rank is not None}
-        free = (rank for rank in range(self.size) if rank not in seats)
-        lowest = [(next(free), member) for member in members if member.rank is None]
-        return seats | {rank: replace(member, rank=rank) for rank, member in lowest}
+    def _advance(self, now: float) -> None:
+        self._clock.advance(now)
+        self._roster.let_lapse()
+        if self.terms.elastic:
+            for name in self._roster.silent(self.terms.lease):
+                self._roster.strike(name, "silent")
 
-    def _seated(self) -> tuple[Member, ...]:
-        seats = self._seats()
-        return tuple(seats[rank] for rank in range(self.size))
+    # -- the next generation
 
-    def _missing(self) -> tuple[int, ...]:
-        seats = self._seats()
-        return tuple(rank for rank in range(self.size) if rank not in seats)
+    def _admit(self, claim: Claim) -> None:
+        name, roster = claim.member.id, self._roster
+        if entry.survives(claim, roster):
+            roster.hear(name)
+            roster.line.pop(name, None)
+            roster.come(claim, roster.back, frozenset(claim.lost) & roster.seats.keys() - {name})
+        else:
+            if roster.alive(name):
+                roster.strike(name, "replaced")
+            roster.come(claim, roster.line)
+
+    def _go_on(self) -> None:
+        """After each event: form the next generation if it is time."""
+        roster = self._roster
+        self._settle_checkpoint()
+        if self._stopped is not None:
+            return
+        if not roster.generation:
+            few = len(roster.line) >= self.terms.smallest and self._clock.reached(roster.arrived + PATIENCE)
+            if few or len(roster.line) >= self.terms.start:
+                self._form(seated([place.claim.member for place in roster.line.values()]))
+        elif self.terms.elastic and not roster.awaited() and self._clock.reached(self._settled_at()):
+            self._regroup()
+
+    def _settled_at(self) -> float:
+        """When it is time to go on without those who are absent, if nothing stirs until then."""
+        roster = self._roster
+        absent = len(roster.absent())
+        if not roster.back:
+            return roster.stirred + (0.0 if len(roster.line) >= self.terms.start else self.terms.settle)
+        if not absent:
+            return roster.stirred
+        return roster.stirred + max(self.terms.settle, 0.0 if len(roster.back) > absent else OUTNUMBERED)
+
+    def _regroup(self) -> None:
+        """Nobody is awaited any more: whoever cannot be reached goes, and if enough are left, they go on."""
+        roster = self._roster
+        for name in roster.absent():
+            roster.strike(name, "accused")
+        order = [name for name in roster.seats if name in roster.back]
+        for name in cut_off(order, {name: roster.back[name].complaints for name in order}):
+            roster.send_to_line(name)
+        survivors = [name for name in order if name in roster.back]
+        joiners = list(islice(roster.ready(), self.terms.largest - len(survivors)))
+        if len(survivors) + len(joiners) >= self.terms.smallest:
+            self._form(survivors + joiners)
+
+    def _form(self, order: list[str]) -> None:
+        self._roster.seat(order)
+        text = f"generation {self.generation} of job {self.terms.job} has {len(order)} members"
+        self._roster.note("formed", None, text)
+
+    def _reason(self, name: str) -> str:
+        """What a member waits for."""
+        roster, terms = self._roster, self.terms
+        if not roster.generation:
+            enough = f"; {terms.smallest} are enough if nobody comes for {PATIENCE:g} s"
+            return f"{len(roster.line)} of {terms.start} members are here" + (
+                enough if terms.smallest < terms.start else ""
+            )
+        if name not in roster.back:
+            if roster.rest(name):
+                return f"others could not reach it; it may join again in {roster.rest(name):.0f} s"
+            ahead = next((ahead for ahead, other in enumerate(roster.ready()) if other == name), len(roster.line))
+            if roster.size() + ahead >= terms.largest:
+                turn = "you are first in line" if ahead == 0 else f"{ahead} are before you in line"
+                return f"the job is full: {roster.size()} of at most {terms.largest}; {turn}"
+            if roster.size() and not roster.back:
+                at_work = f"generation {roster.generation} is at work with {roster.size()} members"
+                return f"{at_work}; you join between two steps"
+        if roster.awaited():
+            known = {*roster.out, *roster.back, *roster.absent()}
+            late = [str(seat.member) for other, seat in roster.seats.items() if other not in known]
+            more = f" and {len(late) - 4} more" if len(late) > 4 else ""
+            return f"waits for {', '.join(late[:4])}{more} of generation {roster.generation} to come back"
+        return f"{len(roster.back) + sum(1 for _ in roster.ready())} of at least {terms.smallest} members are here"
+
+    # -- what lasts
+
+    def changes(self) -> list[Change]:
+        """What happened since this was last asked."""
+        changes, self._roster.changes = self._roster.changes, []
+        return changes
+
+    def snapshot(self) -> dict[str, Any]:
+        """All that a restarted coordinator must know, in JSON's types. Whoever waits asks again, and is not in it."""
+        terms = {name: getattr(self.terms, name) for name in _TERMS}
+        kept = {"run": self.terms.run.hex(), "checkpoints": self._checkpoints.snapshot()}
+        return terms | kept | self._roster.snapshot()
+
+    @classmethod
+    def restore(cls, snapshot: Mapping[str, Any], now: float) -> Membership:
+        """A membership that goes on from `snapshot`; its live members get a fresh lease."""
+        terms = {name: snapshot[name] for name in _TERMS}
+        membership = cls(run=bytes.fromhex(snapshot["run"]), **terms)
+        membership._clock.advance(now)
+        membership._roster.restore(snapshot)
+        membership._checkpoints = Checkpoints.restore(snapshot["checkpoints"])
+        return membership
+
+
+_TERMS = ("job", "start", "minimum", "maximum", "lease", "settle")

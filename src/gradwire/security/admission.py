@@ -35,6 +35,7 @@ _REPLY_MAGIC = b"gw-reply"
 _REPLY = struct.Struct(">8sBB")  # magic, kind, length of the body
 _CHALLENGE, _ADMITTED, _REFUSED = 1, 2, 3
 _UNPROVED = bytes(_PROOF)
+_TLS = b"\x16\x03"  # how every TLS connection begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +168,8 @@ class Acceptor:
         """Take the next bytes from the dialer; returns what to send back, if anything."""
         _take(self, self._received, data)
         if self.hello is None and not _MAGIC.startswith(self._received[: len(_MAGIC)]):
-            return self._refuse("what arrived is not a gradwire admission", proven=False)
+            note = " but TLS: this rank was given no certificates" if self._received.startswith(_TLS) else ""
+            return self._refuse(f"what arrived is not a gradwire admission{note}", proven=False)
         if self.wanted:
             return b""
         frame = bytes(self._received)
@@ -199,11 +201,17 @@ class Acceptor:
         self.refusal = reason
         self._received.clear()
         text = _bounded(reason)
-        proof = derive(self._key, "link refusal", self._transcript, text) if proven else _UNPROVED
-        return _frame(_REFUSED, proof + text)
+        if not proven:
+            return refusal(reason)
+        return _frame(_REFUSED, derive(self._key, "link refusal", self._transcript, text) + text)
 
     def _claim(self) -> str:
         return "a hello" if self.hello is None else f"a proof that it is rank {self.hello.source}"
+
+
+def refusal(reason: str) -> bytes:
+    """A refusal that proves nothing, for those who have proved nothing themselves."""
+    return _frame(_REFUSED, _UNPROVED + _bounded(reason))
 
 
 def _checked_key(key: bytes) -> bytes:

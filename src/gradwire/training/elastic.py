@@ -145,8 +145,9 @@ class Elastic:
             standings = [Standing.from_wire(told) for told in group.all_gather_values(mine.to_wire())]
             settlement = settle(standings)
             self._exchange(group, settlement, standings)
-        self._completed, self._completed_in = settlement.completed, settlement.generation
-        self.committed = max(standing.committed for standing in standings)
+            self._completed, self._completed_in = settlement.completed, settlement.generation
+            group.barrier()
+        self.committed = settlement.completed  # now all are known to have it
         self.digest = self._state.digest() if self.group.rank in settlement.pulls else digest
         self._settled = self.group
 

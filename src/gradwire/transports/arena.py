@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 import fcntl
+import logging
 import mmap
 import os
 import threading
@@ -14,7 +15,10 @@ from collections.abc import Callable
 
 import numpy as np
 
+from gradwire import core
 from gradwire.arrays import Array
+
+log = logging.getLogger("gradwire.transports")
 
 ARENA_BYTES = 64 << 30  # of address space; memory is taken when it is first written
 RESERVED = 64 << 10  # at the beginning of each, for the core's directory
@@ -38,36 +42,33 @@ class OwnArena(Arena):
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("gradwire", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self.descriptor, ARENA_BYTES)
-            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, SEALS)
-            super().__init__(self.descriptor)
-        except BaseException:
-            self.stop_sharing()
-            raise
+        weakref.finalize(self, os.close, self.descriptor)
+        os.ftruncate(self.descriptor, ARENA_BYTES)
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, SEALS)
+        super().__init__(self.descriptor)
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._free = [(RESERVED, self.nbytes - RESERVED)]  # (offset, bytes), by offset, no two of them neighbours
+        self._arrays: dict[int, int] = {}  # regions that users' arrays lie in: offset and bytes
+        self._left = False
         self._retired: list[tuple[int, int, Callable[[], bool]]] = []
         self._returned: deque[tuple[int, int]] = deque()
 
-    def stop_sharing(self) -> None:
-        """Hand the arena to nobody else."""
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
-
-    def carve(self, nbytes: int) -> int:
+    def carve(self, nbytes: int, *, for_array: bool = False) -> int:
         """The offset of a fresh region: zeroed, page-aligned. `MemoryError` if there is no room for it."""
         nbytes = _pages(nbytes)
         if os.getpid() != self._owner:
             raise MemoryError("this process was forked from a rank: the arena belongs to the parent")
         try:
             with self._lock:
+                if self._left and for_array:
+                    raise MemoryError("the arena was left behind: nobody else may see new arrays")
                 self._take_back()
                 for index, (offset, room) in enumerate(self._free):
                     if room >= nbytes:
                         self._free[index : index + 1] = [(offset + nbytes, room - nbytes)] if room > nbytes else []
+                        if for_array:
+                            self._arrays[offset] = nbytes
                         return offset
         finally:
             self._settle()
@@ -82,6 +83,8 @@ class OwnArena(Arena):
         if os.getpid() != self._owner:
             return
         nbytes = _pages(nbytes)
+        if self._left:
+            core.native.map_jointly(self.address, self.descriptor, offset, nbytes)
         try:
             self._map.madvise(mmap.MADV_REMOVE, offset, nbytes)
         except OSError:  # some sandboxes cannot
@@ -100,6 +103,7 @@ class OwnArena(Arena):
         """With the lock held: join what was returned with its free neighbours."""
         while self._returned:
             offset, nbytes = self._returned.popleft()
+            self._arrays.pop(offset, None)
             index = bisect.bisect(self._free, (offset, nbytes))
             first, last = index, index
             if index and sum(self._free[index - 1]) == offset:
@@ -123,6 +127,20 @@ class OwnArena(Arena):
         for offset, nbytes, _ in unused:
             self.give_back(offset, nbytes)
 
+    def leave_behind(self) -> None:
+        """Move all arrays out of the reach of other processes, at their addresses; idempotent, by any thread.
+
+        Others go on seeing them as they are now, and what they write there reaches nobody. It costs a copy of the
+        arrays. What else is in the arena stays shared.
+        """
+        with self._lock:
+            if self._left or core.native is None or os.getpid() != self._owner:
+                return
+            self._left = True  # first: a second time would bring back what others have written
+            self._take_back()
+            if not core.native.map_alone(self.address, self.descriptor, _joined(self._arrays)):
+                log.warning("no memory to copy shared arrays to: a rank that was given up may still write into them")
+
     def offset_of(self, address: int, nbytes: int) -> int | None:
         """Where these bytes lie in the arena, if they do."""
         offset = address - self.address
@@ -130,7 +148,7 @@ class OwnArena(Arena):
 
     def array(self, nbytes: int) -> Array:
         """Bytes of a region of their own, which is given back when the last view of them is gone."""
-        region = _Region(self, self.carve(nbytes), nbytes)
+        region = _Region(self, self.carve(nbytes, for_array=True), nbytes)
         return np.asarray(region)
 
 
@@ -146,3 +164,14 @@ class _Region:
 
 def _pages(nbytes: int) -> int:
     return max(1, -(-nbytes // PAGE)) * PAGE
+
+
+def _joined(regions: dict[int, int]) -> list[tuple[int, int]]:
+    """Neighbouring regions in one piece: each piece is a mapping, and a process may have 65,530 of them."""
+    joined: list[tuple[int, int]] = []
+    for offset, nbytes in sorted(regions.items()):
+        if joined and sum(joined[-1]) == offset:
+            joined[-1] = joined[-1][0], joined[-1][1] + nbytes
+        else:
+            joined.append((offset, nbytes))
+    return joined

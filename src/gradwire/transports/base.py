@@ -17,6 +17,7 @@ from gradwire.errors import Closed, NoConnection
 LIFE_CHANNEL = 0  # of no transport: the peer's process itself
 CONTROL_CHANNEL = 1
 MESSAGE_CHANNEL = 2
+LIFELINE_CHANNEL = 3
 CHECK_SECONDS = 0.1  # how often a wait for a link asks whether it still makes sense
 
 Buffer = memoryview | bytearray | bytes
@@ -38,7 +39,8 @@ class Link(Protocol):
     channel: int
 
     def send(self, buffers: Sequence[Buffer]) -> int:
-        """Take as many bytes as there is room for and say how many."""
+        """Take as many bytes as there is room for and say how many. If that is not all, come back with the rest: what
+        was taken may have to wait for it."""
 
     def receive(self, buffers: Sequence[memoryview]) -> int:
         """Fill the buffers with what has arrived and say how many bytes; 0 if nothing. `LinkClosed` at the end."""
@@ -68,6 +70,8 @@ class Transport(Belonging, Protocol):
 
     name: str
     rank: int
+    encrypted: bool
+    """Whether what is written to the descriptors of links is not what is sent on them."""
     cores: float
     """Usable cores for each rank of this host: a thread may poll before it sleeps where it has one to itself."""
 

@@ -128,6 +128,7 @@ class LocalTransport:
     """One rank's way to the others of its process."""
 
     name = "local"
+    encrypted = False
     cores = 0.0  # one interpreter runs one thread at a time: polling would only keep the peer from answering
 
     def __init__(self, hub: Hub, rank: int) -> None:

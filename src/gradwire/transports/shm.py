@@ -199,7 +199,6 @@ class _Door:
 
     def _close(self) -> None:
         self._sockets.close()
-        self._arena.stop_sharing()
         for pidfd in self._pidfds.values():
             os.close(pidfd)
 

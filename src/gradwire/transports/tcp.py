@@ -1,5 +1,8 @@
 """Ranks connected by TCP: one connection for each pair and channel, admitted by mutual challenge.
 
+With credentials every connection is TLS first, and the admission happens inside. The certificate at either end must
+then cover the member that holds the rank there.
+
 A forked child must be able to let go of every socket, or it keeps a dead rank looking alive. So each is on record from
 the moment it exists, and no fork happens in between: see `Sockets`.
 """
@@ -11,94 +14,28 @@ import errno
 import os
 import select
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-from gradwire.errors import Broken, Closed, NoConnection, Refused, TransportError
+from gradwire.errors import Broken, Closed, ConfigError, NoConnection, Refused, TransportError
 from gradwire.security.admission import Dialer, Hello
-from gradwire.transports.base import (
-    CHECK_SECONDS,
-    Arrivals,
-    Bell,
-    Buffer,
-    Check,
-    Link,
-    LinkClosed,
-    no_check,
-)
+from gradwire.security.tls import Credentials, explain
+from gradwire.transports.base import CHECK_SECONDS, Arrivals, Bell, Check, Link, no_check
 from gradwire.transports.sockets import Sockets
-from gradwire.transports.tcp_accept import Acceptance
+from gradwire.transports.tcp_accept import WELCOME, Acceptance, Line
+from gradwire.transports.tcp_link import TcpLink
+from gradwire.transports.tls import NotTls, TlsLink, TlsStream
 
-MAX_BUFFERS = 512  # of one system call; Linux takes 1,024
+__all__ = ["TcpLink", "TcpTransport"]
+
+T = TypeVar("T")
+
 RETRY_SECONDS = 0.05
 # A rank listens before it registers: one whose port refuses connections for so long is dead, not late.
 REFUSING_SECONDS = 5.0
-_GONE = (errno.EPIPE, errno.ECONNRESET, errno.ECONNABORTED, errno.ETIMEDOUT, errno.ENOTCONN, errno.EBADF)
-
-
-class TcpLink:
-    """A connected, admitted, non-blocking socket."""
-
-    __slots__ = ("_forget", "_socket", "channel", "peer")
-
-    def __init__(self, sock: socket.socket, peer: int, channel: int, forget: Callable[[Link], None]) -> None:
-        tune(sock)
-        sock.setblocking(False)
-        self.peer = peer
-        self.channel = channel
-        self._socket = sock
-        self._forget = forget
-
-    def send(self, buffers: Sequence[Buffer]) -> int:
-        try:
-            if len(buffers) == 1:
-                return self._socket.send(buffers[0])
-            return self._socket.sendmsg(buffers[:MAX_BUFFERS])
-        except BlockingIOError:
-            return 0
-        except OSError as error:
-            raise _closed_or(error, self.peer) from error
-
-    def receive(self, buffers: Sequence[memoryview]) -> int:
-        try:
-            if len(buffers) == 1:
-                got = self._socket.recv_into(buffers[0])
-            else:
-                got = self._socket.recvmsg_into(buffers[:MAX_BUFFERS])[0]
-        except BlockingIOError:
-            return 0
-        except OSError as error:
-            raise _closed_or(error, self.peer) from error
-        if not got:
-            raise LinkClosed
-        return got
-
-    def close(self) -> None:
-        # Shutting down first wakes a poll of another thread; a bare close would leave it asleep.
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-        self._forget(self)
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-
-def _closed_or(error: OSError, peer: int) -> Exception:
-    if error.errno in _GONE:
-        return LinkClosed()
-    return TransportError(f"the link to rank {peer} failed: {error}", peer=peer)
-
-
-def tune(sock: socket.socket) -> None:
-    """Small messages leave at once; a vanished host is noticed within half a minute even when nothing is sent."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
-        if hasattr(socket, option):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 class PipeBell:
@@ -140,8 +77,11 @@ class TcpTransport:
 
     name = "tcp"
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, credentials: Credentials | None = None) -> None:
         self.rank = -1
+        self.encrypted = credentials is not None
+        self._credentials = credentials
+        self._members: list[str] = []
         self.cores = 0.0
         self.arrivals = Arrivals()
         self._addresses: list[tuple[str, int]] = []
@@ -162,18 +102,39 @@ class TcpTransport:
         return host, port
 
     def assemble(
-        self, *, rank: int, addresses: Sequence[tuple[str, int]], job: bytes, generation: int, key: bytes, cores: float
+        self,
+        *,
+        rank: int,
+        addresses: Sequence[tuple[str, int]],
+        job: bytes,
+        generation: int,
+        key: bytes,
+        cores: float,
+        members: Sequence[str] = (),
     ) -> None:
-        """Learn who the peers are and begin to admit them."""
+        """Learn who the peers are and begin to admit them; `members` are their ids, which certificates must cover."""
+        if self._credentials is not None:
+            self._check_own(self._credentials, members[rank])
+        self._members = list(members)
         self.rank = rank
         self.cores = cores
         self._addresses = list(addresses)
         self._key = key
         self._hello = lambda target, channel: Hello(job, generation, channel, rank, target)
-        self._acceptance = Acceptance(self._listener, self._sockets, key, self._refusal, self._admitted, self.bell())
+        self._acceptance = Acceptance(
+            self._listener, self._sockets, key, self._refusal, self._admitted, self.bell(), self._credentials
+        )
         self._acceptance.start()
 
-    def _refusal(self, hello: Hello) -> str | None:
+    @staticmethod
+    def _check_own(credentials: Credentials, member: str) -> None:
+        if credentials.refusal(credentials.identity, member) is not None:
+            raise ConfigError(
+                f"this process is member {member}, and its certificate is for {credentials.member}: no other rank "
+                "would believe it. Is it the right file?"
+            )
+
+    def _refusal(self, hello: Hello, line: Line) -> str | None:
         assert self._hello is not None
         expected = self._hello(self.rank, hello.channel)
         if hello.job != expected.job:
@@ -184,11 +145,27 @@ class TcpTransport:
             return f"it wants rank {hello.target}, this is rank {self.rank}"
         if not 0 <= hello.source < len(self._addresses) or hello.source == self.rank:
             return f"rank {hello.source} is not a peer of rank {self.rank} of {len(self._addresses)}"
+        if reason := self._impostor(hello.source, line):
+            return f"it says that it is rank {hello.source}, but {reason}"
         return self.arrivals.refusal(hello.source, hello.channel)
 
-    def _admitted(self, sock: socket.socket, hello: Hello) -> None:
+    def _impostor(self, rank: int, line: Line) -> str | None:
+        """Why whoever is at the other end of a connection cannot be this rank, if certificates tell."""
+        if self._credentials is None or not isinstance(line, TlsStream):
+            return None
+        try:
+            return self._credentials.refusal(line.identity(), self._members[rank])
+        except ValueError as error:
+            return f"its certificate is not accepted: {error}"
+
+    def _admitted(self, line: Line, hello: Hello) -> None:
         with contextlib.suppress(Closed):  # a peer that comes while this rank leaves: it sees the end of its link
-            self.arrivals.add(self._keep(TcpLink(sock, hello.source, hello.channel, self._forget)))
+            self.arrivals.add(self._keep(self._link(line, hello.source, hello.channel)))
+
+    def _link(self, line: Line, peer: int, channel: int) -> TcpLink:
+        if isinstance(line, TlsStream):
+            return TlsLink(line, peer, channel, self._forget)
+        return TcpLink(line, peer, channel, self._forget)
 
     def _keep(self, link: TcpLink) -> TcpLink:
         with self._lock:
@@ -210,7 +187,7 @@ class TcpTransport:
         while True:
             now = time.monotonic()
             try:
-                return self._keep(TcpLink(self._call(hello, deadline, check), peer, channel, self._forget))
+                return self._keep(self._link(self._call(hello, deadline, check), peer, channel))
             except (Refused, Closed, Broken):
                 raise
             except OSError as error:  # an admission that was broken off is tried again too: the door may be crowded
@@ -223,28 +200,42 @@ class TcpTransport:
             check()
             time.sleep(RETRY_SECONDS)
 
-    def _call(self, hello: Hello, deadline: float, check: Check) -> socket.socket:
+    def _call(self, hello: Hello, deadline: float, check: Check) -> Line:
         """An admitted connection."""
         sock = self._sockets.open(self._addresses[hello.target][0])
         try:
             _connect(sock, self._addresses[hello.target], deadline, check)
-            self._admit(sock, hello, deadline, check)
+            line: Line = sock
+            dialer = Dialer(self._key, hello)
+            if self._credentials is not None:
+                line = TlsStream(sock, self._credentials.client_context(), server=False)
+                self._secure(line, dialer, hello, deadline, check)
+            _say(line, dialer.start())
+            while not dialer.done:
+                answer = dialer.feed(_hear(line, dialer, deadline, check))
+                if answer:
+                    _say(line, answer)
         except BaseException:
             sock.close()
             raise
-        return sock
+        return line
 
-    def _admit(self, sock: socket.socket, hello: Hello, deadline: float, check: Check) -> None:
-        dialer = Dialer(self._key, hello)
-        sock.sendall(dialer.start())  # less than any socket's buffer
-        while not dialer.done:
-            _await(sock, select.POLLIN, deadline, check)
-            data = sock.recv(dialer.wanted)
-            if not data:
-                raise dialer.eof()
-            answer = dialer.feed(data)
-            if answer:
-                sock.sendall(answer)
+    def _secure(self, line: TlsStream, dialer: Dialer, hello: Hello, deadline: float, check: Check) -> None:
+        """Shake hands, wait until the other side has accepted our certificate, and make sure that its own fits.
+
+        With TLS 1.3 this side is done before the other one has looked at what it sent.
+        """
+        try:
+            _patiently(line.shake_hands, line, deadline, check)
+            _hear(line, dialer, deadline, check, len(WELCOME))
+            reason = self._impostor(hello.target, line)
+        except NotTls:
+            reason = "it does not use TLS, and this rank does: give certificates to all ranks or to none"
+        except ssl.SSLError as error:
+            reason = explain(error)
+        if reason is not None:
+            text = f"no link to rank {hello.target}: {reason}"
+            raise Refused(text, rank=hello.source, peer=hello.target, generation=hello.generation)
 
     def accept(self, peer: int, channel: int, deadline: float, check: Check = no_check) -> Link:
         return self.arrivals.take(peer, channel, deadline, check)
@@ -261,6 +252,8 @@ class TcpTransport:
     def wait(self, reads: Iterable[Link], writes: Iterable[Link], bell: Bell, timeout: float) -> None:
         interest: dict[Any, int] = {bell: select.POLLIN}
         for link in reads:
+            if isinstance(link, TlsLink) and link.pending:
+                return
             interest[link] = select.POLLIN
         for link in writes:
             interest[link] = interest.get(link, 0) | select.POLLOUT
@@ -341,10 +334,31 @@ def _connect(sock: socket.socket, address: tuple[str, int], deadline: float, che
         raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
 
 
-def _await(sock: socket.socket, events: int, deadline: float, check: Check) -> None:
+def _await(sock: Line, events: int, deadline: float, check: Check) -> None:
     poll = select.poll()
     poll.register(sock, events)
     while not poll.poll(1000 * min(CHECK_SECONDS, max(0.0, deadline - time.monotonic()))):
         check()
         if time.monotonic() >= deadline:
             raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+
+
+def _say(line: Line, data: bytes) -> None:
+    if line.send(data) < len(data):  # it is less than any socket's buffer
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+
+def _hear(line: Line, dialer: Dialer, deadline: float, check: Check, most: int | None = None) -> bytes:
+    """What the acceptor says next, as much as the dialer wants."""
+    data = _patiently(lambda: line.recv(most or dialer.wanted), line, deadline, check)
+    if not data:
+        raise dialer.eof()
+    return data
+
+
+def _patiently(attempt: Callable[[], T], line: Line, deadline: float, check: Check) -> T:
+    while True:
+        try:
+            return attempt()
+        except BlockingIOError:
+            _await(line, select.POLLIN, deadline, check)

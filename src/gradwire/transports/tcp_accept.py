@@ -1,7 +1,8 @@
 """The door of a TCP rank: strangers are heard with patience that is bounded in bytes, number and time.
 
-One thread runs every admission at once, so a slow or silent stranger delays nobody. Nothing from a stranger is stored
-beyond the admission's fixed frames, and of too many strangers the one that has dawdled longest is shown out first.
+One thread runs every admission at once, TLS handshakes too, so a slow or silent stranger delays nobody. Nothing from a
+stranger is stored beyond the frames of an admission and of a bounded handshake, and of too many strangers the one that
+has dawdled longest is shown out first.
 """
 
 from __future__ import annotations
@@ -10,28 +11,38 @@ import contextlib
 import logging
 import select
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gradwire.security.admission import Acceptor, Hello
+from gradwire.security.admission import Acceptor, Hello, refusal
+from gradwire.security.tls import Credentials, explain
 from gradwire.transports.sockets import Sockets
+from gradwire.transports.tls import NotTls, TlsStream
 
 log = logging.getLogger("gradwire.transports")
 
 MAX_STRANGERS = 256
 PATIENCE_SECONDS = 5.0
 LOGGED_PER_MINUTE = 60
+UNREAD = 64 << 10
+WELCOME = b"!"  # to a dialer whose certificate is accepted, since its side of TLS does not tell it
+NO_PLAINTEXT = "links here are TLS: give that process certificates too (GRADWIRE_TLS_CA, _CERT and _KEY)"
+
+Line = socket.socket | TlsStream  # a connection during its admission
 
 
 @dataclass(slots=True)
 class _Stranger:
     sock: socket.socket
     source: str
-    acceptor: Acceptor
     until: float
+    line: Line
+    secured: bool
+    acceptor: Acceptor
 
 
 class Acceptance:
@@ -42,9 +53,10 @@ class Acceptance:
         listener: socket.socket,
         sockets: Sockets,
         key: bytes,
-        check: Callable[[Hello], str | None],
-        admitted: Callable[[socket.socket, Hello], None],
+        check: Callable[[Hello, Line], str | None],
+        admitted: Callable[[Line, Hello], None],
         bell: Any,
+        credentials: Credentials | None = None,
     ) -> None:
         self._listener = listener
         self._sockets = sockets
@@ -52,6 +64,7 @@ class Acceptance:
         self._check = check
         self._admitted = admitted
         self._bell = bell
+        self._credentials = credentials
         self._strangers: dict[int, _Stranger] = {}
         self._stopping = False
         self._paused_until = 0.0
@@ -114,35 +127,62 @@ class Acceptance:
             eldest = min(self._strangers, key=lambda descriptor: self._strangers[descriptor].until)
             self._dismiss(eldest, "too many connections that say nothing")
         until = time.monotonic() + PATIENCE_SECONDS
-        self._strangers[sock.fileno()] = _Stranger(sock, source, Acceptor(self._key, self._check), until)
+        line: Line = sock
+        if self._credentials is not None:
+            line = TlsStream(sock, self._credentials.server_context(), server=True)
+        acceptor = Acceptor(self._key, lambda hello: self._check(hello, line))
+        self._strangers[sock.fileno()] = _Stranger(sock, source, until, line, line is sock, acceptor)
 
     def _hear(self, descriptor: int) -> None:
         stranger = self._strangers[descriptor]
         try:
-            data = stranger.sock.recv(stranger.acceptor.wanted)
-            if not data:
-                stranger.acceptor.eof()
-                self._dismiss(descriptor, stranger.acceptor.refusal)
-                return
-            answer = stranger.acceptor.feed(data)
-            if answer and stranger.sock.send(answer) < len(answer):
-                self._dismiss(descriptor, "does not read its answers")
-                return
+            reason = self._converse(stranger)
         except BlockingIOError:
             return
+        except NotTls:
+            self._answer_in_plaintext(stranger.sock)
+            reason = f"what arrived is not TLS; {NO_PLAINTEXT}"
+        except ssl.SSLError as error:
+            reason = explain(error)
         except OSError as error:
-            self._dismiss(descriptor, f"broke off: {error}")
+            reason = f"broke off: {error}"
+        if reason is not None:
+            self._dismiss(descriptor, reason)
             return
-        if stranger.acceptor.refusal is not None:
-            self._dismiss(descriptor, stranger.acceptor.refusal)
-        elif stranger.acceptor.done:
-            del self._strangers[descriptor]
-            assert stranger.acceptor.hello is not None
-            try:
-                self._admitted(stranger.sock, stranger.acceptor.hello)
-            except BaseException:
-                stranger.sock.close()
-                raise
+        del self._strangers[descriptor]
+        assert stranger.acceptor.hello is not None
+        try:
+            self._admitted(stranger.line, stranger.acceptor.hello)
+        except BaseException:
+            stranger.sock.close()
+            raise
+
+    @staticmethod
+    def _converse(stranger: _Stranger) -> str | None:
+        """Go on with an admission, as far as it goes: a reason to refuse it, or None when it is done."""
+        line, acceptor = stranger.line, stranger.acceptor
+        if not stranger.secured and isinstance(line, TlsStream):
+            line.shake_hands()
+            stranger.secured = True
+            line.send(WELCOME)
+        while not acceptor.done:
+            data = line.recv(acceptor.wanted)
+            if not data:
+                acceptor.eof()
+                hint = "" if line is stranger.sock or acceptor.hello else "; is this rank's certificate its own?"
+                return f"{acceptor.refusal}{hint}"
+            answer = acceptor.feed(data)
+            if answer and line.send(answer) < len(answer):
+                return "does not read its answers"
+            if acceptor.refusal is not None:
+                return acceptor.refusal
+        return None
+
+    @staticmethod
+    def _answer_in_plaintext(sock: socket.socket) -> None:
+        """Tell a dialer without certificates why it is not heard; anybody else cannot make sense of it."""
+        with contextlib.suppress(OSError):
+            sock.send(refusal(NO_PLAINTEXT))
 
     def _show_out_the_late(self) -> None:
         now = time.monotonic()
@@ -151,6 +191,9 @@ class Acceptance:
 
     def _dismiss(self, descriptor: int, reason: str | None) -> None:
         stranger = self._strangers.pop(descriptor)
+        with contextlib.suppress(OSError):
+            # What was sent and not read would make the end a reset, which may overtake the reason on its way.
+            stranger.sock.recv(UNREAD)
         with contextlib.suppress(OSError):
             stranger.sock.close()
         if reason is not None and self._may_log():

@@ -19,6 +19,42 @@ class Assembly(_message.Message):
     run: bytes
     def __init__(self, job: _Optional[str] = ..., run: _Optional[bytes] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ...) -> None: ...
 
+class Checkpoint(_message.Message):
+    __slots__ = ["complete", "epoch", "waiting_count", "waiting_for"]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    WAITING_COUNT_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    complete: bool
+    epoch: int
+    waiting_count: int
+    waiting_for: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, epoch: _Optional[int] = ..., complete: bool = ..., waiting_for: _Optional[_Iterable[str]] = ..., waiting_count: _Optional[int] = ...) -> None: ...
+
+class CheckpointReply(_message.Message):
+    __slots__ = ["checkpoint", "refusal"]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    checkpoint: Checkpoint
+    refusal: Refusal
+    def __init__(self, checkpoint: _Optional[_Union[Checkpoint, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
+
+class CheckpointRequest(_message.Message):
+    __slots__ = ["epoch", "id"]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    id: str
+    def __init__(self, id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class HeartbeatRequest(_message.Message):
+    __slots__ = ["gone", "ids"]
+    GONE_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    gone: _containers.RepeatedScalarFieldContainer[str]
+    ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, ids: _Optional[_Iterable[str]] = ..., gone: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class HelloReply(_message.Message):
     __slots__ = ["coordinator_nonce", "proof"]
     COORDINATOR_NONCE_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +87,20 @@ class Member(_message.Message):
     rank: int
     def __init__(self, id: _Optional[str] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., hostname: _Optional[str] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
 
+class News(_message.Message):
+    __slots__ = ["checkpoint", "evicted", "generation", "joiners", "over"]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    JOINERS_FIELD_NUMBER: _ClassVar[int]
+    OVER_FIELD_NUMBER: _ClassVar[int]
+    checkpoint: int
+    evicted: _containers.RepeatedScalarFieldContainer[str]
+    generation: int
+    joiners: int
+    over: bool
+    def __init__(self, generation: _Optional[int] = ..., joiners: _Optional[int] = ..., evicted: _Optional[_Iterable[str]] = ..., checkpoint: _Optional[int] = ..., over: bool = ...) -> None: ...
+
 class Refusal(_message.Message):
     __slots__ = ["reason"]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -68,16 +118,22 @@ class RegisterWorkerReply(_message.Message):
     def __init__(self, waiting: _Optional[_Union[Waiting, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., assembly: _Optional[_Union[Assembly, _Mapping]] = ...) -> None: ...
 
 class RegisterWorkerRequest(_message.Message):
-    __slots__ = ["job", "member", "patience_ms", "size"]
+    __slots__ = ["generation", "job", "lost", "member", "patience_ms", "session", "size"]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     PATIENCE_MS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
+    generation: int
     job: str
+    lost: _containers.RepeatedScalarFieldContainer[str]
     member: Member
     patience_ms: int
+    session: bytes
     size: int
-    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., size: _Optional[int] = ..., job: _Optional[str] = ..., patience_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., size: _Optional[int] = ..., job: _Optional[str] = ..., patience_ms: _Optional[int] = ..., generation: _Optional[int] = ..., lost: _Optional[_Iterable[str]] = ..., session: _Optional[bytes] = ...) -> None: ...
 
 class Sealed(_message.Message):
     __slots__ = ["body", "coordinator_nonce", "proof", "sequence", "worker_nonce"]
@@ -106,11 +162,13 @@ class UnregisterWorkerRequest(_message.Message):
     def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ...) -> None: ...
 
 class Waiting(_message.Message):
-    __slots__ = ["again_after_ms", "missing", "missing_count"]
+    __slots__ = ["again_after_ms", "missing", "missing_count", "reason"]
     AGAIN_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
     MISSING_COUNT_FIELD_NUMBER: _ClassVar[int]
     MISSING_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     again_after_ms: int
     missing: _containers.RepeatedScalarFieldContainer[int]
     missing_count: int
-    def __init__(self, missing: _Optional[_Iterable[int]] = ..., missing_count: _Optional[int] = ..., again_after_ms: _Optional[int] = ...) -> None: ...
+    reason: str
+    def __init__(self, missing: _Optional[_Iterable[int]] = ..., missing_count: _Optional[int] = ..., again_after_ms: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...

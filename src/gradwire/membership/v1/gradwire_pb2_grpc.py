@@ -29,6 +29,26 @@ class MembershipStub(object):
                 request_serializer=gradwire_dot_membership_dot_v1_dot_gradwire__pb2.Sealed.SerializeToString,
                 response_deserializer=gradwire_dot_membership_dot_v1_dot_gradwire__pb2.Sealed.FromString,
                 )
+        self.Heartbeat = channel.unary_unary(
+                '/gradwire.membership.v1.Membership/Heartbeat',
+                request_serializer=gradwire_dot_membership_dot_v1_dot_gradwire__pb2.Sealed.SerializeToString,
+                response_deserializer=gradwire_dot_membership_dot_v1_dot_gradwire__pb2.Sealed.FromString,
+                )
+        self.Heartbeats = channel.stream_stream(
+                '/gradwire.membership.v1.Membership/Heartbeats',
+                request_serializer=gradwire_dot_membership_dot_v1_dot_gradwire__pb2.Sealed.SerializeToString,
+                response_deserializer=gradwire_dot_membership_dot_v1_dot_gradwire__pb2.Sealed.FromString,
+                )
+        self.StartCheckpoint = channel.unary_unary(
+                '/gradwire.membership.v1.Membership/StartCheckpoint',
+                request_serializer=gradwire_dot_membership_dot_v1_dot_gradwire__pb2.Sealed.SerializeToString,
+                response_deserializer=gradwire_dot_membership_dot_v1_dot_gradwire__pb2.Sealed.FromString,
+                )
+        self.EndCheckpoint = channel.unary_unary(
+                '/gradwire.membership.v1.Membership/EndCheckpoint',
+                request_serializer=gradwire_dot_membership_dot_v1_dot_gradwire__pb2.Sealed.SerializeToString,
+                response_deserializer=gradwire_dot_membership_dot_v1_dot_gradwire__pb2.Sealed.FromString,
+                )
 
 
 class MembershipServicer(object):
@@ -54,6 +74,35 @@ class MembershipServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Heartbeat(self, request, context):
+        """Request body: HeartbeatRequest; reply body: News. For a lone worker, once a second.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Heartbeats(self, request_iterator, context):
+        """The same bodies, for a launcher that speaks for all workers of its host: a reply to each request, in order. The
+        coordinator ends a stream that is silent for as long as a lease.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StartCheckpoint(self, request, context):
+        """A checkpoint of the whole job: begun by any member, told to the others as News, complete when every member that lives
+        has said EndCheckpoint. Request body: CheckpointRequest; reply body: CheckpointReply. Both may be repeated.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EndCheckpoint(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MembershipServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -69,6 +118,26 @@ def add_MembershipServicer_to_server(servicer, server):
             ),
             'UnregisterWorker': grpc.unary_unary_rpc_method_handler(
                     servicer.UnregisterWorker,
+                    request_deserializer=gradwire_dot_membership_dot_v1_dot_gradwire__pb2.Sealed.FromString,
+                    response_serializer=gradwire_dot_membership_dot_v1_dot_gradwire__pb2.Sealed.SerializeToString,
+            ),
+            'Heartbeat': grpc.unary_unary_rpc_method_handler(
+                    servicer.Heartbeat,
+                    request_deserializer=gradwire_dot_membership_dot_v1_dot_gradwire__pb2.Sealed.FromString,
+                    response_serializer=gradwire_dot_membership_dot_v1_dot_gradwire__pb2.Sealed.SerializeToString,
+            ),
+            'Heartbeats': grpc.stream_stream_rpc_method_handler(
+                    servicer.Heartbeats,
+                    request_deserializer=gradwire_dot_membership_dot_v1_dot_gradwire__pb2.Sealed.FromString,
+                    response_serializer=gradwire_dot_membership_dot_v1_dot_gradwire__pb2.Sealed.SerializeToString,
+            ),
+            'StartCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.StartCheckpoint,
+                    request_deserializer=gradwire_dot_membership_dot_v1_dot_gradwire__pb2.Sealed.FromString,
+                    response_serializer=gradwire_dot_membership_dot_v1_dot_gradwire__pb2.Sealed.SerializeToString,
+            ),
+            'EndCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndCheckpoint,
                     request_deserializer=gradwire_dot_membership_dot_v1_dot_gradwire__pb2.Sealed.FromString,
                     response_serializer=gradwire_dot_membership_dot_v1_dot_gradwire__pb2.Sealed.SerializeToString,
             ),
@@ -128,6 +197,74 @@ class Membership(object):
             timeout=None,
             metadata=None):
         return grpc.experimental.unary_unary(request, target, '/gradwire.membership.v1.Membership/UnregisterWorker',
+            gradwire_dot_membership_dot_v1_dot_gradwire__pb2.Sealed.SerializeToString,
+            gradwire_dot_membership_dot_v1_dot_gradwire__pb2.Sealed.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Heartbeat(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/gradwire.membership.v1.Membership/Heartbeat',
+            gradwire_dot_membership_dot_v1_dot_gradwire__pb2.Sealed.SerializeToString,
+            gradwire_dot_membership_dot_v1_dot_gradwire__pb2.Sealed.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Heartbeats(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(request_iterator, target, '/gradwire.membership.v1.Membership/Heartbeats',
+            gradwire_dot_membership_dot_v1_dot_gradwire__pb2.Sealed.SerializeToString,
+            gradwire_dot_membership_dot_v1_dot_gradwire__pb2.Sealed.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def StartCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/gradwire.membership.v1.Membership/StartCheckpoint',
+            gradwire_dot_membership_dot_v1_dot_gradwire__pb2.Sealed.SerializeToString,
+            gradwire_dot_membership_dot_v1_dot_gradwire__pb2.Sealed.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def EndCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/gradwire.membership.v1.Membership/EndCheckpoint',
             gradwire_dot_membership_dot_v1_dot_gradwire__pb2.Sealed.SerializeToString,
             gradwire_dot_membership_dot_v1_dot_gradwire__pb2.Sealed.FromString,
             options, channel_credentials,

@@ -1,0 +1,170 @@
+"""What `gradwire run` and `gradwire join` share: options, signals, and how the end is told."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from gradwire.errors import ConfigError, GradwireError
+from gradwire.launch.chaos import NEEDS_ELASTIC, Chaos, parse
+from gradwire.launch.ladder import GRACE, KILL_AFTER
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from gradwire.launch.output import Output
+    from gradwire.launch.rootcause import Ending
+    from gradwire.launch.supervisor import Outcome, Supervisor
+    from gradwire.launch.worker import Task
+
+CONTEXT = {"allow_interspersed_args": False, "max_content_width": 120}
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+_Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+_SHARED: tuple[_Decorator, ...] = (
+    click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as with python -m."),
+    click.option(
+        "--log-dir",
+        type=click.Path(file_okay=False, path_type=Path),
+        help="Where the logs go; by default a temporary directory, kept and named if the job fails.",
+    ),
+    click.option(
+        "--grace",
+        type=click.FloatRange(min=0),
+        metavar="SECONDS",
+        default=GRACE,
+        show_default=True,
+        help="How long the others may take to end by themselves after the job has failed, before SIGTERM.",
+    ),
+    click.option(
+        "--kill-after",
+        type=click.FloatRange(min=0),
+        metavar="SECONDS",
+        default=KILL_AFTER,
+        show_default=True,
+        help="How long a process that was told to stop may take, before SIGKILL.",
+    ),
+    click.option(
+        "--chaos",
+        metavar="FAULTS",
+        help="Make trouble on purpose, as in 'kill 2 @5s; freeze random every 10s for 2s': see docs/elastic.md.",
+    ),
+    click.argument("script"),
+    click.argument("args", nargs=-1, type=click.UNPROCESSED),
+)
+
+
+def shared_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for decorate in reversed(_SHARED):
+        command = decorate(command)
+    return command
+
+
+def task_of(script: str, args: tuple[str, ...], *, is_module: bool) -> Task:
+    """What the workers run; a script that is not there is told before anything starts."""
+    from gradwire.launch.worker import Task
+
+    if is_module:
+        return Task.module(script, *args)
+    if os.path.isdir(script):
+        raise click.UsageError(f"{script!r} is a directory, not a script")
+    if not os.path.exists(script):
+        hint = f" (for a module: -m {script})" if not script.endswith(".py") else ""
+        raise click.UsageError(f"there is no script {script!r}{hint}")
+    return Task.script(script, *args)
+
+
+def chaos_of(text: str | None, *, elastic: bool) -> Chaos | None:
+    if text is None:
+        return None
+    try:
+        chaos = Chaos(parse(text), seed=int.from_bytes(os.urandom(2), "little"))
+    except ConfigError as error:
+        raise click.BadParameter(str(error).removeprefix("chaos: "), param_hint="'--chaos'") from None
+    unfit = sorted({fault.action for fault in chaos.faults} & NEEDS_ELASTIC)
+    if unfit and not elastic:
+        raise click.UsageError(f"--chaos {unfit[0]!r} needs an elastic job: add --min and --max")
+    return chaos
+
+
+def see_through(make: Callable[[Output], Supervisor], log_dir: Path | None) -> NoReturn:
+    """Run the job that `make` prepares to its end, tell how it ended, and exit as it did."""
+    from gradwire.launch.output import Output
+
+    keep = log_dir is not None
+    try:
+        if log_dir is None:
+            log_dir = Path(tempfile.mkdtemp(prefix=time.strftime("gradwire-%Y%m%d-%H%M%S-")))
+        supervisor = make(Output(log_dir=log_dir))
+        with _signals_stop(supervisor), supervisor:
+            supervisor.wait()
+    except GradwireError as error:
+        raise click.ClickException(str(error)) from error
+    assert supervisor.outcome is not None
+    _tell(supervisor.outcome, log_dir)
+    if not keep and supervisor.outcome.exit_code == 0:
+        shutil.rmtree(log_dir, ignore_errors=True)
+    sys.exit(supervisor.outcome.exit_code)
+
+
+@contextlib.contextmanager
+def _signals_stop(supervisor: Supervisor) -> Iterator[None]:
+    """Signals to this process stop the job; one more kills it. Those that are ignored (nohup) stay ignored."""
+    received: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        supervisor.stop(signal.SIGKILL if received else number)
+        received.append(number)
+
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # some parents leave it ignored, and no exit could be seen
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    for number in _SIGNALS:
+        if before[number] != signal.SIG_IGN:
+            signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in _SIGNALS:
+            signal.signal(number, before[number])
+
+
+def _tell(outcome: Outcome, log_dir: Path) -> None:
+    """Who was lost; after a failure what happened to the others, where the logs are, and last the root cause."""
+    from rich.console import Console
+
+    from gradwire.launch import rootcause
+
+    console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False, emoji=False)
+    root = outcome.root
+    if root is None:
+        if outcome.stopped_by is not None:
+            console.print(f"gradwire: stopped by {signal.Signals(outcome.stopped_by).name}; logs in {log_dir}")
+        else:
+            _tell_losses(console, outcome.endings)
+        return
+    console.print()
+    for line in rootcause.consequences(outcome.endings, root):
+        console.print(f"gradwire: {line}", style="dim")
+    console.print(f"gradwire: logs in {log_dir}", style="dim")
+    console.print("gradwire: the root cause:", style="bold red")
+    console.print(rootcause.explain(root, outcome.last_lines))
+
+
+def _tell_losses(console: Console, endings: tuple[Ending, ...]) -> None:
+    from gradwire.launch.rootcause import fate
+
+    lost = [f"{ending.name} {fate(ending)}" for ending in endings if ending.failed]
+    if lost:
+        well = len(endings) - len(lost)
+        console.print(f"gradwire: the job ended well: {well} of {len(endings)} workers did; {'; '.join(lost)}")

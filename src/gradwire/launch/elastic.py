@@ -1,0 +1,220 @@
+"""The stage of an elastic job: a coordinator in a process of its own, leases for the workers of this host, and news.
+
+One stream of heartbeats speaks for all workers here. It tells the coordinator at once whose process has ended, and what
+comes back is passed on to the workers through pipes. A worker that a signal has stopped, and without which the others
+went on, is ended when it does not come back.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from gradwire.launch import environment, frozen, sessions
+from gradwire.launch.frozen import Frozen
+from gradwire.launch.keeper import Keeper
+from gradwire.launch.restarts import Restarts, Verdict
+from gradwire.launch.rootcause import fate
+from gradwire.launch.stage import Equipment, Hands
+from gradwire.launch.trouble import BY_CHAOS
+from gradwire.launch.worker import Worker
+from gradwire.membership.answers import News
+from gradwire.membership.news import NewsWriter
+
+_LOOK_EVERY = 0.5  # seconds between two looks for frozen workers and full pipes
+
+
+class Heartbeats(Protocol):
+    """See `gradwire.membership.heartbeats`."""
+
+    def start(self) -> None: ...
+
+    def watch(self, ids: Iterable[str]) -> None: ...
+
+    def gone(self, ids: Iterable[str]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the members of an elastic job meet, and what the workers of this host are called there."""
+
+    address: str
+    token: str
+    name: str  # the workers' ids are this, a slash and their number
+    job: str | None = None  # None: whichever job the coordinator serves
+    size: int | None = None  # with how many the job starts, all of them here; None: it goes on already
+    heartbeats: Callable[[Callable[[News], None]], Heartbeats] = field(kw_only=True)
+
+
+class ElasticStage:
+    """Members that come and go. `keeper` is None where the coordinator is somebody else's."""
+
+    noun = "worker"
+
+    def __init__(
+        self,
+        count: int,
+        meeting: Meeting,
+        keeper: Keeper | None = None,
+        *,
+        welcome: str = "",
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self._welcome = welcome
+        self._meeting = meeting
+        self._keeper = keeper
+        self._shared = environment.shared_by_members(
+            os.environ if environ is None else environ,
+            count,
+            coordinator=meeting.address,
+            job=meeting.job,
+            token=meeting.token,
+        )
+        self._pipes: dict[int, NewsWriter] = {}
+        self._inbox: collections.deque[News] = collections.deque()
+        self._news: News | None = None
+        self._frozen = Frozen()
+        self._hands: Hands | None = None
+        self._heartbeats: Heartbeats | None = None
+        self._next_look = 0.0
+
+    # -- workers come and go ------------------------------------------------------------------------------------------
+
+    def start(self, hands: Hands) -> None:
+        self._hands = hands
+        if self._welcome:
+            hands.say(f"gradwire: {self._welcome}")
+        if self._keeper is not None:
+            self._keeper.start(hands, time.monotonic())
+        self._heartbeats = self._meeting.heartbeats(self._hear)
+        self._heartbeats.start()
+
+    def equip(self, number: int, local_rank: int) -> Equipment:
+        if number in self._pipes:  # of one that could not be started
+            self._pipes.pop(number).close()
+        member, size = self._member(number), self._meeting.size
+        pipe = self._pipes[number] = NewsWriter(member)
+        wish = (number, size) if size is not None and number < size else None
+        environ = environment.of_member(self._shared, member, local_rank, news=pipe.variable, wish=wish)
+        return Equipment(environ, (pipe.theirs,))
+
+    def started(self, worker: Worker) -> None:
+        pipe = self._pipes[worker.number]
+        pipe.handed_over()
+        if self._news is not None:
+            pipe.tell(self._news)
+        if self._heartbeats is not None:
+            self._heartbeats.watch([self._member(worker.number)])
+
+    def ended(self, worker: Worker) -> None:
+        if worker.noun != self.noun:  # the coordinator
+            return
+        self._pipes.pop(worker.number).close()
+        if self._heartbeats is not None:
+            self._heartbeats.gone([self._member(worker.number)])
+
+    def judged(self, worker: Worker, verdict: Verdict, successor: Worker | None) -> None:
+        hands = self._the_hands
+        what = worker.report.summary() if worker.ending is None and worker.report else ""
+        what = what or (fate(worker.ending) if worker.ending else "has failed")
+        hands.say(f"gradwire: {worker} {what}; {_consequence(hands.restarts, verdict, successor)}")
+
+    # -- news, and what is to be done by now --------------------------------------------------------------------------
+
+    @property
+    def next_due(self) -> float | None:
+        due = self._keeper.next_due if self._keeper is not None else None
+        return self._next_look if due is None else min(due, self._next_look)
+
+    def attend(self, now: float) -> None:
+        self._take_news()
+        if self._keeper is not None:
+            self._keeper.attend(now)
+        if now >= self._next_look:
+            self._next_look = now + _LOOK_EVERY
+            for pipe in self._pipes.values():
+                pipe.flush()
+            self._end_frozen(now)
+
+    def _hear(self, news: News) -> None:
+        """Called by the thread of the heartbeats."""
+        self._inbox.append(news)
+        self._the_hands.wake()
+
+    def _take_news(self) -> None:
+        while self._inbox:
+            news, before = self._inbox.popleft(), self._news
+            if self._keeper is not None:
+                self._keeper.heard = True
+            if before is not None and before.generation < news.generation:
+                self._the_hands.restarts.regrouped(time.monotonic())
+            self._news = news
+            for pipe in self._pipes.values():
+                pipe.tell(news)
+
+    def _end_frozen(self, now: float) -> None:
+        hands = self._the_hands
+        living = [worker for worker in hands.workers if worker.ending is None]
+        paused = {worker.number for worker in living if sessions.is_paused(worker.pid)}
+        alone = len(paused) == len(living) and hands.restarts.finished > 0
+        generation = self._news.generation if self._news is not None else 0
+        for worker in living:
+            at_rest = worker.number in paused
+            if self._frozen.lost(worker.number, paused=at_rest, generation=generation, alone=alone, now=now):
+                worker.kill(f"was frozen for more than {frozen.PATIENCE:g} s while the others went on, and was killed")
+
+    # -- on purpose ---------------------------------------------------------------------------------------------------
+
+    def disturb(self, action: str, workers: Sequence[Worker]) -> str:
+        if action == "restart coordinator":
+            killed = self._keeper.kill(BY_CHAOS) if self._keeper is not None else None
+            return f"killed the coordinator (pid {killed.pid})" if killed else "found no coordinator to kill"
+        one, other = workers
+        for here, there in ((one, other), (other, one)):
+            pipe = self._pipes[here.number]
+            (pipe.cut if action == "cut" else pipe.heal)(self._member(there.number))
+        link = f"{one.name} and {other.name}"
+        return f"cut the links between {link}" if action == "cut" else f"healed the links between {link}"
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        if self._heartbeats is not None:
+            self._heartbeats.close()  # says who is gone, and hears whether the others had regrouped before
+            self._take_news()
+        if self._keeper is not None:
+            self._keeper.stop(time.monotonic())
+
+    def close(self) -> None:
+        if self._heartbeats is not None:
+            self._heartbeats.close()
+        for pipe in self._pipes.values():
+            pipe.close()
+        self._pipes = {}
+
+    @property
+    def _the_hands(self) -> Hands:
+        assert self._hands is not None, "not started"
+        return self._hands
+
+    def _member(self, number: int) -> str:
+        return f"{self._meeting.name}/{number}"
+
+
+def _consequence(restarts: Restarts, verdict: Verdict, successor: Worker | None) -> str:
+    left = len(restarts.living)
+    if verdict is Verdict.REPLACE and successor is not None:
+        return f"{successor} takes its place (restart {restarts.used} of {restarts.restarts})"
+    if verdict is Verdict.GO_ON:
+        return {0: "the others are done", 1: "1 goes on"}.get(left, f"{left} go on")
+    if not restarts.recoverable:
+        return "there is no coordinator by which the others could go on"
+    if restarts.restarts:
+        return f"{left} of at least {restarts.minimum} are left, and no restart of {restarts.restarts}"
+    return f"{left} of at least {restarts.minimum} are left"

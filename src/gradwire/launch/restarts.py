@@ -1,0 +1,90 @@
+"""Whether a job goes on without a worker, replaces it, or has failed. Pure.
+
+In a job whose members are fixed, any failure ends it.
+
+>>> job = Restarts(minimum=2, restarts=1)
+>>> for number in range(3): job.started(number)
+>>> job.ended(0, Fate.LOST), job.used
+(<Verdict.REPLACE: 'replace'>, 1)
+>>> job.started(3)
+>>> job.ended(1, Fate.LOST), job.ended(2, Fate.LOST)
+(<Verdict.GO_ON: 'go on'>, <Verdict.GIVE_UP: 'give up'>)
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class Fate(enum.Enum):
+    """How a worker ended."""
+
+    WELL = "well"  # with code 0: it was done, or has left
+    LOST = "lost"  # by a signal
+    ERROR = "error"  # by an exception, or with another code
+    TURNED_AWAY = "turned away"  # it asked to join and was not let in
+
+
+class Verdict(enum.Enum):
+    GO_ON = "go on"
+    REPLACE = "replace"
+    GIVE_UP = "give up"
+
+
+class Restarts:
+    """Counts who lives, who ended how, and how many were replaced.
+
+    What the others survived is forgotten when they regroup. So a worker that ended well counts as having finished the
+    job only if nobody went on without it; and an error counts against the job only if nobody recovered from it.
+    """
+
+    def __init__(self, *, minimum: int, restarts: int = 0, fixed: bool = False) -> None:
+        self.fixed = fixed  # the members of the job, so that each is needed to the end
+        self.minimum = minimum
+        self.restarts = restarts
+        self.used = 0
+        self.elsewhere = 0  # members of the job that other launchers look after
+        self.recoverable = True  # False: a member that is lost now cannot be done without, nor be replaced
+        self.stopping = False  # the job is told to end: nobody is replaced
+        self.living: set[int] = set()
+        self.finished = 0  # since the members last regrouped
+        self.errors: list[int] = []  # likewise: whose failures nobody got over
+        self._regrouped = float("-inf")
+
+    def started(self, number: int) -> None:
+        self.living.add(number)
+
+    def regrouped(self, now: float) -> None:
+        """A new generation has formed: those who are in it have got over whatever was before."""
+        self._regrouped = now
+        self.finished = 0
+        self.errors = []
+
+    def ended(self, number: int, fate: Fate, failed: float = 0.0) -> Verdict:
+        """A worker that ends well has left: others may go on, or end too. Otherwise it is a loss.
+
+        `failed` is when it failed: often the others have regrouped before its process has ended.
+        """
+        self.living.discard(number)
+        if fate is Fate.WELL:
+            self.finished += 1
+            return Verdict.GO_ON
+        if self.finished and not self._others:  # the job has done its work: a newcomer would begin it anew
+            return Verdict.GIVE_UP if fate is Fate.ERROR or self.fixed else Verdict.GO_ON
+        if self.recoverable and not self.stopping and self.used < self.restarts:
+            self.used += 1
+            verdict = Verdict.REPLACE
+        else:
+            verdict = self.without_it()
+        if fate is Fate.ERROR and failed >= self._regrouped:
+            self.errors.append(number)
+        return verdict
+
+    def without_it(self) -> Verdict:
+        """Of a loss that is not replaced. Who finished counts: it needs nobody any more."""
+        enough = self._others > 0 and self._others + self.finished >= self.minimum
+        return Verdict.GO_ON if enough and self.recoverable and not self.fixed else Verdict.GIVE_UP
+
+    @property
+    def _others(self) -> int:
+        return len(self.living) + self.elsewhere

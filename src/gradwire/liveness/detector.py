@@ -1,0 +1,128 @@
+"""Who has been silent for too long: times of beats come in, suspects come out.
+
+Pure. A rank beats every 50 ms, by a thread that needs nothing of the interpreter. How long it may be silent follows
+from how regular it was: min(max(floor, median + k·MAD of its intervals), 0.6 s). Three rules keep false alarms away:
+
+    a late watcher       knows nothing of the time it missed: when its own look came late, all deadlines begin anew
+    an excuse            of a rank on this host one can see whether it was stopped or just does not get a core: then it
+                         has 0.9 s
+    the roll call        before a silence is told, every other rank is heard once more, or is silent for too long as
+                         well: so of ranks that fell silent together all are told at once, and the lowest is named
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+
+BEAT_SECONDS = 0.05
+PAGE_SECONDS = 0.2  # the least silence that counts, where beats are seen in memory
+LINK_SECONDS = 0.35  # and over a link: a packet that was lost is sent again after 0.2 s
+MOST_SECONDS = 0.6
+EXCUSED_SECONDS = 0.9
+ROLL_CALL_SECONDS = 0.75  # a silence that long is told whatever the others do
+FIRST_SECONDS = 60.0  # until the first beat
+LATE_SECONDS = 0.1  # later than it was due: a watcher that was held up
+SLOW_SECONDS = 0.5  # between looks, where nobody beats faster
+ROLL_CALL_LOOKS = 0.01
+DEVIATIONS = 8
+KEPT = 64  # intervals
+
+Excused = Callable[[int], bool]
+
+
+@dataclass(slots=True)
+class _Life:
+    heard: float
+    least: float  # seconds of silence that count
+    most: float
+    begun: bool = False
+    beat: int | None = None
+    intervals: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+
+    @property
+    def regular(self) -> bool:
+        """Whether it beats fast enough for a roll call."""
+        return self.most <= MOST_SECONDS
+
+    def patience(self) -> float:
+        if not self.begun:
+            return FIRST_SECONDS
+        if not self.intervals:
+            return self.most
+        middle = median(self.intervals)
+        spread = median(abs(interval - middle) for interval in self.intervals)
+        return min(max(self.least, middle + DEVIATIONS * spread), self.most)
+
+
+class Detector:
+    """The silence of the ranks that one rank watches."""
+
+    def __init__(self) -> None:
+        self.due = -math.inf  # when to look next
+        self._lives: dict[int, _Life] = {}
+        self._roll_call: float | None = None  # since when
+
+    def watch(self, peer: int, now: float, least: float, most: float = MOST_SECONDS) -> None:
+        """From now on expect beats of this rank."""
+        self._lives[peer] = _Life(now, least, most)
+
+    def forget(self, peer: int) -> None:
+        """It has left."""
+        self._lives.pop(peer, None)
+
+    @property
+    def watched(self) -> tuple[int, ...]:
+        return tuple(self._lives)
+
+    def heard(self, peer: int, now: float, beat: int | None = None) -> None:
+        """A rank was heard; the same number as before is the same beat, seen once more."""
+        life = self._lives.get(peer)
+        if life is None or (beat is not None and beat == life.beat):
+            return
+        if life.begun and now > life.heard:
+            life.intervals.append(now - life.heard)
+        life.heard, life.beat, life.begun = now, beat, True
+
+    def silence(self, peer: int, now: float) -> float | None:
+        """For how long a rank has not been heard; None if it is not watched, or was never heard."""
+        life = self._lives.get(peer)
+        return now - life.heard if life is not None and life.begun else None
+
+    def restart(self, now: float) -> None:
+        """Nothing is known of the time until now."""
+        self._roll_call = None
+        for life in self._lives.values():
+            life.heard = max(now, life.heard)
+
+    def tick(self, now: float, excused: Excused = lambda peer: False) -> list[tuple[int, float]]:
+        """Who is lost by now, and for how long each has been silent; after all that was heard has been told."""
+        if now > self.due + LATE_SECONDS and self.due > -math.inf:
+            self.restart(now)
+        suspects = {peer for peer, life in self._lives.items() if self._is_suspect(peer, life, now, excused)}
+        self._roll_call = None if not suspects else self._roll_call if self._roll_call is not None else now
+        lost = sorted(suspects) if suspects and self._all_called(suspects, now) else []
+        self.due = now + self._pause()
+        return [(peer, now - self._lives[peer].heard) for peer in lost]
+
+    def _pause(self) -> float:
+        if self._roll_call is not None:
+            return ROLL_CALL_LOOKS
+        return BEAT_SECONDS if any(life.regular for life in self._lives.values()) else SLOW_SECONDS
+
+    def _is_suspect(self, peer: int, life: _Life, now: float, excused: Excused) -> bool:
+        silence = now - life.heard
+        if silence < life.least or silence < life.patience():
+            return False
+        return silence >= EXCUSED_SECONDS or not excused(peer)
+
+    def _all_called(self, suspects: set[int], now: float) -> bool:
+        """Whether everybody else has been heard since the first was suspected."""
+        assert self._roll_call is not None
+        others = [life for peer, life in self._lives.items() if peer not in suspects and life.begun and life.regular]
+        if all(life.heard >= self._roll_call for life in others):
+            return True
+        return max(now - self._lives[peer].heard for peer in suspects) >= ROLL_CALL_SECONDS

@@ -1,0 +1,257 @@
+"""The lifeline: this rank's beats, and its ear for those of the others.
+
+    ranks that share memory     beat in it: a word behind the directory of their arena
+    other ranks                 beat over a link of their own: each pair of up to 32 ranks, beyond that ring neighbours
+
+A native thread beats (native/lifeline.hpp): it says that the process runs, whatever its interpreter does. Without the
+core the service thread beats, slowly, and such a rank may be silent for 10 s. Who beats but does not come is stuck, not
+lost. The service thread looks every 50 ms whom it heard; `Detector` decides who is silent for too long. On one host the
+end of a process is seen as well (a pidfd, as a link on which nothing comes but the end), in milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gradwire import core
+from gradwire.liveness.control import Control
+from gradwire.liveness.detector import BEAT_SECONDS, LINK_SECONDS, MOST_SECONDS, PAGE_SECONDS, SLOW_SECONDS, Detector
+from gradwire.topology import Topology
+from gradwire.transports.base import LIFE_CHANNEL, LIFELINE_CHANNEL, Link, LinkClosed, Transport
+from gradwire.transports.frames import FrameReader, Outbox
+from gradwire.transports.shm import SharedMemory
+from gradwire.wire import HEADER_BYTES, Header, Kind, WireError
+
+DEATH_SECONDS = 0.05  # in which the last messages of a process that has ended are read
+PURE_SECONDS = 10.0  # of silence of a rank whose beats need its interpreter
+ALIVE_SECONDS = 1.0  # who was heard within that time is called alive
+ALL_PAIRS = 32  # ranks
+AHEAD = 1200  # sealed records that lie ready: a minute's worth
+READ_AHEAD = 64 * HEADER_BYTES
+STOPPED = "TtZX"  # states of a process that does not run, as /proc names them
+
+
+@dataclass(frozen=True, slots=True)
+class Nature:
+    """What others have to know of a rank to judge its silence."""
+
+    native: bool  # its beats do not need its interpreter
+    pid: int
+    namespace: str  # within which the pid means something
+
+    @classmethod
+    def own(cls) -> Nature:
+        namespace = ""
+        with contextlib.suppress(OSError):
+            namespace = str(os.stat("/proc/self/ns/pid").st_ino)
+        return cls(core.available(), os.getpid(), namespace)
+
+    def to_wire(self) -> list[Any]:
+        return [self.native, self.pid, self.namespace]
+
+    @classmethod
+    def from_wire(cls, told: object) -> Nature:
+        match told:
+            case [bool(native), int(pid), str(namespace)]:
+                return cls(native, pid, namespace)
+        return cls(False, 0, "")
+
+
+class Lifeline:
+    """One rank's lifeline. Only `tick` is the service thread's own; everything else is for any thread."""
+
+    def __init__(self, control: Control, record: bytes, sink: BeatSink, pump: Callable[[FrameReader], None]) -> None:
+        self._control = control
+        self._record = record  # what a beat is, on a link
+        self._sink = sink
+        self._pump = pump  # reads a link, and sees to it if that fails
+        self._detector = sink.detector
+        self._lock = threading.Lock()
+        self._begun = self._closed = False
+        self._thread: Any = None  # that beats; the core's
+        self._shared: SharedMemory | None = None
+        self._expected: set[int] = set()
+        self._readers: list[FrameReader] = []
+        self._outboxes: dict[int, Outbox] = {}  # for beats of our own, by descriptor or whatever tells links apart
+        self._sealed: dict[int, tuple[int, Callable[[bytes], bytes]]] = {}
+        self._pids: dict[int, int] = {}  # of ranks whose processes can be looked at
+        self._dead: dict[int, float] = {}  # ranks whose process ended, and until when their goodbye may come
+        self._beat_at = -math.inf
+
+    def begin(
+        self,
+        natures: Sequence[Nature],
+        topology: Topology,
+        shared: SharedMemory | None,
+        transport: Transport,
+        connect: Callable[[int], Link],
+    ) -> None:
+        """Beat, and expect the others to; all ranks begin together. Of each pair that needs a link the higher dials."""
+        rank, now = self._control.rank, time.monotonic()
+        own = natures[rank]
+        self._shared = shared
+        pages = set(shared.peers) if shared is not None else set()
+        self._expected = linked(rank, len(natures), pages)
+        for peer in sorted(pages | self._expected):
+            nature = natures[peer]
+            least, most = (PAGE_SECONDS if peer in pages else LINK_SECONDS), MOST_SECONDS
+            if not nature.native:
+                least = most = PURE_SECONDS
+            self._detector.watch(peer, now, least, most)
+            same_host = topology.host_of(peer) == topology.host_of(rank)
+            if same_host and nature.native and nature.namespace == own.namespace != "":
+                self._pids[peer] = nature.pid
+        if own.native:
+            self._thread = core.native.Lifeline(BEAT_SECONDS)
+            if shared is not None:
+                self._thread.write_to(shared.own.address)
+            self._thread.start()
+        self._begun = True
+        transport.adopt(LIFELINE_CHANNEL, self.add_link)
+        for peer in sorted(self._expected):
+            if peer < rank:
+                self.add_link(connect(peer))
+
+    def add_link(self, link: Link) -> None:
+        """Beat on a link to a rank, and hear its beats there."""
+        seal: Callable[[bytes], bytes] | None = getattr(link, "seal", None)
+        with self._lock:
+            welcome = not self._closed and link.peer in self._expected
+            if welcome:
+                self._expected.remove(link.peer)
+                if self._thread is None:
+                    self._outboxes[id(link)] = Outbox(link)
+                elif seal is None:
+                    self._thread.add(_descriptor(link), self._record)
+                else:  # encrypted ahead, since that takes the interpreter; from now on nothing else is sent there
+                    self._thread.add(_descriptor(link), b"")
+                    self._sealed[id(link)] = _descriptor(link), seal
+                self._readers = [*self._readers, FrameReader(link, self._sink, threading.Lock(), READ_AHEAD)]
+        if not welcome:
+            link.close()
+
+    def end_of(self, link: Link) -> None:
+        """A link is about to be closed: nothing may be written there, its descriptor may soon be another's."""
+        if link.channel == LIFE_CHANNEL:
+            self._dead[link.peer] = time.monotonic() + DEATH_SECONDS
+        elif link.channel == LIFELINE_CHANNEL:
+            with self._lock:
+                if self._thread is not None:
+                    self._thread.drop(_descriptor(link))
+                self._outboxes.pop(id(link), None)
+                self._sealed.pop(id(link), None)
+                self._readers = [reader for reader in self._readers if reader.link is not link]
+
+    def close(self) -> None:
+        """Beat no more; the links are the transport's to close."""
+        with self._lock:
+            self._closed = True
+        if self._thread is not None:
+            self._thread.stop()
+
+    def abandon(self) -> None:
+        """In a forked child: the thread is not here, and nothing of it is touched."""
+        self._closed = True
+
+    # -- the service thread -------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> float:
+        """Listen, and tell who is lost; the seconds until the next call."""
+        pause = self._tell_deaths(now)
+        if not self._begun or not self._control.sound:
+            return pause
+        if now >= self._detector.due:
+            self._beat(now)
+            self._listen(now)
+            for peer, silence in self._detector.tick(now, self._excused):
+                self._control.lost(peer, now, f"has been silent for {silence:.2f} s (frozen or cut off)")
+        return min(pause, self._detector.due - now)
+
+    def _tell_deaths(self, now: float) -> float:
+        """Report ranks that died although their links are open: a child keeps them. The seconds until the next."""
+        for peer, until in list(self._dead.items()):
+            if now >= until:
+                del self._dead[peer]
+                self._control.lost(peer, now, "died")
+        return min(self._dead.values(), default=math.inf) - now
+
+    def _beat(self, now: float) -> None:
+        """What the native thread cannot do: beat if there is none, and seal records for it."""
+        for descriptor, seal in list(self._sealed.values()):
+            missing = AHEAD - self._thread.ahead(descriptor)
+            if missing * BEAT_SECONDS >= 1:
+                self._thread.feed(descriptor, [seal(self._record) for _ in range(missing)])
+        if self._thread is None and now >= self._beat_at:
+            self._beat_at = now + SLOW_SECONDS
+            for outbox in list(self._outboxes.values()):
+                with contextlib.suppress(LinkClosed, OSError):  # the reading side learns of it
+                    if outbox.flush():
+                        outbox.post(self._record)
+
+    def _listen(self, now: float) -> None:
+        watched = self._detector.watched
+        for peer in watched:
+            if self._control.has_left(peer):
+                self._detector.forget(peer)
+        if self._shared is not None:
+            pages = [(peer, self._shared.peers[peer].address) for peer in watched if peer in self._shared.peers]
+            for (peer, _), beat in zip(pages, core.native.beats([address for _, address in pages]), strict=True):
+                if beat:
+                    self._detector.heard(peer, now, beat)
+        self._sink.now = now
+        for reader in self._readers:
+            self._pump(reader)
+
+    def _excused(self, peer: int) -> bool:
+        """Whether a silent rank of this host was not stopped: then it may just not get a core."""
+        return peer in self._pids and state_of(self._pids[peer]) not in STOPPED
+
+    def alive(self, peer: int) -> bool:
+        """Whether a rank was heard lately."""
+        silence = self._detector.silence(peer, time.monotonic())
+        return silence is not None and silence < ALIVE_SECONDS
+
+
+class BeatSink:
+    """Beats, as they are read, go to the detector; `check` knows whose they may be."""
+
+    def __init__(self, check: Callable[[Header], None]) -> None:
+        self.detector = Detector()
+        self.now = 0.0
+        self._check = check
+
+    def begin(self, link: Link, header: Header) -> memoryview:
+        self._check(header)
+        if header.kind != Kind.BEAT or header.nbytes:
+            raise WireError(f"kind {header.kind}, {header.nbytes} bytes, on the lifeline")
+        return memoryview(b"")
+
+    def finish(self, link: Link, header: Header, payload: memoryview) -> None:
+        self.detector.heard(link.peer, self.now)
+
+
+def linked(rank: int, size: int, sharing: set[int]) -> set[int]:
+    """The ranks that a rank has a lifeline link with; both ends find the same."""
+    others = range(size) if size <= ALL_PAIRS else ((rank - 1) % size, (rank + 1) % size)
+    return {peer for peer in others if peer != rank and peer not in sharing}
+
+
+def state_of(pid: int) -> str:
+    """The state of a process as /proc names it; "X" if there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0].decode()
+    except (OSError, IndexError, ValueError):
+        return "X"
+
+
+def _descriptor(link: Any) -> int:
+    descriptor: int = link.fileno()
+    return descriptor

@@ -1,0 +1,78 @@
+"""What comes to the membership, and what it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from gradwire.membership.members import Assembly, Member
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A process asks to be `member` of the next generation.
+
+    `session` tells two processes apart that claim alike, and `sequence` grows from one claim of a session to the next.
+    `generation` is the last one it was in, 0 if none; `lost` are those of it that it could not reach itself.
+    """
+
+    member: Member
+    size: int | None  # how many members it expects at the start; None: as many as there are
+    job: str | None
+    session: bytes
+    sequence: int = 0
+    generation: int = 0
+    lost: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Registered; `reason` says what for, `missing` which ranks of the first generation have not come."""
+
+    missing: tuple[int, ...]
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Turned away for good."""
+
+    reason: str
+
+
+Outcome = Waiting | Refusal | Assembly
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What a member at work should know. If `generation` is newer than its own, the job went on without it."""
+
+    generation: int
+    joiners: int  # how many wait and would be let in
+    evicted: tuple[str, ...]  # members of this generation that were struck off: died, silent or accused
+    checkpoint: int | None  # the epoch of the checkpoint that is under way
+    over: bool = False  # members of this generation already wait for the next one
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointStatus:
+    """How far the checkpoint of `epoch` is: complete when every live worker has reported."""
+
+    epoch: int
+    waiting_for: tuple[str, ...]
+    complete: bool
+
+
+Kind = Literal["came", "went", "formed", "returned", "left", "gone", "silent", "accused", "replaced", "checkpoint"]
+Cause = Literal["left", "gone", "silent", "accused", "replaced"]  # why a member is no longer in its generation
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Something that happened, for the log; what is `lasting` must be in the journal before anybody is told of it."""
+
+    kind: Kind
+    generation: int
+    member: str | None
+    text: str
+    lasting: bool

@@ -1,0 +1,331 @@
+"""Where the coordinator answers calls: proofs and certificates are checked, the state machine is asked, what it changed
+is written to the journal, and only then anybody is told.
+
+Each call runs in a thread, one at a time at the desk. A RegisterWorker call is held back until there is news or its
+patience ends, and the worker asks again. A held call occupies its thread, so only `HELD` of them are; further workers
+are told when to ask again instead. A launcher's stream occupies a thread too, which sleeps between two heartbeats; when
+`STREAMS` are taken, launchers use single calls.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn, Protocol, TypeVar
+from urllib.parse import unquote
+
+from gradwire.errors import JournalError
+from gradwire.membership.answers import Change, Claim, Outcome, Refusal, Waiting
+from gradwire.membership.messages import (
+    Malformed,
+    checkpoint_to_wire,
+    claim_from_wire,
+    member_from_wire,
+    news_to_wire,
+    outcome_to_wire,
+    parse,
+)
+from gradwire.membership.quiet import grpc
+from gradwire.membership.sealing import CoordinatorSeal, Stale, Unproven
+from gradwire.membership.state import Membership
+from gradwire.membership.v1 import gradwire_pb2 as pb
+from gradwire.membership.v1 import gradwire_pb2_grpc as rpc
+from gradwire.security.admission import NO_SECRET
+
+log = logging.getLogger("gradwire.membership")
+
+HELD = 64  # calls held back at a time
+STREAMS = 1024  # of launchers that have proved the secret
+STRANGERS = 64  # streams of which nothing is proven yet
+THREADS = HELD + STREAMS + STRANGERS + 32
+_LONGEST_HOLD = 1.0  # seconds
+_LONGEST_PAUSE = 4.0  # seconds; a place lapses after 5
+_PAUSE_PER_WAITING = 0.002  # seconds between two questions of a worker that is not held, times those that wait
+_SILENCE = 10.0  # seconds after which a stream is cut; a launcher speaks once a second
+_USUAL = ("came", "formed", "returned", "left", "checkpoint")  # changes that are nobody's loss
+
+T = TypeVar("T")
+
+
+class Record(Protocol):
+    """What the desk needs of a journal."""
+
+    def write(self, snapshot: dict[str, Any]) -> None: ...
+
+
+class Desk(rpc.MembershipServicer):
+    """Answers the calls; each method runs in a thread of the server's pool."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        seal: CoordinatorSeal,
+        *,
+        journal: Record | None = None,
+        vouched: Callable[[Any, str], str | None] = lambda context, name: None,
+        failed: Callable[[JournalError], None] = lambda error: None,
+    ) -> None:
+        """`vouched` tells why a caller may not speak for a member; `failed` hears that the journal cannot be written,
+        after which nobody is told anything."""
+        self.membership = membership
+        self._seal = seal
+        self._journal = journal
+        self._vouched = vouched
+        self._failed = failed
+        self._failure = ""
+        self._calls = itertools.count(1)
+        self._lock = threading.Lock()
+        self._told = threading.Condition(self._lock)
+        self._stirred = threading.Condition(self._lock)
+        self._held: set[_Held] = set()
+        self._streams: set[_Listened] = set()
+        self._closed = False
+
+    # -- calls
+
+    def Hello(self, request: pb.HelloRequest, context: Any) -> pb.HelloReply:  # noqa: N802
+        try:
+            return self._seal.meet(request)
+        except Unproven:
+            _abort(context, grpc.StatusCode.UNAUTHENTICATED, f"the caller {NO_SECRET}")
+
+    def RegisterWorker(self, request: pb.Sealed, context: Any) -> pb.Sealed:  # noqa: N802
+        body = self._open("RegisterWorker", pb.RegisterWorkerRequest, request, context)
+        try:
+            claim = claim_from_wire(body, next(self._calls))
+        except Malformed as error:
+            _abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        reason = self._vouched(context, claim.member.id)
+        if reason is not None:
+            outcome: Outcome = Refusal(reason)
+            again_after = 0.0
+        else:
+            outcome, again_after = self._answer(claim, body.patience_ms / 1000, context)
+        if isinstance(outcome, Refusal):
+            log.warning("refused %s at %s: %s", claim.member, _peer(context), outcome.reason)
+        reply = outcome_to_wire(outcome, again_after)
+        return self._seal.seal("RegisterWorker", request, reply.SerializeToString())
+
+    def UnregisterWorker(self, request: pb.Sealed, context: Any) -> pb.Sealed:  # noqa: N802
+        body = self._open("UnregisterWorker", pb.UnregisterWorkerRequest, request, context)
+        self._check(context, [body.member.id])
+        member = member_from_wire(body.member)
+        known = self._event(context, lambda now: self.membership.leave(member, now))
+        reply = pb.UnregisterWorkerReply(known=known)
+        return self._seal.seal("UnregisterWorker", request, reply.SerializeToString())
+
+    def Heartbeat(self, request: pb.Sealed, context: Any) -> pb.Sealed:  # noqa: N802
+        return self._beat("Heartbeat", request, context)
+
+    def Heartbeats(self, requests: Iterator[pb.Sealed], context: Any) -> Iterator[pb.Sealed]:  # noqa: N802
+        stream = self._listen(context)
+        try:
+            for request in requests:
+                reply = self._beat("Heartbeats", request, context)
+                stream.heard = time.monotonic()
+                self._prove(stream, context)
+                yield reply
+        finally:
+            with self._lock:
+                self._streams.discard(stream)
+
+    def StartCheckpoint(self, request: pb.Sealed, context: Any) -> pb.Sealed:  # noqa: N802
+        return self._checkpoint("StartCheckpoint", self.membership.start_checkpoint, request, context)
+
+    def EndCheckpoint(self, request: pb.Sealed, context: Any) -> pb.Sealed:  # noqa: N802
+        return self._checkpoint("EndCheckpoint", self.membership.end_checkpoint, request, context)
+
+    # -- what the server does
+
+    def keep_time(self) -> None:
+        """Tell the membership the time when it wants to know, and cut streams that fell silent, until `close`."""
+        with self._lock:
+            while not self._closed:
+                now = time.monotonic()
+                due = self.membership.due()
+                if due is not None and due <= now and not self._failure:
+                    self.membership.tick(now)
+                    self._record()
+                    due = self.membership.due()
+                for stream in [stream for stream in self._streams if now - stream.heard > _SILENCE]:
+                    stream.context.cancel()
+                pause = 1.0 if due is None else min(1.0, max(0.005, due - now))
+                self._stirred.wait(pause if due is not None or self._streams else None)
+
+    def close(self, grace: float) -> None:
+        """Refuse whoever still waits, and return when all have been told, or after `grace` seconds."""
+        deadline = time.monotonic() + grace
+        with self._lock:
+            self.membership.stop("the coordinator was stopped before all ranks had come")
+            self._wake()
+            while (left := deadline - time.monotonic()) > 0 and self.membership.uninformed(time.monotonic()):
+                self._told.wait(min(left, 0.1))
+            self._closed = True
+            self._stirred.notify_all()
+
+    # -- at the desk
+
+    def _open(self, method: str, kind: Any, request: pb.Sealed, context: Any) -> Any:
+        try:
+            body = self._seal.open(method, request)
+            return parse(kind, body)
+        except Unproven:
+            _abort(context, grpc.StatusCode.UNAUTHENTICATED, f"the caller {NO_SECRET}")
+        except Stale:
+            _abort(context, grpc.StatusCode.FAILED_PRECONDITION, "the coordinator was started anew; say hello again")
+        except Malformed as error:
+            _abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+
+    def _check(self, context: Any, ids: Iterable[str]) -> None:
+        for name in ids:
+            reason = self._vouched(context, name)
+            if reason is not None:
+                _abort(context, grpc.StatusCode.PERMISSION_DENIED, reason)
+
+    def _event(self, context: Any, event: Callable[[float], T]) -> T:
+        """Something happens to the membership; what it changes is in the journal when this returns."""
+        with self._lock:
+            answer = event(time.monotonic())
+            self._record()
+            self._told.notify_all()
+        self._check_sound(context)
+        return answer
+
+    def _record(self) -> None:
+        changes = self.membership.changes()
+        if not changes:
+            return
+        if self._journal is not None and not self._failure and any(change.lasting for change in changes):
+            try:
+                self._journal.write(self.membership.snapshot())
+            except JournalError as error:
+                self._failure = str(error)
+                log.error("%s; nobody is told anything any more", error)
+                self._failed(error)
+        if self._failure:
+            return
+        for change in changes:
+            _log(change)
+        if any(change.kind == "formed" for change in changes):
+            self._wake()
+        self._stirred.notify_all()
+
+    def _check_sound(self, context: Any) -> None:
+        if self._failure:
+            _abort(context, grpc.StatusCode.UNAVAILABLE, self._failure)
+
+    def _answer(self, claim: Claim, patience: float, context: Any) -> tuple[Outcome, float]:
+        """The answer to a claim, held back while it is only `Waiting`, and after which time to ask again."""
+        held = _Held()
+
+        def event(now: float) -> Outcome:
+            outcome = self.membership.register(claim, now)
+            if isinstance(outcome, Waiting) and len(self._held) < HELD:
+                self._held.add(held)
+            return outcome
+
+        outcome = self._event(context, event)
+        if not isinstance(outcome, Waiting):
+            return outcome, 0.0
+        if held not in self._held:
+            return outcome, min(_LONGEST_PAUSE, _PAUSE_PER_WAITING * self.membership.waiting)
+        if not context.add_callback(held.cut_off):
+            held.cut_off()
+        held.wait(min(patience, _LONGEST_HOLD))
+        with self._lock:
+            self._held.discard(held)
+            if held.gone:
+                self.membership.withdraw(claim)
+        return self._event(context, lambda now: self.membership.outcome(claim, now)), 0.0
+
+    def _wake(self) -> None:
+        for held in self._held:
+            held.news()
+
+    def _beat(self, method: str, request: pb.Sealed, context: Any) -> pb.Sealed:
+        body = self._open(method, pb.HeartbeatRequest, request, context)
+        self._check(context, itertools.chain(body.ids, body.gone))
+
+        def event(now: float) -> Any:
+            if body.gone:
+                self.membership.gone(body.gone, now)
+            return self.membership.beat(body.ids, now)
+
+        news = self._event(context, event)
+        return self._seal.seal(method, request, news_to_wire(news).SerializeToString())
+
+    def _checkpoint(self, method: str, ask: Any, request: pb.Sealed, context: Any) -> pb.Sealed:
+        body = self._open(method, pb.CheckpointRequest, request, context)
+        self._check(context, [body.id])
+        outcome = self._event(context, lambda now: ask(body.epoch, body.id, now))
+        return self._seal.seal(method, request, checkpoint_to_wire(outcome).SerializeToString())
+
+    # -- streams
+
+    def _listen(self, context: Any) -> _Listened:
+        stream = _Listened(context)
+        with self._lock:
+            strangers = sum(not other.proven for other in self._streams)
+            if strangers < STRANGERS:
+                self._streams.add(stream)
+                self._stirred.notify_all()
+        if strangers >= STRANGERS:
+            _abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "too many streams begin at once")
+        return stream
+
+    def _prove(self, stream: _Listened, context: Any) -> None:
+        if stream.proven:
+            return
+        with self._lock:
+            stream.proven = sum(other.proven for other in self._streams) < STREAMS
+        if not stream.proven:
+            _abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, f"{STREAMS} hosts have streams already")
+
+
+class _Held:
+    """A call that is held back until there is news, its time is up, or its caller is gone."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._over = False
+        self.gone = False
+
+    def wait(self, seconds: float) -> None:
+        self._event.wait(seconds)
+        self._over = True
+
+    def news(self) -> None:
+        self._event.set()
+
+    def cut_off(self) -> None:
+        """gRPC's word that the call has ended; while it is held, that means that the caller is gone."""
+        if not self._over:
+            self.gone = True
+            self._event.set()
+
+
+class _Listened:
+    """A launcher's stream."""
+
+    def __init__(self, context: Any) -> None:
+        self.context = context
+        self.heard = time.monotonic()
+        self.proven = False
+
+
+def _log(change: Change) -> None:
+    log.log(logging.INFO if change.kind in _USUAL else logging.WARNING, "%s", change.text)
+
+
+def _peer(context: Any) -> str:
+    """The caller's address, as people write it: gRPC says "ipv6:%5B::1%5D:4711"."""
+    return unquote(context.peer()).removeprefix("ipv4:").removeprefix("ipv6:")
+
+
+def _abort(context: Any, code: grpc.StatusCode, reason: str) -> NoReturn:
+    log.warning("refused a call from %s: %s", _peer(context), reason)
+    context.abort(code, reason)
+    raise AssertionError("abort raises")

@@ -1,0 +1,52 @@
+"""Who is in a generation, and in which order: pure functions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+
+from gradwire.membership.members import Member
+
+
+def seated(members: Sequence[Member]) -> list[str]:
+    """The ids of a first generation in rank order: whoever named a rank gets it, the others fill the gaps as they came.
+
+    If fewer came than were expected, what is left of the order is closed up.
+    """
+    named = {member.rank: member.id for member in members if member.rank is not None}
+    unnamed = iter([member.id for member in members if member.rank is None])
+    order: list[str] = []
+    for rank in range(max([len(members), *(1 + rank for rank in named)])):
+        name = named.get(rank) or next(unnamed, None)
+        if name is not None:
+            order.append(name)
+    return order
+
+
+def missing(members: Sequence[Member], size: int) -> tuple[int, ...]:
+    """The ranks that nobody has yet, of `size`."""
+    named = {member.rank for member in members}
+    free = [rank for rank in range(size) if rank not in named]
+    return tuple(free[sum(member.rank is None for member in members) :])
+
+
+def cut_off(order: Sequence[str], complaints: Mapping[str, AbstractSet[str]]) -> list[str]:
+    """Who of `order` must go so that nobody is left who cannot reach another; `complaints` are by witness.
+
+    The one with the most witnesses against it goes first, of several the one with the highest rank; complaints of and
+    about those who went count no more.
+    """
+    rank = {name: position for position, name in enumerate(order)}
+    against = {name: {other for other in complaints.get(name, ()) if other in rank and other != name} for name in order}
+    witnesses = Counter(accused for names in against.values() for accused in names)
+    gone: list[str] = []
+    while witnesses:
+        name = max(witnesses, key=lambda name: (witnesses[name], rank[name]))
+        gone.append(name)
+        del witnesses[name]
+        for accused in against.pop(name):
+            if accused in witnesses:
+                witnesses[accused] -= 1
+        witnesses = +witnesses
+    return gone

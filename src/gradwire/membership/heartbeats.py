@@ -1,0 +1,167 @@
+"""A launcher's side of the lease: one stream to the coordinator that speaks for all workers of its host."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from gradwire.errors import GradwireError, NoConnection
+from gradwire.membership.answers import News
+from gradwire.membership.conversation import Conversation, pauses_between_tries
+from gradwire.membership.messages import Malformed, news_from_wire, parse
+from gradwire.membership.quiet import grpc
+from gradwire.membership.v1 import gradwire_pb2 as pb
+from gradwire.security.tls import Credentials
+
+log = logging.getLogger("gradwire.membership")
+
+INTERVAL = 1.0  # seconds from one heartbeat to the next
+_ONE_TRY = 2.0  # seconds to find the coordinator, before the log says that it is not there
+_LAST_WORD = 2.0  # seconds that closing may take, to say who is gone
+
+
+class Heartbeats:
+    """Says once a second which members live, at once who is gone, and hears the news. A coordinator that was away is
+    found again, until this is closed.
+
+    `on_news` is called with each answer, from a thread of this.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        ids: Iterable[str] = (),
+        *,
+        secret: bytes,
+        on_news: Callable[[News], None] | None = None,
+        credentials: Credentials | None = None,
+        interval: float = INTERVAL,
+    ) -> None:
+        self._address, self._secret, self._credentials = address, secret, credentials
+        self._on_news = on_news
+        self._interval = interval
+        self._ids = dict.fromkeys(ids)
+        self._gone: dict[str, None] = {}  # of whose end the coordinator has not confirmed to have heard
+        self._changed = threading.Condition()
+        self._closed = False
+        self._give_up: Callable[[], object] = lambda: None
+        self._unary = False
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+
+    def start(self) -> None:
+        """Begin; returns at once, whether or not the coordinator is there."""
+        self._thread = threading.Thread(target=self._run, name="gradwire-heartbeats", daemon=True)
+        self._thread.start()
+
+    def watch(self, ids: Iterable[str]) -> None:
+        """Speak for these members too."""
+        with self._changed:
+            self._ids.update(dict.fromkeys(ids))
+
+    def gone(self, ids: Iterable[str]) -> None:
+        """The processes of these members have ended: said at once, and again until the coordinator has heard it."""
+        with self._changed:
+            for name in ids:
+                self._ids.pop(name, None)
+                self._gone[name] = None
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End, having said who is gone if the coordinator is there to hear it. Idempotent."""
+        thread, self._thread = self._thread, None
+        if thread is None or self._pid != os.getpid():
+            return
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        thread.join(_LAST_WORD)
+        while thread.is_alive():
+            self._give_up()
+            thread.join(0.1)
+
+    def _run(self) -> None:
+        trouble = False
+        pauses = pauses_between_tries()
+        while not self._closed:
+            try:
+                for news in self._conversation():
+                    if trouble:
+                        log.info("the coordinator at %s answers the heartbeats of this host again", self._address)
+                    trouble, pauses = False, pauses_between_tries()
+                    self._tell(news)
+            except GradwireError as error:
+                if not trouble:
+                    log.warning("no heartbeats from this host, trying again: %s", error)
+                trouble = True
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed, next(pauses))
+
+    def _conversation(self) -> Iterator[News]:
+        """The answers to the heartbeats, until the connection breaks or this is closed."""
+        with Conversation(self._address, self._secret, _ONE_TRY, credentials=self._credentials) as coordinator:
+            self._give_up = lambda: coordinator.hurry(0.0)
+            try:
+                stub = coordinator.connect()
+                if self._unary:
+                    yield from self._beats(lambda body: coordinator.ask("Heartbeat", body))
+                else:
+                    stream = _Stream(coordinator, stub)
+                    self._give_up = stream.close
+                    try:
+                        yield from self._beats(stream.ask)
+                    finally:
+                        stream.close()
+            except grpc.RpcError as error:
+                # A coordinator has room for so many streams; single calls do as well.
+                self._unary = error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+                coordinator.judge(error)
+
+    def _beats(self, ask: Callable[[bytes], bytes]) -> Iterator[News]:
+        while True:
+            with self._changed:
+                ids, gone = list(self._ids), list(self._gone)
+            try:
+                news = news_from_wire(parse(pb.News, ask(pb.HeartbeatRequest(ids=ids, gone=gone).SerializeToString())))
+            except Malformed as error:
+                raise NoConnection(f"the coordinator at {self._address} answers in another version") from error
+            with self._changed:
+                for name in gone:
+                    del self._gone[name]
+            yield news
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._gone, self._interval)
+                if self._closed and not self._gone:
+                    return
+
+    def _tell(self, news: News) -> None:
+        try:
+            if self._on_news is not None:
+                self._on_news(news)
+        except Exception:
+            log.exception("the news from the coordinator could not be passed on")
+
+
+class _Stream:
+    """A stream of requests and replies, one after the other."""
+
+    def __init__(self, coordinator: Conversation, stub: Any) -> None:
+        self._coordinator = coordinator
+        self._outbox: queue.SimpleQueue[pb.Sealed | None] = queue.SimpleQueue()
+        self._call = stub.Heartbeats(iter(self._outbox.get, None))
+
+    def ask(self, body: bytes) -> bytes:
+        request = self._coordinator.seal.seal("Heartbeats", body)
+        self._outbox.put(request)
+        reply = next(self._call, None)
+        if reply is None:
+            raise NoConnection(f"the coordinator at {self._coordinator.address} ended the stream of heartbeats")
+        return self._coordinator.open("Heartbeats", request, reply)
+
+    def close(self) -> None:
+        self._outbox.put(None)
+        self._call.cancel()

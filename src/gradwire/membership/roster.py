@@ -1,0 +1,263 @@
+"""Where everybody is: the present generation, those who are back from it, and the line. No rules, only moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gradwire.membership.answers import Cause, Change, Claim, Kind
+from gradwire.membership.clock import Clock
+from gradwire.membership.members import Member
+
+LAPSE = 5.0  # seconds; much longer than the pause between two claims of a waiting member
+REST = 5.0  # seconds before a member that others could not reach may join again; doubled each time
+LONGEST_REST = 300.0
+
+_WHY: dict[Cause, str] = {
+    "left": "has left",
+    "gone": "has died",
+    "silent": "was not heard of for the time of its lease",
+    "accused": "could not be reached by others",
+    "replaced": "asks anew, and so was never told of its place",
+}
+
+
+@dataclass(slots=True)
+class Place:
+    """Of one that waits."""
+
+    claim: Claim
+    asked: float
+    told: bool = False
+    complaints: frozenset[str] = frozenset()
+
+
+@dataclass(slots=True)
+class Seat:
+    """Of one that is in the present generation, with what must be kept of its claim."""
+
+    member: Member  # with the rank that it got
+    wish: int | None  # the rank that it asked for
+    session: bytes
+    came_from: int  # the generation that it was in before
+    asked: float
+    heard: float
+    told: bool = False
+
+    def claimed(self) -> Member:
+        """The member as it described itself."""
+        return replace(self.member, rank=self.wish)
+
+
+class Roster:
+    """Members by id: `seats` in rank order, `back` and `line` in the order of arrival; `out` are seats given up."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.generation = 0
+        self.seats: dict[str, Seat] = {}
+        self.members: tuple[Member, ...] = ()
+        self.out: dict[str, Cause] = {}
+        self.back: dict[str, Place] = {}
+        self.line: dict[str, Place] = {}
+        self.arrived = 0.0  # when somebody last came
+        self.stirred = 0.0  # when somebody last came or went who matters to the next generation
+        self.changes: list[Change] = []
+        self._clock = clock
+        self._rests: dict[str, tuple[float, float]] = {}  # by id: how long, and until when
+        self._lapse_at = 0.0  # no place lapses before
+        self._silent_at = 0.0  # no lease runs out before
+
+    # -- who is where
+
+    def place(self, name: str) -> Place | None:
+        return self.back.get(name) or self.line.get(name)
+
+    def live(self) -> dict[str, Seat]:
+        return {name: seat for name, seat in self.seats.items() if name not in self.out}
+
+    def alive(self, name: str) -> bool:
+        return name in self.seats and name not in self.out
+
+    def known(self, name: str) -> Member | None:
+        """Whoever goes by this id now, at work or waiting."""
+        place = self.place(name)
+        if place is not None:
+            return place.claim.member
+        return self.seats[name].member if self.alive(name) else None
+
+    def size(self) -> int:
+        """How many live members the present generation has."""
+        return len(self.seats) - len(self.out)
+
+    def absent(self) -> list[str]:
+        """Those whom somebody who is back could not reach, and who are not back themselves; in rank order."""
+        accused = set[str]().union(*(place.complaints for place in self.back.values() if place.complaints))
+        absent = accused - self.back.keys() - self.out.keys()
+        return sorted(absent, key=lambda name: self.seats[name].member.rank or 0)
+
+    def awaited(self) -> int:
+        """How many members of the present generation may still come back."""
+        return self.size() - len(self.back) - len(self.absent())
+
+    def ready(self) -> Iterator[str]:
+        """Those in line who may join, in their order."""
+        return (name for name in self.line if not self.rest(name))
+
+    def rest(self, name: str) -> float:
+        """Seconds before it may join again."""
+        _, until = self._rests.get(name, (0.0, 0.0))
+        return 0.0 if self._clock.reached(until) else until - self._clock.time
+
+    def rests_until(self) -> list[float]:
+        return [until for _, until in self._rests.values()]
+
+    def uninformed(self) -> bool:
+        """Whether somebody who still asks has not been told how it ended."""
+        asking: list[Seat | Place] = [*self.seats.values(), *self.back.values(), *self.line.values()]
+        return any(not one.told and not self._clock.reached(one.asked + LAPSE) for one in asking)
+
+    # -- moves of those who wait
+
+    def come(self, claim: Claim, places: dict[str, Place], complaints: frozenset[str] = frozenset()) -> None:
+        """A claim takes a place in `places`, or holds it."""
+        name, now = claim.member.id, self._clock.time
+        place = places.get(name)
+        if place is None:
+            place = places[name] = Place(claim, now, complaints=complaints)
+            self.arrived = now
+            self._stir(places)
+            self.note(
+                "came", name, f"{claim.member} has come" + (" back" if places is self.back else ""), lasting=False
+            )
+        elif place.claim.session != claim.session or place.claim.sequence <= claim.sequence:
+            if place.complaints != complaints:
+                self._stir(places)
+            place.claim, place.complaints = claim, complaints
+        place.asked = now
+
+    def free(self, name: str, why: str) -> None:
+        """Whoever waited there no longer does."""
+        places = self.back if name in self.back else self.line
+        place = places.pop(name, None)
+        if place is not None:
+            self._stir(places)
+            self.note("went", name, f"{place.claim.member} {why}", lasting=False)
+
+    def let_lapse(self) -> None:
+        if not self._clock.reached(self._lapse_at):
+            return
+        for name in [name for name, place in self._waiting() if self._clock.reached(place.asked + LAPSE)]:
+            self.free(name, "no longer asks")
+        self._lapse_at = LAPSE + min((place.asked for _, place in self._waiting()), default=self._clock.time)
+
+    def send_to_line(self, name: str) -> None:
+        """A member that others cannot reach starts over at the end of the line.
+
+        A link that is cut stays cut for a while: without a rest, all would regroup for it again and again.
+        """
+        place = self.line[name] = self.back.pop(name)
+        place.complaints = frozenset()
+        self._rests = {n: rest for n, rest in self._rests.items() if not self._clock.reached(rest[1] + LONGEST_REST)}
+        length = min(LONGEST_REST, 2 * self._rests[name][0]) if name in self._rests else REST
+        self._rests[name] = (length, self._clock.time + length)
+        self.strike(name, "accused")
+
+    # -- moves of those who are at work
+
+    def strike(self, name: str, cause: Cause) -> None:
+        """A member is out of the present generation."""
+        self.back.pop(name, None)
+        self.out[name] = cause
+        self.seats[name].told = True
+        self.stirred = self._clock.time
+        self.note(cause, name, f"{self.seats[name].member} {_WHY[cause]}")
+
+    def end(self, name: str, cause: Cause) -> bool:
+        """A process is no more, wherever it was; True if it was at work."""
+        self.free(name, _WHY[cause])
+        self._rests.pop(name, None)
+        at_work = name in self.seats and self.out.get(name, "silent") == "silent"
+        if at_work:
+            self.strike(name, cause)
+        return at_work
+
+    def hear(self, name: str) -> None:
+        """A member lives. If it had only been silent, and nobody went on without it, it is in again."""
+        seat = self.seats.get(name)
+        if seat is None:
+            return
+        seat.heard = self._clock.time
+        if self.out.get(name) == "silent":
+            del self.out[name]
+            self.stirred = self._clock.time
+            self.note("returned", name, f"{seat.member} is heard of again")
+
+    def silent(self, lease: float) -> list[str]:
+        """Those whose lease has run out. Who is back asks all the time, and needs none."""
+        if not self._clock.reached(self._silent_at):
+            return []
+        live = self.live()
+        silent = [n for n, seat in live.items() if n not in self.back and self._clock.reached(seat.heard + lease)]
+        self._silent_at = lease + min(
+            (seat.heard for name, seat in live.items() if name not in silent), default=self._clock.time
+        )
+        return silent
+
+    def seat(self, order: Sequence[str]) -> None:
+        """The next generation: these, from back and line, in this order. Who is not among them stays in line."""
+        places = {name: self.back.get(name) or self.line[name] for name in order}
+        self.generation += 1
+        self.seats, self.out = {}, {}
+        for rank, (name, place) in enumerate(places.items()):
+            claim = place.claim
+            member = replace(claim.member, rank=rank)
+            self.seats[name] = Seat(
+                member, claim.member.rank, claim.session, claim.generation, place.asked, self._clock.time
+            )
+            self.back.pop(name, None)
+            self.line.pop(name, None)
+        self.members = tuple(seat.member for seat in self.seats.values())
+
+    # -- the record
+
+    def note(self, kind: Kind, name: str | None, text: str, *, lasting: bool = True) -> None:
+        self.changes.append(Change(kind, self.generation, name, text, lasting))
+
+    def snapshot(self) -> dict[str, Any]:
+        return {
+            "generation": self.generation,
+            "members": [_to_json(seat) for seat in self.seats.values()],
+            "out": dict(self.out),
+        }
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        now = self._clock.time
+        self.generation = snapshot["generation"]
+        self.seats = {fields["id"]: _from_json(fields, now) for fields in snapshot["members"]}
+        self.members = tuple(seat.member for seat in self.seats.values())
+        self.out = dict(snapshot["out"])
+        self.arrived = self.stirred = now
+
+    def _waiting(self) -> Iterator[tuple[str, Place]]:
+        yield from self.back.items()
+        yield from self.line.items()
+
+    def _stir(self, places: dict[str, Place]) -> None:
+        """Those who are back do not wait for comings and goings in the line; if nobody is, the line settles too."""
+        if places is self.back or not self.back:
+            self.stirred = self._clock.time
+
+
+_FIELDS = ("id", "rank", "host", "hostname", "pid", "address")
+
+
+def _to_json(seat: Seat) -> dict[str, Any]:
+    fields = {name: getattr(seat.member, name) for name in _FIELDS}
+    return fields | {"wish": seat.wish, "session": seat.session.hex(), "came_from": seat.came_from}
+
+
+def _from_json(fields: Mapping[str, Any], now: float) -> Seat:
+    member = Member(**{name: fields[name] for name in _FIELDS})
+    session = bytes.fromhex(fields["session"])
+    return Seat(member, fields["wish"], session, fields["came_from"], now, now, told=True)

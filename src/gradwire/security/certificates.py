@@ -1,0 +1,264 @@
+"""Makes a certificate authority and certificates for the members of a job, and reads certificates.
+
+    ca.pem ca.key          the authority: ca.pem goes to every machine, ca.key stays where certificates are made
+    NAME.pem NAME.key      a member's certificate and key, for its machine alone
+
+Keys are P-256, which makes handshakes cheap. Files are written aside and renamed into place, keys with mode 0600 from
+their birth: a reader never sees half of one, and a running job picks renewed ones up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gradwire.errors import ConfigError
+from gradwire.security.identity import Identity, is_name, only
+
+if TYPE_CHECKING:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+DAYS = 365
+AUTHORITY_DAYS = 3650
+SLOW_CLOCKS = timedelta(minutes=10)  # of machines on which a new certificate must hold already
+
+
+class Authority:
+    """Signs certificates. Kept in a directory as ca.pem and ca.key."""
+
+    def __init__(self, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
+        self.certificate = certificate
+        self._key = key
+
+    @classmethod
+    def new(cls) -> Authority:
+        """A fresh one, which signs itself."""
+        from cryptography import x509
+        from cryptography.x509.oid import NameOID
+
+        key = _new_key()
+        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"gradwire CA {secrets.token_hex(4)}")])
+        now = datetime.now(UTC)
+        builder = _builder(name, name, key.public_key(), now - SLOW_CLOCKS, now + timedelta(days=AUTHORITY_DAYS))
+        builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        builder = builder.add_extension(_usage(signs_certificates=True), critical=True)
+        return cls(_signed(builder, key, key), key)
+
+    @classmethod
+    def load(cls, directory: Path) -> Authority:
+        """The one in a directory; `ConfigError` if it cannot be read."""
+        from cryptography import x509
+        from cryptography.hazmat.primitives.asymmetric import ec
+        from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+        try:
+            certificate = x509.load_pem_x509_certificate((directory / "ca.pem").read_bytes())
+            key = load_pem_private_key((directory / "ca.key").read_bytes(), None)
+        except OSError as error:
+            raise ConfigError(f"cannot read the certificate authority {error.filename}: {error.strerror}") from error
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"the certificate authority in {directory} is damaged or encrypted: {error}") from error
+        if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
+            raise ConfigError(f"{directory / 'ca.key'} is not the key of {directory / 'ca.pem'}")
+        if (end := certificate.not_valid_after_utc) <= datetime.now(UTC):
+            raise ConfigError(f"the certificate authority in {directory} expired on {end:%Y-%m-%d}: make a new one")
+        return cls(certificate, key)
+
+    def store(self, directory: Path) -> None:
+        write(directory / "ca.key", _key_pem(self._key), 0o600)
+        write(directory / "ca.pem", _pem(self.certificate), 0o644)
+
+    def issue(
+        self, identity: Identity, *, serves: bool = False, begin: datetime | None = None, end: datetime | None = None
+    ) -> tuple[bytes, bytes]:
+        """A certificate and its key, as PEM; `serves`: its holder may also be the job's coordinator."""
+        from cryptography import x509
+        from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+        key = _new_key()
+        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, identity.member[:64])])
+        now = datetime.now(UTC)
+        builder = _builder(
+            name,
+            self.certificate.subject,
+            key.public_key(),
+            begin or now - SLOW_CLOCKS,
+            end or now + timedelta(days=DAYS),
+        )
+        names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(str(identity))]
+        if serves:
+            names.append(x509.DNSName(coordinator_name(identity.job)))
+        purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+        builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        builder = builder.add_extension(_usage(signs_certificates=False), critical=True)
+        builder = builder.add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
+        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+        return _pem(_signed(builder, key, self._key)), _key_pem(key)
+
+
+def coordinator_name(job: str) -> str:
+    """The DNS name in the certificates of those who may be a job's coordinator; no resolver knows it.
+
+    >>> coordinator_name("digits")
+    'digits.coordinator.gradwire'
+    """
+    return f"{job}.coordinator.gradwire"
+
+
+def make(
+    directory: Path, job: str, members: Sequence[str], coordinators: Sequence[str] = (), *, days: float = DAYS
+) -> list[Path]:
+    """Write a certificate and a key for each member, by the authority in the directory or a new one; what was written.
+
+    `coordinators` may also be the job's coordinator: members or others. If none is named, who may so far, or else the
+    first member. Certificates of the job that exist are renewed.
+    """
+    names = list(dict.fromkeys((*members, *coordinators)))
+    _check_names(job, names)
+    if not 0 < days <= AUTHORITY_DAYS:
+        raise ConfigError(f"certificates hold for more than 0 and at most {AUTHORITY_DAYS} days, not {days:g}")
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        serving = _serving(directory, job, names)
+        serving = list(coordinators) or serving or names[:1]
+        written = []
+        if (directory / "ca.pem").exists() or (directory / "ca.key").exists():
+            authority = Authority.load(directory)
+        else:
+            authority = Authority.new()
+            authority.store(directory)
+            written.append(directory / "ca.pem")
+        end = min(datetime.now(UTC) + timedelta(days=days), authority.certificate.not_valid_after_utc)
+        for name in names:
+            certificate, key = authority.issue(Identity(job, name), serves=name in serving, end=end)
+            write(directory / f"{name}.key", key, 0o600)
+            write(directory / f"{name}.pem", certificate, 0o644)
+            written.append(directory / f"{name}.pem")
+    except OSError as error:
+        raise ConfigError(f"cannot write {error.filename or directory}: {error.strerror}") from error
+    return written
+
+
+def _check_names(job: str, names: Sequence[str]) -> None:
+    for name in (job, *names):
+        if not is_name(name):
+            raise ConfigError(f"{name!r} cannot be a name: letters, digits, '.', '_' and '-', 63 at most")
+    if "ca" in names:
+        raise ConfigError("no member can be called 'ca': that is the authority's file")
+    if not names:
+        raise ConfigError("there is nobody to make a certificate for: name members")
+
+
+def _serving(directory: Path, job: str, names: Sequence[str]) -> list[str]:
+    """Who may be the job's coordinator so far; `ConfigError` if a certificate of one of these names is for another."""
+    from cryptography import x509
+
+    serving = []
+    for path in sorted(directory.glob("*.pem")):
+        try:
+            certificate = x509.load_pem_x509_certificate(path.read_bytes())
+            identity = identity_in(certificate)
+        except ValueError:
+            continue  # the authority's, or none of ours
+        if identity.job == job and coordinator_name(job) in _alternatives(certificate, x509.DNSName):
+            serving.append(identity.member)
+        if identity.job != job and path.stem in names:
+            raise ConfigError(f"{path} is for job {identity.job}: keep the certificates of another job elsewhere")
+    return serving
+
+
+def identity_of(der: bytes) -> Identity:
+    """Whom a certificate speaks for; ValueError if that is nobody of a gradwire job."""
+    from cryptography import x509
+
+    return identity_in(x509.load_der_x509_certificate(der))
+
+
+def identity_in(certificate: x509.Certificate) -> Identity:
+    from cryptography import x509
+
+    return only(_alternatives(certificate, x509.UniformResourceIdentifier))
+
+
+def _alternatives(certificate: x509.Certificate, kind: type[x509.GeneralName]) -> list[str]:
+    from cryptography import x509
+
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return []
+    return [str(name.value) for name in names if isinstance(name, kind)]
+
+
+def write(path: Path, content: bytes, mode: int) -> None:
+    """Put a whole file in place of what was there."""
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content)
+        os.replace(draft, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise
+
+
+def _new_key() -> ec.EllipticCurvePrivateKey:
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    return ec.generate_private_key(ec.SECP256R1())
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, public: ec.EllipticCurvePublicKey, begin: datetime, end: datetime
+) -> x509.CertificateBuilder:
+    from cryptography import x509
+
+    builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(public)
+    builder = builder.serial_number(x509.random_serial_number()).not_valid_before(begin).not_valid_after(end)
+    return builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+
+
+def _signed(
+    builder: x509.CertificateBuilder, key: ec.EllipticCurvePrivateKey, issuer: ec.EllipticCurvePrivateKey
+) -> x509.Certificate:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+
+    of_issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer.public_key())
+    return builder.add_extension(of_issuer, critical=False).sign(issuer, hashes.SHA256())
+
+
+def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    from cryptography import x509
+
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _pem(certificate: x509.Certificate) -> bytes:
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    return certificate.public_bytes(Encoding.PEM)
+
+
+def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())

@@ -1,0 +1,82 @@
+"""A link over a connected TCP socket, with what the kernel is told about it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+from collections.abc import Callable, Sequence
+
+from gradwire.errors import TransportError
+from gradwire.transports.base import Buffer, Link, LinkClosed
+
+MAX_BUFFERS = 512  # of one system call; Linux takes 1,024
+_GONE = (errno.EPIPE, errno.ECONNRESET, errno.ECONNABORTED, errno.ETIMEDOUT, errno.ENOTCONN, errno.EBADF)
+
+
+class TcpLink:
+    """A connected, admitted, non-blocking socket."""
+
+    __slots__ = ("_forget", "_socket", "channel", "peer")
+
+    def __init__(self, sock: socket.socket, peer: int, channel: int, forget: Callable[[Link], None]) -> None:
+        tune(sock)
+        sock.setblocking(False)
+        self.peer = peer
+        self.channel = channel
+        self._socket = sock
+        self._forget = forget
+
+    def send(self, buffers: Sequence[Buffer]) -> int:
+        try:
+            if len(buffers) == 1:
+                return self._socket.send(buffers[0])
+            return self._socket.sendmsg(buffers[:MAX_BUFFERS])
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise closed_or(error, self.peer) from error
+
+    def receive(self, buffers: Sequence[memoryview]) -> int:
+        try:
+            if len(buffers) == 1:
+                got = self._socket.recv_into(buffers[0])
+            else:
+                got = self._socket.recvmsg_into(buffers[:MAX_BUFFERS])[0]
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise closed_or(error, self.peer) from error
+        if not got:
+            raise LinkClosed
+        return got
+
+    def records(self, messages: Sequence[bytes]) -> list[bytes]:
+        """Messages as they are to be written to the descriptor, in this order, by somebody who sends instead of us."""
+        return list(messages)
+
+    def close(self) -> None:
+        # Shutting down first wakes a poll of another thread; a bare close would leave it asleep.
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self._forget(self)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+
+def closed_or(error: OSError, peer: int) -> Exception:
+    """What an error of a socket means for its link."""
+    if error.errno in _GONE:
+        return LinkClosed()
+    return TransportError(f"the link to rank {peer} failed: {error}", peer=peer)
+
+
+def tune(sock: socket.socket) -> None:
+    """Small messages leave at once; a vanished host is noticed within half a minute even when nothing is sent."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, option):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

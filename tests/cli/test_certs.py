@@ -1,0 +1,32 @@
+"""`gradwire certs` as its users have it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import tls_files
+from launch.jobs import LONG
+
+
+def certs(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gradwire", "certs", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=LONG)
+
+
+def test_one_command_makes_everything(tmp_path: Path) -> None:
+    where = tmp_path / "certs"
+    done = certs(str(where), "--job", "digits", "--member", "a", "--member", "b", "--days", "30")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        f"{where}/ca.pem {where}/ca.key",
+        f"{where}/a.pem {where}/a.key",
+        f"{where}/b.pem {where}/b.key",
+        f"# for job digits; the key {where}/ca.key stays here",
+        "# on b, for example:",
+        "export GRADWIRE_TLS_CA=ca.pem GRADWIRE_TLS_CERT=b.pem GRADWIRE_TLS_KEY=b.key",
+    ]
+    assert tls_files.files(where, "a").job == "digits"
+    failed = certs(str(where), "--job", "digits", "--member", "a/b")
+    assert (failed.returncode, failed.stderr.startswith("Error: 'a/b' cannot be a name")) == (1, True)

@@ -1,0 +1,267 @@
+"""The detector: beats and the time in, suspects out. No clock, no thread."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradwire.liveness.detector import (
+    BEAT_SECONDS,
+    EXCUSED_SECONDS,
+    FIRST_SECONDS,
+    LATE_SECONDS,
+    LINK_SECONDS,
+    MOST_SECONDS,
+    PAGE_SECONDS,
+    ROLL_CALL_SECONDS,
+    Detector,
+)
+
+STEP = BEAT_SECONDS
+EPSILON = 1e-6
+
+
+class Watcher:
+    """A detector that is asked when it wants to be, and peers that beat."""
+
+    def __init__(self, *peers: int, least: float = PAGE_SECONDS, most: float = MOST_SECONDS) -> None:
+        self.now = 1000.0
+        self.detector = Detector()
+        self.silent: set[int] = set()
+        self.excused: set[int] = set()
+        self.peers = peers
+        self._beats = dict.fromkeys(peers, 0)
+        self._next = {peer: self.now + STEP * (index + 1) / (len(peers) + 1) for index, peer in enumerate(peers)}
+        for peer in peers:
+            self.detector.watch(peer, self.now, least, most)
+
+    def beat(self) -> None:
+        """What peers have done until now."""
+        for peer in self.peers:
+            while self._next[peer] <= self.now:
+                self._next[peer] += STEP
+                if peer not in self.silent:
+                    self._beats[peer] += 1
+            if self._beats[peer]:
+                self.detector.heard(peer, self.now, self._beats[peer])
+
+    def tick(self) -> list[int]:
+        self.beat()
+        return [peer for peer, _ in self.detector.tick(self.now, self.excused.__contains__)]
+
+    def run(self, seconds: float) -> list[int]:
+        """Let time pass until somebody is lost, at most so long."""
+        until = self.now + seconds
+        while self.now < until:
+            if lost := self.tick():
+                return lost
+            self.now = max(self.now + 0.001, self.detector.due)
+        return []
+
+    def loses_after(self, *peers: int) -> float:
+        """Seconds from a silence until it is told."""
+        began = self.now
+        self.silent |= set(peers)
+        assert self.run(5.0) == sorted(peers)
+        return self.now - began
+
+
+def test_who_beats_is_not_suspected() -> None:
+    assert Watcher(1, 2, 3).run(60.0) == []
+
+
+def test_silence_is_found_soon_and_not_too_soon() -> None:
+    watcher = Watcher(1, 2, 3)
+    watcher.run(5.0)
+    assert PAGE_SECONDS - STEP < watcher.loses_after(2) < PAGE_SECONDS + 3 * STEP
+
+
+def test_the_silence_is_told_with_its_length() -> None:
+    watcher = Watcher(1, 2)
+    watcher.run(1.0)
+    watcher.loses_after(2)
+    assert watcher.detector.silence(2, watcher.now) == pytest.approx(PAGE_SECONDS, abs=2.5 * STEP)
+    assert watcher.detector.silence(1, watcher.now) == pytest.approx(0, abs=1.5 * STEP)
+    assert watcher.detector.silence(7, watcher.now) is None
+
+
+@pytest.mark.parametrize("peers", [(1, 3), (3, 1), (1, 2, 3)])
+def test_those_who_fall_silent_together_are_told_together(peers: tuple[int, ...]) -> None:
+    """Although their last beats, and what each is allowed, differ."""
+    for phase in range(50):
+        watcher = Watcher(1, 2, 3, 4)
+        watcher.run(2.0 + phase / 1000)
+        assert watcher.loses_after(*peers) < PAGE_SECONDS + 4 * STEP
+
+
+def irregular(detector: Detector, peer: int, now: float) -> float:
+    """Make a rank known as one that may be silent for long; returns the time after it."""
+    detector.watch(peer, now, PAGE_SECONDS)
+    for number in range(40):
+        now += 0.3 if number % 2 else 0.05
+        detector.heard(peer, now, number)
+    return now
+
+
+def test_a_roll_call_waits_for_one_who_may_be_silent_longer() -> None:
+    watcher = Watcher(2)
+    watcher.now = irregular(watcher.detector, 1, watcher.now)
+    watcher.run(0.1)
+    watcher.detector.heard(1, watcher.now, 1000)  # its last
+    assert watcher.run(0.3) == []
+    watcher.silent = {2}
+    began = watcher.now
+    assert watcher.run(5.0) == [1, 2]
+    assert watcher.now - began < MOST_SECONDS
+
+
+def test_a_roll_call_does_not_wait_too_long() -> None:
+    watcher = Watcher(2)
+    watcher.now = irregular(watcher.detector, 1, watcher.now)
+    watcher.excused = {1}
+    watcher.run(0.1)
+    watcher.silent = {2}
+    while watcher.detector.silence(2, watcher.now) != pytest.approx(PAGE_SECONDS, abs=STEP):
+        assert watcher.tick() == []
+        watcher.now = watcher.detector.due
+    watcher.detector.heard(1, watcher.now - EPSILON, 1000)  # its last, just before the roll call
+    assert watcher.run(5.0) == [2]
+    assert watcher.detector.silence(2, watcher.now) == pytest.approx(ROLL_CALL_SECONDS, abs=STEP)
+
+
+def test_a_late_look_begins_anew() -> None:
+    watcher = Watcher(1, 2)
+    watcher.run(1.0)
+    watcher.now += 3.0  # this process stood still, and so may the whole machine have done
+    assert watcher.detector.tick(watcher.now) == []
+    assert watcher.detector.silence(1, watcher.now) == 0
+    assert PAGE_SECONDS - STEP < watcher.loses_after(1) < PAGE_SECONDS + 3 * STEP
+
+
+def test_a_look_that_is_a_little_late_counts() -> None:
+    watcher = Watcher(1)
+    watcher.run(1.0)
+    watcher.silent.add(1)
+    for _ in range(4):
+        watcher.now = watcher.detector.due + LATE_SECONDS * 0.9
+        if watcher.tick():
+            return
+    raise AssertionError("never found")
+
+
+@given(st.lists(st.floats(LATE_SECONDS + 0.01, 10.0), min_size=1, max_size=30))
+def test_a_watcher_that_is_always_late_accuses_nobody(gaps: list[float]) -> None:
+    watcher = Watcher(1, 2)
+    watcher.run(0.5)
+    watcher.silent = {1, 2}
+    for gap in gaps:
+        watcher.now = watcher.detector.due + gap
+        assert watcher.tick() == []
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 0.14), st.floats(0.0, LATE_SECONDS)), min_size=1, max_size=100))
+def test_beats_that_are_held_up_for_less_than_the_least_silence_are_no_alarm(held: list[tuple[float, float]]) -> None:
+    """Whenever beats come 0.05 to 0.19 s apart and looks come a little late, nobody is suspected over links."""
+    watcher = Watcher(1, least=LINK_SECONDS)
+    watcher.run(0.5)
+    watcher.silent = {1}  # its beats are made here
+    next_beat = watcher.now
+    for number, (beat_late, look_late) in enumerate(held):
+        watcher.now = watcher.detector.due + look_late - EPSILON
+        if watcher.now >= next_beat:
+            watcher.detector.heard(1, watcher.now, 10_000 + number)
+            next_beat = watcher.now + BEAT_SECONDS + beat_late
+        assert watcher.detector.tick(watcher.now) == []
+
+
+@given(
+    st.lists(st.floats(0.001, 1.0), min_size=1, max_size=200),
+    st.sampled_from([PAGE_SECONDS, LINK_SECONDS]),
+)
+def test_what_is_allowed_has_bounds(intervals: list[float], least: float) -> None:
+    detector = Detector()
+    now = 50.0
+    detector.watch(1, now, least)
+    for number, interval in enumerate(intervals):
+        now += interval
+        detector.heard(1, now, number)
+    detector.restart(now)
+    detector.due = now + least - EPSILON
+    assert detector.tick(now + least - EPSILON) == []
+    detector.due = now + MOST_SECONDS + EPSILON
+    assert [peer for peer, _ in detector.tick(now + MOST_SECONDS + EPSILON)] == [1]
+
+
+def test_who_was_irregular_may_be_silent_longer() -> None:
+    detector = Detector()
+    now = 10.0
+    detector.watch(1, now, PAGE_SECONDS)
+    for number in range(100):
+        now += 0.05 if number % 2 else 0.15
+        detector.heard(1, now, number)
+    detector.due = now + 0.4
+    assert detector.tick(now + 0.4) == []  # the median is 0.1 or so, and each differs from it by 0.05
+    detector.due = now + 0.55
+    assert [peer for peer, _ in detector.tick(now + 0.55)] == [1]
+
+
+def test_who_gets_no_core_has_more_time_but_not_for_ever() -> None:
+    watcher = Watcher(1, 2)
+    watcher.run(1.0)
+    watcher.excused = {2}
+    assert EXCUSED_SECONDS - 2 * STEP < watcher.loses_after(2) < EXCUSED_SECONDS + 2 * STEP
+
+
+def test_one_who_was_only_starved_is_forgiven() -> None:
+    watcher = Watcher(1, 2)
+    watcher.run(1.0)
+    watcher.excused, watcher.silent = {2}, {2}
+    assert watcher.run(0.8) == []
+    watcher.silent = set()
+    assert watcher.run(1.0) == []
+
+
+def test_a_suspect_that_is_heard_during_the_roll_call_is_cleared() -> None:
+    watcher = Watcher(1, 2)
+    watcher.run(1.0)
+    watcher.silent = {1}
+    while watcher.detector._roll_call is None:
+        if watcher.now - (watcher.detector._lives[1].heard) > 2 * STEP:
+            watcher.silent = {1, 2}  # held up for a moment: it has yet to answer
+        assert watcher.tick() == []
+        watcher.now = watcher.detector.due
+    watcher.silent = set()
+    assert watcher.run(5.0) == []
+    assert watcher.detector._roll_call is None
+
+
+def test_nobody_is_suspected_before_the_first_beat_for_long() -> None:
+    watcher = Watcher(1)
+    watcher.silent = {1}
+    assert watcher.run(FIRST_SECONDS - 1) == []
+    assert watcher.run(2.0) == [1]
+
+
+def test_who_has_left_is_not_missed() -> None:
+    watcher = Watcher(1, 2)
+    watcher.run(1.0)
+    watcher.silent = {2}
+    watcher.detector.forget(2)
+    watcher.detector.forget(2)
+    assert watcher.detector.watched == (1,)
+    assert watcher.run(5.0) == []
+
+
+def test_ranks_without_the_core_are_given_ten_seconds_and_hold_up_nobody_s_roll_call() -> None:
+    watcher = Watcher(1)
+    watcher.detector.watch(2, watcher.now, 10.0, 10.0)
+    watcher.detector.heard(2, watcher.now)
+    watcher.run(1.0)
+    assert watcher.loses_after(1) < PAGE_SECONDS + 2 * STEP
+    watcher.detector.forget(1)
+    assert watcher.detector.tick(watcher.now + 0.01) == []
+    assert watcher.detector.due == pytest.approx(watcher.now + 0.51), "there is no hurry"
+    watcher.peers = ()
+    assert watcher.run(8.0) == []
+    assert watcher.run(3.0) == [2]

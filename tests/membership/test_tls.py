@@ -1,0 +1,138 @@
+"""A coordinator with certificates: who gets in, and what those who do not are told."""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+
+import tls_files
+from gradwire.errors import ConfigError, Refused
+from gradwire.membership import Assembly, Member
+from gradwire.membership.client import heartbeat, register, start_checkpoint, unregister
+from gradwire.membership.health import check
+from gradwire.membership.service import Coordinator
+from gradwire.security import certificates
+from gradwire.security.tls import Credentials
+from membership.journal import SECRET, Journal
+
+Serve = Callable[..., Coordinator]
+
+
+@pytest.fixture
+def coordinator(serve: Serve) -> Coordinator:
+    """Of an elastic job of one."""
+    return serve(1, minimum=1, maximum=1, credentials=tls_files.credentials("m0"))
+
+
+def member(name: str) -> Member:
+    return Member(name, None, "machine", "host", os.getpid(), "127.0.0.1:1")
+
+
+def join(coordinator: Coordinator, name: str, credentials: Credentials | None) -> Assembly:
+    return register(
+        coordinator.address,
+        member(name),
+        size=None,
+        secret=SECRET,
+        job=None,
+        timeout=20.0,
+        credentials=credentials,
+    )
+
+
+def test_members_get_in_with_their_certificates(coordinator: Coordinator) -> None:
+    mine = tls_files.credentials("m1")
+    assembly = join(coordinator, "m1/0", mine)
+    assert assembly.job == coordinator.job == "tests"
+    assert heartbeat(coordinator.address, ["m1/0"], secret=SECRET, credentials=mine).generation == 1
+    assert unregister(coordinator.address, assembly.members[0], secret=SECRET, credentials=mine)
+
+
+def test_a_certificate_speaks_for_its_own_member_only(coordinator: Coordinator, journal: Journal) -> None:
+    address, mine, others = coordinator.address, tls_files.credentials("m1"), tls_files.credentials("m2")
+    with pytest.raises(Refused, match="its certificate is for m2, which cannot speak for member m1"):
+        join(coordinator, "m1", others)
+    assembly = join(coordinator, "m1", mine)
+    for call in (
+        lambda: heartbeat(address, ["m1"], secret=SECRET, credentials=others),
+        lambda: heartbeat(address, ["m2"], gone=["m1"], secret=SECRET, credentials=others),
+        lambda: unregister(address, assembly.members[0], secret=SECRET, credentials=others),
+        lambda: start_checkpoint(address, "m1", 1, secret=SECRET, credentials=others),
+    ):
+        with pytest.raises(Refused, match="its certificate is for m2, which cannot speak for member m1"):
+            call()
+    journal.wait_for(r"refused a call from 127\.0\.0\.1:[0-9]+: its certificate is for m2", times=4)
+    assert heartbeat(address, ["m1"], secret=SECRET, credentials=mine).evicted == ()
+
+
+def made(where: Path, job: str, name: str) -> Credentials:
+    certificates.make(where, job, [name], [name])
+    return tls_files.files(where, name)
+
+
+def test_another_authority(coordinator: Coordinator, tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="certificate"):
+        join(coordinator, "m1", made(tmp_path, "tests", "m1"))
+
+
+def test_a_member_cannot_serve_in_the_coordinators_place(serve: Serve) -> None:
+    impostor = serve(1, credentials=tls_files.credentials("m3"))
+    with pytest.raises(Refused, match="the certificate shown there is not for a coordinator of job tests"):
+        join(impostor, "m1", tls_files.credentials("m1"))
+
+
+def test_plaintext_to_a_coordinator_with_certificates(coordinator: Coordinator) -> None:
+    with pytest.raises(Refused, match="it speaks TLS, and this side was given no certificates: set GRADWIRE_TLS_CA"):
+        join(coordinator, "m1", None)
+
+
+def test_certificates_for_a_coordinator_without(serve: Serve) -> None:
+    with pytest.raises(Refused, match="it does not speak TLS, and this side does"):
+        join(serve(1), "m1", tls_files.credentials("m1"))
+
+
+def test_beyond_this_machine_certificates_suffice(serve: Serve) -> None:
+    coordinator = serve(1, host="0.0.0.0", credentials=tls_files.credentials("m0"))
+    assert join(coordinator, "m1", tls_files.credentials("m1")).rank == 0
+
+
+def test_the_job_is_that_of_the_certificate(serve: Serve) -> None:
+    with pytest.raises(ConfigError, match="the certificate is for job tests, and this is job other"):
+        serve(1, job="other", credentials=tls_files.credentials("m0"))
+
+
+def test_old_versions_of_tls_are_not_spoken(coordinator: Coordinator) -> None:
+    host, _, port = coordinator.address.rpartition(":")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with pytest.warns(DeprecationWarning, match="TLSv1_1"):
+        context.maximum_version = ssl.TLSVersion.TLSv1_1
+    context.set_ciphers("ALL:@SECLEVEL=0")
+    with socket.create_connection((host, int(port)), 10) as plain, pytest.raises(OSError):
+        context.wrap_socket(plain).close()
+
+
+def test_renewed_files_are_used_without_a_restart(serve: Serve, tmp_path: Path) -> None:
+    server = made(tmp_path, "tests", "m0")
+    coordinator = serve(1, minimum=1, maximum=1, credentials=server)
+    before = ssl.get_server_certificate(_place(coordinator))
+    made(tmp_path, "tests", "m0")
+    assert join(coordinator, "m0", tls_files.files(tmp_path, "m0")).rank == 0
+    assert ssl.get_server_certificate(_place(coordinator)) != before
+
+
+def _place(coordinator: Coordinator) -> tuple[str, int]:
+    host, _, port = coordinator.address.rpartition(":")
+    return host, int(port)
+
+
+def test_health_over_tls(coordinator: Coordinator) -> None:
+    mine = tls_files.credentials("m1")
+    with grpc.secure_channel(coordinator.address, mine.grpc_channel(), options=mine.grpc_options()) as channel:
+        assert check(channel)

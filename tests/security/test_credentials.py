@@ -1,0 +1,358 @@
+"""TLS from files: each that is missing, broken, open to others, expired or of somebody else is named; changes count."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import ssl
+import subprocess
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tls_files
+from gradwire.errors import ConfigError
+from gradwire.membership.quiet import grpc
+from gradwire.security import certificates
+from gradwire.security.identity import Identity, covers, parse
+from gradwire.security.tls import Credentials, explain, identity_of
+from in_process import Journal
+from in_process import journal_fixture as journal_fixture
+
+LONG = 10.0
+
+
+@pytest.fixture
+def where(tmp_path: Path) -> Path:
+    """A folder with files of members m0 and m1, to be spoiled."""
+    shutil.copytree(tls_files.folder(), tmp_path / "certs")
+    return tmp_path / "certs"
+
+
+def load(where: Path, member: str = "m1") -> Credentials:
+    return tls_files.files(where, member)
+
+
+def issue(where: Path, name: str, **options: Any) -> None:
+    pem, key = certificates.Authority.load(where).issue(Identity("tests", name), **options)
+    certificates.write(where / f"{name}.pem", pem, 0o644)
+    certificates.write(where / f"{name}.key", key, 0o600)
+
+
+def test_what_the_files_say(where: Path) -> None:
+    credentials = load(where)
+    assert credentials.identity == "gradwire://tests/m1"
+    assert (credentials.job, credentials.member) == ("tests", "m1")
+    der = ssl.PEM_cert_to_DER_cert((where / "m1.pem").read_text())
+    assert identity_of(der) == credentials.identity
+    for context in (credentials.server_context(), credentials.client_context()):
+        assert context.minimum_version == ssl.TLSVersion.TLSv1_2
+        assert context.verify_mode == ssl.CERT_REQUIRED
+        old = [cipher["name"] for cipher in context.get_ciphers() if not cipher["aead"]]
+        assert old == []
+
+
+def test_from_the_environment(where: Path) -> None:
+    environ = {
+        "GRADWIRE_TLS_CA": f"{where}/ca.pem",
+        "GRADWIRE_TLS_CERT": f"{where}/m1.pem",
+        "GRADWIRE_TLS_KEY": f"{where}/m1.key",
+    }
+    found = Credentials.from_environ(environ)
+    assert found is not None
+    assert found.member == "m1"
+    assert Credentials.from_environ({}) is None
+    assert Credentials.from_environ(dict.fromkeys(environ, "")) is None
+    del environ["GRADWIRE_TLS_KEY"]
+    with pytest.raises(ConfigError, match="TLS needs three files: GRADWIRE_TLS_KEY must be set too"):
+        Credentials.from_environ(environ)
+
+
+def as_directory(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def as_pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file, 0o600)
+
+
+@pytest.mark.parametrize("name", ["ca.pem", "m1.pem", "m1.key"])
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda file: file.unlink(), r"cannot read .*{name} \(GRADWIRE_TLS_\w+\): No such file or directory"),
+        (as_directory, "{name} .*(is not a regular file|: Is a directory)"),
+        (as_pipe, "{name} .*is not a regular file"),
+        (lambda file: file.write_bytes(b""), "{name} holds no (certificate|key) that can be read"),
+        (lambda file: file.write_bytes(os.urandom(500)), "{name} holds no (certificate|key) that can be read"),
+        (lambda file: file.write_bytes(file.read_bytes()[:100]), "{name} holds no (certificate|key) that can be read"),
+        (lambda file: file.write_bytes(bytes(2 << 20)), r"{name} \(GRADWIRE_TLS_\w+\) is too large to be one"),
+    ],
+    ids=["missing", "directory", "pipe", "empty", "random", "cut", "huge"],
+)
+def test_a_file_that_cannot_be_used_is_named(where: Path, name: str, spoil: Callable[[Path], None], said: str) -> None:
+    spoil(where / name)
+    with pytest.raises(ConfigError, match=said.format(name=name)):
+        load(where)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.parametrize("name", ["ca.pem", "m1.pem", "m1.key"])
+def test_a_file_that_may_not_be_read(where: Path, name: str) -> None:
+    (where / name).chmod(0)
+    with pytest.raises(ConfigError, match=rf"cannot read .*{name} \(GRADWIRE_TLS_\w+\): Permission denied"):
+        load(where)
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o666, 0o620])
+def test_a_key_that_others_may_read_or_write(where: Path, mode: int) -> None:
+    (where / "m1.key").chmod(mode)
+    with pytest.raises(ConfigError, match=rf"m1.key is open to other users \(mode {mode:o}\): chmod 600 it"):
+        load(where)
+    (where / "m1.key").chmod(0o400)
+    load(where)
+
+
+def test_the_key_of_another(where: Path) -> None:
+    with pytest.raises(ConfigError, match=r"m0.key is not the key of the certificate .*m1.pem"):
+        Credentials(where / "ca.pem", where / "m1.pem", where / "m0.key")
+
+
+def test_files_in_each_others_place(where: Path) -> None:
+    with pytest.raises(ConfigError, match=r"m1.pem holds no key that can be read"):
+        certificates.write(where / "m1.pem", (where / "m1.pem").read_bytes(), 0o600)
+        Credentials(where / "ca.pem", where / "m1.pem", where / "m1.pem")
+    with pytest.raises(ConfigError, match=r"m1.key holds no certificate that can be read"):
+        Credentials(where / "ca.pem", where / "m1.key", where / "m1.key")
+
+
+def test_an_encrypted_key_asks_nobody_for_a_password(where: Path) -> None:
+    from cryptography.hazmat.primitives import serialization
+
+    key = serialization.load_pem_private_key((where / "m1.key").read_bytes(), None)
+    locked = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.BestAvailableEncryption(b"x"),
+    )
+    (where / "m1.key").write_bytes(locked)
+    with pytest.raises(ConfigError, match=r"the key .*m1.key is encrypted"):
+        load(where)
+
+
+def test_a_certificate_of_another_authority(where: Path, tmp_path: Path) -> None:
+    certificates.make(tmp_path / "other", "tests", ["m1"])
+    with pytest.raises(ConfigError, match=r"m1.pem is not signed by the authority in .*ca.pem: others would refuse it"):
+        Credentials(where / "ca.pem", tmp_path / "other" / "m1.pem", tmp_path / "other" / "m1.key")
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "said"), [(-2, -1, "expired on 20"), (1, 2, "holds from 20.* on; is the clock right?")]
+)
+def test_a_certificate_at_another_time(where: Path, begin: int, end: int, said: str) -> None:
+    now = datetime.now(UTC)
+    issue(where, "m1", begin=now + timedelta(days=begin), end=now + timedelta(days=end))
+    with pytest.raises(ConfigError, match=f"the certificate .*m1.pem {said}"):
+        load(where)
+
+
+def test_a_certificate_for_no_member(where: Path) -> None:
+    shutil.copy(where / "ca.pem", where / "m1.pem")
+    shutil.copy(where / "ca.key", where / "m1.key")
+    with pytest.raises(ConfigError, match=r"m1.pem cannot be used: a certificate has one name of the form gradwire://"):
+        load(where)
+
+
+# -- who covers whom --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("member", "id", "does"),
+    [
+        ("a", "a", True),
+        ("a", "a/0", True),
+        ("a/0", "a/0", True),
+        ("a/0", "a", False),
+        ("a", "ab", False),
+        ("a", "b", False),
+        ("a", "", False),
+        ("a", "/", False),
+        ("a", "A", False),
+    ],
+)
+def test_covers(member: str, id: str, does: bool) -> None:
+    assert covers(f"gradwire://job/{member}", id) is does
+
+
+@pytest.mark.parametrize(
+    "uri",
+    ["", "gradwire://", "gradwire://job", "gradwire://job/", "gradwire:///a", "http://job/a", "gradwire://job/a//b"],
+)
+def test_what_is_no_identity(uri: str) -> None:
+    with pytest.raises(ValueError, match="is not of the form gradwire://JOB/MEMBER"):
+        parse(uri)
+
+
+def test_who_may_speak_for_whom(where: Path) -> None:
+    credentials = load(where)
+    assert credentials.refusal("gradwire://tests/m7", "m7/3") is None
+    assert credentials.refusal("gradwire://tests/m7", "m1") == (
+        "its certificate is for m7, which cannot speak for member m1"
+    )
+    assert credentials.refusal("gradwire://other/m1", "m1") == (
+        "its certificate is for job other, and this is job tests"
+    )
+
+
+# -- changes ----------------------------------------------------------------------------------------------------------
+
+
+def test_changed_files_are_read_again_and_unchanged_ones_not(where: Path) -> None:
+    credentials = load(where)
+    context = credentials.server_context()
+    assert credentials.server_context() is context
+    issue(where, "m1")
+    renewed = credentials.server_context()
+    assert renewed is not context
+    assert credentials.server_context() is renewed
+
+
+def test_files_that_break_while_they_are_in_use(where: Path, journal: Journal) -> None:
+    credentials = load(where)
+    context = credentials.client_context()
+    (where / "m1.pem").unlink()
+    for _ in range(3):
+        assert credentials.client_context() is context
+    assert len(journal.lines) == 1
+    journal.wait_for(r"cannot read the certificate .*m1.pem .*: No such file.*; what was read before stays in use")
+    issue(where, "m1")
+    assert credentials.client_context() is not context
+
+
+def test_a_change_of_authority_in_two_steps(where: Path, tmp_path: Path) -> None:
+    """First everybody believes both, then everybody shows the new one."""
+    credentials = load(where)
+    certificates.make(tmp_path / "new", "tests", ["m1"])
+    both = (where / "ca.pem").read_bytes() + (tmp_path / "new" / "ca.pem").read_bytes()
+    certificates.write(where / "ca.pem", both, 0o644)
+    assert len(credentials.client_context().get_ca_certs()) == 2
+    for name in ("m1.key", "m1.pem"):
+        shutil.copy(tmp_path / "new" / name, where / name)
+    certificates.write(where / "ca.pem", (tmp_path / "new" / "ca.pem").read_bytes(), 0o644)
+    assert len(credentials.client_context().get_ca_certs()) == 1
+
+
+# -- gRPC -------------------------------------------------------------------------------------------------------------
+
+
+class Echo(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Answers every call with why its caller may not speak for m1, or with nothing."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
+
+    def service(self, details: Any) -> Any:
+        def answer(request: bytes, context: Any) -> bytes:
+            return (self._credentials.caller_refusal(context.auth_context(), request.decode()) or "").encode()
+
+        return grpc.unary_unary_rpc_method_handler(answer)
+
+
+@contextmanager
+def served(credentials: Credentials) -> Iterator[int]:
+    with ThreadPoolExecutor(2) as pool:
+        server = grpc.server(pool)
+        server.add_generic_rpc_handlers((Echo(credentials),))
+        port = server.add_secure_port("127.0.0.1:0", credentials.grpc_server())
+        server.start()
+        try:
+            yield port
+        finally:
+            server.stop(0).wait()
+
+
+def call(port: int, credentials: Credentials | None, member: str) -> str:
+    """The server's answer, or what went wrong."""
+    if credentials is None:
+        channel = grpc.insecure_channel(f"127.0.0.1:{port}")
+    else:
+        channel = grpc.secure_channel(
+            f"127.0.0.1:{port}", credentials.grpc_channel(), options=credentials.grpc_options()
+        )
+    with channel:
+        try:
+            return str(channel.unary_unary("/any/method")(member.encode(), timeout=LONG).decode())
+        except grpc.RpcError as error:
+            return f"{error.code().name}: {error.details()}"
+
+
+def test_grpc_with_certificates_knows_its_callers(where: Path) -> None:
+    with served(load(where, "m0")) as port:
+        assert call(port, load(where), "m1") == ""
+        assert call(port, load(where), "m1/4") == ""
+        assert call(port, load(where), "m2") == "its certificate is for m1, which cannot speak for member m2"
+
+
+def test_grpc_refuses_other_authorities_other_jobs_and_plaintext(where: Path, tmp_path: Path) -> None:
+    certificates.make(tmp_path / "other", "tests", ["m1"])
+    (tmp_path / "job").mkdir()
+    for name in ("ca.pem", "ca.key"):
+        shutil.copy(where / name, tmp_path / "job" / name)
+    certificates.make(tmp_path / "job", "elsewhere", ["m1"])
+    with served(load(where, "m0")) as port:
+        assert call(port, load(tmp_path / "other"), "m1").startswith("UNAVAILABLE")
+        assert call(port, None, "m1").startswith("UNAVAILABLE")
+        # The server is not the coordinator of that job.
+        assert "Hostname Verification Check failed" in call(port, load(tmp_path / "job"), "m1")
+        assert call(port, load(where), "m1") == ""
+
+
+def test_not_every_member_may_pose_as_the_coordinator(where: Path) -> None:
+    with served(load(where, "m2")) as port:
+        assert "Hostname Verification Check failed" in call(port, load(where), "m1")
+
+
+def test_a_grpc_server_shows_renewed_certificates(where: Path) -> None:
+    server, client = load(where, "m0"), load(where)
+    with served(server) as port:
+        assert call(port, client, "m1") == ""
+        certificates.make(where, "tests", ["m0", "m1"])
+        assert call(port, client, "m1") == ""
+        assert shown_at(port, where) == ssl.PEM_cert_to_DER_cert((where / "m0.pem").read_text())
+
+
+def shown_at(port: int, where: Path) -> bytes | None:
+    """The certificate of a server."""
+    context = load(where).client_context()
+    context.set_alpn_protocols(["h2"])
+    with socket.create_connection(("127.0.0.1", port), timeout=LONG) as sock, context.wrap_socket(sock) as line:
+        return line.getpeercert(binary_form=True)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+@pytest.mark.parametrize(("version", "accepted"), [("-tls1_1", False), ("-tls1_2", True), ("-tls1_3", True)])
+def test_grpc_speaks_nothing_older_than_tls_1_2(where: Path, version: str, accepted: bool) -> None:
+    with served(load(where, "m0")) as port:
+        command = ["openssl", "s_client", "-connect", f"127.0.0.1:{port}", version, "-cipher", "DEFAULT:@SECLEVEL=0"]
+        files = ["-alpn", "h2", "-CAfile", f"{where}/ca.pem", "-cert", f"{where}/m1.pem", "-key", f"{where}/m1.key"]
+        done = subprocess.run([*command, *files], input=b"", capture_output=True, timeout=LONG)
+        assert (b"Cipher is (NONE)" not in done.stdout) is accepted, done.stdout
+        assert (b"Verify return code: 0 (ok)" in done.stdout and b"New, TLSv1." in done.stdout) is accepted
+
+
+def test_what_openssl_says_in_words() -> None:
+    error = ssl.SSLError(1, "[SSL: TLSV1_ALERT_UNKNOWN_CA] tlsv1 alert unknown ca")
+    error.reason = "TLSV1_ALERT_UNKNOWN_CA"
+    assert explain(error) == "it does not accept this side: another authority signed this certificate"
+    error.reason = "SSLV3_ALERT_CERTIFICATE_EXPIRED"
+    assert explain(error) == "it does not accept this side: certificate expired"
+    error.reason = "NO_SHARED_CIPHER"
+    assert explain(error) == "TLS failed: no shared cipher"

@@ -1,0 +1,127 @@
+"""Join tokens: what they allow, for how long and for how many; and what a stale, changed or foreign one gets."""
+
+from __future__ import annotations
+
+import secrets
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradwire.errors import ConfigError
+from gradwire.security import tokens
+from gradwire.security.tokens import Gate, Ticket, Token, key_of, make, read, wrapped
+
+SECRET = secrets.token_bytes(32)
+NOW = 1_800_000_000.0
+
+
+def token(**options: object) -> Token:
+    return read(make(SECRET, **{"job": "digits", "expires_in": 60.0, "now": NOW, **options}))  # type: ignore[arg-type]
+
+
+def test_both_sides_come_to_the_same_key() -> None:
+    text = make(SECRET, job="digits", expires_in=60)
+    assert tokens.is_token(text)
+    assert text.isascii()
+    assert text.isprintable()
+    assert " " not in text
+    held = read(f"{text}\n")
+    assert held.job == "digits"
+    assert held.key == key_of(SECRET, held.ticket)
+    assert held.key.hex() not in repr(held)
+    assert SECRET not in held.ticket
+    assert make(SECRET, job="digits", expires_in=60) != text
+
+
+def test_nobody_can_change_what_a_ticket_says() -> None:
+    held = token()
+    said = Ticket.parse(held.ticket)
+    forged = Ticket(said.job, said.expires + 1, said.uses, said.number).pack()
+    assert key_of(SECRET, forged) != held.key
+    assert key_of(secrets.token_bytes(32), held.ticket) != held.key
+
+
+def test_a_token_admits_as_many_as_it_is_for_and_those_for_good() -> None:
+    gate, held = Gate("digits"), token(uses=2)
+    assert gate.refusal(held.ticket, "a", NOW) is None
+    assert gate.refusal(held.ticket, "a", NOW + 1) is None
+    assert gate.refusal(held.ticket, "b", NOW + 59) is None
+    assert gate.refusal(held.ticket, "c", NOW + 59) == (
+        "its join token has been used by 2 already, which is all it was made for"
+    )
+    assert gate.refusal(held.ticket, "a", NOW + 10_000) is None
+    assert gate.refusal(token().ticket, "c", NOW) is None
+
+
+def test_a_stale_token() -> None:
+    gate, held = Gate("digits"), token()
+    assert gate.refusal(held.ticket, "late", NOW + 75) == "its join token expired 15 s ago"
+    assert gate.refusal(held.ticket, "late", NOW + 60) == "its join token expired 0 s ago"
+    assert gate.refusal(held.ticket, "punctual", NOW + 59.9) is None
+
+
+def test_any_number_until_it_expires() -> None:
+    gate, held = Gate("digits"), token(uses=0)
+    assert all(gate.refusal(held.ticket, f"worker {n}", NOW) is None for n in range(1000))
+    assert gate.refusal(held.ticket, "late", NOW + 60) is not None
+
+
+def test_another_jobs_token_and_nonsense() -> None:
+    gate = Gate("digits")
+    assert gate.refusal(token(job="letters").ticket, "a", NOW) == (
+        "its join token is for job letters, and this is job digits"
+    )
+    for nonsense in (b"", b"x", bytes(24), bytes(24) + b"\xff", bytes(1000)):
+        assert str(gate.refusal(nonsense, "a", NOW)).startswith("its join token is not sound")
+
+
+def test_a_gate_that_was_restored_remembers() -> None:
+    gate, held = Gate("digits"), token()
+    gate.refusal(held.ticket, "a", NOW)
+    again = Gate("digits")
+    again.restore(gate.snapshot())
+    assert again.refusal(held.ticket, "a", NOW + 1000) is None
+    assert again.refusal(held.ticket, "b", NOW) is not None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "gwj1.", "gwj1.x.y", "gwj1.a", "gwj1.é.é", "secret secret secret", make(SECRET, job="j", expires_in=9)[:-5]],
+)
+def test_a_damaged_token(text: str) -> None:
+    with pytest.raises(ConfigError, match="the join token is damaged"):
+        read(text)
+
+
+@given(st.text() | st.text().map(lambda tail: f"gwj1.{tail}") | st.binary().map(lambda b: f"gwj1.{b.hex()}.{b.hex()}"))
+def test_no_text_makes_reading_fail_otherwise(text: str) -> None:
+    try:
+        read(text)
+    except ConfigError:
+        return
+    assert tokens.is_token(text)
+
+
+@given(st.binary(max_size=400))
+def test_no_ticket_makes_the_gate_fail(ticket: bytes) -> None:
+    Gate("digits").refusal(ticket, "a", NOW)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"job": ""}, {"job": "x" * 201}, {"expires_in": 0}, {"expires_in": float("nan")}, {"uses": -1}, {"uses": 1 << 17}],
+)
+def test_tokens_that_cannot_be(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        token(**wrong)
+
+
+def test_a_key_handed_over() -> None:
+    key, over = secrets.token_bytes(32), secrets.token_bytes(32)
+    hidden = wrapped(key, over, b"nonce", b"1")
+    assert hidden != key
+    assert wrapped(hidden, over, b"nonce", b"1") == key
+    assert wrapped(hidden, over, b"nonce", b"2") != key
+    with pytest.raises(ValueError, match="a key of 3 bytes"):
+        wrapped(b"key", over)

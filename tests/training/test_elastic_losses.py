@@ -1,0 +1,239 @@
+"""Elastic runs that lose members and gain others: ranks are threads, memberships are decided by the real machine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+from gradwire.threads import Threads
+from ranks import run_ranks
+
+STEPS = 6
+
+
+class Left(Exception):
+    """This member is gone, as if its process had died."""
+
+
+def work(run: gw.Elastic, state: dict[str, Any], dies_at: int | None = None, dies_after: bool = False) -> int:
+    """Add up, in each step, what does not depend on how many ranks there are; the number of bodies begun."""
+    bodies = 0
+    for step in run.steps(STEPS):
+        with step:
+            bodies += 1
+            if step.index == dies_at and not dies_after:
+                raise Left
+            share = np.full(3, (step.index + 1) / run.group.size)
+            total = run.group.all_reduce(share)
+            state["w"] += total.round(9)
+            if step.index == dies_at:
+                raise Left
+    return bodies
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def train(group: gw.Group, **fate: Any) -> dict[str, Any]:
+    state = {"w": np.zeros(3)}
+    run = gw.Elastic(state, group, 1)
+    try:
+        bodies = work(run, state, **fate)
+    except Left:
+        run.close()
+        return {"left": True}
+    return {
+        "w": state["w"].tolist(),
+        "committed": run.committed,
+        "size": run.group.size,
+        "rank": run.group.rank,
+        "generation": run.group.generation,
+        "recoveries": run.recoveries,
+        "digest": run.digest,
+        "bodies": bodies,
+    }
+
+
+EXPECTED = [float(sum(range(1, STEPS + 1)))] * 3
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("step", [0, 3, STEPS - 1])
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_member_is_lost_and_the_others_go_on(victim: int, step: int, after: bool) -> None:
+    def live(group: gw.Group) -> dict[str, Any]:
+        return train(group, dies_at=step if group.rank == victim else None, dies_after=after)
+
+    results = run_ranks(gw.local_group(3), live)
+    assert results[victim] == {"left": True}
+    survivors = [result for result in results if "left" not in result]
+    assert [result["rank"] for result in survivors] == [0, 1]  # in their old order
+    for result in survivors:
+        assert result["w"] == EXPECTED
+        assert (result["committed"], result["size"], result["generation"]) == (STEPS - 1, 2, 2)
+    assert len({result["digest"] for result in survivors}) == 1
+
+
+def test_all_but_one_are_lost_one_after_another() -> None:
+    results = run_ranks(gw.local_group(4), lambda group: train(group, dies_at=group.rank or None))
+    assert results[0]["w"] == EXPECTED
+    assert (results[0]["size"], results[0]["committed"]) == (1, STEPS - 1)
+
+
+def test_a_joiner_gets_the_state_at_a_vote() -> None:
+    threads = Threads(30.0)
+    groups = threads.begin(2)
+    held = threading.Event()
+    joined: list[Any] = []
+
+    def join() -> None:
+        held.wait(10)
+        joined.append(train(threads.join()))
+
+    def old(group: gw.Group) -> dict[str, Any]:
+        state = {"w": np.full(3, 0.0)}
+        run = gw.Elastic(state, group, 1)
+        for step in run.steps(STEPS):
+            with step:
+                state["w"] += run.group.all_reduce(np.full(3, (step.index + 1) / run.group.size)).round(9)
+                if step.index == 3:
+                    held.set()
+                    wait_until(lambda: threads._news().joiners == 1)
+        return {"w": state["w"].tolist(), "is": (run.group.size, run.group.generation), "digest": run.digest}
+
+    joiner = threading.Thread(target=join, daemon=True)
+    joiner.start()
+    results = run_ranks(groups, old)
+    joiner.join(30)
+    assert [result["is"] for result in results] == [(3, 2), (3, 2)]
+    assert joined[0]["w"] == results[0]["w"] == EXPECTED
+    assert joined[0]["rank"] == 2
+    assert joined[0]["bodies"] == STEPS - 4  # it came after step 3
+    assert {joined[0]["digest"]} == {result["digest"] for result in results}
+
+
+def test_a_state_that_was_changed_in_an_interrupted_step_is_pulled_again() -> None:
+    def spoil(group: gw.Group) -> Any:
+        state = {"w": np.zeros(4)}
+        run = gw.Elastic(state, group, 1)
+        try:
+            for step in run.steps(3):
+                with step:
+                    total = run.group.all_reduce(np.full(4, 6.0 / run.group.size))
+                    fated = step.index == 1 and run.group.generation == 1
+                    if fated and group.rank == 2:
+                        raise Left
+                    if fated and group.rank == 0:
+                        state["w"] += 99  # half of the step, then the second collective breaks
+                    run.group.barrier()
+                    state["w"] += total.round(9)
+        except Left:
+            run.close()
+            return None
+        return state["w"].tolist(), run.recoveries
+
+    results = run_ranks(gw.local_group(3), spoil)
+    assert results == [([18.0] * 4, 1), ([18.0] * 4, 1), None]
+
+
+def test_only_spoiled_copies_left_is_told_as_such() -> None:
+    def spoil(group: gw.Group) -> str:
+        state = {"w": np.zeros(4)}
+        run = gw.Elastic(state, group, 1)
+        try:
+            for step in run.steps(3):
+                with step:
+                    if step.index == 1 and group.rank == 2:
+                        raise Left
+                    state["w"] += 1  # before the collective: whoever breaks there is spoiled
+                    run.group.barrier()
+        except Left:
+            run.close()
+            return "left"
+        except gw.StateLost as error:
+            return str(error)
+        return "done"
+
+    results = run_ranks(gw.local_group(3), spoil)
+    assert results[2] == "left"
+    for result in results[:2]:
+        assert "step 0 was committed" in result
+        assert "no checkpoint is known" in result
+
+
+def test_a_mismatch_is_no_loss_and_is_raised() -> None:
+    def differ(group: gw.Group) -> str:
+        run = gw.Elastic({"w": np.zeros(1)}, group, 1)
+        try:
+            for step in run.steps(2):
+                with step:
+                    group.all_reduce(np.zeros(group.rank + 1))
+        except gw.CollectiveMismatch:
+            return "mismatch"
+        return "done"
+
+    assert run_ranks(gw.local_group(2), differ) == ["mismatch", "mismatch"]
+
+
+def test_one_s_own_abort_is_raised_here_and_recovered_from_elsewhere() -> None:
+    def give_up(group: gw.Group) -> Any:
+        state = {"w": np.zeros(1)}
+        run = gw.Elastic(state, group, 1)
+        try:
+            for step in run.steps(3):
+                with step:
+                    if group.rank == 1 and step.index == 1:
+                        run.group.abort("the loss is not a number")
+                    run.group.barrier()
+                    state["w"] += 1
+        except gw.Aborted as error:
+            run.close()
+            return str(error)
+        return state["w"].tolist(), run.group.size
+
+    results = run_ranks(gw.local_group(3), give_up)
+    assert results[0] == results[2] == ([3.0], 2)
+    assert "the loss is not a number" in results[1]
+
+
+def test_below_its_minimum_a_run_waits_for_others_and_goes_on() -> None:
+    threads = Threads(30.0)
+    groups = threads.begin(2)
+    alone = threading.Event()
+    results: list[Any] = []
+
+    def lose(group: gw.Group) -> Any:
+        state = {"w": np.zeros(3)}
+        run = gw.Elastic(state, group, 2)
+        if group.rank == 1:
+            for step in run.steps(2):
+                with step:
+                    if step.index == 1:
+                        run.close()
+                        break
+                    state["w"] += run.group.all_reduce(np.full(3, 1 / run.group.size)).round(9)
+            alone.set()
+            return None
+        return work(run, state) and (state["w"].tolist(), run.group.size)
+
+    def replace() -> None:
+        alone.wait(10)
+        results.append(train(threads.join()))
+
+    joiner = threading.Thread(target=replace, daemon=True)
+    joiner.start()
+
+    found = run_ranks(groups, lose)
+    joiner.join(30)
+    assert found[0][1] == 2
+    assert results[0]["w"] == found[0][0]
