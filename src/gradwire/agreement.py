@@ -38,6 +38,8 @@ def agree(generation: Generation, transport: str, deadline: float) -> None:
         generation.table = _table(told[0][1])
         _share_memory(generation, [wish for wish, *_ in told], tell_all, deadline)
         generation.begin_lifeline([Nature.from_wire(nature) for *_, nature in told], deadline)
+        tell_all(True)
+        generation.lifeline.all_begun()
 
 
 @contextmanager

@@ -243,6 +243,15 @@ def test_nobody_is_suspected_before_the_first_beat_for_long() -> None:
     assert watcher.run(2.0) == [1]
 
 
+def test_once_all_are_known_to_have_begun_a_silence_from_the_start_is_one() -> None:
+    watcher = Watcher(1, 2)
+    watcher.silent = {2}
+    watcher.detector.expect(watcher.now)
+    began = watcher.now
+    assert watcher.run(FIRST_SECONDS) == [2]
+    assert PAGE_SECONDS <= watcher.now - began < 1.0
+
+
 def test_who_has_left_is_not_missed() -> None:
     watcher = Watcher(1, 2)
     watcher.run(1.0)

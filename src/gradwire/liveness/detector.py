@@ -70,6 +70,12 @@ class Detector:
         """From now on expect beats of this rank."""
         self._lives[peer] = _Life(now, least, most)
 
+    def expect(self, now: float) -> None:
+        """All have begun: who has not been heard yet is silent from now on."""
+        for life in tuple(self._lives.values()):  # another thread may be looking
+            if not life.begun:
+                life.heard, life.begun = now, True
+
     def forget(self, peer: int) -> None:
         """It has left."""
         self._lives.pop(peer, None)
