@@ -10,12 +10,22 @@ from collections.abc import Iterator
 import pytest
 
 import gradwire as gw
+from conformance.crews import TRANSPORTS
 
 
 @pytest.fixture(params=["tcp", "local"], name="pair")
 def pair_fixture(request: pytest.FixtureRequest) -> Iterator[list[gw.Group]]:
     """Two ranks."""
     made = list(gw.loopback_pair()) if request.param == "tcp" else gw.local_group(2)
+    yield made
+    for group in made:
+        group.close()
+
+
+@pytest.fixture(params=["tcp", "local", "tls"], name="pair")
+def any_pair_fixture(request: pytest.FixtureRequest) -> Iterator[list[gw.Group]]:
+    """Two ranks, also with TLS between them: for tests of what links have to bear."""
+    made = TRANSPORTS[request.param](gw.Topology.single(2))
     yield made
     for group in made:
         group.close()

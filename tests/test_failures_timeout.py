@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import gradwire as gw
+from gradwire import core
 from gradwire.liveness import watch
 from in_process import Journal
 from in_process import groups_fixture as groups_fixture
@@ -20,6 +21,8 @@ from processes import Here, StartJob, place
 from processes import job_fixture as job_fixture
 from processes import zygote_fixture as zygote_fixture
 from ranks import run_ranks
+
+needs_core = pytest.mark.skipif(not core.available(), reason="without it, beats need the interpreter")
 
 
 def early_call(group: gw.Group) -> None:
@@ -55,7 +58,8 @@ def test_a_rank_that_never_comes_is_named_with_its_last_call(groups: list[gw.Gro
     number = 3 if called else 1
     for text in said:
         expected = (
-            rf"all_reduce #{number} did not finish in 0.3 s: rank {late} has not arrived, its last call was {last}"
+            rf"all_reduce #{number} did not finish in 0.3 s: "
+            rf"rank {late} is alive but stuck outside of any call, its last call was {last}"
         )
         assert re.fullmatch(expected, text), text
 
@@ -75,32 +79,41 @@ def test_a_time_out_of_one_rank_breaks_all(groups: list[gw.Group]) -> None:
     assert max(run_ranks(groups, play)) < 2.0
 
 
-def stands_still(here: Here) -> None:
+def waits_for_rank_1(here: Here, how: str, seconds: float) -> None:
+    watch.SLOW_SECONDS = 0.2
     group = gw.init()
-    group.barrier()
-    here.tell(ready=True)
-    here.hear()
+    group.barrier()  # the last call
     try:
-        while True:  # what the others sent before they gave up may still let one call through
-            group.barrier(timeout=0.5)
+        if group.rank != 1:
+            group.all_reduce(np.ones(3), timeout=seconds)
+        elif how == "asleep":
+            time.sleep(60)
+        else:
+            ctypes.PyDLL(None).usleep(int(1e6 * 5 * seconds))  # keeps the interpreter's lock
+            group.barrier()
     except gw.GradwireError as error:
         here.tell_error(error)
 
 
-def test_a_process_that_stands_still_is_named(job: StartJob) -> None:
-    with job(stands_still, 3) as ranks:
-        for rank in ranks:
-            assert rank.hear()["ready"]
-        ranks[1].signal(signal.SIGSTOP)
-        for rank in ranks:
-            rank.tell()
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("asleep", r"stuck outside of any call, its last call was barrier\(\) #1 at {last}"),
+        pytest.param(
+            "in C", "stuck: its interpreter does not run, as if a call into C held its lock", marks=needs_core
+        ),
+    ],
+)
+def test_a_process_that_is_stuck_is_named_and_told_from_a_lost_one(job: StartJob, how: str, said: str) -> None:
+    expected = "rank 1 is alive but " + said.format(last=place(waits_for_rank_1, "# the last call"))
+    with job(waits_for_rank_1, 3, how, 0.6) as ranks:
         for rank in (ranks[0], ranks[2]):
             told = rank.hear()
             assert (told["error"], told["culprit"]) == ("Timeout", 1), told
-            assert told["text"] == "barrier #2 did not finish in 0.5 s: rank 1 does not answer"
-        ranks[1].signal(signal.SIGCONT)
-        told = ranks[1].hear()
-        assert (told["error"], told["culprit"]) == ("Timeout", 1), told
+            assert re.fullmatch(rf"all_reduce #2 did not finish in 0.6 s: {expected}", told["text"]), told["text"]
+            where = place(waits_for_rank_1, "timeout=seconds")
+            logged = rf"rank {rank.number} has waited 0 s during all_reduce #2, {where}: {expected}"
+            assert re.search(logged, rank.output()), rank.output()
 
 
 # -- waiting is said --------------------------------------------------------------------------------------------------
@@ -118,8 +131,8 @@ def test_a_long_wait_is_logged_with_who_is_late_and_what_it_last_called(
     late = len(groups) - 1
     called = place(early_call, "# the last call")
     said = (
-        rf"rank 0 has waited \d+ s during all_reduce #3, test_failures_timeout.py:\d+: rank {late} has not arrived, "
-        rf"its last call was all_gather_values\(\) #2 at {called}"
+        rf"rank 0 has waited \d+ s during all_reduce #3, test_failures_timeout.py:\d+: "
+        rf"rank {late} is alive but stuck outside of any call, its last call was all_gather_values\(\) #2 at {called}"
     )
 
     def play(group: gw.Group) -> object:

@@ -15,7 +15,8 @@ import gradwire as gw
 from gradwire.transports.base import MESSAGE_CHANNEL, Buffer
 from gradwire.transports.local import LocalLink
 from gradwire.transports.tcp import TcpLink
-from in_process import pair_fixture as pair_fixture
+from gradwire.transports.tls import TlsLink
+from in_process import any_pair_fixture as any_pair_fixture
 from processes import Here, StartJob
 from processes import job_fixture as job_fixture
 from processes import zygote_fixture as zygote_fixture
@@ -57,7 +58,7 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     gate = Gate(WHOLE // 2)
-    for kind in (TcpLink, LocalLink):
+    for kind in (TcpLink, LocalLink, TlsLink):
         monkeypatch.setattr(kind, "send", gate.holding(kind.send))
     return gate
 

@@ -37,9 +37,7 @@ def agree(generation: Generation, transport: str, deadline: float) -> None:
         told = tell_all([transport, own and tuning.encode(own), Nature.own().to_wire()])
         generation.table = _table(told[0][1])
         _share_memory(generation, [wish for wish, *_ in told], tell_all, deadline)
-        generation.begin_lifeline([Nature.from_wire(nature) for *_, nature in told], deadline)
-        tell_all(True)
-        generation.lifeline.all_begun()
+        _begin_lifeline(generation, [Nature.from_wire(nature) for *_, nature in told], tell_all, deadline)
 
 
 @contextmanager
@@ -80,3 +78,12 @@ def _share_memory(generation: Generation, wishes: list[str], tell_all: TellAll, 
             "the native core, and others on the same host; 'auto' shares memory where it can and uses TCP elsewhere",
             operation="init",
         )
+
+
+def _begin_lifeline(generation: Generation, natures: list[Nature], tell_all: TellAll, deadline: float) -> None:
+    """Beat; and when all do, expect them to go on."""
+    identity = generation.identity
+    generation.begin_lifeline(natures[identity.rank], deadline)
+    tell_all(None)
+    generation.lifeline.expect(natures, identity.topology)
+    generation.wake()

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,8 +70,10 @@ class Generation:
         self.member_ids = member_ids  # by rank, for the coordinator
         self.succeed: Callable[[Generation, float], Any] | None = None  # makes the next generation's group
         self.news: Callable[[], Any] = lambda: None  # what the coordinator last told: who waits to join
+        self.cuts: Callable[[], frozenset[str]] = frozenset  # the members this one is cut off from, on purpose
         self.succession = threading.Lock()
         self.successor: Any = None
+        self.finished = False  # the work of the job is done: whoever came now would begin it anew
         self.alarm = transport.bell()  # rings for good when the generation breaks or is closed
         self.closed = False
         self._halts: list[Callable[[], None]] = []
@@ -170,15 +172,14 @@ class Generation:
                 self._readers = [*self._readers, *lives]
             self._bell.ring()
 
-    def begin_lifeline(self, natures: Sequence[Nature], deadline: float) -> None:
-        """Show the others that this rank lives, and watch whether they do; it is known by now who shares memory."""
+    def begin_lifeline(self, own: Nature, deadline: float) -> None:
+        """Show the others that this rank lives; it is known by now who shares memory."""
         self.belongings.append(self.lifeline)
 
-        def connect(peer: int) -> Link:
+        def dial(peer: int) -> Link:
             return self.connect(peer, LIFELINE_CHANNEL, deadline, "init")
 
-        self.lifeline.begin(natures, self.identity.topology, self.shared, self.transport, connect)
-        self._bell.ring()
+        self.lifeline.begin(own, self.shared, self.identity.size, self.transport, dial)
 
     def shares(self, world: int) -> bool:
         """Whether a world rank shares memory with all others on its host."""
@@ -230,6 +231,7 @@ class Generation:
         while True:
             now = time.monotonic()
             pause = min(self.control.tick(now), self.lifeline.tick(now))
+            self._cut_links()
             if self._ending:
                 give_up_at = give_up_at or now + GOODBYE_SECONDS
                 lost = self.unreachable()  # and would not hear a goodbye
@@ -245,6 +247,13 @@ class Generation:
                     self._flush(outbox)
             for reader in readers:
                 self._pump(reader)
+
+    def _cut_links(self) -> None:
+        for member in self.cuts():
+            peer = self.member_ids.index(member) if member in self.member_ids else self.identity.rank
+            for outbox in self._served():
+                if outbox.link.peer == peer and peer != self.identity.rank:
+                    self._end_of_link(outbox.link)
 
     def _served(self) -> list[Outbox]:
         with self._lock:

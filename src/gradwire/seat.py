@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import secrets
@@ -14,22 +15,26 @@ from gradwire import agreement, lifetime, machine
 from gradwire.address import Address
 from gradwire.config import JobConfig
 from gradwire.environments import torchrun
-from gradwire.errors import Broken, ConfigError, NoConnection, Refused, UnsupportedOp
+from gradwire.errors import Broken, ConfigError, GradwireError, NoConnection, Refused, UnsupportedOp
 from gradwire.generation import Generation, Identity
 from gradwire.group import Group
 from gradwire.membership import Assembly, Member
 from gradwire.membership.addresses import resolve as endpoints
 from gradwire.membership.doorkeeper import Doorkeeper
+from gradwire.membership.news import NewsReader
 from gradwire.security.secret import derive, job_secret
+from gradwire.security.tls import Credentials
 from gradwire.topology import Topology
 from gradwire.transports.tcp import TcpTransport
 
 if TYPE_CHECKING:
+    from gradwire.membership.lease import Lease
     from gradwire.membership.service import Coordinator
 
 log = logging.getLogger("gradwire")
 
 HOST = "GRADWIRE_HOST"  # overrides the identity of this machine: several "hosts" on one, for tests
+LEAVE_SECONDS = 1.0  # for the coordinator to hear that a member has left
 TELL_SECONDS = 5.0  # between two lines about what a member waits for
 
 
@@ -43,15 +48,20 @@ class Seat:
         if config.address_taken:  # by torchrun's store, through which the ranks agree on another port
             self._address = Address("127.0.0.1" if torchrun.on_one_host(os.environ) else config.address.host, 0)
         loopback = self._address.is_loopback()
-        if not loopback and not config.insecure:
+        self._credentials = Credentials.from_environ(os.environ)
+        if not loopback and not config.insecure and self._credentials is None:
             raise ConfigError(
-                f"{self._address} is beyond this machine, and links are not encrypted: "
-                "pass insecure=True (GRADWIRE_INSECURE=1) if you trust the network in between"
+                f"{self._address} is beyond this machine, and links are not encrypted: make certificates with "
+                "`gradwire certs` and set GRADWIRE_TLS_CA, GRADWIRE_TLS_CERT and GRADWIRE_TLS_KEY, or pass "
+                "insecure=True (GRADWIRE_INSECURE=1) if you trust the network in between"
             )
         self._secret = job_secret(os.environ, loopback)
-        self._id = config.member or secrets.token_hex(8)
+        self._id = config.member or _new_id(self._credentials)
+        self._job = config.job or (self._credentials.job if self._credentials else None)
         self._generation = 0  # the last one this process was in
         self._lost: tuple[str, ...] = ()  # its members that this process could not reach
+        self._news = _news_pipe() if config.elastic else None
+        self._lease: Lease | None = None
 
     def take(self, deadline: float) -> Group:
         """The group of the next generation. In an elastic job members that are lost meanwhile are done without."""
@@ -68,22 +78,24 @@ class Seat:
         self._leave(generation)
         return self.take(time.monotonic() + timeout)
 
-    def _leave(self, generation: Generation, unreachable: int | None = None) -> None:
+    def _leave(self, generation: Generation) -> None:
         """Remember for the coordinator whom this process could not reach."""
-        lost = generation.unreachable() | ({unreachable} if unreachable is not None else set())
+        lost = generation.unreachable()
         self._lost = tuple(generation.member_ids[rank] for rank in sorted(lost))
+        generation.belongings = [one for one in generation.belongings if not isinstance(one, _Leave)]
         generation.close()
 
     def _take(self, deadline: float) -> Group:
         config = self.config
-        transport = TcpTransport(_own_address(self._address))
+        transport = TcpTransport(_own_address(self._address), self._credentials)
         try:
             generation = self._assemble(self._register(transport, deadline), transport)
         except BaseException:
             transport.close()
             raise
-        generation.succeed = self.next if config.elastic else None
         generation.belongings += self._doorkeepers()
+        if config.elastic:
+            self._make_elastic(generation)
         group = lifetime.start([generation], config.timeout, deadline)[0]
         try:
             agreement.agree(generation, config.transport, deadline)
@@ -91,6 +103,20 @@ class Seat:
             generation.close(None if isinstance(error, UnsupportedOp) else lifetime.giving_up(generation, error))
             raise
         return group
+
+    def _make_elastic(self, generation: Generation) -> None:
+        generation.succeed = self.next
+        generation.belongings.append(_Leave(self, generation))
+        if self._news is not None:
+            generation.news, generation.cuts = self._news.latest, self._news.cuts
+            return
+        if self._lease is None:  # nobody speaks for this worker
+            from gradwire.membership.lease import Lease
+
+            self._lease = Lease(str(self._address), self._id, secret=self._secret, credentials=self._credentials)
+            self._lease.start()
+        lease = self._lease
+        generation.news = lambda: lease.news
 
     # -- finding the others -------------------------------------------------------------------------------------------
 
@@ -103,16 +129,34 @@ class Seat:
             if config.address_taken:
                 self._address = self._agreed(coordinator, left)
             first = self._generation == 0
+            self._place = self._member(transport, config.rank if first else None)
             return client.register(
                 str(self._address),
-                self._member(transport, config.rank if first else None),
+                self._place,
                 size=config.size if first else None,
                 secret=self._secret,
-                job=config.job,
+                job=self._job,
                 timeout=left,
                 generation=self._generation,
                 lost=self._lost,
+                credentials=self._credentials,
                 waiting=_Teller(),
+            )
+
+    def give_up(self, finished: bool) -> None:
+        """Tell the coordinator that this member has left for good, and whether all work is done."""
+        from gradwire.membership import client
+
+        if self._lease is not None:
+            self._lease.close()
+        with contextlib.suppress(GradwireError):
+            client.unregister(
+                str(self._address),
+                self._place,
+                secret=self._secret,
+                finished=finished,
+                timeout=LEAVE_SECONDS,
+                credentials=self._credentials,
             )
 
     def _agreed(self, coordinator: Coordinator | None, timeout: float) -> Address:
@@ -131,7 +175,15 @@ class Seat:
 
         assert config.size is not None
         host, port = self._address.host, self._address.port
-        return Coordinator(host, port, size=config.size, secret=self._secret, job=config.job, insecure=config.insecure)
+        return Coordinator(
+            host,
+            port,
+            size=config.size,
+            secret=self._secret,
+            job=self._job,
+            insecure=config.insecure,
+            credentials=self._credentials,
+        )
 
     def _doorkeepers(self) -> list[Doorkeeper]:
         """Who comes to the coordinator's address after all have come is told so, as long as rank 0 lives."""
@@ -168,11 +220,25 @@ class Seat:
             generation=assembly.generation,
             key=derive(self._secret, "links", assembly.run),
             cores=machine.usable_cores() / neighbours,
+            members=[member.id for member in members],
         )
         job = int.from_bytes(assembly.run[:8], "little")
         names = tuple(str(member) for member in members)
         identity = Identity(job, assembly.generation, assembly.rank, names, topology)
         return Generation(identity, transport, tuple(member.id for member in members))
+
+
+class _Leave:
+    """Ends with a member's last generation."""
+
+    def __init__(self, seat: Seat, generation: Generation) -> None:
+        self._seat, self._generation = seat, generation
+
+    def close(self) -> None:
+        self._seat.give_up(self._generation.finished)
+
+    def abandon(self) -> None:
+        """A forked child has no part in the job."""
 
 
 class _Teller:
@@ -186,6 +252,18 @@ class _Teller:
         if reason != self._told[0] or now - self._told[1] >= TELL_SECONDS:
             self._told = (reason, now)
             log.info("waiting: %s", reason)
+
+
+@functools.cache
+def _news_pipe() -> NewsReader | None:
+    """The pipe of this process's launcher, which it reads for its whole life."""
+    return NewsReader.from_environ()
+
+
+def _new_id(credentials: Credentials | None) -> str:
+    """An id for the life of this process, one that its certificate covers."""
+    mine = secrets.token_hex(8)
+    return f"{credentials.member}/{mine}" if credentials else mine
 
 
 def _own_address(coordinator: Address) -> str:

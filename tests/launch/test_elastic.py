@@ -154,9 +154,11 @@ def test_who_leaves_with_code_0_is_no_loss(tmp_path: Path, ready: Ready) -> None
 
 
 def test_too_few_and_no_restart_left_is_the_end(tmp_path: Path, ready: Ready) -> None:
-    code = f"{NUMBER}{ready.code}say(b'ready\\n')\nif number == 1: os._exit(3)\n{WAIT}"
+    code = f"{NUMBER}{ready.code}say(b'ready\\n')\nif number == 1: ready.recv(1), os._exit(3)\n{WAIT}"
     job = Elastic(written(tmp_path, code), 2, minimum=2)
-    with job.supervisor, ready.told(2):
+    with job.supervisor:
+        with ready.told(2):
+            pass
         ended = job.ended()
     pid = job.pids()[1]
     assert ended.err == f"gradwire: worker 1 (pid {pid}) exited with code 3; 1 of at least 2 are left\n"
@@ -252,10 +254,9 @@ def test_the_coordinator_comes_back(tmp_path: Path, ready: Ready) -> None:
 def test_a_coordinator_that_cannot_begin_ends_the_job(tmp_path: Path) -> None:
     serve = written(tmp_path, "raise SystemExit('the journal is damaged')", "serve.py")
     job = Elastic(written(tmp_path, WAIT), 1, coordinator=serve)
-    said = r"the coordinator \(pid \d+\) gave up at serve.py:1: the journal is damaged before the job began"
+    said = r"the coordinator \(pid \d+\) gave up at serve.py:1: .* before the job began\nthe journal is damaged$"
     with pytest.raises(WorkerFailed, match=said), job.supervisor:
         job.supervisor.wait(LONG)
-    assert job.err.getvalue() == "[coordinator] the journal is damaged\n"
     assert all(sessions.is_empty(worker.pid) for worker in job.supervisor.workers)
 
 

@@ -43,7 +43,7 @@ def test_arrays_are_written_where_the_user_s_own_lie() -> None:
 
 def test_dicts_in_dicts_keep_their_arrays_and_what_is_stateful_in_them() -> None:
     mine, inner = np.zeros(3), Optimizer({"lr": 1.0})
-    state = {"weights": {"w": mine}, "others": {"optimizer": inner}}
+    state: dict[str, Any] = {"weights": {"w": mine}, "others": {"optimizer": inner}}
     moved(State({"weights": {"w": np.arange(3.0)}, "others": {"optimizer": Optimizer({"lr": 0.5})}}), State(state))
     np.testing.assert_array_equal(mine, [0, 1, 2])
     assert state["weights"]["w"] is mine

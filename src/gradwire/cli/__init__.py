@@ -7,8 +7,10 @@ import click
 import gradwire
 from gradwire import core
 from gradwire.cli.bench import bench
-from gradwire.cli.join import join
 from gradwire.cli.certs import certs
+from gradwire.cli.coordinator import coordinator
+from gradwire.cli.invite import invite
+from gradwire.cli.join import join
 from gradwire.cli.run import run
 from gradwire.cli.tune import tune
 
@@ -37,5 +39,7 @@ def main() -> None:
 main.add_command(bench)
 main.add_command(join)
 main.add_command(certs)
+main.add_command(coordinator)
+main.add_command(invite)
 main.add_command(run)
 main.add_command(tune)

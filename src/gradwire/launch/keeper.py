@@ -98,7 +98,9 @@ class Keeper:
             self._due = now + delay
             self._hands.say(f"gradwire: {what}; it is started anew{f' in {delay:g} s' if delay else ''}")
         elif not self.heard:
-            raise WorkerFailed(f"{what} before the job began; what it said is above, and in {LOG}")
+            raise WorkerFailed("\n".join([f"{what} before the job began", *self._hands.last_words(LABEL)]))
         else:
             self._hands.restarts.recoverable = False
-            self._hands.say(f"gradwire: {what} again and again; the job goes on without one until a worker is lost")
+            self._hands.say(f"gradwire: {what} again and again; the job goes on without it until a worker is lost")
+            for line in self._hands.last_words(LABEL)[-1:]:
+                self._hands.say(f"gradwire: its last words: {line}")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from gradwire import config
-from gradwire.config import Address
+from gradwire.address import Address
 from gradwire.errors import ConfigError
 from gradwire.launch import environment
 from gradwire.launch.elastic import ElasticStage, Heartbeats, Meeting

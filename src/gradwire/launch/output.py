@@ -34,7 +34,9 @@ class _Printer:
 
     label: str
     log: int | None
+    shown: bool  # on the screen
     open: int = 2  # of its streams
+    ended: threading.Event = field(default_factory=threading.Event)
     tail: collections.deque[str] = field(default_factory=lambda: collections.deque(maxlen=_TAIL))
 
 
@@ -73,10 +75,10 @@ class Output:
         self._thread: threading.Thread | None = None
 
     @contextlib.contextmanager
-    def pipes(self, label: str, log: str) -> Iterator[tuple[int, int]]:
+    def pipes(self, label: str, log: str, *, shown: bool = True) -> Iterator[tuple[int, int]]:
         """The writing ends of two pipes, to be a worker's standard output and error; `log` names its file."""
         # One that was started anew goes on in its log.
-        printer = _Printer(label, _open_log(self.log_dir, log, anew=label not in self._printers))
+        printer = _Printer(label, _open_log(self.log_dir, log, anew=label not in self._printers), shown)
         self._printers[label] = printer
         ends = []
         try:
@@ -109,9 +111,11 @@ class Output:
             self._release()
         return self._released
 
-    def tail(self, label: str) -> list[str]:
-        """The last lines that this worker printed."""
-        return list(self._printers[label].tail)
+    def tail(self, label: str, timeout: float = 0.0) -> list[str]:
+        """The last lines that this worker printed; waits at most so long for one that has ended to be heard out."""
+        printer = self._printers[label]
+        printer.ended.wait(timeout)
+        return list(printer.tail)
 
     def _wake(self) -> None:
         with self._lock, contextlib.suppress(BlockingIOError):  # full: it will wake
@@ -148,9 +152,12 @@ class Output:
         stream.printer.open -= 1
         if stream.printer.open == 0:
             self._close_log(stream.printer)
+            stream.printer.ended.set()
 
     def _show(self, stream: _Stream, lines: list[str]) -> None:
         stream.printer.tail.extend(lines[-_TAIL:])
+        if not stream.printer.shown:
+            return
         unfinished = stream.lines.unfinished
         if self._progress_is_due(stream):
             stream.progress_shown = self._clock()

@@ -28,7 +28,10 @@ class Hands(Protocol):
         """All that were ever started, by number."""
 
     def start_process(self, label: str, log: str, task: Task, environ: Mapping[str, str]) -> Worker:
-        """A process beside the workers that is watched, guarded and shown as they are, but not one of them."""
+        """A process beside the workers that is watched, guarded and logged as they are, but not one of them."""
+
+    def last_words(self, label: str) -> list[str]:
+        """What such a process printed last, of one that has ended."""
 
     def say(self, line: str) -> None: ...
 

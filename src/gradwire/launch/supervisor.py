@@ -168,9 +168,12 @@ class Supervisor:
         self._output.say(line)
 
     def start_process(self, label: str, log: str, task: Task, environ: Mapping[str, str]) -> Worker:
-        process = self._launch(len(self._beside), label, log, task, environ, noun=label)
+        process = self._launch(len(self._beside), label, log, task, environ, noun=label, shown=False)
         self._beside.append(process)
         return process
+
+    def last_words(self, label: str) -> list[str]:
+        return self._output.tail(label, timeout=1.0)
 
     def add_worker(self) -> Worker:
         """One more, in the place of nobody."""
@@ -193,9 +196,19 @@ class Supervisor:
         self._stage.started(worker)
         return worker
 
-    def _launch(self, number: int, label: str, log: str, task: Task, environ: Mapping[str, str], noun: str) -> Worker:
+    def _launch(
+        self,
+        number: int,
+        label: str,
+        log: str,
+        task: Task,
+        environ: Mapping[str, str],
+        noun: str,
+        *,
+        shown: bool = True,
+    ) -> Worker:
         assert self._guard is not None
-        with self._output.pipes(label, log) as (out, err):
+        with self._output.pipes(label, log, shown=shown) as (out, err):
             worker = Worker(number, task, environ, out, err, noun)
         self._guard.watch(worker.pid)  # before it may run, so that nothing can ever escape
         worker.release()

@@ -196,7 +196,7 @@ class Control:
         if finding.culprit == self.rank and finding.kind == "lost":
             # Others have given this rank up: what it finds from here on would only mislead them.
             self.given_up = True
-            self._join(Finding("aborted", "its peers gave this rank up as lost", self.rank), now)
+            self._join(Finding("given up", f"was given up by its peers: it {finding.reason}", self.rank), now)
         elif kind == "verdict":
             self._join(finding, now)
         else:
@@ -296,8 +296,8 @@ class Control:
     def _settle(self) -> None:
         decided = self._verdict.decided
         assert decided is not None
-        given_up = decided.culprit == self.rank and decided.kind == "aborted"  # everybody has heard it from this rank
-        if decided.kind != "mismatch" and not given_up:  # a mismatch each rank explains by itself, from all the calls
+        known = decided.culprit == self.rank and decided.kind in ("aborted", "given up")  # by everybody
+        if decided.kind != "mismatch" and not known:  # a mismatch each rank explains by itself, from all the calls
             self._tell_all({"t": "verdict", "finding": decided.to_wire()})
         self._settled.set()
 

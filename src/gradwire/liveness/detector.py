@@ -24,12 +24,12 @@ LINK_SECONDS = 0.35  # and over a link: a packet that was lost is sent again aft
 MOST_SECONDS = 0.6
 EXCUSED_SECONDS = 0.9
 ROLL_CALL_SECONDS = 0.75  # a silence that long is told whatever the others do
-FIRST_SECONDS = 60.0  # until the first beat
 LATE_SECONDS = 0.1  # later than it was due: a watcher that was held up
 SLOW_SECONDS = 0.5  # between looks, where nobody beats faster
 ROLL_CALL_LOOKS = 0.01
 DEVIATIONS = 8
 KEPT = 64  # intervals
+FEW = 8  # intervals, which say little
 
 Excused = Callable[[int], bool]
 
@@ -39,7 +39,6 @@ class _Life:
     heard: float
     least: float  # seconds of silence that count
     most: float
-    begun: bool = False
     beat: int | None = None
     intervals: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
 
@@ -49,9 +48,7 @@ class _Life:
         return self.most <= MOST_SECONDS
 
     def patience(self) -> float:
-        if not self.begun:
-            return FIRST_SECONDS
-        if not self.intervals:
+        if len(self.intervals) < FEW:
             return self.most
         middle = median(self.intervals)
         spread = median(abs(interval - middle) for interval in self.intervals)
@@ -69,12 +66,7 @@ class Detector:
     def watch(self, peer: int, now: float, least: float, most: float = MOST_SECONDS) -> None:
         """From now on expect beats of this rank."""
         self._lives[peer] = _Life(now, least, most)
-
-    def expect(self, now: float) -> None:
-        """All have begun: who has not been heard yet is silent from now on."""
-        for life in tuple(self._lives.values()):  # another thread may be looking
-            if not life.begun:
-                life.heard, life.begun = now, True
+        self.due = min(self.due, now)
 
     def forget(self, peer: int) -> None:
         """It has left."""
@@ -89,14 +81,14 @@ class Detector:
         life = self._lives.get(peer)
         if life is None or (beat is not None and beat == life.beat):
             return
-        if life.begun and now > life.heard:
+        if now > life.heard:
             life.intervals.append(now - life.heard)
-        life.heard, life.beat, life.begun = now, beat, True
+        life.heard, life.beat = now, beat
 
     def silence(self, peer: int, now: float) -> float | None:
-        """For how long a rank has not been heard; None if it is not watched, or was never heard."""
+        """For how long a rank has not been heard; None if it is not watched."""
         life = self._lives.get(peer)
-        return now - life.heard if life is not None and life.begun else None
+        return now - life.heard if life is not None else None
 
     def restart(self, now: float) -> None:
         """Nothing is known of the time until now."""
@@ -128,7 +120,7 @@ class Detector:
     def _all_called(self, suspects: set[int], now: float) -> bool:
         """Whether everybody else has been heard since the first was suspected."""
         assert self._roll_call is not None
-        others = [life for peer, life in self._lives.items() if peer not in suspects and life.begun and life.regular]
+        others = [life for peer, life in self._lives.items() if peer not in suspects and life.regular]
         if all(life.heard >= self._roll_call for life in others):
             return True
         return max(now - self._lives[peer].heard for peer in suspects) >= ROLL_CALL_SECONDS

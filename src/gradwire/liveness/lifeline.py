@@ -16,6 +16,7 @@ import math
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,6 +65,9 @@ class Nature:
         return cls(False, 0, "")
 
 
+Dial = Callable[[int], Link]
+
+
 class Lifeline:
     """One rank's lifeline. Only `tick` is the service thread's own; everything else is for any thread."""
 
@@ -77,37 +81,22 @@ class Lifeline:
         self._begun = self._closed = False
         self._thread: Any = None  # that beats; the core's
         self._shared: SharedMemory | None = None
-        self._expected: set[int] = set()
+        self._linked: set[int] = set()  # ranks with which there is a link
+        self._missing: set[int] = set()  # of these, until there is
         self._readers: list[FrameReader] = []
         self._outboxes: dict[int, Outbox] = {}  # for beats of our own, by descriptor or whatever tells links apart
         self._sealed: dict[int, tuple[int, Callable[[bytes], bytes]]] = {}
+        self._awaited: deque[tuple[int, float, float]] = deque()  # whom to watch, for the service thread to see
         self._pids: dict[int, int] = {}  # of ranks whose processes can be looked at
         self._dead: dict[int, float] = {}  # ranks whose process ended, and until when their goodbye may come
         self._beat_at = -math.inf
 
-    def begin(
-        self,
-        natures: Sequence[Nature],
-        topology: Topology,
-        shared: SharedMemory | None,
-        transport: Transport,
-        connect: Callable[[int], Link],
-    ) -> None:
-        """Beat, and expect the others to; all ranks begin together. Of each pair that needs a link the higher dials."""
-        rank, now = self._control.rank, time.monotonic()
-        own = natures[rank]
+    def begin(self, own: Nature, shared: SharedMemory | None, size: int, transport: Transport, dial: Dial) -> None:
+        """Beat, and make links where they are needed: of each pair the higher rank dials."""
+        rank = self._control.rank
         self._shared = shared
-        pages = set(shared.peers) if shared is not None else set()
-        self._expected = linked(rank, len(natures), pages)
-        for peer in sorted(pages | self._expected):
-            nature = natures[peer]
-            least, most = (PAGE_SECONDS if peer in pages else LINK_SECONDS), MOST_SECONDS
-            if not nature.native:
-                least = most = PURE_SECONDS
-            self._detector.watch(peer, now, least, most)
-            same_host = topology.host_of(peer) == topology.host_of(rank)
-            if same_host and nature.native and nature.namespace == own.namespace != "":
-                self._pids[peer] = nature.pid
+        self._linked = linked(rank, size, set(shared.peers) if shared is not None else set())
+        self._missing = set(self._linked)
         if own.native:
             self._thread = core.native.Lifeline(BEAT_SECONDS)
             if shared is not None:
@@ -115,21 +104,29 @@ class Lifeline:
             self._thread.start()
         self._begun = True
         transport.adopt(LIFELINE_CHANNEL, self.add_link)
-        for peer in sorted(self._expected):
+        for peer in sorted(self._linked):
             if peer < rank:
-                self.add_link(connect(peer))
+                self.add_link(dial(peer))
 
-    def all_begun(self) -> None:
-        """It is known that every rank beats by now: a silence counts even if it is there from the start."""
-        self._detector.expect(time.monotonic())
+    def expect(self, natures: Sequence[Nature], topology: Topology) -> None:
+        """From now on judge silence: all have begun."""
+        rank = self._control.rank
+        pages = set(self._shared.peers) if self._shared is not None else set()
+        for peer in sorted(pages | self._linked):
+            nature = natures[peer]
+            same_host = topology.host_of(peer) == topology.host_of(rank)
+            if same_host and nature.native and nature.namespace == natures[rank].namespace != "":
+                self._pids[peer] = nature.pid
+            least = PAGE_SECONDS if peer in pages else LINK_SECONDS
+            self._awaited.append((peer, least, MOST_SECONDS) if nature.native else (peer, PURE_SECONDS, PURE_SECONDS))
 
     def add_link(self, link: Link) -> None:
         """Beat on a link to a rank, and hear its beats there."""
         seal: Callable[[bytes], bytes] | None = getattr(link, "seal", None)
         with self._lock:
-            welcome = not self._closed and link.peer in self._expected
+            welcome = not self._closed and link.peer in self._missing
             if welcome:
-                self._expected.remove(link.peer)
+                self._missing.remove(link.peer)
                 if self._thread is None:
                     self._outboxes[id(link)] = Outbox(link)
                 elif seal is None:
@@ -171,6 +168,9 @@ class Lifeline:
         pause = self._tell_deaths(now)
         if not self._begun or not self._control.sound:
             return pause
+        while self._awaited:
+            peer, least, most = self._awaited.popleft()
+            self._detector.watch(peer, now, least, most)
         if now >= self._detector.due:
             self._beat(now)
             self._listen(now)

@@ -22,10 +22,11 @@ CALLS_SECONDS = 0.6
 MAX_TEXT = 4096
 MAX_FINDINGS = 256  # taken in before the verdict; the gravest of that many is grave enough
 
-_GRAVITY = {"mismatch": 0, "aborted": 1, "lost": 2, "timeout": 3}
+_GRAVITY = {"mismatch": 0, "aborted": 1, "given up": 1, "lost": 2, "timeout": 3}
 _ERRORS: dict[str, type[Broken]] = {
     "mismatch": CollectiveMismatch,
     "aborted": Aborted,
+    "given up": Aborted,  # what others call lost, as the rank itself sees it
     "lost": PeerLost,
     "timeout": Timeout,
 }
@@ -203,7 +204,7 @@ class Verdict:
         assert finding is not None
         if finding.kind == "mismatch":
             text = self.detail or finding.reason
-        elif finding.kind == "lost":
+        elif finding.kind in ("lost", "given up"):
             text = f"{who} {finding.reason}{during}"
         elif finding.kind == "aborted":
             text = f"{who} gave up: {finding.reason}" if finding.culprit is not None else finding.reason

@@ -82,7 +82,7 @@ class Watch:
             slowness.told(now)
             waited = now - slowness.began
             rank = generation.identity.rank
-            log.warning("rank %d has waited %.0f s%s: %s", rank, waited, self.during(), describe_late(self.late()))
+            log.warning("rank %d has waited %.0f s%s: %s", rank, waited, self.during(), self._describe(self.late()))
         return self._pause(time.monotonic())
 
     def _begun(self, now: float) -> Slowness:
@@ -145,19 +145,25 @@ class Watch:
     def _timed_out(self) -> GradwireError:
         late = self.late()
         culprit = late[0][0] if late else None
-        reason = f"{self.operation} #{self.sequence} did not finish in {self.timeout:g} s: {describe_late(late)}"
+        reason = f"{self.operation} #{self.sequence} did not finish in {self.timeout:g} s: {self._describe(late)}"
         finding = Finding("timeout", reason[:4000], culprit, self.timeout, self.operation)
         self._generation.control.report(finding, time.monotonic())
         self._generation.wake()
         return self.broken()
 
+    def _describe(self, late: Sequence[tuple[int, Position | None]]) -> str:
+        """Who keeps the others waiting, in words."""
+        if not late:
+            return "all ranks have arrived, but their messages have not"
+        return "; ".join(describe(rank, place, self._generation.lifeline.alive(rank)) for rank, place in late)
 
-def describe_late(late: Sequence[tuple[int, Position | None]]) -> str:
-    """Who keeps the others waiting, in words."""
-    if not late:
-        return "all ranks have arrived, but their messages have not"
-    parts = [
-        f"rank {rank} has not arrived, its last call was {place.last}" if place else f"rank {rank} does not answer"
-        for rank, place in late
-    ]
-    return "; ".join(parts)
+
+def describe(rank: int, place: Position | None, alive: bool) -> str:
+    """What keeps a rank that has not arrived."""
+    if place is not None and place.finished < place.sequence:
+        return f"rank {rank} is alive but stuck in {place.last}"
+    if place is not None:
+        return f"rank {rank} is alive but stuck outside of any call, its last call was {place.last}"
+    if alive:
+        return f"rank {rank} is alive but stuck: its interpreter does not run, as if a call into C held its lock"
+    return f"rank {rank} does not answer"

@@ -80,11 +80,17 @@ def register(
 
 
 def unregister(
-    address: str, member: Member, *, secret: bytes, timeout: float = 5.0, credentials: Credentials | None = None
+    address: str,
+    member: Member,
+    *,
+    secret: bytes,
+    finished: bool = False,
+    timeout: float = 5.0,
+    credentials: Credentials | None = None,
 ) -> bool:
-    """Take leave; False if the coordinator knows no such member."""
+    """Take leave, also for good if all work is `finished`; False if the coordinator knows no such member."""
     with Conversation(address, secret, timeout, credentials=credentials) as coordinator:
-        return _unregister(coordinator, member)
+        return _unregister(coordinator, member, finished)
 
 
 def heartbeat(
@@ -144,8 +150,8 @@ def _session(id: str, generation: int) -> bytes:
     return _sessions[key]
 
 
-def _unregister(coordinator: Conversation, member: Member) -> bool:
-    request = pb.UnregisterWorkerRequest(member=member_to_wire(member))
+def _unregister(coordinator: Conversation, member: Member, finished: bool = False) -> bool:
+    request = pb.UnregisterWorkerRequest(member=member_to_wire(member), finished=finished)
     return _answer(coordinator, pb.UnregisterWorkerReply, "UnregisterWorker", request.SerializeToString()).known
 
 

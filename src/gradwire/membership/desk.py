@@ -113,7 +113,7 @@ class Desk(rpc.MembershipServicer):
         body = self._open("UnregisterWorker", pb.UnregisterWorkerRequest, request, context)
         self._check(context, [body.member.id])
         member = member_from_wire(body.member)
-        known = self._event(context, lambda now: self.membership.leave(member, now))
+        known = self._event(context, lambda now: self.membership.leave(member, now, finished=body.finished))
         reply = pb.UnregisterWorkerReply(known=known)
         return self._seal.seal("UnregisterWorker", request, reply.SerializeToString())
 

@@ -19,6 +19,34 @@ log = logging.getLogger("gradwire.membership")
 _ONE_BEAT = 2.0  # seconds after which a heartbeat without an answer is given up; well within a lease
 
 
+class _Truce:
+    """Heartbeats and forks take turns: a child that is born in the middle of a gRPC call may crash as it ends."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._forks = threading.local()
+        os.register_at_fork(before=self._before, after_in_parent=self._after, after_in_child=self._born)
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    def _before(self) -> None:
+        self._forks.waited = self._lock.acquire(timeout=2 * _ONE_BEAT)
+
+    def _after(self) -> None:
+        if self._forks.waited:
+            self._lock.release()
+
+    def _born(self) -> None:
+        self._lock = threading.Lock()
+
+
+_truce = _Truce()
+
+
 class Lease:
     """Keeps a member's lease, by calls of their own: no connection is open between two heartbeats.
 
@@ -68,9 +96,7 @@ class Lease:
         while not self._closed.wait(max(0.0, due - time.monotonic())):
             due = time.monotonic() + self._interval
             try:
-                news = heartbeat(
-                    self._address, [self._id], secret=self._secret, timeout=_ONE_BEAT, credentials=self._credentials
-                )
+                news = self._beat()
             except GradwireError as error:
                 if not self.trouble:
                     log.warning("this worker goes on without its coordinator: %s", error)
@@ -80,6 +106,12 @@ class Lease:
                 log.info("the coordinator at %s is back", self._address)
             self.trouble, self.news = "", news
             self._tell(news)
+
+    def _beat(self) -> News:
+        with _truce:
+            return heartbeat(
+                self._address, [self._id], secret=self._secret, timeout=_ONE_BEAT, credentials=self._credentials
+            )
 
     def _tell(self, news: News) -> None:
         try:

@@ -8,12 +8,13 @@ import os
 import secrets
 import socket
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from gradwire.errors import ConfigError, TransportError
+from gradwire.errors import ConfigError, JournalError, TransportError
 from gradwire.membership.addresses import Endpoint, join, resolve
 from gradwire.membership.desk import THREADS, Desk
 from gradwire.membership.health import Health
@@ -56,7 +57,9 @@ class Coordinator:
         journal: Path | None = None,
         credentials: Credentials | None = None,
         lease: float = 10.0,
+        failed: Callable[[JournalError], None] = lambda error: None,
     ) -> None:
+        """`failed` is called, once, if the journal cannot be written: from then on nobody is told anything."""
         self._host, self._port = host, port
         self._insecure = insecure
         self._credentials = credentials
@@ -66,7 +69,7 @@ class Coordinator:
         membership = Membership(
             name, secrets.token_bytes(16), start=size, minimum=minimum, maximum=maximum, lease=lease
         )
-        self._desk = Desk(membership, CoordinatorSeal(secret), vouched=self._objection)
+        self._desk = Desk(membership, CoordinatorSeal(secret), vouched=self._objection, failed=failed)
         self._health = Health()
         self._server: Any = None
         self._pid = 0

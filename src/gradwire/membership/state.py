@@ -33,6 +33,7 @@ from gradwire.membership.roster import Roster
 
 PATIENCE = 30.0  # seconds without a newcomer, after which a first generation makes do with the minimum
 TICK = 1.0  # seconds between two ticks at most
+FINISHED = "the work of this job is done; there is nothing left to join"
 OUTNUMBERED = 1.0  # seconds in which those whom no majority calls lost can come and say otherwise
 
 
@@ -55,6 +56,7 @@ class Membership:
         self._roster = Roster(self._clock)
         self._checkpoints = Checkpoints()
         self._stopped: str | None = None
+        self._finished = False
 
     @property
     def generation(self) -> int:
@@ -79,6 +81,8 @@ class Membership:
         reason = entry.objection(claim, self.terms, self._roster)
         if reason is not None:
             return Refusal(reason)
+        if self._finished and not entry.survives(claim, self._roster):
+            return Refusal(FINISHED)
         if self._stopped is None and not entry.holds_seat(claim, self.terms, self._roster):
             self._admit(claim)
         return self.outcome(claim, now)
@@ -97,6 +101,8 @@ class Membership:
             if place is not None and place.claim.session == claim.session:
                 place.told = True
             return Refusal(self._stopped)
+        if self._finished and name not in roster.back:
+            return Refusal(FINISHED)
         come = [] if roster.generation else [place.claim.member for place in roster.line.values()]
         gaps = () if roster.generation else missing(come, self.terms.start)
         return Waiting(gaps, self._reason(name))
@@ -120,12 +126,16 @@ class Membership:
 
     # -- those who are at work
 
-    def leave(self, member: Member, now: float) -> bool:
-        """A member takes its leave; False if there is none that is exactly this process."""
+    def leave(self, member: Member, now: float, *, finished: bool = False) -> bool:
+        """A member takes its leave; False if there is none that is exactly this process.
+
+        With `finished` all work is done: nobody joins any more, who would begin it anew. The present members stay.
+        """
         self._advance(now)
         known = self._roster.known(member.id)
         if known is None or not entry.same_process(known, member):
             return False
+        self._finished = self._finished or finished
         self._roster.end(member.id, "left")
         self._go_on()
         return True
@@ -147,7 +157,8 @@ class Membership:
 
     def news(self) -> News:
         roster = self._roster
-        room = self.terms.largest - roster.size() if self.terms.elastic and roster.generation else 0
+        open = self.terms.elastic and roster.generation and not self._finished
+        room = self.terms.largest - roster.size() if open else 0
         joiners = sum(1 for _ in islice(roster.ready(), room))
         evicted = tuple(name for name, cause in roster.out.items() if cause != "left")
         return News(roster.generation, joiners, evicted, self._checkpoints.epoch, bool(roster.back))
@@ -242,7 +253,7 @@ class Membership:
         for name in cut_off(order, {name: roster.back[name].complaints for name in order}):
             roster.send_to_line(name)
         survivors = [name for name in order if name in roster.back]
-        joiners = list(islice(roster.ready(), self.terms.largest - len(survivors)))
+        joiners = [] if self._finished else list(islice(roster.ready(), self.terms.largest - len(survivors)))
         if len(survivors) + len(joiners) >= self.terms.smallest:
             self._form(survivors + joiners)
 
@@ -286,7 +297,11 @@ class Membership:
     def snapshot(self) -> dict[str, Any]:
         """All that a restarted coordinator must know, in JSON's types. Whoever waits asks again, and is not in it."""
         terms = {name: getattr(self.terms, name) for name in _TERMS}
-        kept = {"run": self.terms.run.hex(), "checkpoints": self._checkpoints.snapshot()}
+        kept = {
+            "run": self.terms.run.hex(),
+            "checkpoints": self._checkpoints.snapshot(),
+            "finished": self._finished,
+        }
         return terms | kept | self._roster.snapshot()
 
     @classmethod
@@ -297,6 +312,7 @@ class Membership:
         membership._clock.advance(now)
         membership._roster.restore(snapshot)
         membership._checkpoints = Checkpoints.restore(snapshot["checkpoints"])
+        membership._finished = snapshot["finished"]
         return membership
 
 

@@ -65,6 +65,7 @@ class Elastic:
         while True:
             if self._settled is not self.group:
                 self._go_on(self._settle)
+            self.group._generation.finished = self._completed >= last
             if self._completed >= last:
                 return
             step = Step(self, self._completed + 1)

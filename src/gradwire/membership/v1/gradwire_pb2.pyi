@@ -156,10 +156,12 @@ class UnregisterWorkerReply(_message.Message):
     def __init__(self, known: bool = ...) -> None: ...
 
 class UnregisterWorkerRequest(_message.Message):
-    __slots__ = ["member"]
+    __slots__ = ["finished", "member"]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
+    finished: bool
     member: Member
-    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ...) -> None: ...
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., finished: bool = ...) -> None: ...
 
 class Waiting(_message.Message):
     __slots__ = ["again_after_ms", "missing", "missing_count", "reason"]

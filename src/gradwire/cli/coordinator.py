@@ -1,0 +1,120 @@
+"""`gradwire coordinator`: the coordinator of a job, by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import click
+
+from gradwire.errors import GradwireError, JournalError
+
+if TYPE_CHECKING:
+    from gradwire.security.tls import Credentials
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_HELP = """Serve the membership of one job, for workers on any machine that reach it.
+
+\b
+  gradwire coordinator --listen 127.0.0.1:29500 --size 4
+  gradwire coordinator --listen 10.0.0.1:29500 --size 4 --min 2 --max 8 --journal job.journal
+
+Prints one line with the job's name and the address, and then, on stderr, who comes and goes. With --min or --max the
+job is elastic: it goes on after losses, and others may join. With --journal its knowledge outlives it: killed and
+started again on the same file, it goes on where it was.
+
+The job's secret is GRADWIRE_TOKEN, or on loopback this user's own. Beyond this machine certificates are needed, or
+--insecure. Ctrl-C and SIGTERM end it.
+"""
+
+_file = click.Path(dir_okay=False, path_type=Path)
+
+
+@click.command(help=_HELP, no_args_is_help=True, context_settings={"max_content_width": 120})
+@click.option("--listen", metavar="HOST:PORT", default="127.0.0.1:0", show_default=True, help="Port 0: a free one.")
+@click.option("--size", metavar="N", type=click.IntRange(min=1), required=True, help="Members to start with.")
+@click.option("--min", "minimum", metavar="N", type=click.IntRange(min=1), help="Fewest members to go on with.")
+@click.option("--max", "maximum", metavar="N", type=click.IntRange(min=1), help="Most members.")
+@click.option("--job", metavar="NAME", envvar="GRADWIRE_JOB", help="The job's name; made up if none is given.")
+@click.option("--journal", metavar="FILE", type=_file, help="Where its knowledge is kept.")
+@click.option("--tls-ca", metavar="FILE", envvar="GRADWIRE_TLS_CA", type=_file, help="The authority's certificate.")
+@click.option("--tls-cert", metavar="FILE", envvar="GRADWIRE_TLS_CERT", type=_file, help="Its own certificate.")
+@click.option("--tls-key", metavar="FILE", envvar="GRADWIRE_TLS_KEY", type=_file, help="The key of that one.")
+@click.option("--insecure", is_flag=True, envvar="GRADWIRE_INSECURE", help="Other machines may connect unencrypted.")
+@click.option("--quiet", is_flag=True, help="Say only what is worth a warning.")
+def coordinator(
+    listen: str,
+    size: int,
+    minimum: int | None,
+    maximum: int | None,
+    job: str | None,
+    journal: Path | None,
+    tls_ca: Path | None,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    insecure: bool,
+    quiet: bool,
+) -> None:
+    from gradwire.membership.addresses import resolve, split
+    from gradwire.membership.service import Coordinator
+    from gradwire.security.secret import job_secret
+
+    logging.basicConfig(
+        format="%(asctime)s %(message)s", level=logging.WARNING if quiet else logging.INFO, stream=sys.stderr
+    )
+    reasons: queue.SimpleQueue[int | JournalError] = queue.SimpleQueue()  # to end; may be put to in a signal's handler
+    try:
+        host, port = split(listen)
+        served = Coordinator(
+            host,
+            port,
+            size=size,
+            minimum=minimum,
+            maximum=maximum,
+            secret=job_secret(os.environ, resolve(host, port)[0].loopback),
+            job=job,
+            insecure=insecure,
+            journal=journal,
+            credentials=_credentials(tls_ca, tls_cert, tls_key),
+            failed=reasons.put,
+        )
+        with _signals_to(reasons.put), served:
+            click.echo(f"coordinator of job {served.job} at {served.address}")
+            reason = reasons.get()
+            if isinstance(reason, JournalError):
+                raise reason
+    except GradwireError as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _credentials(ca: Path | None, cert: Path | None, key: Path | None) -> Credentials | None:
+    from gradwire.security.tls import CA, CERT, KEY, Credentials
+
+    given = {CA: ca, CERT: cert, KEY: key}
+    return Credentials.from_environ({name: str(path) for name, path in given.items() if path is not None})
+
+
+@contextlib.contextmanager
+def _signals_to(put: Callable[[int], None]) -> Iterator[None]:
+    """Signals that end us are put there. Those that are ignored (nohup) stay ignored."""
+
+    def received(number: int, frame: FrameType | None) -> None:
+        put(number)
+
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:
+            signal.signal(number, received)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

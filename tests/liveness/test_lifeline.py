@@ -1,0 +1,263 @@
+"""The lifeline by itself: whom it links with, what it writes there, whom it excuses."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from gradwire import core
+from gradwire.liveness import lifeline
+from gradwire.liveness.control import Control
+from gradwire.liveness.detector import SLOW_SECONDS
+from gradwire.liveness.lifeline import ALL_PAIRS, BeatSink, Lifeline, Nature, linked, state_of
+from gradwire.topology import Topology
+from gradwire.transports.base import LIFELINE_CHANNEL, Buffer, Link, LinkClosed
+from gradwire.transports.frames import FrameReader
+from gradwire.wire import HEADER_BYTES, Header, Kind
+
+LONG = 30.0
+needs_core = pytest.mark.skipif(not core.available(), reason="its thread is native")
+
+
+def frame(kind: Kind = Kind.BEAT, nbytes: int = 0, source: int = 1) -> bytes:
+    return Header(kind, 5, 1, source, 0, 0, 0, 0, 0, nbytes).pack()
+
+
+class SocketLink:
+    """A link as TCP makes them."""
+
+    channel = LIFELINE_CHANNEL
+
+    def __init__(self, peer: int) -> None:
+        self.peer = peer
+        self.near, self.far = socket.socketpair()
+        self.near.setblocking(False)
+        self.far.settimeout(LONG)
+
+    def fileno(self) -> int:
+        return self.near.fileno()
+
+    def send(self, buffers: Sequence[Buffer]) -> int:
+        return self.near.send(b"".join(buffers))
+
+    def receive(self, buffers: Sequence[memoryview]) -> int:
+        try:
+            got = self.near.recv_into(buffers[0])
+        except BlockingIOError:
+            return 0
+        if not got:
+            raise LinkClosed
+        return got
+
+    def close(self) -> None:
+        self.near.close()
+
+    def read(self, nbytes: int) -> bytes:
+        found = b""
+        while len(found) < nbytes:
+            found += self.far.recv(nbytes - len(found))
+        return found
+
+
+class SealedLink(SocketLink):
+    """One that encrypts: no two records are alike, and their order matters."""
+
+    number = 0
+
+    def seal(self, record: bytes) -> bytes:
+        self.number += 1
+        return b"%08d" % self.number + record
+
+
+class Doors:
+    """A transport, as far as a lifeline looks at it."""
+
+    taker: Callable[[Link], None]
+
+    def adopt(self, channel: int, taker: Callable[[Link], None]) -> None:
+        assert channel == LIFELINE_CHANNEL
+        self.taker = taker
+
+
+class Stage:
+    """Rank 1 of 3 with its lifeline, and the links to ranks 0 (dialled) and 2 (adopted)."""
+
+    def __init__(self, kind: type[SocketLink] = SocketLink, native: bool | None = None) -> None:
+        self.control = Control(1, ["a", "b", "c"], 1, lambda peer, message: None, lambda: None)
+        self.links = {0: kind(0), 2: kind(2)}
+        self.ended: list[int] = []
+        self.lifeline = Lifeline(self.control, frame(), BeatSink(lambda header: None), self.pump)
+        self.doors: Any = Doors()
+        self.nature = Nature(core.available() if native is None else native, os.getpid(), "")
+        self.lifeline.begin(self.nature, None, 3, self.doors, self.links.__getitem__)  # type: ignore[arg-type]
+        self.doors.taker(self.links[2])
+
+    def pump(self, reader: FrameReader) -> None:
+        try:
+            while reader.pump():
+                pass
+        except LinkClosed:
+            self.ended.append(reader.link.peer)
+            self.lifeline.end_of(reader.link)
+            reader.link.close()
+
+    def close(self) -> None:
+        self.lifeline.close()
+        for link in self.links.values():
+            link.near.close()
+            link.far.close()
+
+
+@pytest.fixture(name="stage")
+def stage_fixture(request: pytest.FixtureRequest) -> Iterator[Stage]:
+    stage = Stage(**getattr(request, "param", {}))
+    yield stage
+    stage.close()
+
+
+@pytest.mark.parametrize("size", [2, 5, ALL_PAIRS, ALL_PAIRS + 1, 100])
+def test_both_ends_find_the_same_links(size: int) -> None:
+    hosts = [rank // 4 for rank in range(size)]
+    pairs = set()
+    for rank in range(size):
+        sharing = {peer for peer in range(size) if hosts[peer] == hosts[rank] and peer != rank}
+        pairs |= {(rank, peer) for peer in linked(rank, size, sharing)}
+    assert pairs == {(b, a) for a, b in pairs}
+    assert all(hosts[a] != hosts[b] for a, b in pairs)
+    if size <= ALL_PAIRS:
+        assert len(pairs) == sum(a != b for a in hosts for b in hosts)
+    else:
+        assert {a for a, b in pairs if b == (a + 1) % size} == {
+            a for a in range(size) if hosts[a] != hosts[(a + 1) % size]
+        }
+
+
+def test_a_nature_travels() -> None:
+    own = Nature.own()
+    assert Nature.from_wire(own.to_wire()) == own
+    assert (own.native, own.pid) == (core.available(), os.getpid())
+    for nonsense in (None, [], [1, 2, 3], {"native": True}, [True, "1", "2"]):
+        assert Nature.from_wire(nonsense) == Nature(False, 0, "")
+
+
+def test_states_of_processes() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        assert state_of(child.pid) in "RSD"
+        child.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+        assert state_of(child.pid) == "T"
+    finally:
+        child.kill()
+        child.communicate()
+    assert state_of(child.pid) == "X"
+
+
+@needs_core
+def test_it_beats_on_its_links(stage: Stage) -> None:
+    for link in stage.links.values():
+        assert link.read(3 * HEADER_BYTES) == 3 * frame()
+
+
+@pytest.mark.parametrize("stage", [{"native": False}], indirect=True)
+def test_without_the_core_it_beats_when_it_is_asked(stage: Stage) -> None:
+    now = time.monotonic()
+    for step in range(4):
+        stage.lifeline.tick(now + step * SLOW_SECONDS)
+    for link in stage.links.values():
+        assert link.read(4 * HEADER_BYTES) == 4 * frame()
+
+
+@needs_core
+@pytest.mark.parametrize("stage", [{"kind": SealedLink}], indirect=True)
+def test_records_of_a_sealed_link_are_made_ahead_and_come_in_order(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifeline, "AHEAD", 30)
+    stage.lifeline.tick(time.monotonic())
+    for link in stage.links.values():
+        assert isinstance(link, SealedLink)
+        assert link.number == 30
+        for number in range(1, 26):
+            assert link.read(8 + HEADER_BYTES) == b"%08d" % number + frame()
+    stage.lifeline.tick(time.monotonic() + 1)
+    for link in stage.links.values():
+        assert isinstance(link, SealedLink)
+        assert link.number >= 50
+        assert link.read(10 * (8 + HEADER_BYTES)) == b"".join(b"%08d" % number + frame() for number in range(26, 36))
+
+
+def test_links_that_nobody_expects_are_closed(stage: Stage) -> None:
+    for peer in (0, 1, 2, 7):
+        unasked = SocketLink(peer)
+        stage.lifeline.add_link(unasked)
+        assert unasked.fileno() == -1
+        unasked.far.close()
+
+
+def hears(stage: Stage, peer: int, now: float) -> bool:
+    stage.links[peer].far.send(frame(source=peer))
+    stage.lifeline.tick(now)
+    return stage.lifeline._detector.silence(peer, now) == 0
+
+
+@needs_core
+def test_silence_on_a_link_is_a_loss(stage: Stage) -> None:
+    stage.lifeline.expect([stage.nature] * 3, Topology.single(3))
+    now = time.monotonic()
+    while stage.control.sound:
+        now += 0.05
+        assert hears(stage, 0, now)
+    assert stage.control.settle(LONG)
+    error = stage.control.error(None, "")
+    assert (type(error).__name__, error.culprit) == ("PeerLost", 2)
+    assert str(error).startswith("c has been silent for 0.6")
+
+
+@needs_core
+def test_who_has_left_is_not_missed(stage: Stage) -> None:
+    stage.lifeline.expect([stage.nature] * 3, Topology.single(3))
+    now = time.monotonic()
+    stage.control.hear(2, b'{"t":"bye"}', now)
+    for _ in range(40):
+        now += 0.05
+        assert hears(stage, 0, now)
+    assert stage.control.sound
+
+
+@needs_core
+def test_the_end_of_a_link_is_not_a_loss_by_itself(stage: Stage) -> None:
+    stage.lifeline.expect([stage.nature] * 3, Topology.single(3))
+    descriptor = stage.links[2].fileno()
+    stage.links[2].far.close()
+    stage.lifeline.tick(time.monotonic())
+    assert stage.ended == [2]
+    assert stage.control.sound
+    assert stage.lifeline._thread.ahead(descriptor) == 0, "nothing is written to a descriptor that may be another's"
+
+
+@pytest.mark.parametrize("data", [frame(Kind.CONTROL), frame(nbytes=1), b"\xff" * HEADER_BYTES])
+def test_nothing_but_beats_is_taken(stage: Stage, data: bytes) -> None:
+    stage.links[0].far.send(data)
+    with pytest.raises(ValueError, match=r"on the lifeline|not a gradwire message"):
+        stage.lifeline.tick(time.monotonic())
+
+
+def test_nobody_who_is_stopped_or_elsewhere_is_excused(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, elsewhere = Nature(True, 11, "7"), Nature(True, 11, "8")
+    stage.lifeline.expect([here, here, elsewhere], Topology.single(3))
+    for state, excused in (("R", True), ("S", True), ("D", True), ("T", False), ("t", False), ("X", False)):
+        monkeypatch.setattr(lifeline, "state_of", lambda pid, state=state: state)
+        assert [stage.lifeline._excused(peer) for peer in (0, 2)] == [excused, False]
+    other_host = Stage()
+    other_host.lifeline.expect([here, here, here], Topology.of(["x", "y", "x"]))
+    assert not other_host.lifeline._excused(0)
+    other_host.close()
