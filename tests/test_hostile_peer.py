@@ -68,7 +68,7 @@ def given_up(groups: list[gw.Group], culprit: int) -> None:
         with pytest.raises(kind) as told:
             group.barrier()
         assert told.value.culprit == culprit
-        said = "its peers gave this rank up as lost" if group.rank == culprit else "sent nonsense"
+        said = "was given up by its peers: it sent nonsense" if group.rank == culprit else "sent nonsense"
         assert said in str(told.value)
 
     run_ranks(groups, play)
