@@ -16,8 +16,8 @@ PYTHON ?=
 help: ## this list
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/\1\t\2/p' Makefile | awk -F '\t' '{ printf "make %-8s %s\n", $$1, $$2 }'
 
-demo: $(VENV)/.installed ## four processes train one model in step and prove it
-	@$(BIN)/gradwire run -n $(RANKS) examples/digits.py
+demo: $(VENV)/.installed ## four processes train one model in step; one is killed half-way; the rest go on, and prove it
+	@$(BIN)/gradwire run -n $(RANKS) --min 1 --restarts 1 examples/digits.py --lose 1
 
 test: lint ## ruff, mypy, all tests but the slow ones, examples in docstrings
 	$(RUN) pytest -m "not slow and not soak" $(ARGS)

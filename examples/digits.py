@@ -168,8 +168,9 @@ class Fate:
 
     @contextlib.contextmanager
     def watched(self, run: gw.Elastic, step: gw.Step) -> Iterator[None]:
-        if self.victim is not None and step.index == self.at and run.group.generation == 1:
-            self.killed_at = run.group.broadcast_value(time.monotonic(), root=self.victim)
+        exists = self.victim is not None and self.victim < run.group.size
+        if exists and step.index == self.at and run.group.generation == 1:
+            self.killed_at = run.group.broadcast_value(time.monotonic(), root=self.victim or 0)
             if run.group.rank == self.victim:
                 os.kill(os.getpid(), signal.SIGKILL)
         try:

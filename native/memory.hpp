@@ -26,6 +26,7 @@ constexpr std::uint64_t LANE_ENTRIES = 128;
 constexpr std::size_t INLINE_BYTES = 16;
 constexpr std::size_t DIRECTORY_SLOTS = 2048;
 constexpr std::size_t DIRECTORY_BYTES = DIRECTORY_SLOTS * 2 * sizeof(std::uint64_t);
+constexpr std::size_t RESERVED_BYTES = 64 << 10;  // at the beginning of each arena, as transports/arena.py knows too
 
 inline std::size_t padded(std::size_t nbytes) { return (nbytes + LINE - 1) / LINE * LINE; }
 
@@ -101,5 +102,6 @@ struct alignas(LINE) Pulse {
     static Pulse& of(std::byte* arena) { return *reinterpret_cast<Pulse*>(arena + DIRECTORY_BYTES); }
 };
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "other processes read it");
+static_assert(DIRECTORY_BYTES % LINE == 0 && DIRECTORY_BYTES + sizeof(Pulse) <= RESERVED_BYTES);
 
 }  // namespace gradwire

@@ -60,6 +60,11 @@ def test_a_newcomer_that_comes_too_late_spoils_nothing() -> None:
     assert [elastic.ended(0, WELL), elastic.ended(2, TURNED_AWAY)] == [GO_ON, GO_ON]
 
 
+def test_who_is_turned_away_is_not_replaced() -> None:
+    elastic = job(2, 1, restarts=5)
+    assert [elastic.ended(0, TURNED_AWAY), elastic.ended(1, TURNED_AWAY)] == [GO_ON, GIVE_UP]
+
+
 def test_an_error_at_the_end_does() -> None:
     """Think of the rank that writes the model and finds the disk full."""
     elastic = job(3, 1, restarts=3)

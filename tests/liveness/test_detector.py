@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from gradwire.liveness.detector import (
     BEAT_SECONDS,
-    EXCUSED_SECONDS,
     LATE_SECONDS,
     LINK_SECONDS,
     MOST_SECONDS,
     PAGE_SECONDS,
     ROLL_CALL_SECONDS,
+    STARVED_SECONDS,
     Detector,
 )
 
@@ -28,7 +28,7 @@ class Watcher:
         self.now = 1000.0
         self.detector = Detector()
         self.silent: set[int] = set()
-        self.excused: set[int] = set()
+        self.stopped: dict[int, bool] = {}  # of those that can be looked at
         self.peers = peers
         self._beats = dict.fromkeys(peers, 0)
         self._next = {peer: self.now + STEP * (index + 1) / (len(peers) + 1) for index, peer in enumerate(peers)}
@@ -47,7 +47,7 @@ class Watcher:
 
     def tick(self) -> list[int]:
         self.beat()
-        return [peer for peer, _ in self.detector.tick(self.now, self.excused.__contains__)]
+        return [peer for peer, _ in self.detector.tick(self.now, self.stopped.get)]
 
     def run(self, seconds: float) -> list[int]:
         """Let time pass until somebody is lost, at most so long."""
@@ -118,7 +118,7 @@ def test_a_roll_call_waits_for_one_who_may_be_silent_longer() -> None:
 def test_a_roll_call_does_not_wait_too_long() -> None:
     watcher = Watcher(2)
     watcher.now = irregular(watcher.detector, 1, watcher.now)
-    watcher.excused = {1}
+    watcher.stopped = {1: False}
     watcher.run(0.1)
     watcher.silent = {2}
     while watcher.detector.silence(2, watcher.now) != pytest.approx(PAGE_SECONDS, abs=STEP):
@@ -208,14 +208,24 @@ def test_who_was_irregular_may_be_silent_longer() -> None:
 def test_who_gets_no_core_has_more_time_but_not_for_ever() -> None:
     watcher = Watcher(1, 2)
     watcher.run(1.0)
-    watcher.excused = {2}
-    assert EXCUSED_SECONDS - 2 * STEP < watcher.loses_after(2) < EXCUSED_SECONDS + 2 * STEP
+    watcher.stopped = {2: False}
+    assert STARVED_SECONDS - 2 * STEP < watcher.loses_after(2) < STARVED_SECONDS + 2 * STEP
+
+
+def test_who_was_stopped_has_no_excuse() -> None:
+    """However irregular it was."""
+    watcher = Watcher(2)
+    watcher.now = irregular(watcher.detector, 1, watcher.now)
+    watcher.stopped = {1: True}
+    began = watcher.now
+    assert watcher.run(5.0) == [1]
+    assert watcher.now - began < PAGE_SECONDS + 2 * STEP
 
 
 def test_one_who_was_only_starved_is_forgiven() -> None:
     watcher = Watcher(1, 2)
     watcher.run(1.0)
-    watcher.excused, watcher.silent = {2}, {2}
+    watcher.stopped, watcher.silent = {2: False}, {2}
     assert watcher.run(0.8) == []
     watcher.silent = set()
     assert watcher.run(1.0) == []

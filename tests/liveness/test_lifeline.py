@@ -53,6 +53,8 @@ class SocketLink:
             got = self.near.recv_into(buffers[0])
         except BlockingIOError:
             return 0
+        except ConnectionResetError:  # the other end was closed with beats unread
+            raise LinkClosed from None
         if not got:
             raise LinkClosed
         return got
@@ -223,6 +225,18 @@ def test_silence_on_a_link_is_a_loss(stage: Stage) -> None:
 
 
 @needs_core
+def test_one_that_is_ignored_is_lost_although_it_beats(stage: Stage) -> None:
+    stage.lifeline.expect([stage.nature] * 3, Topology.single(3))
+    stage.lifeline.ignore(0)
+    now = time.monotonic()
+    while stage.control.sound:
+        now += 0.05
+        stage.links[0].far.send(frame(source=0))
+        assert hears(stage, 2, now)
+    assert stage.control.complaints == (0,)
+
+
+@needs_core
 def test_who_has_left_is_not_missed(stage: Stage) -> None:
     stage.lifeline.expect([stage.nature] * 3, Topology.single(3))
     now = time.monotonic()
@@ -251,13 +265,13 @@ def test_nothing_but_beats_is_taken(stage: Stage, data: bytes) -> None:
         stage.lifeline.tick(time.monotonic())
 
 
-def test_nobody_who_is_stopped_or_elsewhere_is_excused(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_processes_of_this_host_are_looked_at(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     here, elsewhere = Nature(True, 11, "7"), Nature(True, 11, "8")
     stage.lifeline.expect([here, here, elsewhere], Topology.single(3))
-    for state, excused in (("R", True), ("S", True), ("D", True), ("T", False), ("t", False), ("X", False)):
+    for state, stopped in (("R", False), ("S", False), ("D", False), ("T", True), ("t", True), ("X", True)):
         monkeypatch.setattr(lifeline, "state_of", lambda pid, state=state: state)
-        assert [stage.lifeline._excused(peer) for peer in (0, 2)] == [excused, False]
+        assert [stage.lifeline._is_stopped(peer) for peer in (0, 2)] == [stopped, None]
     other_host = Stage()
     other_host.lifeline.expect([here, here, here], Topology.of(["x", "y", "x"]))
-    assert not other_host.lifeline._excused(0)
+    assert other_host.lifeline._is_stopped(0) is None
     other_host.close()

@@ -14,6 +14,8 @@ from typing import Any
 
 import grpc
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from gradwire.errors import NoConnection, Refused
 from gradwire.membership import Member, desk
@@ -139,6 +141,20 @@ def test_a_session_of_another_length(stub: Any) -> None:
     request = pb.RegisterWorkerRequest(session=b"short")
     sealed = seal.seal("RegisterWorker", request.SerializeToString())
     assert status(lambda: stub.RegisterWorker(sealed)) == grpc.StatusCode.INVALID_ARGUMENT
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(method=st.sampled_from(UNARY), body=st.binary(max_size=200))
+def test_any_body_from_a_holder_of_the_secret(method: str, body: bytes, stub: Any) -> None:
+    seal = WorkerSeal(SECRET)
+    seal.meet(stub.Hello(seal.hello()))
+    sealed = seal.seal(method, body)
+    codes = set()
+    try:
+        seal.open(method, sealed, getattr(stub, method)(sealed))
+    except grpc.RpcError as error:
+        codes.add(error.code())
+    assert codes <= {grpc.StatusCode.INVALID_ARGUMENT}
 
 
 def test_oversized_requests_are_not_taken_in(stub: Any) -> None:

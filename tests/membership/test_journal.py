@@ -181,8 +181,8 @@ def test_damage_is_an_error_and_changes_nothing(tmp_path: Path, spoil: Callable[
         journal.load()
     assert str(path) in str(caught.value)
     assert path.read_bytes() == before
-    with pytest.raises(JournalError):  # nor does a second try find a new one
-        Journal(path).load()
+    with pytest.raises(JournalError), Journal(path) as journal:  # nor does a second try find a new one
+        journal.load()
 
 
 def test_a_journal_that_cannot_be_opened(tmp_path: Path) -> None:

@@ -165,10 +165,10 @@ def test_workers_may_come_before_their_coordinator(serve: Serve, monkeypatch: py
     tried = threading.Semaphore(0)
     original = conversation._try
 
-    def observed(*arguments: Any) -> str | None:
-        trouble = original(*arguments)
+    def observed(*arguments: Any) -> socket.socket | str:
+        found = original(*arguments)
         tried.release()
-        return trouble
+        return found
 
     monkeypatch.setattr(conversation, "_try", observed)
     port = _free_port()

@@ -224,6 +224,15 @@ def test_a_member_that_was_only_silent_is_in_again_if_nobody_went_on() -> None:
         assert members(state) == "abc"
 
 
+def test_a_member_that_was_silent_and_was_started_anew_has_no_place_to_return_to() -> None:
+    state = at_work("ab", minimum=1)
+    for now in range(1, 11):
+        state.beat("a", float(now))
+    state.register(worker("b", pid=8, session="restarted"), 10.0)
+    assert state.beat("ab", 10.0) == News(1, 1, ("b",), None)
+    assert order(state.register(worker("a", 1), 10.0)) == ["a", "b"]
+
+
 def test_all_members_out_leaves_the_job_to_the_line() -> None:
     state = at_work("ab")
     state.register(worker("x"), 1.0)

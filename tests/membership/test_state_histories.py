@@ -41,13 +41,19 @@ class Process:
 
 
 class AnyHistory(RuleBasedStateMachine):
-    @initialize(sizes=st.tuples(*[st.integers(1, 4)] * 3), settle=st.sampled_from([0.0, 0.1, 0.7]))
-    def begin(self, sizes: tuple[int, int, int], settle: float) -> None:
-        self.minimum, start, self.maximum = sorted(sizes)
+    @initialize(
+        minimum=st.integers(1, 3),
+        more=st.integers(0, 2),
+        most=st.integers(0, 2),
+        settle=st.sampled_from([0.0, 0.1, 0.7]),
+    )
+    def begin(self, minimum: int, more: int, most: int, settle: float) -> None:
+        self.minimum, start, self.maximum = minimum, minimum + more, minimum + more + most
         self.state = Membership(
             "job", RUN, start=start, minimum=self.minimum, maximum=self.maximum, lease=LEASE, settle=settle
         )
         self.now = self.counted = 0.0
+        self.checking = False
         self.processes: dict[str, Process] = {}
         self.sessions = 0
         self.sent: list[Claim] = []
@@ -67,6 +73,14 @@ class AnyHistory(RuleBasedStateMachine):
             self.sessions += 1
             process = self.processes[name] = Process(name, pid=self.sessions)
         self.ask(process, lost)
+
+    @rule(names=names_of)
+    def be_healthy(self, names: set[str]) -> None:
+        """Some are started, and for a while all do what they should."""
+        for name in sorted(names - self.processes.keys()):
+            self.come(name, set())
+        for _ in range(3):
+            self.half_a_second()
 
     @rule(name=name_of)
     def give_up_and_ask_anew(self, name: str) -> None:
@@ -189,6 +203,7 @@ class AnyHistory(RuleBasedStateMachine):
 
     @invariant()
     def check_changes(self) -> None:
+        self.checking = True
         for change in self.state.changes():
             if change.kind == "formed":
                 self.check_formed(change)
@@ -196,6 +211,7 @@ class AnyHistory(RuleBasedStateMachine):
                 assert self.out[change.generation].pop(change.member or "") == "silent"
             elif change.kind not in ("came", "went", "checkpoint"):
                 self.check_struck(change)
+        self.checking = False
 
     def check_formed(self, change: Change) -> None:
         number, members = change.generation, tuple(member.id for member in self.state.members)
@@ -234,20 +250,24 @@ class AnyHistory(RuleBasedStateMachine):
         assert roster.back.keys() <= roster.live().keys()
 
     def teardown(self) -> None:
-        if not hasattr(self, "state"):
+        """Let all be healthy until everybody is where it belongs; unless something has been found already."""
+        if not hasattr(self, "state") or self.checking:
             return
         seconds = 0.0
         while seconds < LONGEST_REST + PATIENCE + 2 * LEASE:
-            for process in list(self.processes.values()):
-                self.be_calm(process)
-            self.pass_time(0.5)
+            self.half_a_second()
             seconds += 0.5
             if seconds > PATIENCE + 2 * LEASE and not self.unsettled():
                 return
         raise AssertionError(f"still not settled: {self.unsettled()}; {self.processes}")
 
+    def half_a_second(self) -> None:
+        for process in list(self.processes.values()):
+            self.be_calm(process)
+        self.pass_time(0.5)
+
     def be_calm(self, process: Process) -> None:
-        """What a healthy worker does twice a second: ask, or beat and look at the news."""
+        """What a healthy worker does: ask, or beat and look at the news. It notices if somebody has left."""
         if process.claim is not None:
             self.ask(process, ())
             return
@@ -255,7 +275,8 @@ class AnyHistory(RuleBasedStateMachine):
         self.event(0.0)
         news = self.state.beat([process.name], self.now)
         self.check_changes()
-        if news.generation > process.generation or news.joiners or news.evicted or news.over:
+        left = self.out[process.generation]
+        if news.generation > process.generation or news.joiners or news.evicted or news.over or left:
             self.ask(process, ())
 
     def unsettled(self) -> list[str]:
@@ -277,4 +298,4 @@ class AnyHistory(RuleBasedStateMachine):
 
 
 TestAnyHistory = AnyHistory.TestCase
-TestAnyHistory.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAnyHistory.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

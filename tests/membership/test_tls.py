@@ -14,9 +14,10 @@ import pytest
 import tls_files
 from gradwire.errors import ConfigError, Refused
 from gradwire.membership import Assembly, Member
-from gradwire.membership.client import heartbeat, register, start_checkpoint, unregister
-from gradwire.membership.health import check
+from gradwire.membership.client import heartbeat, register, serving, start_checkpoint, unregister
+from gradwire.membership.sealing import WorkerSeal
 from gradwire.membership.service import Coordinator
+from gradwire.membership.v1 import gradwire_pb2_grpc as rpc
 from gradwire.security import certificates
 from gradwire.security.tls import Credentials
 from membership.journal import SECRET, Journal
@@ -83,7 +84,7 @@ def test_another_authority(coordinator: Coordinator, tmp_path: Path) -> None:
 
 def test_a_member_cannot_serve_in_the_coordinators_place(serve: Serve) -> None:
     impostor = serve(1, credentials=tls_files.credentials("m3"))
-    with pytest.raises(Refused, match="the certificate shown there is not for a coordinator of job tests"):
+    with pytest.raises(Refused, match="its certificate is not for a coordinator of job tests"):
         join(impostor, "m1", tls_files.credentials("m1"))
 
 
@@ -133,6 +134,14 @@ def _place(coordinator: Coordinator) -> tuple[str, int]:
 
 
 def test_health_over_tls(coordinator: Coordinator) -> None:
+    assert serving(coordinator.address, secret=SECRET, credentials=tls_files.credentials("m1"))
+
+
+def test_grpcs_own_client_gets_in_too(coordinator: Coordinator) -> None:
     mine = tls_files.credentials("m1")
     with grpc.secure_channel(coordinator.address, mine.grpc_channel(), options=mine.grpc_options()) as channel:
-        assert check(channel)
+        stub = rpc.MembershipStub(channel)  # type: ignore[no-untyped-call]
+        seal = WorkerSeal(SECRET)
+        seal.meet(stub.Hello(seal.hello()))
+        request = seal.seal("Heartbeat", b"")
+        assert seal.open("Heartbeat", request, stub.Heartbeat(request)) == b""

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import ssl
-import subprocess
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -18,7 +14,6 @@ import pytest
 
 import tls_files
 from gradwire.errors import ConfigError
-from gradwire.membership.quiet import grpc
 from gradwire.security import certificates
 from gradwire.security.identity import Identity, covers, parse
 from gradwire.security.tls import Credentials, explain, identity_of
@@ -248,104 +243,6 @@ def test_a_change_of_authority_in_two_steps(where: Path, tmp_path: Path) -> None
         shutil.copy(tmp_path / "new" / name, where / name)
     certificates.write(where / "ca.pem", (tmp_path / "new" / "ca.pem").read_bytes(), 0o644)
     assert len(credentials.client_context().get_ca_certs()) == 1
-
-
-# -- gRPC -------------------------------------------------------------------------------------------------------------
-
-
-class Echo(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """Answers every call with why its caller may not speak for m1, or with nothing."""
-
-    def __init__(self, credentials: Credentials) -> None:
-        self._credentials = credentials
-
-    def service(self, details: Any) -> Any:
-        def answer(request: bytes, context: Any) -> bytes:
-            return (self._credentials.caller_refusal(context.auth_context(), request.decode()) or "").encode()
-
-        return grpc.unary_unary_rpc_method_handler(answer)
-
-
-@contextmanager
-def served(credentials: Credentials) -> Iterator[int]:
-    with ThreadPoolExecutor(2) as pool:
-        server = grpc.server(pool)
-        server.add_generic_rpc_handlers((Echo(credentials),))
-        port = server.add_secure_port("127.0.0.1:0", credentials.grpc_server())
-        server.start()
-        try:
-            yield port
-        finally:
-            server.stop(0).wait()
-
-
-def call(port: int, credentials: Credentials | None, member: str) -> str:
-    """The server's answer, or what went wrong."""
-    if credentials is None:
-        channel = grpc.insecure_channel(f"127.0.0.1:{port}")
-    else:
-        channel = grpc.secure_channel(
-            f"127.0.0.1:{port}", credentials.grpc_channel(), options=credentials.grpc_options()
-        )
-    with channel:
-        try:
-            return str(channel.unary_unary("/any/method")(member.encode(), timeout=LONG).decode())
-        except grpc.RpcError as error:
-            return f"{error.code().name}: {error.details()}"
-
-
-def test_grpc_with_certificates_knows_its_callers(where: Path) -> None:
-    with served(load(where, "m0")) as port:
-        assert call(port, load(where), "m1") == ""
-        assert call(port, load(where), "m1/4") == ""
-        assert call(port, load(where), "m2") == "its certificate is for m1, which cannot speak for member m2"
-
-
-def test_grpc_refuses_other_authorities_other_jobs_and_plaintext(where: Path, tmp_path: Path) -> None:
-    certificates.make(tmp_path / "other", "tests", ["m1"])
-    (tmp_path / "job").mkdir()
-    for name in ("ca.pem", "ca.key"):
-        shutil.copy(where / name, tmp_path / "job" / name)
-    certificates.make(tmp_path / "job", "elsewhere", ["m1"])
-    with served(load(where, "m0")) as port:
-        assert call(port, load(tmp_path / "other"), "m1").startswith("UNAVAILABLE")
-        assert call(port, None, "m1").startswith("UNAVAILABLE")
-        # The server is not the coordinator of that job.
-        assert "Hostname Verification Check failed" in call(port, load(tmp_path / "job"), "m1")
-        assert call(port, load(where), "m1") == ""
-
-
-def test_not_every_member_may_pose_as_the_coordinator(where: Path) -> None:
-    with served(load(where, "m2")) as port:
-        assert "Hostname Verification Check failed" in call(port, load(where), "m1")
-
-
-def test_a_grpc_server_shows_renewed_certificates(where: Path) -> None:
-    server, client = load(where, "m0"), load(where)
-    with served(server) as port:
-        assert call(port, client, "m1") == ""
-        certificates.make(where, "tests", ["m0", "m1"])
-        assert call(port, client, "m1") == ""
-        assert shown_at(port, where) == ssl.PEM_cert_to_DER_cert((where / "m0.pem").read_text())
-
-
-def shown_at(port: int, where: Path) -> bytes | None:
-    """The certificate of a server."""
-    context = load(where).client_context()
-    context.set_alpn_protocols(["h2"])
-    with socket.create_connection(("127.0.0.1", port), timeout=LONG) as sock, context.wrap_socket(sock) as line:
-        return line.getpeercert(binary_form=True)
-
-
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
-@pytest.mark.parametrize(("version", "accepted"), [("-tls1_1", False), ("-tls1_2", True), ("-tls1_3", True)])
-def test_grpc_speaks_nothing_older_than_tls_1_2(where: Path, version: str, accepted: bool) -> None:
-    with served(load(where, "m0")) as port:
-        command = ["openssl", "s_client", "-connect", f"127.0.0.1:{port}", version, "-cipher", "DEFAULT:@SECLEVEL=0"]
-        files = ["-alpn", "h2", "-CAfile", f"{where}/ca.pem", "-cert", f"{where}/m1.pem", "-key", f"{where}/m1.key"]
-        done = subprocess.run([*command, *files], input=b"", capture_output=True, timeout=LONG)
-        assert (b"Cipher is (NONE)" not in done.stdout) is accepted, done.stdout
-        assert (b"Verify return code: 0 (ok)" in done.stdout and b"New, TLSv1." in done.stdout) is accepted
 
 
 def test_what_openssl_says_in_words() -> None:

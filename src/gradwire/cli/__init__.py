@@ -38,8 +38,8 @@ def main() -> None:
 
 main.add_command(bench)
 main.add_command(join)
-main.add_command(certs)
 main.add_command(coordinator)
+main.add_command(certs)
 main.add_command(invite)
 main.add_command(run)
 main.add_command(tune)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import signal
@@ -106,8 +107,9 @@ def see_through(make: Callable[[Output], Supervisor], log_dir: Path | None) -> N
     try:
         if log_dir is None:
             log_dir = Path(tempfile.mkdtemp(prefix=time.strftime("gradwire-%Y%m%d-%H%M%S-")))
-        supervisor = make(Output(log_dir=log_dir))
-        with _signals_stop(supervisor), supervisor:
+        output = Output(log_dir=log_dir)
+        supervisor = make(output)
+        with _warnings_to(output), _signals_stop(supervisor), supervisor:
             supervisor.wait()
     except GradwireError as error:
         raise click.ClickException(str(error)) from error
@@ -116,6 +118,28 @@ def see_through(make: Callable[[Output], Supervisor], log_dir: Path | None) -> N
     if not keep and supervisor.outcome.exit_code == 0:
         shutil.rmtree(log_dir, ignore_errors=True)
     sys.exit(supervisor.outcome.exit_code)
+
+
+class _Sayer(logging.Handler):
+    def __init__(self, output: Output) -> None:
+        super().__init__(logging.WARNING)
+        self._output = output
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._output.say(f"gradwire: {record.getMessage()}")
+
+
+@contextlib.contextmanager
+def _warnings_to(output: Output) -> Iterator[None]:
+    """What this process itself logs, as of a coordinator that does not answer, is said among the workers' lines."""
+    logger, handler = logging.getLogger("gradwire"), _Sayer(output)
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = True
 
 
 @contextlib.contextmanager
@@ -162,9 +186,9 @@ def _tell(outcome: Outcome, log_dir: Path) -> None:
 
 
 def _tell_losses(console: Console, endings: tuple[Ending, ...]) -> None:
-    from gradwire.launch.rootcause import fate
+    from gradwire.launch.rootcause import consequences
 
-    lost = [f"{ending.name} {fate(ending)}" for ending in endings if ending.failed]
+    lost = consequences(endings, root=None)
     if lost:
-        well = len(endings) - len(lost)
-        console.print(f"gradwire: the job ended well: {well} of {len(endings)} workers did; {'; '.join(lost)}")
+        well = sum(not ending.failed for ending in endings)
+        console.print(f"gradwire: the job ended well, with {well} of {len(endings)} workers; {'; '.join(lost)}")

@@ -25,6 +25,7 @@ from gradwire.launch.worker import Worker
 from gradwire.membership.answers import News
 from gradwire.membership.news import NewsWriter
 
+_HEARSAY = 3.0  # seconds in which the coordinator has heard of the end of a worker, or will never
 _LOOK_EVERY = 0.5  # seconds between two looks for frozen workers and full pipes
 
 
@@ -155,8 +156,15 @@ class ElasticStage:
             if before is not None and before.generation < news.generation:
                 self._the_hands.restarts.regrouped(time.monotonic())
             self._news = news
+            self._count_others(news)
             for pipe in self._pipes.values():
                 pipe.tell(news)
+
+    def _count_others(self, news: News) -> None:
+        """Members that are not ours. Of those that have just ended the coordinator may not have heard."""
+        recent = time.monotonic() - _HEARSAY
+        ours = sum(worker.ending is None or worker.ending.time > recent for worker in self._the_hands.workers)
+        self._the_hands.restarts.elsewhere = max(0, news.size - ours)
 
     def _end_frozen(self, now: float) -> None:
         hands = self._the_hands

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
@@ -27,6 +28,8 @@ def hosted(size: int, minimum: int, maximum: int, listen: str | None, journal: P
     """The stage of a job of our own, with a coordinator that listens here."""
     environ = os.environ
     address = _listening(listen)
+    # That it is not there, when it starts and when it starts anew, is nothing to warn of: its keeper says what happens.
+    logging.getLogger("gradwire.membership").setLevel(logging.ERROR)
     credentials = Credentials.from_environ(environ)
     token = _token(environ, address)
     job = environ.get(config.JOB) or (credentials.job if credentials is not None else uuid.uuid4().hex)

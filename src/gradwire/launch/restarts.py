@@ -71,7 +71,7 @@ class Restarts:
             return Verdict.GO_ON
         if self.finished and not self._others:  # the job has done its work: a newcomer would begin it anew
             return Verdict.GIVE_UP if fate is Fate.ERROR or self.fixed else Verdict.GO_ON
-        if self.recoverable and not self.stopping and self.used < self.restarts:
+        if fate is not Fate.TURNED_AWAY and self._may_replace:  # another would be turned away too
             self.used += 1
             verdict = Verdict.REPLACE
         else:
@@ -84,6 +84,10 @@ class Restarts:
         """Of a loss that is not replaced. Who finished counts: it needs nobody any more."""
         enough = self._others > 0 and self._others + self.finished >= self.minimum
         return Verdict.GO_ON if enough and self.recoverable and not self.fixed else Verdict.GIVE_UP
+
+    @property
+    def _may_replace(self) -> bool:
+        return self.recoverable and not self.stopping and self.used < self.restarts
 
     @property
     def _others(self) -> int:

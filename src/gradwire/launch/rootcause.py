@@ -110,7 +110,7 @@ def describe(ending: Ending) -> str:
     return f"{ending.name} (pid {ending.pid}) {fate(ending)}"
 
 
-def consequences(endings: Iterable[Ending], root: Ending) -> list[str]:
+def consequences(endings: Iterable[Ending], root: Ending | None) -> list[str]:
     """How the other workers ended that did not end well, those with the same fate in one line."""
     fates: dict[tuple[str, str], list[str]] = {}
     for ending in endings:

@@ -328,11 +328,17 @@ class Supervisor:
     def _root(self) -> Ending | None:
         """What made the job fail; or, if that was a consequence, what came before it."""
         if self._given_up_at is None:
-            spoiled = self.restarts.errors if self._stopped_by is None else []
-            return rootcause.find(end for number in spoiled if (end := self.workers[number].ending) is not None)
+            return rootcause.find(self._spoilers()) if self._stopped_by is None else None
         endings = [worker.ending for worker in self._unanswered if worker.ending is not None]
         root = rootcause.find(endings[self._given_up_at :])
         return rootcause.find(endings) if root is None or rootcause.is_consequence(root) else root
+
+    def _spoilers(self) -> list[Ending]:
+        """Failures for which the job did not end well, although it never gave up."""
+        endings = self._endings()
+        if all(ending.failed for ending in endings):  # whoever may go on elsewhere: nobody was done here
+            return list(endings)
+        return [ending for ending in endings if ending.number in self.restarts.errors]
 
     def _see_output_through(self) -> None:
         """A reader of our output may be slow or paused, and then has all the time unless we are told to stop."""

@@ -123,10 +123,11 @@ class Control:
                 self._lost.add(peer)
                 self.report(Finding("lost", why, peer), now)
 
-    def found_lost(self) -> set[int]:
-        """The peers that this rank lost, by its own findings."""
+    @property
+    def complaints(self) -> tuple[int, ...]:
+        """The ranks that this rank itself could not reach, whatever the verdict."""
         with self._lock:
-            return set(self._lost)
+            return tuple(sorted(self._lost))
 
     def missed(self, peer: int, now: float) -> None:
         """Somebody here waits for a peer that has left: now its leaving matters."""
@@ -317,6 +318,11 @@ class Control:
             self._answered.wait_for(answered, seconds)
             found = {peer: self._positions.get((calls.group, peer)) for peer in asked}
         return {peer: position for peer, position in found.items() if position is not None}
+
+    def last_heard(self, calls: CallLog, peer: int) -> Call | None:
+        """The last call that a peer told of, as this rank made it, if it did: what one knows without asking."""
+        with self._lock:
+            return calls.call(self._reached.get((calls.group, peer), 0))
 
     def last_calls(self, group: int, peers: Sequence[int], seconds: float) -> str:
         """What world ranks last called in a group, in words, as far as they answer."""

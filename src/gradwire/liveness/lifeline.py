@@ -150,6 +150,10 @@ class Lifeline:
                 self._sealed.pop(id(link), None)
                 self._readers = [reader for reader in self._readers if reader.link is not link]
 
+    def ignore(self, peer: int) -> None:
+        """Hear a rank no more, as if the way to it were cut: for tests of what happens then."""
+        self._sink.ignored.add(peer)
+
     def close(self) -> None:
         """Beat no more; the links are the transport's to close."""
         with self._lock:
@@ -174,7 +178,7 @@ class Lifeline:
         if now >= self._detector.due:
             self._beat(now)
             self._listen(now)
-            for peer, silence in self._detector.tick(now, self._excused):
+            for peer, silence in self._detector.tick(now, self._is_stopped):
                 self._control.lost(peer, now, f"has been silent for {silence:.2f} s (frozen or cut off)")
         return min(pause, self._detector.due - now)
 
@@ -200,6 +204,7 @@ class Lifeline:
                         outbox.post(self._record)
 
     def _listen(self, now: float) -> None:
+        self._sink.now = now
         watched = self._detector.watched
         for peer in watched:
             if self._control.has_left(peer):
@@ -208,14 +213,13 @@ class Lifeline:
             pages = [(peer, self._shared.peers[peer].address) for peer in watched if peer in self._shared.peers]
             for (peer, _), beat in zip(pages, core.native.beats([address for _, address in pages]), strict=True):
                 if beat:
-                    self._detector.heard(peer, now, beat)
-        self._sink.now = now
+                    self._sink.heard(peer, beat)
         for reader in self._readers:
             self._pump(reader)
 
-    def _excused(self, peer: int) -> bool:
-        """Whether a silent rank of this host was not stopped: then it may just not get a core."""
-        return peer in self._pids and state_of(self._pids[peer]) not in STOPPED
+    def _is_stopped(self, peer: int) -> bool | None:
+        """Whether the process of a rank on this host was stopped; if not, it may just not get a core."""
+        return state_of(self._pids[peer]) in STOPPED if peer in self._pids else None
 
     def alive(self, peer: int) -> bool:
         """Whether a rank was heard lately."""
@@ -229,6 +233,7 @@ class BeatSink:
     def __init__(self, check: Callable[[Header], None]) -> None:
         self.detector = Detector()
         self.now = 0.0
+        self.ignored: set[int] = set()
         self._check = check
 
     def begin(self, link: Link, header: Header) -> memoryview:
@@ -238,7 +243,11 @@ class BeatSink:
         return memoryview(b"")
 
     def finish(self, link: Link, header: Header, payload: memoryview) -> None:
-        self.detector.heard(link.peer, self.now)
+        self.heard(link.peer)
+
+    def heard(self, peer: int, beat: int | None = None) -> None:
+        if peer not in self.ignored:
+            self.detector.heard(peer, self.now, beat)
 
 
 def linked(rank: int, size: int, sharing: set[int]) -> set[int]:

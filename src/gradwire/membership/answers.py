@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from gradwire.membership.members import Assembly, Member
@@ -52,6 +52,7 @@ class News:
     evicted: tuple[str, ...]  # members of this generation that were struck off: died, silent or accused
     checkpoint: int | None  # the epoch of the checkpoint that is under way
     over: bool = False  # members of this generation already wait for the next one
+    size: int = field(default=0, compare=False)  # how many of its members are not out
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,26 +1,29 @@
-"""A proven conversation with a coordinator: short unary calls, and no gRPC thread left when they are over."""
+"""A proven conversation with a coordinator: short calls, on a socket that is open no longer than they take."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
+
+from google.protobuf.message import DecodeError
+from google.protobuf.wrappers_pb2 import Int32Value, StringValue
 
 from gradwire.errors import ConfigError, NoConnection, Refused
 from gradwire.membership.addresses import Endpoint, Unresolved, resolve, split
+from gradwire.membership.calls import CallFailed, Connection
 from gradwire.membership.doorkeeper import told_at
-from gradwire.membership.health import check
-from gradwire.membership.quiet import grpc
 from gradwire.membership.sealing import Unproven, WorkerSeal
 from gradwire.membership.v1 import gradwire_pb2 as pb
-from gradwire.membership.v1 import gradwire_pb2_grpc as rpc
-from gradwire.security.admission import NO_SECRET, printable
+from gradwire.security.admission import NO_SECRET
 from gradwire.security.certificates import coordinator_name
 from gradwire.security.tls import CA, CERT, KEY, Credentials, explain
+from gradwire.security.tokens import Token
 
 PATIENCE = 1.0  # seconds that a call may be held back by the coordinator
 BYTES_PER_MEMBER = 4096
@@ -30,13 +33,17 @@ _ONE_TRY = 5.0  # seconds for a connection to be made
 _NAME_GRACE = 5.0  # seconds in which a name server may recover
 # What a call can end with while a coordinator starts, stops, is overloaded or is cut off.
 _TRY_AGAIN = (
-    grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.RESOURCE_EXHAUSTED,
-    grpc.StatusCode.DEADLINE_EXCEEDED,
-    grpc.StatusCode.CANCELLED,
-    grpc.StatusCode.INTERNAL,
-    grpc.StatusCode.UNKNOWN,
+    "UNAVAILABLE",
+    "RESOURCE_EXHAUSTED",
+    "DEADLINE_EXCEEDED",
+    "CANCELLED",
+    "INTERNAL",
+    "UNKNOWN",
+    "FAILED_PRECONDITION",
 )
+
+
+Secret = bytes | Token  # what a worker proves: the job's secret, or a join token
 
 
 class Conversation:
@@ -45,9 +52,10 @@ class Conversation:
     def __init__(
         self,
         address: str,
-        secret: bytes,
+        secret: Secret,
         timeout: float,
         *,
+        seal: WorkerSeal | None = None,
         credentials: Credentials | None = None,
         largest_reply: int = 64 * BYTES_PER_MEMBER,
     ) -> None:
@@ -55,11 +63,10 @@ class Conversation:
         self.timeout = timeout
         self._host, self._port = split(address)
         self._deadline = time.monotonic() + timeout
-        self.seal = WorkerSeal(secret)
+        self.seal = seal or WorkerSeal(secret)
         self._credentials = credentials
         self._largest_reply = largest_reply
-        self._channel: Any = None
-        self._stub: Any = None
+        self._connection: Connection | None = None
         self._met = False  # at least once
         self._last = "nothing listens there"
         self._endpoint: Endpoint | None = None
@@ -75,24 +82,39 @@ class Conversation:
         """The proven answer to a request; tries again on a new connection until the deadline."""
         pauses = pauses_between_tries()
         while True:
-            try:
-                self.connect()
+            with self.judged():
                 return self._call(method, body)
-            except grpc.RpcError as error:
-                self.disconnect()
-                self.judge(error)
             if self.left <= 0:
                 raise self._nobody()
             time.sleep(min(next(pauses), max(0.0, self.left)))
 
+    def stream(self, method: str) -> Callable[[bytes, float], bytes]:
+        """A stream, as a function that takes a request and a time limit and returns the proven answer.
+
+        It, and this, raise `CallFailed` if there is no answer.
+        """
+        connection = self._connected()
+        connection.begin_stream(method)
+
+        def ask(body: bytes, timeout: float) -> bytes:
+            return self._exchange(method, body, lambda message: connection.ask(message, timeout))
+
+        return ask
+
     def serving(self) -> bool:
         """What the standard health check says."""
-        try:
-            self.connect()
-            return check(self._channel, timeout=max(0.1, min(self.left, _SLACK)))
-        except grpc.RpcError as error:
-            self.judge(error)
-            return False
+        with self.judged():
+            request = StringValue().SerializeToString()
+            timeout = max(0.1, min(self.left, _SLACK))
+            reply = self._connected().call("Check", request, timeout, service="grpc.health.v1.Health")
+            return Int32Value.FromString(reply).value == 1
+        return False
+
+    def close(self) -> None:
+        """Hang up."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
 
     def __enter__(self) -> Self:
         return self
@@ -100,93 +122,117 @@ class Conversation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.disconnect()
+        self.close()
 
     def _call(self, method: str, body: bytes) -> bytes:
-        request = self.seal.seal(method, body)
+        connection = self._connected()
         timeout = min(PATIENCE + _SLACK, max(0.0, self.left) + _LAST_WORD)
-        return self.open(method, request, getattr(self._stub, method)(request, timeout=timeout))
+        return self._exchange(method, body, lambda message: connection.call(method, message, timeout))
 
-    def open(self, method: str, request: pb.Sealed, reply: pb.Sealed) -> bytes:
-        """The body of a reply, proven to be the answer to this request."""
+    def _exchange(self, method: str, body: bytes, send: Callable[[bytes], bytes]) -> bytes:
+        request = self.seal.seal(method, body)
         try:
-            return self.seal.open(method, request, reply)
-        except Unproven as error:
+            return self.seal.open(method, request, pb.Sealed.FromString(send(request.SerializeToString())))
+        except (Unproven, DecodeError) as error:
             raise Refused(f"what answers at {self.address} {NO_SECRET}: its reply is not authenticated") from error
 
-    def connect(self) -> Any:
-        """Reach the coordinator and have it prove the secret, before it is told anything of use; the stub for calls."""
-        if self._stub is not None:
-            return self._stub
-        endpoint = self._endpoint = self._reach()
-        family = "ipv6" if endpoint.family == socket.AF_INET6 else "ipv4"
-        target = f"{family}:{endpoint}".replace("%", "%25")  # a zone, in a URL
-        self._channel = self._open_channel(target)
-        stub = rpc.MembershipStub(self._channel)  # type: ignore[no-untyped-call]
-        reply = stub.Hello(self.seal.hello(), timeout=max(0.1, min(self.left, _SLACK)), wait_for_ready=False)
+    def _connected(self) -> Connection:
+        """Reach the coordinator and have it prove the secret, before it is told anything of use."""
+        if self._connection is None:
+            self._connection = Connection(self._secured(self._reach()), self.address, self._largest_reply)
+            if not self.seal.met:
+                self._meet(self._connection)
+            self._met = True
+        return self._connection
+
+    def _meet(self, connection: Connection) -> None:
+        timeout = max(0.1, min(self.left, _SLACK))
+        reply = connection.call("Hello", self.seal.hello().SerializeToString(), timeout)
         try:
-            self.seal.meet(reply)
-        except Unproven as error:
+            self.seal.meet(pb.HelloReply.FromString(reply))
+        except (Unproven, DecodeError) as error:
             raise Refused(f"what answers at {self.address} {NO_SECRET}: check GRADWIRE_TOKEN on both sides") from error
-        self._met = True
-        self._stub = stub
-        return stub
 
-    def _open_channel(self, target: str) -> Any:
-        options: list[tuple[str, Any]] = [
-            ("grpc.enable_http_proxy", 0),
-            ("grpc.use_local_subchannel_pool", 1),  # a new try must not inherit the last one's back-off
-            ("grpc.initial_reconnect_backoff_ms", 50),
-            ("grpc.max_reconnect_backoff_ms", 500),
-            ("grpc.keepalive_time_ms", 5000),  # a stream to a machine that fell silent ends
-            ("grpc.keepalive_timeout_ms", 3000),
-            ("grpc.max_receive_message_length", self._largest_reply),
-        ]
-        if self._credentials is None:
-            return grpc.insecure_channel(target, options=options)
-        options += self._credentials.grpc_options()
-        return grpc.secure_channel(target, self._credentials.grpc_channel(), options=options)
+    @contextlib.contextmanager
+    def judged(self) -> Iterator[None]:
+        """Swallows a failure after which another try makes sense; any other is raised as what it means."""
+        try:
+            yield
+        except CallFailed as error:
+            self.close()
+            self._judge(error)
+        except ssl.SSLError as error:
+            self.close()
+            plaintext = error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
+            raise self._unlike("it does not speak TLS, and this side does" if plaintext else explain(error)) from error
+        except BaseException:
+            self.close()
+            raise
 
-    def disconnect(self) -> None:
-        channel, self._channel, self._stub = self._channel, None, None
-        if channel is not None:
-            channel.close()
-
-    def judge(self, error: Any) -> None:
-        """Return if another try makes sense, else raise what the failed call means."""
-        code, details = error.code(), printable(error.details() or "")
-        if code == grpc.StatusCode.PERMISSION_DENIED:
-            raise Refused(f"the coordinator at {self.address} refused this worker: {details}") from error
-        if code == grpc.StatusCode.UNAUTHENTICATED:
+    def _judge(self, error: CallFailed) -> None:
+        if error.code == "PERMISSION_DENIED":
+            raise Refused(f"the coordinator at {self.address} refused this worker: {error.details}") from error
+        if error.code == "UNAUTHENTICATED":
             raise Refused(
                 f"the coordinator at {self.address} refused this worker: it {NO_SECRET}; "
                 "check that GRADWIRE_TOKEN is the same on both sides"
             ) from error
-        if code not in (*_TRY_AGAIN, grpc.StatusCode.FAILED_PRECONDITION):
-            raise Refused(f"what answers at {self.address} is no gradwire coordinator: {details or code}") from error
-        over = told_at(self._endpoint, min(1.0, max(0.1, self.left))) if self._endpoint else None
+        if error.code not in _TRY_AGAIN:
+            raise Refused(f"what answers at {self.address} is no gradwire coordinator: {error}") from error
+        if error.code == "UNAVAILABLE" and self._endpoint is not None:
+            self._look_closer(self._endpoint)
+        if error.code == "FAILED_PRECONDITION":  # it was started anew
+            self.seal.part()
+        else:
+            self._last = f"something listens there, but: {error.details or error.code}"
+
+    def _look_closer(self, endpoint: Endpoint) -> None:
+        """Raise if what hung up can tell why: a doorkeeper does, and so does TLS."""
+        seconds = min(1.0, max(0.1, self.left))
+        over = told_at(endpoint, seconds)
         if over is not None:
             raise Refused(
                 f"the rendezvous at {self.address} is over: {over}. If this process is not one too many, "
                 "another job has this address: choose another port"
-            ) from error
-        if code == grpc.StatusCode.UNAVAILABLE and self._endpoint is not None:
-            trouble = tls_trouble(self._endpoint, self._credentials, min(_ONE_TRY, max(0.1, self.left)))
-            if trouble is not None:
-                raise Refused(f"no conversation with the coordinator at {self.address}: {trouble}") from error
-        if code != grpc.StatusCode.FAILED_PRECONDITION:
-            self._last = f"something listens there, but: {details or code}"
+            )
+        if self._credentials is None and _speaks_tls(endpoint, seconds):
+            raise self._unlike(f"it speaks TLS, and this side was given no certificates: set {CA}, {CERT} and {KEY}")
 
-    def _reach(self) -> Endpoint:
-        """Find the address that accepts a connection. Plain sockets tell more, and sooner, than gRPC's own retries."""
+    def _unlike(self, reason: str) -> Refused:
+        return Refused(f"no conversation with the coordinator at {self.address}: {reason}")
+
+    def _secured(self, sock: socket.socket) -> socket.socket:
+        """The socket under TLS, if there are credentials, and the other side is one that may be the coordinator."""
+        if self._credentials is None:
+            return sock
+        context = self._credentials.client_context()
+        context.set_alpn_protocols(["h2"])
+        sock.settimeout(max(0.1, min(self.left, _ONE_TRY)))
+        try:
+            secure = context.wrap_socket(sock)
+        except ssl.SSLError:
+            sock.close()
+            raise
+        except OSError as error:
+            sock.close()
+            raise CallFailed("UNAVAILABLE", f"the TLS handshake: {error.strerror or error}") from error
+        names = (secure.getpeercert() or {}).get("subjectAltName", ())
+        if ("DNS", coordinator_name(self._credentials.job)) not in names:
+            secure.close()
+            raise self._unlike(f"its certificate is not for a coordinator of job {self._credentials.job}")
+        return secure
+
+    def _reach(self) -> socket.socket:
+        """A connection to the address, or to the first of its addresses that accepts one."""
         endpoints = self._resolved()
         pauses = pauses_between_tries()
         while True:
             for endpoint in endpoints:
-                trouble = _try(endpoint, max(0.1, min(self.left, _ONE_TRY)))
-                if trouble is None:
-                    return endpoint
-                self._last = trouble
+                found = _try(endpoint, max(0.1, min(self.left, _ONE_TRY)))
+                if not isinstance(found, str):
+                    self._endpoint = endpoint
+                    return found
+                self._last = found
             if self.left <= 0:
                 raise self._nobody()
             time.sleep(min(next(pauses), max(0.0, self.left)))
@@ -221,46 +267,32 @@ def pauses_between_tries() -> Iterator[float]:
         pause = min(pause * 1.5, 0.1 if pause < 0.1 else 0.25)
 
 
-def tls_trouble(endpoint: Endpoint, credentials: Credentials | None, seconds: float) -> str | None:
-    """Whether it is TLS that keeps the two sides apart; gRPC does not say. Tries a handshake of its own to find out."""
-    context = _curious() if credentials is None else credentials.client_context()
-    try:
-        with (
-            socket.create_connection(endpoint.sockaddr[:2], seconds) as plain,
-            context.wrap_socket(plain, do_handshake_on_connect=False) as secure,
-        ):
-            secure.do_handshake()
-            if credentials is None:
-                return f"it speaks TLS, and this side was given no certificates: set {CA}, {CERT} and {KEY}"
-            names = (secure.getpeercert() or {}).get("subjectAltName", ())
-            secure.recv(1)  # with TLS 1.3, what the other side thinks of our certificate comes after the handshake
-            if ("DNS", coordinator_name(credentials.job)) not in names:
-                return f"the certificate shown there is not for a coordinator of job {credentials.job}"
-    except ssl.SSLError as error:
-        if credentials is not None:
-            plaintext = error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
-            return "it does not speak TLS, and this side does" if plaintext else explain(error)
-    except OSError:
-        pass  # it is not there, or says nothing
-    return None
-
-
-def _curious() -> ssl.SSLContext:
-    """For a handshake that asks only whether the other side speaks TLS; nothing is sent or believed in it."""
+def _speaks_tls(endpoint: Endpoint, seconds: float) -> bool:
+    """Whether TLS is spoken there: a handshake that asks nothing else, and in which nothing is sent or believed."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
-    return context
+    knock = _try(endpoint, seconds)
+    if isinstance(knock, str):
+        return False
+    knock.settimeout(seconds)
+    with knock, contextlib.suppress(OSError), context.wrap_socket(knock):
+        return True
+    return False
 
 
-def _try(endpoint: Endpoint, seconds: float) -> str | None:
-    """Connect and hang up; returns why that failed, or None."""
-    with socket.socket(endpoint.family, socket.SOCK_STREAM) as probe:
-        probe.settimeout(seconds)
-        try:
-            probe.connect(endpoint.sockaddr)
-            # On loopback a socket can meet itself where nobody listens, if the port is among the ephemeral ones.
-            met_itself = probe.getsockname() == probe.getpeername()
-        except OSError as error:
-            return f"connecting to {endpoint}: {error.strerror or os.strerror(error.errno or 0) or 'timed out'}"
-    return f"connecting to {endpoint}: nothing listens there" if met_itself else None
+def _try(endpoint: Endpoint, seconds: float) -> socket.socket | str:
+    """A connection, or why there is none."""
+    sock = socket.socket(endpoint.family, socket.SOCK_STREAM)
+    sock.settimeout(seconds)
+    try:
+        sock.connect(endpoint.sockaddr)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # On loopback a socket can meet itself where nobody listens, if the port is among the ephemeral ones.
+        if sock.getsockname() != sock.getpeername():
+            return sock
+        trouble = "nothing listens there"
+    except OSError as error:
+        trouble = error.strerror or os.strerror(error.errno or 0) or "timed out"
+    sock.close()
+    return f"connecting to {endpoint}: {trouble}"

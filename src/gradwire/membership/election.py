@@ -24,11 +24,10 @@ def seated(members: Sequence[Member]) -> list[str]:
     return order
 
 
-def missing(members: Sequence[Member], size: int) -> tuple[int, ...]:
-    """The ranks that nobody has yet, of `size`."""
-    named = {member.rank for member in members}
-    free = [rank for rank in range(size) if rank not in named]
-    return tuple(free[sum(member.rank is None for member in members) :])
+def missing(wishes: Sequence[int | None], size: int) -> tuple[int, ...]:
+    """The ranks of `size` that nobody has yet, if those who came asked for these; None took any."""
+    free = sorted(set(range(size)).difference(wishes))
+    return tuple(free[wishes.count(None) :])
 
 
 def cut_off(order: Sequence[str], complaints: Mapping[str, AbstractSet[str]]) -> list[str]:

@@ -65,7 +65,7 @@ def survives(claim: Claim, roster: Roster) -> bool:
     seat = roster.seats.get(claim.member.id)
     if seat is None or claim.generation != roster.generation or not same_process(seat.member, claim.member):
         return False
-    return roster.out.get(claim.member.id, "silent") == "silent"
+    return roster.returnable(claim.member.id)
 
 
 def same_process(one: Member, other: Member) -> bool:
@@ -154,8 +154,10 @@ def _no_room(member: Member, terms: Terms, roster: Roster) -> str | None:
         return f"{len(roster.line)} workers already wait"
     if roster.generation and terms.elastic:
         return None  # the rank was a wish for the first generation only
-    if roster.generation and member.rank is None:
-        return "all ranks of this job are taken"
-    holders = roster.members or [place.claim.member for place in roster.line.values()]
-    holder = next((holder for holder in holders if member.rank is not None and holder.rank == member.rank), None)
-    return None if holder is None else f"rank {member.rank} is taken by {holder}"
+    if roster.generation:
+        holder = None if member.rank is None else roster.members[member.rank]
+        return "all ranks of this job are taken" if holder is None else f"rank {member.rank} is taken by {holder}"
+    if member.rank is None or member.rank not in roster.wishes():
+        return None
+    holders = [place.claim.member for place in roster.line.values() if place.claim.member.rank == member.rank]
+    return f"rank {member.rank} is taken by {holders[0]}"

@@ -90,11 +90,3 @@ class Health:
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify_all()
-
-
-def check(channel: Any, service: str = "", timeout: float = 5.0) -> bool:
-    """Whether a server says that it serves; raises `grpc.RpcError` if it says nothing."""
-    ask = channel.unary_unary(
-        f"/{_NAME}/Check", request_serializer=StringValue.SerializeToString, response_deserializer=Int32Value.FromString
-    )
-    return bool(ask(StringValue(value=service), timeout=timeout).value == SERVING)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 from gradwire.errors import GradwireError, NoConnection
 from gradwire.membership.answers import News
-from gradwire.membership.conversation import Conversation, pauses_between_tries
+from gradwire.membership.calls import CallFailed
+from gradwire.membership.conversation import Conversation, Secret, pauses_between_tries
 from gradwire.membership.messages import Malformed, news_from_wire, parse
-from gradwire.membership.quiet import grpc
+from gradwire.membership.sealing import WorkerSeal
 from gradwire.membership.v1 import gradwire_pb2 as pb
 from gradwire.security.tls import Credentials
 
@@ -21,6 +20,7 @@ log = logging.getLogger("gradwire.membership")
 
 INTERVAL = 1.0  # seconds from one heartbeat to the next
 _ONE_TRY = 2.0  # seconds to find the coordinator, before the log says that it is not there
+_ANSWER_WITHIN = 3.0  # seconds after which a stream without an answer is given up for a new one
 _LAST_WORD = 2.0  # seconds that closing may take, to say who is gone
 
 
@@ -36,12 +36,13 @@ class Heartbeats:
         address: str,
         ids: Iterable[str] = (),
         *,
-        secret: bytes,
+        secret: Secret,
         on_news: Callable[[News], None] | None = None,
         credentials: Credentials | None = None,
         interval: float = INTERVAL,
     ) -> None:
         self._address, self._secret, self._credentials = address, secret, credentials
+        self._seal = WorkerSeal(secret)
         self._on_news = on_news
         self._interval = interval
         self._ids = dict.fromkeys(ids)
@@ -103,23 +104,21 @@ class Heartbeats:
 
     def _conversation(self) -> Iterator[News]:
         """The answers to the heartbeats, until the connection breaks or this is closed."""
-        with Conversation(self._address, self._secret, _ONE_TRY, credentials=self._credentials) as coordinator:
+        with Conversation(
+            self._address, self._secret, _ONE_TRY, credentials=self._credentials, seal=self._seal
+        ) as coordinator:
             self._give_up = lambda: coordinator.hurry(0.0)
-            try:
-                stub = coordinator.connect()
-                if self._unary:
-                    yield from self._beats(lambda body: coordinator.ask("Heartbeat", body))
-                else:
-                    stream = _Stream(coordinator, stub)
-                    self._give_up = stream.close
-                    try:
-                        yield from self._beats(stream.ask)
-                    finally:
-                        stream.close()
-            except grpc.RpcError as error:
-                # A coordinator has room for so many streams; single calls do as well.
-                self._unary = error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-                coordinator.judge(error)
+            with coordinator.judged():
+                try:
+                    if self._unary:
+                        yield from self._beats(lambda body: coordinator.ask("Heartbeat", body))
+                    else:
+                        stream = coordinator.stream("Heartbeats")
+                        yield from self._beats(lambda body: stream(body, _ANSWER_WITHIN))
+                except CallFailed as error:
+                    # A coordinator has room for so many streams; single calls do as well.
+                    self._unary = error.code == "RESOURCE_EXHAUSTED"
+                    raise
 
     def _beats(self, ask: Callable[[bytes], bytes]) -> Iterator[News]:
         while True:
@@ -144,24 +143,3 @@ class Heartbeats:
                 self._on_news(news)
         except Exception:
             log.exception("the news from the coordinator could not be passed on")
-
-
-class _Stream:
-    """A stream of requests and replies, one after the other."""
-
-    def __init__(self, coordinator: Conversation, stub: Any) -> None:
-        self._coordinator = coordinator
-        self._outbox: queue.SimpleQueue[pb.Sealed | None] = queue.SimpleQueue()
-        self._call = stub.Heartbeats(iter(self._outbox.get, None))
-
-    def ask(self, body: bytes) -> bytes:
-        request = self._coordinator.seal.seal("Heartbeats", body)
-        self._outbox.put(request)
-        reply = next(self._call, None)
-        if reply is None:
-            raise NoConnection(f"the coordinator at {self._coordinator.address} ended the stream of heartbeats")
-        return self._coordinator.open("Heartbeats", request, reply)
-
-    def close(self) -> None:
-        self._outbox.put(None)
-        self._call.cancel()

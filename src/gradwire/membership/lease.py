@@ -11,40 +11,14 @@ from collections.abc import Callable
 from gradwire.errors import GradwireError
 from gradwire.membership.answers import News
 from gradwire.membership.client import heartbeat
+from gradwire.membership.conversation import Secret
 from gradwire.membership.heartbeats import INTERVAL
+from gradwire.membership.sealing import WorkerSeal
 from gradwire.security.tls import Credentials
 
 log = logging.getLogger("gradwire.membership")
 
 _ONE_BEAT = 2.0  # seconds after which a heartbeat without an answer is given up; well within a lease
-
-
-class _Truce:
-    """Heartbeats and forks take turns: a child that is born in the middle of a gRPC call may crash as it ends."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._forks = threading.local()
-        os.register_at_fork(before=self._before, after_in_parent=self._after, after_in_child=self._born)
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
-
-    def _before(self) -> None:
-        self._forks.waited = self._lock.acquire(timeout=2 * _ONE_BEAT)
-
-    def _after(self) -> None:
-        if self._forks.waited:
-            self._lock.release()
-
-    def _born(self) -> None:
-        self._lock = threading.Lock()
-
-
-_truce = _Truce()
 
 
 class Lease:
@@ -59,12 +33,13 @@ class Lease:
         address: str,
         member_id: str,
         *,
-        secret: bytes,
+        secret: Secret,
         on_news: Callable[[News], None] | None = None,
         credentials: Credentials | None = None,
         interval: float = INTERVAL,
     ) -> None:
         self._address, self._id, self._secret, self._credentials = address, member_id, secret, credentials
+        self._seal = WorkerSeal(secret)
         self._on_news = on_news
         self._interval = interval
         self._closed = threading.Event()
@@ -108,10 +83,14 @@ class Lease:
             self._tell(news)
 
     def _beat(self) -> News:
-        with _truce:
-            return heartbeat(
-                self._address, [self._id], secret=self._secret, timeout=_ONE_BEAT, credentials=self._credentials
-            )
+        return heartbeat(
+            self._address,
+            [self._id],
+            secret=self._secret,
+            timeout=_ONE_BEAT,
+            credentials=self._credentials,
+            seal=self._seal,
+        )
 
     def _tell(self, news: News) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +12,7 @@ from gradwire.membership.clock import Clock
 from gradwire.membership.members import Member
 
 LAPSE = 5.0  # seconds; much longer than the pause between two claims of a waiting member
+LAPSE_FOR_EACH = 0.005  # seconds for each that waits, if that is more: where many do, they are to ask less often
 REST = 5.0  # seconds before a member that others could not reach may join again; doubled each time
 LONGEST_REST = 300.0
 
@@ -19,7 +21,7 @@ _WHY: dict[Cause, str] = {
     "gone": "has died",
     "silent": "was not heard of for the time of its lease",
     "accused": "could not be reached by others",
-    "replaced": "asks anew, and so was never told of its place",
+    "replaced": "gave its place up: its id asks for a new one",
 }
 
 
@@ -51,7 +53,10 @@ class Seat:
 
 
 class Roster:
-    """Members by id: `seats` in rank order, `back` and `line` in the order of arrival; `out` are seats given up."""
+    """Members by id: `seats` in rank order, `back` and `line` in the order of arrival; `out` are seats given up.
+
+    What is asked at each event is kept up to date instead of being counted: jobs have thousands of members.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self.generation = 0
@@ -60,10 +65,13 @@ class Roster:
         self.out: dict[str, Cause] = {}
         self.back: dict[str, Place] = {}
         self.line: dict[str, Place] = {}
+        self.expected: dict[str, None] = {}  # members at work, neither out nor back
         self.arrived = 0.0  # when somebody last came
         self.stirred = 0.0  # when somebody last came or went who matters to the next generation
         self.changes: list[Change] = []
         self._clock = clock
+        self._wishes: list[int | None] | None = None  # as long as nobody comes or goes
+        self._accused: Counter[str] = Counter()  # by how many of those who are back
         self._rests: dict[str, tuple[float, float]] = {}  # by id: how long, and until when
         self._lapse_at = 0.0  # no place lapses before
         self._silent_at = 0.0  # no lease runs out before
@@ -79,6 +87,10 @@ class Roster:
     def alive(self, name: str) -> bool:
         return name in self.seats and name not in self.out
 
+    def returnable(self, name: str) -> bool:
+        """Whether it is a member of the present generation that lives, for all we know, or was only silent."""
+        return name in self.seats and self.out.get(name, "silent") == "silent"
+
     def known(self, name: str) -> Member | None:
         """Whoever goes by this id now, at work or waiting."""
         place = self.place(name)
@@ -92,13 +104,12 @@ class Roster:
 
     def absent(self) -> list[str]:
         """Those whom somebody who is back could not reach, and who are not back themselves; in rank order."""
-        accused = set[str]().union(*(place.complaints for place in self.back.values() if place.complaints))
-        absent = accused - self.back.keys() - self.out.keys()
+        absent = [name for name in self._accused if name in self.expected]
         return sorted(absent, key=lambda name: self.seats[name].member.rank or 0)
 
     def awaited(self) -> int:
         """How many members of the present generation may still come back."""
-        return self.size() - len(self.back) - len(self.absent())
+        return len(self.expected) - len(self.absent())
 
     def ready(self) -> Iterator[str]:
         """Those in line who may join, in their order."""
@@ -111,6 +122,12 @@ class Roster:
 
     def rests_until(self) -> list[float]:
         return [until for _, until in self._rests.values()]
+
+    def wishes(self) -> list[int | None]:
+        """The ranks that those in line asked for."""
+        if self._wishes is None:
+            self._wishes = [place.claim.member.rank for place in self.line.values()]
+        return self._wishes
 
     def uninformed(self) -> bool:
         """Whether somebody who still asks has not been told how it ended."""
@@ -130,24 +147,34 @@ class Roster:
             self.note(
                 "came", name, f"{claim.member} has come" + (" back" if places is self.back else ""), lasting=False
             )
+            if places is self.back:
+                self.expected.pop(name, None)
+                self._accused.update(complaints)
         elif place.claim.session != claim.session or place.claim.sequence <= claim.sequence:
             if place.complaints != complaints:
                 self._stir(places)
+                self._withdraw_complaints(place)
+                self._accused.update(complaints)
             place.claim, place.complaints = claim, complaints
         place.asked = now
 
     def free(self, name: str, why: str) -> None:
         """Whoever waited there no longer does."""
-        places = self.back if name in self.back else self.line
-        place = places.pop(name, None)
+        place = self._leave_back(name)
         if place is not None:
-            self._stir(places)
+            self.stirred = self._clock.time
+            self.expected[name] = None
+        else:
+            place = self.line.pop(name, None)
+            self._stir(self.line)
+        if place is not None:
             self.note("went", name, f"{place.claim.member} {why}", lasting=False)
 
     def let_lapse(self) -> None:
         if not self._clock.reached(self._lapse_at):
             return
-        for name in [name for name, place in self._waiting() if self._clock.reached(place.asked + LAPSE)]:
+        lapse = max(LAPSE, LAPSE_FOR_EACH * (len(self.back) + len(self.line)))
+        for name in [name for name, place in self._waiting() if self._clock.reached(place.asked + lapse)]:
             self.free(name, "no longer asks")
         self._lapse_at = LAPSE + min((place.asked for _, place in self._waiting()), default=self._clock.time)
 
@@ -156,8 +183,9 @@ class Roster:
 
         A link that is cut stays cut for a while: without a rest, all would regroup for it again and again.
         """
-        place = self.line[name] = self.back.pop(name)
-        place.complaints = frozenset()
+        place = self._leave_back(name)
+        assert place is not None
+        self.line[name] = place
         self._rests = {n: rest for n, rest in self._rests.items() if not self._clock.reached(rest[1] + LONGEST_REST)}
         length = min(LONGEST_REST, 2 * self._rests[name][0]) if name in self._rests else REST
         self._rests[name] = (length, self._clock.time + length)
@@ -167,20 +195,19 @@ class Roster:
 
     def strike(self, name: str, cause: Cause) -> None:
         """A member is out of the present generation."""
-        self.back.pop(name, None)
+        self._leave_back(name)
+        self.expected.pop(name, None)
         self.out[name] = cause
         self.seats[name].told = True
         self.stirred = self._clock.time
         self.note(cause, name, f"{self.seats[name].member} {_WHY[cause]}")
 
-    def end(self, name: str, cause: Cause) -> bool:
-        """A process is no more, wherever it was; True if it was at work."""
+    def end(self, name: str, cause: Cause) -> None:
+        """A process is no more, wherever it was."""
         self.free(name, _WHY[cause])
         self._rests.pop(name, None)
-        at_work = name in self.seats and self.out.get(name, "silent") == "silent"
-        if at_work:
+        if self.returnable(name):
             self.strike(name, cause)
-        return at_work
 
     def hear(self, name: str) -> None:
         """A member lives. If it had only been silent, and nobody went on without it, it is in again."""
@@ -190,6 +217,7 @@ class Roster:
         seat.heard = self._clock.time
         if self.out.get(name) == "silent":
             del self.out[name]
+            self.expected[name] = None
             self.stirred = self._clock.time
             self.note("returned", name, f"{seat.member} is heard of again")
 
@@ -215,9 +243,9 @@ class Roster:
             self.seats[name] = Seat(
                 member, claim.member.rank, claim.session, claim.generation, place.asked, self._clock.time
             )
-            self.back.pop(name, None)
+            self._leave_back(name)
             self.line.pop(name, None)
-        self.members = tuple(seat.member for seat in self.seats.values())
+        self._know_members()
 
     # -- the record
 
@@ -235,16 +263,34 @@ class Roster:
         now = self._clock.time
         self.generation = snapshot["generation"]
         self.seats = {fields["id"]: _from_json(fields, now) for fields in snapshot["members"]}
-        self.members = tuple(seat.member for seat in self.seats.values())
         self.out = dict(snapshot["out"])
+        self._know_members()
         self.arrived = self.stirred = now
 
     def _waiting(self) -> Iterator[tuple[str, Place]]:
         yield from self.back.items()
         yield from self.line.items()
 
+    def _know_members(self) -> None:
+        self.members = tuple(seat.member for seat in self.seats.values())
+        self.expected = dict.fromkeys(self.live())
+
+    def _leave_back(self, name: str) -> Place | None:
+        place = self.back.pop(name, None)
+        if place is not None:
+            self._withdraw_complaints(place)
+        return place
+
+    def _withdraw_complaints(self, place: Place) -> None:
+        for accused in place.complaints:
+            self._accused[accused] -= 1
+            if not self._accused[accused]:
+                del self._accused[accused]
+        place.complaints = frozenset()
+
     def _stir(self, places: dict[str, Place]) -> None:
         """Those who are back do not wait for comings and goings in the line; if nobody is, the line settles too."""
+        self._wishes = None
         if places is self.back or not self.back:
             self.stirred = self._clock.time
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -18,6 +19,7 @@ from gradwire.errors import ConfigError, JournalError, TransportError
 from gradwire.membership.addresses import Endpoint, join, resolve
 from gradwire.membership.desk import THREADS, Desk
 from gradwire.membership.health import Health
+from gradwire.membership.journal import Journal
 from gradwire.membership.quiet import grpc
 from gradwire.membership.sealing import CoordinatorSeal
 from gradwire.membership.state import Membership
@@ -69,8 +71,11 @@ class Coordinator:
         membership = Membership(
             name, secrets.token_bytes(16), start=size, minimum=minimum, maximum=maximum, lease=lease
         )
-        self._desk = Desk(membership, CoordinatorSeal(secret), vouched=self._objection, failed=failed)
         self._health = Health()
+        self._report_failure = failed
+        self._desk = Desk(membership, CoordinatorSeal(secret), vouched=self._objection, failed=self._failed)
+        self._named = job is not None or credentials is not None
+        self._journal_file, self._journal = journal, contextlib.ExitStack()
         self._server: Any = None
         self._pid = 0
 
@@ -94,6 +99,22 @@ class Coordinator:
                 "listen on 127.0.0.1, or pass insecure=True (GRADWIRE_INSECURE=1) in a network that you trust"
             )
         _check_free(endpoint, self.address)
+        try:
+            self._take_journal()
+            self._serve(endpoint)
+        except BaseException:
+            self._journal.close()
+            raise
+
+    def _take_journal(self) -> None:
+        if self._journal_file is None:
+            return
+        name = self.job
+        self._desk.resume(self._journal.enter_context(Journal(self._journal_file)))
+        if self._named and self.job != name:
+            raise ConfigError(f"the journal {self._journal_file} is of job {self.job}, and this is job {name}")
+
+    def _serve(self, endpoint: Endpoint) -> None:
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="gradwire-coordinator")
         server = grpc.server(self._pool, options=_OPTIONS, maximum_concurrent_rpcs=THREADS)
         rpc.add_MembershipServicer_to_server(self._desk, server)  # type: ignore[no-untyped-call]
@@ -121,6 +142,7 @@ class Coordinator:
         self._clock.join()
         server.stop(grace=1.0).wait()
         self._pool.shutdown()
+        self._journal.close()
 
     def __enter__(self) -> Self:
         self.start()
@@ -130,6 +152,10 @@ class Coordinator:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+    def _failed(self, error: JournalError) -> None:
+        self._health.set(False)
+        self._report_failure(error)
 
     def _objection(self, context: Any, id: str) -> str | None:
         """Why a caller may not speak for a member: its certificate must cover it."""

@@ -103,8 +103,7 @@ class Membership:
             return Refusal(self._stopped)
         if self._finished and name not in roster.back:
             return Refusal(FINISHED)
-        come = [] if roster.generation else [place.claim.member for place in roster.line.values()]
-        gaps = () if roster.generation else missing(come, self.terms.start)
+        gaps = () if roster.generation else missing(roster.wishes(), self.terms.start)
         return Waiting(gaps, self._reason(name))
 
     def withdraw(self, claim: Claim) -> Member | None:
@@ -157,11 +156,11 @@ class Membership:
 
     def news(self) -> News:
         roster = self._roster
-        open = self.terms.elastic and roster.generation and not self._finished
-        room = self.terms.largest - roster.size() if open else 0
+        takes = self.terms.elastic and roster.generation and not self._finished
+        room = self.terms.largest - roster.size() if takes else 0
         joiners = sum(1 for _ in islice(roster.ready(), room))
         evicted = tuple(name for name, cause in roster.out.items() if cause != "left")
-        return News(roster.generation, joiners, evicted, self._checkpoints.epoch, bool(roster.back))
+        return News(roster.generation, joiners, evicted, self._checkpoints.epoch, bool(roster.back), roster.size())
 
     def start_checkpoint(self, epoch: int, name: str, now: float) -> CheckpointStatus | Refusal:
         """A worker begins the checkpoint of `epoch`, or finds it begun."""
@@ -217,7 +216,7 @@ class Membership:
             roster.line.pop(name, None)
             roster.come(claim, roster.back, frozenset(claim.lost) & roster.seats.keys() - {name})
         else:
-            if roster.alive(name):
+            if roster.returnable(name):
                 roster.strike(name, "replaced")
             roster.come(claim, roster.line)
 
@@ -281,10 +280,11 @@ class Membership:
                 at_work = f"generation {roster.generation} is at work with {roster.size()} members"
                 return f"{at_work}; you join between two steps"
         if roster.awaited():
-            known = {*roster.out, *roster.back, *roster.absent()}
-            late = [str(seat.member) for other, seat in roster.seats.items() if other not in known]
-            more = f" and {len(late) - 4} more" if len(late) > 4 else ""
-            return f"waits for {', '.join(late[:4])}{more} of generation {roster.generation} to come back"
+            absent = set(roster.absent())
+            late = islice((name for name in roster.expected if name not in absent), 4)
+            names = ", ".join(str(roster.seats[name].member) for name in late)
+            more = f" and {roster.awaited() - 4} more" if roster.awaited() > 4 else ""
+            return f"waits for {names}{more} of generation {roster.generation} to come back"
         return f"{len(roster.back) + sum(1 for _ in roster.ready())} of at least {terms.smallest} members are here"
 
     # -- what lasts

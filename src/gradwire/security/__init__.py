@@ -5,6 +5,7 @@
     identity.py      the job and the member that a certificate speaks for
     certificates.py  makes an authority and certificates
     tls.py           TLS from the files of an authority, a certificate and a key
+    probe.py         why two processes cannot speak TLS to each other
     tokens.py        invitations to a job that expire and do not give its secret away
 
 The secret itself never crosses a network; what crosses are proofs bound to fresh random numbers.

@@ -180,6 +180,13 @@ def identity_of(der: bytes) -> Identity:
     return identity_in(x509.load_der_x509_certificate(der))
 
 
+def may_coordinate(der: bytes, job: str) -> bool:
+    """Whether the holder of a certificate may be a job's coordinator."""
+    from cryptography import x509
+
+    return coordinator_name(job) in _alternatives(x509.load_der_x509_certificate(der), x509.DNSName)
+
+
 def identity_in(certificate: x509.Certificate) -> Identity:
     from cryptography import x509
 

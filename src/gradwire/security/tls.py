@@ -134,6 +134,12 @@ class Credentials:
         """Instead of the host's name, the server's certificate must carry the name of the job's coordinator."""
         return [("grpc.ssl_target_name_override", certificates.coordinator_name(self.job))]
 
+    def probe_context(self) -> ssl.SSLContext:
+        """To try a gRPC server without gRPC, from the files as they are now; `ConfigError` if they cannot be used."""
+        context = self._load(self._look()).client
+        context.set_alpn_protocols(["h2"])
+        return context
+
     @staticmethod
     def names_of(auth_context: Mapping[str, Any]) -> tuple[str, ...]:
         """Whom a gRPC caller's certificate speaks for (`context.auth_context()`): one identity, or none."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, SupportsIndex
 
-from gradwire import job
+from gradwire import job, lifetime
 from gradwire.errors import Aborted, Broken, ConfigError, GradwireError, InvalidSize, PeerLost, Timeout
 from gradwire.group import Group
 from gradwire.training import transfer
@@ -40,7 +40,7 @@ def elastic(state: Any, *, min_size: int = 1) -> Elastic:
     (array([5., 5., 5.]), 4)
     >>> run.close()
     """
-    return Elastic(state, job.current() or job.init(), min_size)
+    return Elastic(state, lifetime.current() or job.init(), min_size)
 
 
 class Elastic:
@@ -72,6 +72,10 @@ class Elastic:
             yield step
             if not step.ended:
                 raise ConfigError(f"step {step.index} was not entered: use `with step:` around the body")
+
+    def finish(self) -> None:
+        """All work is done, before the last step: nobody joins the job any more. All ranks call it at the same step."""
+        self.group._generation.finished = True
 
     def close(self) -> None:
         """Leave the job: the others go on without this rank."""

@@ -1,0 +1,186 @@
+"""Coordinators that end, in any way, and are started again on their journal."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from gradwire.errors import ConfigError, JournalError, NoConnection
+from gradwire.membership import Assembly, Member
+from gradwire.membership.answers import News
+from gradwire.membership.client import end_checkpoint, heartbeat, register, serving, start_checkpoint
+from gradwire.membership.heartbeats import Heartbeats
+from gradwire.membership.service import Coordinator
+from membership.journal import Journal as Log
+
+TOKEN = "a secret of this test"
+SECRET = TOKEN.encode()
+Serve = Callable[..., Coordinator]
+
+
+class Process:
+    """`gradwire coordinator` in a process of its own."""
+
+    def __init__(self, *options: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "gradwire", "coordinator", *options],
+            env={**os.environ, "GRADWIRE_TOKEN": TOKEN, "PYTHONPATH": os.pathsep.join(sys.path)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.line = self.process.stdout.readline().strip()
+        self.address = self.line.rpartition(" ")[2]
+
+    def end(self, number: signal.Signals) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(30)
+
+    def said(self) -> str:
+        """What it wrote to stderr until it ended."""
+        return self.process.communicate(timeout=30)[1]
+
+
+@pytest.fixture
+def coordinate() -> Iterator[Callable[..., Process]]:
+    started: list[Process] = []
+
+    def start(*options: str) -> Process:
+        started.append(Process(*options))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.process.kill()
+        one.process.communicate()
+
+
+def member(name: str) -> Member:
+    return Member(name, None, "machine", "host", os.getpid(), "127.0.0.1:1")
+
+
+def joining(address: str, name: str, generation: int = 0) -> Future[Assembly]:
+    result: Future[Assembly] = Future()
+
+    def run() -> None:
+        try:
+            found = register(
+                address, member(name), size=None, secret=SECRET, job=None, timeout=60.0, generation=generation
+            )
+            result.set_result(found)
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return result
+
+
+def assembled(address: str, names: str, generation: int = 0) -> list[Assembly]:
+    return [future.result(60) for future in [joining(address, name, generation) for name in names]]
+
+
+def test_killed_and_started_again_it_goes_on(coordinate: Callable[..., Process], tmp_path: Path) -> None:
+    options = ["--size", "3", "--min", "2", "--max", "4", "--journal", str(tmp_path / "journal")]
+    first = coordinate("--listen", "127.0.0.1:0", *options)
+    before = assembled(first.address, "abc")
+    heartbeat(first.address, [], gone=["b"], secret=SECRET)
+    start_checkpoint(first.address, "a", 7, secret=SECRET)
+    end_checkpoint(first.address, "a", 7, secret=SECRET)
+    told: queue.SimpleQueue[News] = queue.SimpleQueue()
+    beats = Heartbeats(first.address, "ac", secret=SECRET, on_news=told.put)
+    beats.start()
+    try:
+        told.get(timeout=30)
+        waiting = joining(first.address, "late")
+        while not heartbeat(first.address, "ac", secret=SECRET).joiners:
+            pass
+        assert first.end(signal.SIGKILL) == -signal.SIGKILL
+        while not told.empty():
+            told.get()
+        second = coordinate("--listen", first.address, *options)
+        assert second.line == first.line, "the same job, at the same address"
+        news = told.get(timeout=30)
+        assert (news.generation, news.evicted, news.checkpoint) == (1, ("b",), 7)
+    finally:
+        beats.close()
+    assert end_checkpoint(second.address, "c", 7, secret=SECRET).complete
+    after = [*assembled(second.address, "ac", generation=1), waiting.result(60)]
+    assert {found.generation for found in after} == {2}
+    assert [one.id for one in after[0].members if one.id != "late"] == [
+        one.id for one in before[0].members if one.id != "b"
+    ]
+    assert after[0].members[2].id == "late"
+    assert {found.run for found in after} == {before[0].run}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_ends_cleanly(number: signal.Signals, coordinate: Callable[..., Process]) -> None:
+    process = coordinate("--size", "1", "--job", "named")
+    assert process.line == f"coordinator of job named at {process.address}"
+    assembled(process.address, "a")
+    assert process.end(number) == 0
+    said = process.said()
+    assert "has come" in said
+    assert "Traceback" not in said
+
+
+def test_it_says_what_it_cannot_do(coordinate: Callable[..., Process], tmp_path: Path) -> None:
+    beyond = coordinate("--size", "1", "--listen", "0.0.0.0:0")
+    assert beyond.process.wait(30) == 1
+    assert beyond.said().startswith("Error: a coordinator at 0.0.0.0:0 could be reached from other machines")
+    half = coordinate("--size", "1", "--tls-ca", str(tmp_path / "ca.pem"))
+    assert half.process.wait(30) == 1
+    assert "GRADWIRE_TLS_CERT and GRADWIRE_TLS_KEY must be set too" in half.said()
+    damaged = tmp_path / "damaged"
+    damaged.write_bytes(b"not a journal")
+    refused = coordinate("--size", "1", "--journal", str(damaged))
+    assert refused.process.wait(30) == 1
+    assert "is not a coordinator's journal" in refused.said()
+    assert damaged.read_bytes() == b"not a journal"
+
+
+def test_a_journal_of_another_job(serve: Serve, tmp_path: Path) -> None:
+    file = tmp_path / "journal"
+    first = serve(2, minimum=1, journal=file, job="mine")
+    with pytest.raises(JournalError, match="another coordinator has it"):
+        serve(2, minimum=1, journal=file)
+    first.stop()
+    with pytest.raises(ConfigError, match=r"is of a job of a start with 2 members, not 3: describe the job as before"):
+        serve(3, minimum=1, journal=file)
+    with pytest.raises(ConfigError, match="is of job mine, and this is job other"):
+        serve(2, minimum=1, journal=file, job="other")
+    assert serve(2, minimum=1, journal=file).job == "mine"
+
+
+def test_a_full_journal_ends_the_talking_and_loses_nothing(serve: Serve, tmp_path: Path, journal: Log) -> None:
+    file = tmp_path / "journal"
+    failed: queue.SimpleQueue[JournalError] = queue.SimpleQueue()
+    coordinator = serve(2, minimum=1, maximum=2, journal=file, failed=failed.put)
+    assembled(coordinator.address, "ab")
+    database: sqlite3.Connection = coordinator._desk._journal._db  # type: ignore[union-attr]
+    (pages,) = database.execute("PRAGMA page_count").fetchone()
+    database.execute(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(NoConnection, match="its disk is full: make room"):
+        for number in range(1000):
+            start_checkpoint(coordinator.address, "a", number, secret=SECRET, timeout=1.0)
+            end_checkpoint(coordinator.address, "a", number, secret=SECRET, timeout=1.0)
+            last = end_checkpoint(coordinator.address, "b", number, secret=SECRET, timeout=1.0)
+    assert "its disk is full" in str(failed.get(timeout=10))
+    journal.wait_for("nobody is told anything any more")
+    assert not serving(coordinator.address, secret=SECRET)
+    port = int(coordinator.address.rpartition(":")[2])
+    coordinator.stop()
+    again = serve(2, minimum=1, maximum=2, journal=file, port=port)
+    assert heartbeat(again.address, "ab", secret=SECRET).generation == 1
+    assert end_checkpoint(again.address, "a", last.epoch, secret=SECRET).complete, "what was told is remembered"
