@@ -14,6 +14,7 @@ import pytest
 
 import gradwire as gw
 from gradwire.transports.base import CONTROL_CHANNEL, MESSAGE_CHANNEL, Link
+from gradwire.transports.frames import Outbox
 from gradwire.wire import MAX_CONTROL, MAX_EAGER, Header, Kind
 from in_process import Journal
 from in_process import groups_fixture as groups_fixture
@@ -147,6 +148,22 @@ def test_floods_of_wellformed_control_messages_pile_up_nowhere(groups: list[gw.G
     tracemalloc.stop()
     assert grown < 8 * MIB
     assert groups[0]._generation.control.sound
+
+
+@pytest.mark.parametrize("groups", ["local"], indirect=True)  # the kernel would keep megabytes first
+def test_answers_that_nobody_reads_do_not_pile_up(groups: list[gw.Group], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Outbox, "MAX_WAITING", 100_000)
+    liar, victim = groups[1]._generation, groups[0]._generation
+    monkeypatch.setattr(liar, "_may_read", lambda reader: False)  # it asks, and listens to nobody
+    one, outbox = liar._outboxes[0, CONTROL_CHANNEL].link, victim._outboxes[1, CONTROL_CHANNEL]
+    questions, rest = liar.frame(Kind.CONTROL, b'{"t":"where","g":1}') * 50, b""
+    deadline = time.monotonic() + 30
+    while victim.control.sound and time.monotonic() < deadline:
+        rest = rest or questions
+        rest = rest[one.send([rest]) :]
+        assert outbox._bytes < 10 * Outbox.MAX_WAITING
+    with pytest.raises(gw.PeerLost, match=r"rank 1 .* takes no messages off its links"):
+        groups[0].barrier()
 
 
 MESSAGE_NONSENSE: dict[str, Callable[[gw.Group], bytes]] = {

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from fuzz.targets import admission, control, engine, frames, mail, membership, memory, strangers, tls, values
+from fuzz.targets import (
+    admission,
+    control,
+    engine,
+    frames,
+    launching,
+    mail,
+    membership,
+    memory,
+    strangers,
+    tls,
+    values,
+)
 
-FAMILIES = (frames, control, mail, admission, membership, strangers, values, tls, memory, engine)
+FAMILIES = (frames, control, mail, admission, tls, membership, strangers, values, memory, engine, launching)
 TARGETS = {target.name: target for family in FAMILIES for target in family.TARGETS}

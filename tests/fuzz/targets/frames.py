@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from fuzz.target import Target
 from gradwire.liveness.calls import CallLog, Meaning, call_site
 from gradwire.liveness.control import Control, ControlSink
+from gradwire.liveness.lifeline import READ_AHEAD, BeatSink
 from gradwire.transports.base import Buffer, Link, LinkClosed
 from gradwire.transports.frames import FrameReader
 from gradwire.wire import HEADER_BYTES, Header, Kind, WireError, parse
@@ -111,6 +112,22 @@ def read_control_stream(data: bytes) -> bool:
     return sound
 
 
+def read_beats(data: bytes) -> bool:
+    """What comes on a lifeline."""
+    sink = BeatSink(check)
+    sink.detector.watch(1, 0.0, 0.2)
+    reader = FrameReader(Stream(data), sink, threading.Lock(), READ_AHEAD)
+    try:
+        while reader.pump():
+            sink.now += 0.05
+    except LinkClosed:
+        pass
+    except WireError:
+        return False
+    assert sink.detector.silence(1, sink.now) is not None
+    return True
+
+
 def _frame(payload: bytes) -> bytes:
     return header(Kind.CONTROL, len(payload)) + payload
 
@@ -123,4 +140,5 @@ TARGETS = (
         read_control_stream,
         (bytes([HEADER_BYTES]) + _frame(_FRAMES[0]), b"\xff" + b"".join(map(_frame, _FRAMES))),
     ),
+    Target("beats", read_beats, (header(Kind.BEAT), header(Kind.BEAT) * 3)),
 )
