@@ -29,12 +29,11 @@ MIB = 1 << 20
 def header(sender: gw.Group, kind: int, nbytes: int = 0, **fields: int) -> bytes:
     """A header that this rank could send."""
     identity = sender._generation.identity
-    known = {"group": 1, "sequence": 1, "fingerprint": 0, "tile": 0, "round": 0}
+    known = {"group": 1, "sequence": 1, "fingerprint": 0, "tile": 0, "round": 0, "source": identity.rank}
     return Header(
         kind=kind,
         job=identity.job,
         generation=identity.number,
-        source=identity.rank,
         nbytes=nbytes,
         **(known | fields),
     ).pack()
@@ -198,6 +197,27 @@ def test_an_offer_of_8_gib_is_only_a_number(pair: list[gw.Group]) -> None:
         pair[0].recv(np.zeros(1), src=1)
         pair[0].recv(np.zeros(10), src=1)
     run_ranks(pair, lambda group: group.barrier())
+
+
+def test_no_rank_can_pose_as_another() -> None:
+    """A message counts as that of the rank whose link it came on."""
+    groups = gw.local_group(3)
+    try:
+        liar, victim, honest = groups[1], groups[0], groups[2]
+        liar.send(np.zeros(1), dst=0, tag=1)
+        for source in (2, 7):
+            forged = header(liar, Kind.EAGER, 8, source=source) + np.full(1, 9.0).tobytes()
+            link(liar, MESSAGE_CHANNEL).send([forged])
+        liar.send(np.ones(1), dst=0, tag=2)  # behind the forged ones, on the same link
+        x = np.zeros(1)
+        assert victim.recv(x, src=None, tag=2) == 1
+        honest.send(np.full(1, 2.0), dst=0)
+        assert (victim.recv(x, src=None), x[0]) == (2, 2.0)
+        honest.send(np.full(1, 3.0), dst=0)
+        assert (victim.recv(x, src=2), x[0]) == (2, 3.0)
+    finally:
+        for group in groups:
+            group.close()
 
 
 def test_offers_without_end_are_not_read_without_end(pair: list[gw.Group], monkeypatch: pytest.MonkeyPatch) -> None:

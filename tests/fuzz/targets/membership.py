@@ -18,6 +18,7 @@ from gradwire.membership.quiet import grpc
 from gradwire.membership.sealing import CoordinatorSeal, Stale, Unproven, WorkerSeal
 from gradwire.membership.state import Membership
 from gradwire.membership.v1 import gradwire_pb2 as pb
+from gradwire.security import tokens
 
 SECRET = bytes(32)
 RUN = bytes(16)
@@ -25,7 +26,7 @@ KINDS: list[Any] = [getattr(pb, name) for name in sorted(pb.DESCRIPTOR.message_t
 READERS: dict[str, Callable[[Any], object]] = {
     "Member": messages.member_from_wire,
     "RegisterWorkerRequest": lambda message: messages.claim_from_wire(message, 1),
-    "Assembly": messages.assembly_from_wire,
+    "Assembly": lambda message: messages.assembly_from_wire(message, None),
     "News": messages.news_from_wire,
     "Checkpoint": messages.checkpoint_from_wire,
 }
@@ -86,7 +87,7 @@ class Context:
         return "ipv4:127.0.0.1:1"
 
     def abort(self, code: grpc.StatusCode, reason: str) -> None:
-        assert code == grpc.StatusCode.INVALID_ARGUMENT, reason
+        assert code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.PERMISSION_DENIED), reason
         assert len(reason) < 1000
         raise Turned
 
@@ -95,14 +96,16 @@ class Context:
 
 
 def call(data: bytes) -> bool:
-    """Calls of one who has the secret, in an elastic job that is not quick to lose patience with it."""
+    """Calls of one who has the secret, or, if the first byte is odd, a join token for two; in an elastic job."""
     membership = Membership("job", RUN, start=1, minimum=1, maximum=3)
-    coordinator, worker = CoordinatorSeal(SECRET), WorkerSeal(SECRET)
+    coordinator = CoordinatorSeal(SECRET)
+    token = tokens.read(tokens.make(SECRET, job="job", expires_in=1000.0, uses=2))
+    worker = WorkerSeal(token if data[:1] and data[0] & 1 else SECRET)
     server = Desk(membership, coordinator)
     worker.meet(coordinator.meet(worker.hello()))
     understood = True
     with patch.object(desk, "_LONGEST_HOLD", 0.0):
-        for method, body in _calls(data):
+        for method, body in _calls(data[1:]):
             request = worker.seal(method, body)
             try:
                 reply = getattr(server, method)(request, Context())
@@ -164,8 +167,8 @@ TARGETS = (
     Target(
         "coordinator",
         call,
-        (_said(BODIES), _said(BODIES[:4])),
-        inputs=st.lists(_ANY_BODY, max_size=10).map(_said),
+        (b"\0" + _said(BODIES), b"\1" + _said(BODIES), b"\0" + _said(BODIES[:4])),
+        inputs=st.tuples(st.sampled_from((b"\0", b"\1")), st.lists(_ANY_BODY, max_size=10).map(_said)).map(b"".join),
         memory=2 * MIB,
     ),
 )
