@@ -2,6 +2,7 @@
 
     python benchmarks/coordinator.py                                    # 5,000 members on 200 hosts, for 30 seconds
     python benchmarks/coordinator.py --members 20000 --hosts 800 --seconds 300
+    python benchmarks/coordinator.py --tls                              # with a certificate for each host
 
 The coordinator is `gradwire coordinator` in a process of its own, started on a journal in which the members are at work
 already. Each host is a stream of its own, as a launcher holds it; a few processes play all of them. The exit code is 1
@@ -29,7 +30,10 @@ from gradwire.membership.conversation import Conversation
 from gradwire.membership.journal import Journal
 from gradwire.membership.state import Membership
 from gradwire.membership.v1 import gradwire_pb2 as pb
+from gradwire.security import certificates
+from gradwire.security.tls import Credentials
 
+JOB = "benchmark"
 TOKEN = "the secret of this benchmark"
 PLAYERS = 4  # processes that play the hosts
 LIMIT = 0.1  # seconds
@@ -42,30 +46,37 @@ def main() -> None:
     parser.add_argument("--members", type=int, default=5000)
     parser.add_argument("--hosts", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=30.0)
-    parser.add_argument("--play", nargs=2, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--tls", action="store_true")
+    parser.add_argument("--play", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.play:
+        folder, first, last = options.play
         print("ready", flush=True)
-        play(sys.stdin.readline().strip(), range(*options.play), options)
+        play(sys.stdin.readline().strip(), range(int(first), int(last)), Path(folder), options)
         return
     with tempfile.TemporaryDirectory() as folder:
-        sys.exit(conduct(Path(folder, "journal"), options))
+        sys.exit(conduct(Path(folder), options))
 
 
 def names(host: int, options: argparse.Namespace) -> list[str]:
     return [f"host-{host}/{worker}" for worker in range(options.members // options.hosts)]
 
 
-def conduct(journal: Path, options: argparse.Namespace) -> int:
+def conduct(folder: Path, options: argparse.Namespace) -> int:
     members = [name for host in range(options.hosts) for name in names(host, options)]
-    write(journal, members)
+    write(folder / "journal", members)
+    if options.tls:
+        certificates.make(folder, JOB, [f"host-{host}" for host in range(options.hosts)], ["coordinator"])
     with contextlib.ExitStack() as ending:
-        me = [sys.executable, __file__, *sys.argv[1:], "--play"]
+        me = [sys.executable, __file__, *sys.argv[1:], "--play", str(folder)]
         players = [start([*me, *map(str, part)], ending) for part in parts(options.hosts)]
         for player in players:
             first_line(player)  # it is there: members are evicted if nobody speaks for them soon
         size = str(len(members))
-        command = [sys.executable, "-m", "gradwire", "coordinator", "--quiet", "--journal", str(journal)]
+        command = [sys.executable, "-m", "gradwire", "coordinator", "--quiet", "--journal", str(folder / "journal")]
+        if options.tls:
+            names_of_files = {"--tls-ca": "ca.pem", "--tls-cert": "coordinator.pem", "--tls-key": "coordinator.key"}
+            command += [word for option, file in names_of_files.items() for word in (option, str(folder / file))]
         coordinator = start([*command, "--size", size, "--min", "1", "--max", size], ending)
         address = first_line(coordinator).rpartition(" ")[2]
         print(f"{size} members on {options.hosts} hosts at 1 Hz, for {options.seconds:g} s")
@@ -93,7 +104,7 @@ def first_line(process: subprocess.Popen[str]) -> str:
 
 def write(path: Path, members: list[str]) -> None:
     """A journal in which all of them are at work."""
-    membership = Membership("benchmark", os.urandom(16), start=len(members), minimum=1, maximum=len(members))
+    membership = Membership(JOB, os.urandom(16), start=len(members), minimum=1, maximum=len(members))
     for rank, name in enumerate(members):
         member = Member(name, rank, name.partition("/")[0], "host", rank, "127.0.0.1:1")
         membership.register(Claim(member, None, None, os.urandom(16)), 0.0)
@@ -137,14 +148,17 @@ def report(played: list[tuple[list[float], int]], memory: list[float]) -> int:
     return int(bool(evicted) or at[0.99] > LIMIT or growth > GROWTH)
 
 
-def play(address: str, hosts: range, options: argparse.Namespace) -> None:
+def play(address: str, hosts: range, folder: Path, options: argparse.Namespace) -> None:
     times: list[float] = []
     evicted: list[int] = []
 
     def host(number: int) -> None:
         time.sleep((number % 100) / 100)  # hosts do not beat in step
         body = pb.HeartbeatRequest(ids=names(number, options)).SerializeToString()
-        with Conversation(address, TOKEN.encode(), 60.0) as coordinator:
+        credentials = None
+        if options.tls:
+            credentials = Credentials(folder / "ca.pem", folder / f"host-{number}.pem", folder / f"host-{number}.key")
+        with Conversation(address, TOKEN.encode(), 60.0, credentials=credentials) as coordinator:
             ask = coordinator.stream("Heartbeats")
             due = begin = time.monotonic()
             count = 0

@@ -305,7 +305,7 @@ def go(options: argparse.Namespace, console: Console) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Train a network on handwritten digits, in step on all ranks.")
-    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--epochs", type=int, default=80)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target", type=float, default=0.95, help="the accuracy to reach, 0 to 1 (default: 0.95)")
     parser.add_argument("--tamper", type=int, metavar="RANK", help="let this rank change one bit of its weights")

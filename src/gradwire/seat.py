@@ -239,7 +239,6 @@ class Seat:
         identity = Identity(job, assembly.generation, assembly.rank, names, topology)
         return Generation(identity, transport, tuple(member.id for member in members))
 
-
     def _link_key(self, assembly: Assembly) -> bytes:
         if isinstance(self._secret, bytes):
             return derive(self._secret, "links", assembly.run)

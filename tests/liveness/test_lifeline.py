@@ -72,11 +72,13 @@ class SocketLink:
 class SealedLink(SocketLink):
     """One that encrypts: no two records are alike, and their order matters."""
 
+    encrypts = True
     number = 0
 
-    def seal(self, record: bytes) -> bytes:
-        self.number += 1
-        return b"%08d" % self.number + record
+    def records(self, messages: Sequence[bytes]) -> list[bytes]:
+        self.number += len(messages)
+        first = self.number - len(messages) + 1
+        return [b"%08d" % (first + i) + message for i, message in enumerate(messages)]
 
 
 class Doors:

@@ -115,4 +115,4 @@ def test_a_worker_node_takes_one_from_the_environment(
     monkeypatch.setenv("GRADWIRE_TOKEN", tokens.make(SECRET, job="mine", expires_in=60))
     with gw.WorkerNode(coordinator.address, "guest", timeout=20) as node:
         assert node.rank == 0
-        assert node.healthy()
+        assert node.healthy(30)

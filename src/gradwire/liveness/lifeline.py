@@ -38,6 +38,8 @@ AHEAD = 1200  # sealed records that lie ready: a minute's worth
 READ_AHEAD = 64 * HEADER_BYTES
 STOPPED = "TtZX"  # states of a process that does not run, as /proc names them
 
+Seal = Callable[[Sequence[bytes]], list[bytes]]  # messages as they go over an encrypted link
+
 
 @dataclass(frozen=True, slots=True)
 class Nature:
@@ -85,7 +87,7 @@ class Lifeline:
         self._missing: set[int] = set()  # of these, until there is
         self._readers: list[FrameReader] = []
         self._outboxes: dict[int, Outbox] = {}  # for beats of our own, by descriptor or whatever tells links apart
-        self._sealed: dict[int, tuple[int, Callable[[bytes], bytes]]] = {}
+        self._sealed: dict[int, tuple[int, Seal]] = {}
         self._awaited: deque[tuple[int, float, float]] = deque()  # whom to watch, for the service thread to see
         self._pids: dict[int, int] = {}  # of ranks whose processes can be looked at
         self._dead: dict[int, float] = {}  # ranks whose process ended, and until when their goodbye may come
@@ -122,7 +124,7 @@ class Lifeline:
 
     def add_link(self, link: Link) -> None:
         """Beat on a link to a rank, and hear its beats there."""
-        seal: Callable[[bytes], bytes] | None = getattr(link, "seal", None)
+        seal: Seal | None = getattr(link, "records", None) if getattr(link, "encrypts", False) else None
         with self._lock:
             welcome = not self._closed and link.peer in self._missing
             if welcome:
@@ -152,6 +154,7 @@ class Lifeline:
 
     def ignore(self, peer: int) -> None:
         """Hear a rank no more, as if the way to it were cut: for tests of what happens then."""
+        self._pids.pop(peer, None)
         self._sink.ignored.add(peer)
 
     def close(self) -> None:
@@ -195,7 +198,7 @@ class Lifeline:
         for descriptor, seal in list(self._sealed.values()):
             missing = AHEAD - self._thread.ahead(descriptor)
             if missing * BEAT_SECONDS >= 1:
-                self._thread.feed(descriptor, [seal(self._record) for _ in range(missing)])
+                self._thread.feed(descriptor, seal([self._record] * missing))
         if self._thread is None and now >= self._beat_at:
             self._beat_at = now + SLOW_SECONDS
             for outbox in list(self._outboxes.values()):
@@ -219,7 +222,8 @@ class Lifeline:
 
     def _is_stopped(self, peer: int) -> bool | None:
         """Whether the process of a rank on this host was stopped; if not, it may just not get a core."""
-        return state_of(self._pids[peer]) in STOPPED if peer in self._pids else None
+        pid = self._pids.get(peer)
+        return None if pid is None else state_of(pid) in STOPPED
 
     def alive(self, peer: int) -> bool:
         """Whether a rank was heard lately."""

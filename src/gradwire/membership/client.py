@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from gradwire.errors import InvalidSize, NoConnection, Refused, Timeout
+from gradwire.errors import Finished, InvalidSize, NoConnection, Refused, Timeout
 from gradwire.membership.answers import CheckpointStatus, Claim, News
 from gradwire.membership.conversation import BYTES_PER_MEMBER, PATIENCE, Conversation, Secret
 from gradwire.membership.entry import LARGEST_JOB
@@ -173,7 +173,8 @@ def _wait_for_all(
         if outcome == "assembly":
             return _believed(coordinator, reply.assembly, request)
         if outcome == "refusal":
-            raise Refused(f"the coordinator at {coordinator.address} refused this worker: {reply.refusal.reason}")
+            kind = Finished if reply.refusal.finished else Refused
+            raise kind(f"the coordinator at {coordinator.address} refused this worker: {reply.refusal.reason}")
         if outcome is None:
             raise _another_version(coordinator)
         reason = _reason(reply.waiting, request.size, "have not come")

@@ -20,9 +20,10 @@ from gradwire.membership.calls import CallFailed, Connection
 from gradwire.membership.doorkeeper import told_at
 from gradwire.membership.sealing import Unproven, WorkerSeal
 from gradwire.membership.v1 import gradwire_pb2 as pb
+from gradwire.security import probe
 from gradwire.security.admission import NO_SECRET
-from gradwire.security.certificates import coordinator_name
-from gradwire.security.tls import CA, CERT, KEY, Credentials, explain
+from gradwire.security.certificates import may_coordinate
+from gradwire.security.tls import Credentials, explain
 from gradwire.security.tokens import Token
 
 PATIENCE = 1.0  # seconds that a call may be held back by the coordinator
@@ -163,8 +164,9 @@ class Conversation:
             self._judge(error)
         except ssl.SSLError as error:
             self.close()
-            plaintext = error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
-            raise self._unlike("it does not speak TLS, and this side does" if plaintext else explain(error)) from error
+            if self._endpoint is not None:
+                self._look_closer(self._endpoint)
+            raise self._unlike(explain(error)) from error
         except BaseException:
             self.close()
             raise
@@ -195,8 +197,9 @@ class Conversation:
                 f"the rendezvous at {self.address} is over: {over}. If this process is not one too many, "
                 "another job has this address: choose another port"
             )
-        if self._credentials is None and _speaks_tls(endpoint, seconds):
-            raise self._unlike(f"it speaks TLS, and this side was given no certificates: set {CA}, {CERT} and {KEY}")
+        trouble = _trouble(endpoint, seconds, self._credentials)
+        if trouble is not None:
+            raise self._unlike(trouble)
 
     def _unlike(self, reason: str) -> Refused:
         return Refused(f"no conversation with the coordinator at {self.address}: {reason}")
@@ -216,8 +219,7 @@ class Conversation:
         except OSError as error:
             sock.close()
             raise CallFailed("UNAVAILABLE", f"the TLS handshake: {error.strerror or error}") from error
-        names = (secure.getpeercert() or {}).get("subjectAltName", ())
-        if ("DNS", coordinator_name(self._credentials.job)) not in names:
+        if not may_coordinate(secure.getpeercert(binary_form=True) or b"", self._credentials.job):
             secure.close()
             raise self._unlike(f"its certificate is not for a coordinator of job {self._credentials.job}")
         return secure
@@ -267,18 +269,16 @@ def pauses_between_tries() -> Iterator[float]:
         pause = min(pause * 1.5, 0.1 if pause < 0.1 else 0.25)
 
 
-def _speaks_tls(endpoint: Endpoint, seconds: float) -> bool:
-    """Whether TLS is spoken there: a handshake that asks nothing else, and in which nothing is sent or believed."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
+def _trouble(endpoint: Endpoint, seconds: float, credentials: Credentials | None) -> str | None:
+    """Why TLS, or its absence, keeps the two sides apart, if it does."""
     knock = _try(endpoint, seconds)
     if isinstance(knock, str):
-        return False
-    knock.settimeout(seconds)
-    with knock, contextlib.suppress(OSError), context.wrap_socket(knock):
-        return True
-    return False
+        return None
+    with knock:
+        try:
+            return probe.trouble(knock, credentials)
+        except OSError:
+            return None
 
 
 def _try(endpoint: Endpoint, seconds: float) -> socket.socket | str:

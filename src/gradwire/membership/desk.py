@@ -63,10 +63,10 @@ class Desk(rpc.MembershipServicer):
         membership: Membership,
         seal: CoordinatorSeal,
         *,
-        vouched: Callable[[Any, str], str | None] = lambda context, name: None,
+        vouched: Callable[[Any, Iterable[str]], str | None] = lambda context, names: None,
         failed: Callable[[JournalError], None] = lambda error: None,
     ) -> None:
-        """`vouched` tells why a caller may not speak for a member; `failed` hears that the journal cannot be written,
+        """`vouched` tells why a caller may not speak for members; `failed` hears that the journal cannot be written,
         after which nobody is told anything."""
         self.membership = membership
         self._seal = seal
@@ -98,7 +98,7 @@ class Desk(rpc.MembershipServicer):
             claim = claim_from_wire(body, next(self._calls))
         except Malformed as error:
             _abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        reason = self._vouched(context, claim.member.id) or self._not_invited(request.ticket, claim.member.id)
+        reason = self._vouched(context, [claim.member.id]) or self._not_invited(request.ticket, claim.member.id)
         outcome: Outcome = Refusal(reason or "")
         again_after = 0.0
         if reason is None:
@@ -193,14 +193,14 @@ class Desk(rpc.MembershipServicer):
         except Malformed as error:
             _abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
-    def _check(self, context: Any, ticket: bytes, ids: Iterable[str]) -> None:
+    def _check(self, context: Any, ticket: bytes, names: Sequence[str]) -> None:
         """Whether a caller may speak for members: by its certificate, and by the ticket that it came with."""
-        for name in ids:
-            reason = self._vouched(context, name)
-            if reason is None and ticket and not self._invited(ticket, name):
+        reason = self._vouched(context, names)
+        for name in names if ticket and reason is None else ():
+            if not self._invited(ticket, name):
                 reason = f"its join token has not let {name} in"
-            if reason is not None:
-                _abort(context, grpc.StatusCode.PERMISSION_DENIED, reason)
+        if reason is not None:
+            _abort(context, grpc.StatusCode.PERMISSION_DENIED, reason)
 
     def _not_invited(self, ticket: bytes, name: str) -> str | None:
         """Why a join token does not let a member in; if it does, that is remembered."""
@@ -287,7 +287,7 @@ class Desk(rpc.MembershipServicer):
 
     def _beat(self, method: str, request: pb.Sealed, context: Any) -> pb.Sealed:
         body = self._open(method, pb.HeartbeatRequest, request, context)
-        self._check(context, request.ticket, itertools.chain(body.ids, body.gone))
+        self._check(context, request.ticket, [*body.ids, *body.gone])
 
         def event(now: float) -> Any:
             if body.gone:

@@ -21,6 +21,7 @@ log = logging.getLogger("gradwire.membership")
 INTERVAL = 1.0  # seconds from one heartbeat to the next
 _ONE_TRY = 2.0  # seconds to find the coordinator, before the log says that it is not there
 _ANSWER_WITHIN = 3.0  # seconds after which a stream without an answer is given up for a new one
+_NO_LOSS = ("RESOURCE_EXHAUSTED", "FAILED_PRECONDITION")  # the next try will do: with single calls, after a new hello
 _LAST_WORD = 2.0  # seconds that closing may take, to say who is gone
 
 
@@ -108,6 +109,7 @@ class Heartbeats:
             self._address, self._secret, _ONE_TRY, credentials=self._credentials, seal=self._seal
         ) as coordinator:
             self._give_up = lambda: coordinator.hurry(0.0)
+            failure: CallFailed | None = None
             with coordinator.judged():
                 try:
                     if self._unary:
@@ -118,7 +120,10 @@ class Heartbeats:
                 except CallFailed as error:
                     # A coordinator has room for so many streams; single calls do as well.
                     self._unary = error.code == "RESOURCE_EXHAUSTED"
+                    failure = error
                     raise
+            if failure is not None and failure.code not in _NO_LOSS:
+                raise NoConnection(f"the coordinator at {self._address} does not answer: {failure.details}")
 
     def _beats(self, ask: Callable[[bytes], bytes]) -> Iterator[News]:
         while True:

@@ -86,7 +86,7 @@ class Replies:
             reply.waiting.again_after_ms = round(again_after * 1000)
             reply.waiting.reason = outcome.reason
         elif isinstance(outcome, Refusal):
-            reply.refusal.reason = outcome.reason
+            reply.refusal.reason, reply.refusal.finished = outcome.reason, outcome.finished
         else:
             assembly = reply.assembly
             assembly.job, assembly.run = outcome.job, outcome.run

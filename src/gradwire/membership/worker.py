@@ -34,9 +34,9 @@ class WorkerNode:
     """A member of a job: it registers at the coordinator, keeps its lease once a second, and takes its leave.
 
     `id` is made up if it is None; `endpoint` is where others reach this worker, and is told to them as it is. The
-    job's secret (or a join token) is `GRADWIRE_TOKEN`, and certificates are those of `GRADWIRE_TLS_*`, unless given
-    here. Beyond this machine certificates are needed, or `insecure=True`. `on_news` is called about once a second, from
-    another thread.
+    job's secret (or a join token) is `GRADWIRE_TOKEN`, and certificates are the files that `GRADWIRE_TLS_CA`,
+    `GRADWIRE_TLS_CERT` and `GRADWIRE_TLS_KEY` name, unless given here. Beyond this machine certificates are needed, or
+    `insecure=True`. `on_news` is called about once a second, from another thread.
 
         with gw.WorkerNode("127.0.0.1:29500", "worker-0", endpoint="10.0.0.5:4711", size=2) as node:
             print(node.rank, node.size, [peer.address for peer in node.peers])

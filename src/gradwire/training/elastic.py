@@ -92,9 +92,7 @@ class Elastic:
         self._go_on(self._vote)
 
     def _vote(self) -> None:
-        news = self.group._generation.news()
-        renew = news is not None and news.joiners > 0 and news.generation <= self.group.generation
-        tally = count(self.group.all_reduce(ballot(self._completed, self.digest, renew), op="max"))
+        tally = count(self.group.all_reduce(ballot(self._completed, self.digest, self._others_wait()), op="max"))
         if not tally.agreed:
             raise ConfigError("ranks vote on different steps: all must go through the same run.steps()")
         if not tally.identical and self.identical:
@@ -103,6 +101,11 @@ class Elastic:
         self.committed = self._completed
         if tally.renew:
             self.group = self.group.recover()
+
+    def _others_wait(self) -> bool:
+        """Whether members wait to join this very generation; news of an earlier one is old."""
+        news = self.group._generation.news()
+        return news is not None and news.joiners > 0 and news.generation == self.group.generation
 
     # -- going on -----------------------------------------------------------------------------------------------------
 
@@ -167,11 +170,8 @@ class Elastic:
     def _await_others(self) -> None:
         """Too few members: wait, visibly, until others ask to join, and let them in."""
         log.warning("waiting: %d of at least %d members are here", self.group.size, self.min_size)
-        generation = self.group._generation
         while True:
-            news = generation.news()
-            waiting = news is not None and news.joiners > 0
-            if count(self.group.all_reduce(ballot(self._completed, "", waiting), op="max")).renew:
+            if count(self.group.all_reduce(ballot(self._completed, "", self._others_wait()), op="max")).renew:
                 self.group = self.group.recover()
                 return
             time.sleep(WAIT_SECONDS)

@@ -108,10 +108,12 @@ class News(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., joiners: _Optional[int] = ..., evicted: _Optional[_Iterable[str]] = ..., checkpoint: _Optional[int] = ..., over: bool = ..., size: _Optional[int] = ...) -> None: ...
 
 class Refusal(_message.Message):
-    __slots__ = ["reason"]
+    __slots__ = ["finished", "reason"]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    finished: bool
     reason: str
-    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+    def __init__(self, reason: _Optional[str] = ..., finished: bool = ...) -> None: ...
 
 class RegisterWorkerReply(_message.Message):
     __slots__ = ["assembly", "refusal", "waiting"]
