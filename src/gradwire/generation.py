@@ -362,7 +362,9 @@ class Generation:
 
     def _post(self, peer: int, channel: int, message: bytes) -> None:
         outbox = self._outboxes.get((peer, channel))
-        if outbox is not None:
+        if outbox is not None and outbox.full:  # who asks without end and hears no answer must not fill our memory
+            self.control.lost(peer, time.monotonic(), "takes no messages off its links")
+        elif outbox is not None:
             with contextlib.suppress(LinkClosed, OSError):  # the reading side learns of it, and decides
                 if outbox.post(message):
                     self._bell.ring()
