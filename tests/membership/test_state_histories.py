@@ -289,8 +289,8 @@ class AnyHistory(RuleBasedStateMachine):
             for process in waiting:
                 assert process.claim is not None
                 outcome = self.state.outcome(process.claim, self.now)
-                assert isinstance(outcome, Waiting)
-                if "the job is full" not in outcome.reason and "may join again" not in outcome.reason:
+                reason = outcome.reason if isinstance(outcome, Waiting) else ""
+                if "the job is full" not in reason and "may join again" not in reason:
                     return [process.name]
             waiting = []
         old = [process.name for process in self.processes.values() if process.at_work and process.generation != present]
