@@ -84,7 +84,7 @@ class Lifeline:
         self._linked: set[int] = set()  # ranks with which there is a link
         self._missing: set[int] = set()  # of these, until there is
         self._readers: list[FrameReader] = []
-        self._outboxes: dict[int, Outbox] = {}  # for beats of our own, by descriptor or whatever tells links apart
+        self._outboxes: dict[int, Outbox] = {}  # for beats that this class makes itself; by id of the link
         self._sealed: dict[int, tuple[int, Callable[[bytes], bytes]]] = {}
         self._awaited: deque[tuple[int, float, float]] = deque()  # whom to watch, for the service thread to see
         self._pids: dict[int, int] = {}  # of ranks whose processes can be looked at
