@@ -5,7 +5,7 @@
 
 A native thread beats (native/lifeline.hpp): it says that the process runs, whatever its interpreter does. Without the
 core the service thread beats, slowly, and such a rank may be silent for 10 s. Who beats but does not come is stuck, not
-lost. The service thread looks every 50 ms whom it heard; `Detector` decides who is silent for too long. On one host the
+lost. The service thread looks every 0.1 s whom it heard; `Detector` decides who is silent for too long. On one host the
 end of a process is seen as well (a pidfd, as a link on which nothing comes but the end), in milliseconds.
 """
 
