@@ -20,16 +20,17 @@ CABLE = "cable"  # what both hosts call their end
 
 
 class Namespace:
-    """A network of its own, with nothing in it but itself."""
+    """A network of its own, with nothing in it but itself, until `ends` closes."""
 
-    def __init__(self) -> None:
+    def __init__(self, ends: contextlib.ExitStack) -> None:
         command = ["unshare", "--net", "sh", "-c", "echo in; exec cat"]
-        self._keeper = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        assert self._keeper.stdout is not None
-        if self._keeper.stdout.readline() != b"in\n":
-            _, why = self._keeper.communicate()
-            raise OSError(why.decode().strip())
-        self.pid = self._keeper.pid
+        keeper = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        ends.callback(keeper.communicate)
+        assert keeper.stdout is not None
+        assert keeper.stderr is not None
+        if keeper.stdout.readline() != b"in\n":
+            raise OSError(keeper.stderr.read().decode().strip())
+        self.pid = keeper.pid
         self.ip("link", "set", "lo", "up")
 
     def ip(self, *words: str) -> None:
@@ -37,9 +38,6 @@ class Namespace:
         done = subprocess.run(command, capture_output=True, timeout=LONG)
         if done.returncode:
             raise OSError(f"ip {' '.join(words)}: {done.stderr.decode().strip()}")
-
-    def end(self) -> None:
-        self._keeper.communicate()
 
 
 def enter(pid: int) -> None:
@@ -54,9 +52,7 @@ class Hosts:
     """Host 0 is at 10.77.0.1, host 1 at 10.77.0.2."""
 
     def __init__(self, ends: contextlib.ExitStack) -> None:
-        self._switch, *self._hosts = (Namespace() for _ in range(3))
-        for one in (self._switch, *self._hosts):
-            ends.callback(one.end)
+        self._switch, *self._hosts = (Namespace(ends) for _ in range(3))
         self._switch.ip("link", "add", "switch", "type", "bridge")
         self._switch.ip("link", "set", "switch", "up")
         for number, host in enumerate(self._hosts):
