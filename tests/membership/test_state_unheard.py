@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from gradwire.membership.answers import Waiting
 from gradwire.membership.members import Assembly
 from gradwire.membership.state import HOPE, Membership
@@ -82,3 +84,25 @@ def test_a_generation_that_is_over_is_nobody_s_next() -> None:
     outcome = state.register(worker("b", 1), 3.0)
     assert order(outcome) == ["a", "b"]
     assert state.generation == 3
+
+
+def test_a_survivor_that_never_got_the_state_does_not_go_on_alone() -> None:
+    """x has joined a, and a freezes before x has the state: x must not begin anew, whomever it complains of."""
+    state = at_work("a")
+    state.register(worker("x"), 1.0)
+    assert order(state.register(worker("a", 1), 1.0)) == ["a", "x"]
+    stranger = replace(worker("x", 2, lost="a"), stranger=True)
+    state.register(stranger, 1.0)
+    now = 1.0
+    for _ in range(3):
+        now = pass_time(state, now, now + 2.0)
+        assert "nobody else knows the state" in waits(state.register(stranger, now))
+    assert order(state.register(worker("a", 2), now)) == ["x", "a"]
+
+
+def test_a_survivor_that_has_the_state_goes_on_alone() -> None:
+    state = at_work("a")
+    state.register(worker("x"), 1.0)
+    state.register(worker("a", 1), 1.0)
+    state.register(worker("x", 2, lost="a"), 2.0)
+    assert order(state.register(worker("x", 2, lost="a"), pass_time(state, 2.0, 4.0))) == ["x"]

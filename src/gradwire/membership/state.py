@@ -261,25 +261,30 @@ class Membership:
         for name in cut_off(order, {name: roster.back[name].complaints for name in order}):
             roster.send_to_line(name)
         survivors = [name for name in order if name in roster.back]
-        joiners = [] if self._finished else self._joiners(len(survivors))
-        if len(survivors) + len(joiners) >= self.terms.smallest:
+        joiners = [] if self._finished else self._joiners(survivors)
+        if joiners is not None and len(survivors) + len(joiners) >= self.terms.smallest:
             self._form(survivors + joiners)
 
-    def _joiners(self, survivors: int) -> list[str]:
-        """Those in line for whom it is time, in their order.
+    def _joiners(self, survivors: list[str]) -> list[str] | None:
+        """Those in line for whom it is time, in their order; None if nobody can go on yet.
 
-        Where nobody survives, those in line who have been at work know the state, the last ones best: they are needed,
+        Where no survivor knows the state, those in line who have been at work do, the last ones best: they are needed,
         rested or not. If none of them is of the present generation, it must have ended: whoever of it is merely not
-        heard of may work on out of our sight, and the line would begin anew beside it.
+        heard of may work on out of our sight, and the others would begin anew beside it.
         """
-        roster, room = self._roster, self.terms.largest - survivors
-        if survivors:
+        roster, room = self._roster, self.terms.largest - len(survivors)
+        if any(not roster.back[name].claim.stranger for name in survivors):
             return list(islice(roster.ready(), room))
-        if self._out_of_sight() and not any(name in roster.seats for name in roster.line):
-            return []
+        if self._out_of_sight() and not self._returned():
+            return None
         known = [name for name, place in roster.line.items() if place.claim.generation]
         known.sort(key=lambda name: -roster.line[name].claim.generation)
         return [*known, *(name for name in roster.ready() if name not in known)][:room]
+
+    def _returned(self) -> bool:
+        """Whether somebody in line was at work in the present generation, and dropped from it."""
+        claims = [place.claim for place in self._roster.line.values()]
+        return any(claim.generation == self.generation and not claim.stranger for claim in claims)
 
     def _out_of_sight(self) -> list[str]:
         """Members of the present generation that are out, and may live all the same."""
@@ -319,7 +324,8 @@ class Membership:
             names = ", ".join(str(roster.seats[name].member) for name in late)
             more = f" and {roster.awaited() - 4} more" if roster.awaited() > 4 else ""
             return f"waits for {names}{more} of generation {roster.generation} to come back"
-        hidden = [] if roster.back or any(other in roster.seats for other in roster.line) else self._out_of_sight()
+        knowing = any(not place.claim.stranger for place in roster.back.values())
+        hidden = [] if knowing or self._returned() else self._out_of_sight()
         if hidden:
             who = ", ".join(str(roster.seats[other].member) for other in hidden[:4])
             left = max(map(self._hoped_for, hidden))

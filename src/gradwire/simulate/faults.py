@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gradwire.simulate.worker import Worker
     from gradwire.simulate.world import World
+
+
+ENDLESS = 1e6  # seconds, for all we simulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +24,10 @@ class Fault:
     seconds: float
     seed: int
 
-    def __str__(self) -> str:
-        return f"{self.kind} at {self.at:.2f} s for {self.seconds:.2f} s"
+    @property
+    def over_at(self) -> float:
+        """When the job must do without more of it: if it never ends, with what it has done."""
+        return self.at + (self.seconds if self.seconds < ENDLESS else 0.0)
 
 
 # By kind: how often it is drawn, and the shortest and longest time that it lasts.
@@ -44,6 +49,9 @@ KINDS: dict[str, tuple[int, float, float]] = {
 }
 
 
+LASTING = ("freeze", "cut", "exile", "isolate")  # what may never end; the rest of the job must not mind
+
+
 def draw(random: Random, most: int, first: float, last: float) -> list[Fault]:
     """Up to `most` faults between two times, in order. Some come in quick succession: that is where it gets hard."""
     kinds = list(KINDS)
@@ -55,6 +63,10 @@ def draw(random: Random, most: int, first: float, last: float) -> list[Fault]:
         _, shortest, longest = KINDS[kind]
         seconds = shortest * (longest / shortest) ** random.random() if shortest else 0.0
         faults.append(Fault(kind, min(at, last), seconds, random.getrandbits(32)))
+    lasting = [index for index, fault in enumerate(faults) if fault.kind in LASTING]
+    if lasting and random.random() < 0.2:
+        index = random.choice(lasting)
+        faults[index] = replace(faults[index], seconds=ENDLESS)
     return sorted(faults, key=lambda fault: fault.at)
 
 
@@ -88,6 +100,8 @@ def _freeze(world: World, fault: Fault, random: Random) -> None:
     if worker is not None:
         worker.stopped = True
         world.touch(worker.name, fault.seconds)
+        if fault.seconds >= ENDLESS:
+            world.lost.add(worker.name)
         world.note(worker, "is stopped for %.2f s", fault.seconds)
         worker.freeze()
         world.timeline.after(fault.seconds, lambda: _thaw(worker))
@@ -122,6 +136,8 @@ def _apart(world: World, fault: Fault, ones: list[str], others: list[str]) -> No
     world.note(None, "cut for %.2f s: %s | %s", fault.seconds, ones, others)
     for name in ones + others:
         world.touch(name, fault.seconds)
+    if fault.seconds >= ENDLESS:
+        world.lost.update(ones)
     world.network.cut(ones, others)
     world.timeline.after(fault.seconds, lambda: _together(world, ones, others))
 
@@ -152,7 +168,8 @@ def _exile(world: World, fault: Fault, random: Random) -> None:
     """Some members do not reach the coordinator."""
     names = world.names()
     if names:
-        some = random.sample(names, random.randint(1, len(names)))
+        most = len(names) if fault.seconds < ENDLESS else max(1, len(names) - 1)
+        some = random.sample(names, random.randint(1, most))
         _apart(world, fault, [*some, *world.launchers_of(some)], [world.coordinator.name])
 
 

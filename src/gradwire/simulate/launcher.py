@@ -59,4 +59,5 @@ class Launcher(Process):
                 for worker in self._workers.values():
                     worker.news = news
 
-        self._coordinator.send("beat", (list(self._workers), told), answered)
+        running = [name for name, worker in self._workers.items() if not worker.stopped]  # the system tells that, too
+        self._coordinator.send("beat", (running, told), answered)

@@ -13,6 +13,7 @@ no eviction          of members that nothing happened to
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from typing import NoReturn
 
 import numpy as np
@@ -46,7 +47,7 @@ class Ledger:
 
     # -- memberships --------------------------------------------------------------------------------------------------
 
-    def formed(self, number: int, ids: tuple[str, ...], struck: set[str], smallest: int, largest: int) -> None:
+    def formed(self, number: int, ids: tuple[str, ...], struck: AbstractSet[str], smallest: int, largest: int) -> None:
         """The coordinator has a generation; those who are struck off the one before can only join it anew."""
         known = self.generations.setdefault(number, ids)
         if known != ids:

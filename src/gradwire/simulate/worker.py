@@ -44,6 +44,7 @@ class Worker(Process):
         self.leaving = False
         self.rank: Rank | None = None
         self.generation = 0  # the last one it was in
+        self._stranger = False  # it joined a generation whose state it has not got yet
         self.waiting = ""  # for what, as the coordinator says
         self.news: News | None = None
         self.state = beginning(random.randrange(1, 50))
@@ -97,15 +98,16 @@ class Worker(Process):
         """Ask the coordinator until it has a generation for this member."""
         self._attempts += 1
         self.address = f"{self.name}:{self._attempts}"
-        first = self.generation == 0
-        size = self.world.setting.start if first and self._wish is not None else None
+        size = self.world.setting.start if self.generation == 0 and self._wish is not None else None
         self.world.note(self, "registers after generation %d, lost %s", self.generation, self._lost)
         while True:
-            claim = Claim(self._member(), size, None, self._session, 0, self.generation, self._lost)
+            member, last = self._member(), self.generation
+            claim = Claim(member, size, None, self._session, 0, last, self._lost, self._stranger)
             outcome = yield from self._coordinator.ask("register", claim)
             if isinstance(outcome, Assembly):
                 self.waiting, self._lost = "", ()
                 self.world.ledger.assembled(self.name, outcome)
+                self._stranger = self._stranger or outcome.generation != self.generation + 1
                 self.generation = outcome.generation
                 return outcome
             if isinstance(outcome, Refusal):
@@ -138,6 +140,7 @@ class Worker(Process):
             yield from self._give(rank, taker)
         ledger.began(self.name, rank.number, self.state)
         self.completed, self.completed_in, self.digest = *settlement.version, digest(self.state)
+        self._stranger = False
         all_here = np.zeros(1, np.uint8)
         yield from rank.calls.run("all_reduce", self.world.setting.voting, all_here, all_here, "max")
         self.committed = settlement.completed

@@ -70,8 +70,9 @@ class World:
         self.network = Network(self.timeline, Random(seed + 1), self.setting.quality)
         self.ledger = Ledger(seed, self.fail)
         self.history: deque[tuple[float, str, str, tuple[object, ...]]] = deque(maxlen=KEPT)
-        self.quiet_at = max((fault.at + fault.seconds for fault in self.setting.faults), default=1.0)
+        self.quiet_at = max((fault.over_at for fault in self.setting.faults), default=1.0)
         self.ending = ""
+        self.lost: set[str] = set()  # whom an endless fault keeps from taking part
         self.hosts = [f"h{number}" for number in range(self.setting.hosts)]
         self._again = f"python -m gradwire.simulate --first {seed} --seeds 1" + (
             f" --members {members}" if members else ""
@@ -81,7 +82,7 @@ class World:
         self._commits_after: set[int] = set()
         self._recovered: float | None = None
         self._formed = 0
-        self._struck: set[str] = set()  # off the present generation
+        self._struck: dict[str, str] = {}  # off the present generation, and why
         self._by_name: dict[str, Worker] = {}
         self.coordinator = Coordinator(self, self.new_clock(self.random))
         self._launchers: dict[str, Launcher] = {}
@@ -186,9 +187,9 @@ class World:
         self.note(self.coordinator, "%s: %s %s", change.kind, change.member or "", change.text)
         if change.member is not None:
             if change.kind in get_args(Cause):
-                self._struck.add(change.member)
+                self._struck[change.member] = change.kind
             elif change.kind == "returned":
-                self._struck.discard(change.member)
+                self._struck.pop(change.member, None)
 
     def committed(self, worker: Worker, version: Version) -> None:
         """A member has learned that a step is committed."""
@@ -206,7 +207,8 @@ class World:
 
     def _holders(self) -> list[str]:
         ledger = self.ledger
-        return [one.name for one in self.workers if ledger.holds((one.completed, one.completed_in), one.state)]
+        able = [worker for worker in self.workers if worker.name not in self.lost]
+        return [one.name for one in able if ledger.holds((one.completed, one.completed_in), one.state)]
 
     def state_lost(self, worker: Worker, members: list[str], error: StateLost) -> None:
         """A generation has found that none of its members has a sound copy of what was committed."""
@@ -241,13 +243,13 @@ class World:
         if membership.generation != self._formed and self.coordinator.alive:
             number = membership.generation
             ids = tuple(member.id for member in membership.members)
-            self.ledger.formed(number, ids, self._struck, self.setting.minimum, self.setting.maximum)
+            self.ledger.formed(number, ids, self._struck.keys(), self.setting.minimum, self.setting.maximum)
             self._formed = number
-            self._struck = set()
             self.note(self.coordinator, "generation %d: %s", number, ids)
             for name in self.ledger.generations.get(number - 1, ()):
-                if name not in ids:
+                if name not in ids and self._struck.get(name) != "replaced":
                     self._check_eviction(name)
+            self._struck = {}
 
     def _check_eviction(self, name: str) -> None:
         worker = self._by_name[name]
@@ -256,7 +258,7 @@ class World:
             self.fail(f"{name} was evicted, and nothing had happened to it")
 
     def _look_for_life(self) -> None:
-        if len(self.workers) < self.setting.minimum:
+        if sum(worker.name not in self.lost for worker in self.workers) < self.setting.minimum:
             self.ending = "too few"
 
     def _give_up(self) -> None:
@@ -266,8 +268,6 @@ class World:
             return
         if all(worker.leaving for worker in self.workers):
             self.ending = "all left"
-        elif not any(worker.name in self.ledger.generations.get(self._formed, ()) for worker in self.workers):
-            self.ending = "a whole generation died"  # and nobody can know that it is not just out of sight
         else:
             waits = [f"{worker.name} in {worker.generation}: {worker.waiting or 'at work'}" for worker in self.workers]
             self.fail(f"no step was committed for {PATIENCE:g} s after the last fault: {'; '.join(waits)}")
