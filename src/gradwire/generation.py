@@ -72,6 +72,7 @@ class Generation:
         self.succeed: Callable[[Generation, float], Any] | None = None  # makes the next generation's group
         self.news: Callable[[], Any] = lambda: None  # what the coordinator last told: who waits to join
         self.cuts: Callable[[], frozenset[str]] = frozenset  # the members this one is cut off from, on purpose
+        self.stranger = False  # a member that joined, and does not have the state of the training yet
         self.finished = False  # the work of the job is done: whoever came now would begin it anew
         self.alarm = transport.bell()  # rings for good when the generation breaks or is closed
         self.closed = False

@@ -64,6 +64,7 @@ class Seat:
         self._succession = threading.Lock()
         self._generation = 0  # the last one this process was in
         self._lost: tuple[str, ...] = ()  # its members that this process could not reach
+        self._stranger = False
         self._news = _news_pipe() if config.elastic else None
         self._lease: Lease | None = None
 
@@ -92,6 +93,7 @@ class Seat:
         """Remember for the coordinator whom this process could not reach."""
         lost = generation.unreachable()
         self._lost = tuple(generation.member_ids[rank] for rank in sorted(lost))
+        self._stranger = generation.stranger
         generation.belongings = [one for one in generation.belongings if not isinstance(one, _Leave)]
         generation.close()
 
@@ -149,6 +151,7 @@ class Seat:
                 timeout=left,
                 generation=self._generation,
                 lost=self._lost,
+                stranger=self._stranger,
                 credentials=self._credentials,
                 waiting=_Teller(),
             )
