@@ -10,6 +10,7 @@ from gradwire.liveness.detector import (
     BEAT_SECONDS,
     LATE_SECONDS,
     LINK_SECONDS,
+    LOOK_SECONDS,
     MOST_SECONDS,
     PAGE_SECONDS,
     ROLL_CALL_SECONDS,
@@ -73,7 +74,7 @@ def test_who_beats_is_not_suspected() -> None:
 def test_silence_is_found_soon_and_not_too_soon() -> None:
     watcher = Watcher(1, 2, 3)
     watcher.run(5.0)
-    assert PAGE_SECONDS - STEP < watcher.loses_after(2) < PAGE_SECONDS + 3 * STEP
+    assert PAGE_SECONDS - LOOK_SECONDS < watcher.loses_after(2) < PAGE_SECONDS + 3 * STEP
 
 
 def test_the_silence_is_told_with_its_length() -> None:
@@ -103,30 +104,52 @@ def irregular(detector: Detector, peer: int, now: float) -> float:
     return now
 
 
+def look(detector: Detector, now: float, stopped: dict[int, bool] | None = None) -> list[int]:
+    """Look at that time, as was due."""
+    detector.due = now
+    return [peer for peer, _ in detector.tick(now, (stopped or {}).get)]
+
+
+def two() -> tuple[Detector, float]:
+    """Rank 1 may be silent for 0.6 s and rank 2 for 0.2 s; both were heard at the time that is returned."""
+    detector = Detector()
+    now = irregular(detector, 1, 100.0)
+    detector.watch(2, now - 2.0, PAGE_SECONDS)
+    for number in range(20):
+        detector.heard(2, now - 1.9 + number * LOOK_SECONDS, number)
+    return detector, now
+
+
 def test_a_roll_call_waits_for_one_who_may_be_silent_longer() -> None:
-    watcher = Watcher(2)
-    watcher.now = irregular(watcher.detector, 1, watcher.now)
-    watcher.run(0.1)
-    watcher.detector.heard(1, watcher.now, 1000)  # its last
-    assert watcher.run(0.3) == []
-    watcher.silent = {2}
-    began = watcher.now
-    assert watcher.run(5.0) == [1, 2]
-    assert watcher.now - began < MOST_SECONDS
+    detector, now = two()
+    assert look(detector, now + 0.19) == []
+    assert look(detector, now + 0.201) == []
+    assert look(detector, now + 0.59) == []
+    assert look(detector, now + 0.601) == [1, 2]
 
 
 def test_a_roll_call_does_not_wait_too_long() -> None:
-    watcher = Watcher(2)
-    watcher.now = irregular(watcher.detector, 1, watcher.now)
-    watcher.stopped = {1: False}
-    watcher.run(0.1)
-    watcher.silent = {2}
-    while watcher.detector.silence(2, watcher.now) != pytest.approx(PAGE_SECONDS, abs=STEP):
-        assert watcher.tick() == []
-        watcher.now = watcher.detector.due
-    watcher.detector.heard(1, watcher.now - EPSILON, 1000)  # its last, just before the roll call
-    assert watcher.run(5.0) == [2]
-    assert watcher.detector.silence(2, watcher.now) == pytest.approx(ROLL_CALL_SECONDS, abs=STEP)
+    detector, now = two()
+    starved = {1: False}
+    assert look(detector, now + ROLL_CALL_SECONDS - EPSILON, starved) == []
+    assert look(detector, now + ROLL_CALL_SECONDS + EPSILON, starved) == [2]
+
+
+def test_a_roll_call_ends_when_all_others_are_heard() -> None:
+    detector, now = two()
+    assert look(detector, now + 0.201) == []
+    detector.heard(1, now + 0.21)
+    assert look(detector, now + 0.21) == [2]
+
+
+def test_a_suspect_that_is_heard_during_the_roll_call_is_cleared() -> None:
+    detector, now = two()
+    assert look(detector, now + 0.201) == []
+    detector.heard(2, now + 0.21)
+    assert look(detector, now + 0.21) == []
+    detector.heard(1, now + 0.22)
+    assert look(detector, now + 0.25) == []
+    assert detector.due == pytest.approx(now + 0.3), "nobody is suspected, one was not heard"
 
 
 def test_a_late_look_begins_anew() -> None:
@@ -135,7 +158,7 @@ def test_a_late_look_begins_anew() -> None:
     watcher.now += 3.0  # this process stood still, and so may the whole machine have done
     assert watcher.detector.tick(watcher.now) == []
     assert watcher.detector.silence(1, watcher.now) == 0
-    assert PAGE_SECONDS - STEP < watcher.loses_after(1) < PAGE_SECONDS + 3 * STEP
+    assert PAGE_SECONDS - LOOK_SECONDS < watcher.loses_after(1) < PAGE_SECONDS + 3 * STEP
 
 
 def test_a_look_that_is_a_little_late_counts() -> None:
@@ -229,20 +252,6 @@ def test_one_who_was_only_starved_is_forgiven() -> None:
     assert watcher.run(0.8) == []
     watcher.silent = set()
     assert watcher.run(1.0) == []
-
-
-def test_a_suspect_that_is_heard_during_the_roll_call_is_cleared() -> None:
-    watcher = Watcher(1, 2)
-    watcher.run(1.0)
-    watcher.silent = {1}
-    while watcher.detector._roll_call is None:
-        if watcher.now - (watcher.detector._lives[1].heard) > 2 * STEP:
-            watcher.silent = {1, 2}  # held up for a moment: it has yet to answer
-        assert watcher.tick() == []
-        watcher.now = watcher.detector.due
-    watcher.silent = set()
-    assert watcher.run(5.0) == []
-    assert watcher.detector._roll_call is None
 
 
 def test_one_that_was_hardly_heard_may_be_silent_for_as_long_as_any() -> None:

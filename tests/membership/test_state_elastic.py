@@ -147,6 +147,8 @@ def test_a_minority_is_alone_if_nobody_objects() -> None:
         ({"a": "d", "b": "", "c": "", "d": "a"}, "abc"),  # a tie drops the higher rank
         ({"a": "", "b": "", "c": "", "d": "a"}, "bcd"),  # one witness, nobody against it
         ({"a": "bcd", "b": "a", "c": "a", "d": "a"}, "bcd"),  # more witnesses
+        ({"a": "", "b": "acd", "c": "b", "d": ""}, "acd"),  # of a side only the first to notice complains
+        ({"a": "bcd", "b": "", "c": "", "d": ""}, "bcd"),  # who reaches nobody is the one that is cut off
         ({"a": "cd", "b": "cd", "c": "ab", "d": "ab"}, "ab"),  # halves that do not see each other
         ({"a": "aaa", "b": "", "c": "", "d": ""}, "abcd"),  # nobody accuses itself
         ({"a": ["d", "d", "d"], "b": "", "c": "", "d": ["b", "stranger"]}, "abc"),  # a witness counts once

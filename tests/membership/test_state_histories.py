@@ -60,7 +60,7 @@ class AnyHistory(RuleBasedStateMachine):
         self.generations: dict[int, tuple[str, ...]] = {0: ()}
         self.out: dict[int, dict[str, str]] = defaultdict(dict)
         self.causes: dict[str, set[str]] = defaultdict(set)  # what was said of an id, since it was last seated
-        self.complaints: set[tuple[int, str]] = set()  # generation, and about whom
+        self.complaints: set[tuple[int, str]] = set()  # generation, and whom they are of or about
         self.heard: dict[str, float] = {}
 
     # -- what happens
@@ -193,6 +193,8 @@ class AnyHistory(RuleBasedStateMachine):
         if claim.generation < self.state.generation:
             self.causes[name].add("replaced")
         self.complaints.update((claim.generation, other) for other in claim.lost)
+        if set(claim.lost) - {name}:
+            self.complaints.add((claim.generation, name))  # it may be the one that reaches nobody
         outcome = self.state.register(claim, self.now)
         if not isinstance(outcome, Refusal):
             self.hear([name])
@@ -289,8 +291,8 @@ class AnyHistory(RuleBasedStateMachine):
             for process in waiting:
                 assert process.claim is not None
                 outcome = self.state.outcome(process.claim, self.now)
-                assert isinstance(outcome, Waiting)
-                if "the job is full" not in outcome.reason and "may join again" not in outcome.reason:
+                reason = outcome.reason if isinstance(outcome, Waiting) else ""
+                if "the job is full" not in reason and "may join again" not in reason:
                     return [process.name]
             waiting = []
         old = [process.name for process in self.processes.values() if process.at_work and process.generation != present]

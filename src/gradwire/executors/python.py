@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -40,6 +40,14 @@ class Patience(Protocol):
 
     def mismatch(self, peer: int, header: bytes) -> BaseException:
         """A world rank sent something else than was expected: the error to raise."""
+
+
+class Idle(NamedTuple):
+    """Nothing can be done until one of these links can be read or written; `passes` counts the looks in vain so far."""
+
+    reads: Collection[Link]
+    writes: Collection[Link]
+    passes: int
 
 
 class Sheet:
@@ -90,7 +98,6 @@ class PythonExecutor:
 
     def __init__(self, link: Callable[[int], Link]) -> None:
         self._link = link
-        self._spin = 0.0
         self._staging = memoryview(bytearray(0))
         self._scratch = _NOTHING
 
@@ -98,11 +105,20 @@ class PythonExecutor:
         self, plan: Plan, x: Array, out: Array, sheet: Sheet, patience: Callable[[], Patience], spins: bool
     ) -> None:
         """Carry the plan out: read x, leave the result in out (which may be x); `spins`: poll before sleeping."""
-        self._spin = SPIN_SECONDS if spins else 0.0
-        run = _Run(self, plan, x, out, sheet, patience())
+        waits, spin, spin_until = patience(), SPIN_SECONDS if spins else 0.0, 0.0
         with numerics.quiet() if plan.reduces else _NO_CONTEXT:
-            for wave in plan.waves():
-                run.wave(wave)
+            for idle in self.steps(plan, x, out, sheet, waits):
+                now = time.monotonic()
+                if idle.passes == 1:
+                    spin_until = now + spin
+                if now >= spin_until:
+                    waits.wait(idle.reads, idle.writes)
+
+    def steps(self, plan: Plan, x: Array, out: Array, sheet: Sheet, patience: Patience) -> Iterator[Idle]:
+        """As `run`, by one who waits in a way of its own: asked to go on, it goes as far as it gets."""
+        run = _Run(self, plan, x, out, sheet, patience)
+        for wave in plan.waves():
+            yield from run.wave(wave)
 
     def staging(self, nbytes: int) -> memoryview:
         if len(self._staging) < nbytes:
@@ -133,7 +149,7 @@ class _Run:
         self._bytes = tuple(raw(memory) for memory in self._memories)
         self._combine = numerics.combiner(plan.op, plan.dtype.accumulator) if plan.op else None
 
-    def wave(self, wave: Wave) -> None:
+    def wave(self, wave: Wave) -> Iterator[Idle]:
         for move in wave.moves:
             self._move(move)
         if not wave.receives and not wave.sends:
@@ -143,7 +159,7 @@ class _Run:
         staging = self._executor.staging(wave.staging)
         sending = self._messages_out(wave)
         receiving = self._messages_in(wave, staging)
-        self._exchange(wave, staging, sending, receiving)
+        yield from self._exchange(wave, staging, sending, receiving)
 
     def _messages_out(self, wave: Wave) -> dict[Link, list[memoryview | bytes]]:
         sending: dict[Link, list[memoryview | bytes]] = {}
@@ -182,10 +198,10 @@ class _Run:
         staging: memoryview,
         sending: dict[Link, list[memoryview | bytes]],
         receiving: dict[Link, list[_Arrival]],
-    ) -> None:
+    ) -> Iterator[Idle]:
         arrived: set[int] = set()
         folds = list(wave.folds)
-        spin_until = 0.0
+        passes = 0
         while sending or receiving:
             progress = 0
             for link in list(sending):
@@ -195,12 +211,10 @@ class _Run:
             if folds and progress and not (self._plan.folds_last and sending):
                 folds = [fold for fold in folds if not self._fold_if_ready(fold, arrived, wave, staging)]
             if progress:
-                spin_until = 0.0
+                passes = 0
             elif sending or receiving:
-                now = time.monotonic()
-                spin_until = spin_until or now + self._executor._spin
-                if now >= spin_until:
-                    self._patience.wait(receiving, sending)
+                passes += 1
+                yield Idle(receiving.keys(), sending.keys(), passes)
         for fold in folds:
             self._fold(fold, wave, staging)
 

@@ -25,7 +25,8 @@ MOST_SECONDS = 0.6
 STARVED_SECONDS = 0.9
 ROLL_CALL_SECONDS = 0.75  # a silence that long is told whatever the others do
 LATE_SECONDS = 0.1  # later than it was due: a watcher that was held up
-SLOW_SECONDS = 0.5  # between looks, where nobody beats faster
+LOOK_SECONDS = 0.1  # between looks; half of it where somebody was not heard
+SLOW_SECONDS = 0.5  # where nobody beats faster
 ROLL_CALL_LOOKS = 0.01
 DEVIATIONS = 8
 KEPT = 64  # intervals
@@ -103,13 +104,16 @@ class Detector:
         suspects = {peer for peer, life in self._lives.items() if _is_suspect(peer, life, now, look)}
         self._roll_call = None if not suspects else self._roll_call if self._roll_call is not None else now
         lost = sorted(suspects) if suspects and self._all_called(suspects, now) else []
-        self.due = now + self._pause()
+        self.due = now + self._pause(now)
         return [(peer, now - self._lives[peer].heard) for peer in lost]
 
-    def _pause(self) -> float:
+    def _pause(self, now: float) -> float:
         if self._roll_call is not None:
             return ROLL_CALL_LOOKS
-        return BEAT_SECONDS if any(life.regular for life in self._lives.values()) else SLOW_SECONDS
+        heard = [life.heard >= now for life in self._lives.values() if life.regular]
+        if not all(heard):
+            return LOOK_SECONDS / 2
+        return LOOK_SECONDS if heard else SLOW_SECONDS
 
     def _all_called(self, suspects: set[int], now: float) -> bool:
         """Whether everybody else has been heard since the first was suspected."""

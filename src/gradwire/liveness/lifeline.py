@@ -5,7 +5,7 @@
 
 A native thread beats (native/lifeline.hpp): it says that the process runs, whatever its interpreter does. Without the
 core the service thread beats, slowly, and such a rank may be silent for 10 s. Who beats but does not come is stuck, not
-lost. The service thread looks every 50 ms whom it heard; `Detector` decides who is silent for too long. On one host the
+lost. The service thread looks every 0.1 s whom it heard; `Detector` decides who is silent for too long. On one host the
 end of a process is seen as well (a pidfd, as a link on which nothing comes but the end), in milliseconds.
 """
 
@@ -86,7 +86,7 @@ class Lifeline:
         self._linked: set[int] = set()  # ranks with which there is a link
         self._missing: set[int] = set()  # of these, until there is
         self._readers: list[FrameReader] = []
-        self._outboxes: dict[int, Outbox] = {}  # for beats of our own, by descriptor or whatever tells links apart
+        self._outboxes: dict[int, Outbox] = {}  # for beats that this class makes itself; by id of the link
         self._sealed: dict[int, tuple[int, Seal]] = {}
         self._awaited: deque[tuple[int, float, float]] = deque()  # whom to watch, for the service thread to see
         self._pids: dict[int, int] = {}  # of ranks whose processes can be looked at

@@ -23,6 +23,7 @@ class Claim:
     sequence: int = 0
     generation: int = 0
     lost: tuple[str, ...] = ()
+    stranger: bool = False  # it had joined that one, and went before it had the state of the training
 
 
 @dataclass(frozen=True, slots=True)

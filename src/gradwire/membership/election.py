@@ -33,19 +33,25 @@ def missing(wishes: Sequence[int | None], size: int) -> tuple[int, ...]:
 def cut_off(order: Sequence[str], complaints: Mapping[str, AbstractSet[str]]) -> list[str]:
     """Who of `order` must go so that nobody is left who cannot reach another; `complaints` are by witness.
 
-    The one with the most witnesses against it goes first, of several the one with the highest rank; complaints of and
-    about those who went count no more.
+    The one that complaints keep apart from the most others goes first, whoever made them: of two sides only the first
+    to notice may complain, and one that reaches nobody complains of all. Of several it is the one with the most
+    witnesses against it, and then the one with the highest rank. Complaints of and about those who went count no more.
     """
     rank = {name: position for position, name in enumerate(order)}
     against = {name: {other for other in complaints.get(name, ()) if other in rank and other != name} for name in order}
     witnesses = Counter(accused for names in against.values() for accused in names)
+    apart: dict[str, set[str]] = {}
+    for witness, names in against.items():
+        for accused in names:
+            apart.setdefault(witness, set()).add(accused)
+            apart.setdefault(accused, set()).add(witness)
     gone: list[str] = []
-    while witnesses:
-        name = max(witnesses, key=lambda name: (witnesses[name], rank[name]))
+    while apart:
+        name = max(apart, key=lambda name: (len(apart[name]), witnesses[name], rank[name]))
         gone.append(name)
-        del witnesses[name]
-        for accused in against.pop(name):
-            if accused in witnesses:
-                witnesses[accused] -= 1
-        witnesses = +witnesses
+        witnesses.subtract(against[name])
+        for other in apart.pop(name):
+            apart[other].discard(name)
+            if not apart[other]:
+                del apart[other]
     return gone

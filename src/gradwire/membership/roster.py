@@ -64,6 +64,7 @@ class Roster:
         self.members: tuple[Member, ...] = ()
         self.out: dict[str, Cause] = {}
         self.back: dict[str, Place] = {}
+        self.over = False  # somebody has come back: for the present generation that is the end
         self.line: dict[str, Place] = {}
         self.expected: dict[str, None] = {}  # members at work, neither out nor back
         self.arrived = 0.0  # when somebody last came
@@ -144,10 +145,10 @@ class Roster:
             place = places[name] = Place(claim, now, complaints=complaints)
             self.arrived = now
             self._stir(places)
-            self.note(
-                "came", name, f"{claim.member} has come" + (" back" if places is self.back else ""), lasting=False
-            )
-            if places is self.back:
+            back = places is self.back
+            self.note("came", name, f"{claim.member} has come{' back' if back else ''}", lasting=back and not self.over)
+            self.over = self.over or back
+            if back:
                 self.expected.pop(name, None)
                 self._accused.update(complaints)
         elif place.claim.session != claim.session or place.claim.sequence <= claim.sequence:
@@ -235,7 +236,7 @@ class Roster:
         """The next generation: these, from back and line, in this order. Who is not among them stays in line."""
         places = {name: self.back.get(name) or self.line[name] for name in order}
         self.generation += 1
-        self.seats, self.out = {}, {}
+        self.seats, self.out, self.over = {}, {}, False
         for rank, (name, place) in enumerate(places.items()):
             claim = place.claim
             member = replace(claim.member, rank=rank)
@@ -256,13 +257,14 @@ class Roster:
             "generation": self.generation,
             "members": [_to_json(seat) for seat in self.seats.values()],
             "out": dict(self.out),
+            "over": self.over,
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         now = self._clock.time
         self.generation = snapshot["generation"]
         self.seats = {fields["id"]: _from_json(fields, now) for fields in snapshot["members"]}
-        self.out = dict(snapshot["out"])
+        self.out, self.over = dict(snapshot["out"]), snapshot["over"]
         self._know_members()
         self.arrived = self.stirred = now
 

@@ -35,6 +35,7 @@ PATIENCE = 30.0  # seconds without a newcomer, after which a first generation ma
 TICK = 1.0  # seconds between two ticks at most
 FINISHED = "the work of this job is done; there is nothing left to join"
 OUTNUMBERED = 1.0  # seconds in which those whom no majority calls lost can come and say otherwise
+HOPE = 60.0  # seconds beyond its lease in which a silent member may still be at work, where nobody else knows the state
 
 
 class Membership:
@@ -83,7 +84,7 @@ class Membership:
             return Refusal(reason)
         if self._finished and not entry.survives(claim, self._roster):
             return Refusal(FINISHED, finished=True)
-        if self._stopped is None and not entry.holds_seat(claim, self.terms, self._roster):
+        if self._stopped is None and (self._missed(claim) or not entry.holds_seat(claim, self.terms, self._roster)):
             self._admit(claim)
         return self.outcome(claim, now)
 
@@ -91,7 +92,7 @@ class Membership:
         """The present answer to a claim that was not refused."""
         self.tick(now)
         name, roster = claim.member.id, self._roster
-        if entry.holds_seat(claim, self.terms, roster):
+        if name not in roster.back and entry.holds_seat(claim, self.terms, roster):
             seat = roster.seats[name]
             seat.asked, seat.told = self._clock.time, True
             roster.hear(name)
@@ -160,7 +161,7 @@ class Membership:
         room = self.terms.largest - roster.size() if takes else 0
         joiners = sum(1 for _ in islice(roster.ready(), room))
         evicted = tuple(name for name, cause in roster.out.items() if cause != "left")
-        return News(roster.generation, joiners, evicted, self._checkpoints.epoch, bool(roster.back), roster.size())
+        return News(roster.generation, joiners, evicted, self._checkpoints.epoch, roster.over, roster.size())
 
     def start_checkpoint(self, epoch: int, name: str, now: float) -> CheckpointStatus | Refusal:
         """A worker begins the checkpoint of `epoch`, or finds it begun."""
@@ -211,7 +212,10 @@ class Membership:
 
     def _admit(self, claim: Claim) -> None:
         name, roster = claim.member.id, self._roster
-        if entry.survives(claim, roster):
+        if self._missed(claim):
+            roster.hear(name)
+            roster.come(claim, roster.back)
+        elif entry.survives(claim, roster):
             roster.hear(name)
             roster.line.pop(name, None)
             roster.come(claim, roster.back, frozenset(claim.lost) & roster.seats.keys() - {name})
@@ -219,6 +223,11 @@ class Membership:
             if roster.returnable(name):
                 roster.strike(name, "replaced")
             roster.come(claim, roster.line)
+
+    def _missed(self, claim: Claim) -> bool:
+        """Whether a member asks for a generation that others are back from already: it is over, and the next is due."""
+        roster = self._roster
+        return self.terms.elastic and roster.over and entry.holds_seat(claim, self.terms, roster)
 
     def _go_on(self) -> None:
         """After each event: form the next generation if it is time."""
@@ -252,9 +261,39 @@ class Membership:
         for name in cut_off(order, {name: roster.back[name].complaints for name in order}):
             roster.send_to_line(name)
         survivors = [name for name in order if name in roster.back]
-        joiners = [] if self._finished else list(islice(roster.ready(), self.terms.largest - len(survivors)))
-        if len(survivors) + len(joiners) >= self.terms.smallest:
+        joiners = [] if self._finished else self._joiners(survivors)
+        if joiners is not None and len(survivors) + len(joiners) >= self.terms.smallest:
             self._form(survivors + joiners)
+
+    def _joiners(self, survivors: list[str]) -> list[str] | None:
+        """Those in line for whom it is time, in their order; None if nobody can go on yet.
+
+        Where no survivor knows the state, those in line who have been at work do, the last ones best: they are needed,
+        rested or not. If none of them is of the present generation, it must have ended: whoever of it is merely not
+        heard of may work on out of our sight, and the others would begin anew beside it.
+        """
+        roster, room = self._roster, self.terms.largest - len(survivors)
+        if any(not roster.back[name].claim.stranger for name in survivors):
+            return list(islice(roster.ready(), room))
+        if self._out_of_sight() and not self._returned():
+            return None
+        known = [name for name, place in roster.line.items() if place.claim.generation]
+        known.sort(key=lambda name: -roster.line[name].claim.generation)
+        return [*known, *(name for name in roster.ready() if name not in known)][:room]
+
+    def _returned(self) -> bool:
+        """Whether somebody in line was at work in the present generation, and dropped from it."""
+        claims = [place.claim for place in self._roster.line.values()]
+        return any(claim.generation == self.generation and not claim.stranger for claim in claims)
+
+    def _out_of_sight(self) -> list[str]:
+        """Members of the present generation that are out, and may live all the same."""
+        out = self._roster.out.items()
+        return [name for name, cause in out if cause in ("silent", "accused") and self._hoped_for(name) > 0]
+
+    def _hoped_for(self, name: str) -> float:
+        """For how many seconds it is not given up yet."""
+        return self._roster.seats[name].heard + self.terms.lease + HOPE - self._clock.time
 
     def _form(self, order: list[str]) -> None:
         self._roster.seat(order)
@@ -285,6 +324,12 @@ class Membership:
             names = ", ".join(str(roster.seats[name].member) for name in late)
             more = f" and {roster.awaited() - 4} more" if roster.awaited() > 4 else ""
             return f"waits for {names}{more} of generation {roster.generation} to come back"
+        knowing = any(not place.claim.stranger for place in roster.back.values())
+        hidden = [] if knowing or self._returned() else self._out_of_sight()
+        if hidden:
+            who = ", ".join(str(roster.seats[other].member) for other in hidden[:4])
+            left = max(map(self._hoped_for, hidden))
+            return f"waits {left:.0f} s to hear of {who}: nobody else knows the state of generation {roster.generation}"
         return f"{len(roster.back) + sum(1 for _ in roster.ready())} of at least {terms.smallest} members are here"
 
     # -- what lasts

@@ -153,10 +153,11 @@ class Elastic:
             standings = [Standing.from_wire(told) for told in group.all_gather_values(mine.to_wire())]
             settlement = settle(standings)
             self._exchange(group, settlement, standings)
-            self._completed, self._completed_in = settlement.completed, settlement.generation
+            # The digest too, before anything can break: a state that was just pulled must not count as spoiled.
+            self._completed, self._completed_in = settlement.version
+            self.digest = self._state.digest() if self.group.rank in settlement.pulls else digest
             group.barrier()
         self.committed = settlement.completed  # now all are known to have it
-        self.digest = self._state.digest() if self.group.rank in settlement.pulls else digest
         self._settled = self.group
 
     def _exchange(self, group: Group, settlement: Settlement, standings: list[Standing]) -> None:

@@ -61,6 +61,11 @@ class Settlement:
     generation: int
     pulls: dict[int, int] = field(default_factory=dict)
 
+    @property
+    def version(self) -> tuple[int, int]:
+        """Which state all go on with."""
+        return self.completed, self.generation
+
     def gives(self, rank: int) -> tuple[int, ...]:
         """The ranks that a rank hands its state to, in order."""
         return tuple(sorted(taker for taker, giver in self.pulls.items() if giver == rank))

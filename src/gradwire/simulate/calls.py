@@ -1,0 +1,83 @@
+"""Calls to the simulated coordinator, as a client makes them: tried again until an answer comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gradwire.simulate.process import Process, Program
+
+if TYPE_CHECKING:
+    from gradwire.simulate.world import World
+
+ANSWER_SECONDS = 2.0  # in which an answer must come before a call is made again; it may be held for one of them
+PAUSE_SECONDS = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A call as it arrives. `start` tells a coordinator that was started anew from the one that was meant."""
+
+    method: str
+    body: Any
+    caller: Process
+    session: int
+    sequence: int
+    start: int
+    answer: Callable[[Any], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Stale:
+    """The coordinator was started anew: say hello again."""
+
+    start: int
+
+
+class Unreachable:
+    """Nobody listens there."""
+
+
+class Caller:
+    """One process's conversations with the coordinator; a late answer to an earlier call is no answer."""
+
+    def __init__(self, process: Process, world: World) -> None:
+        self._process = process
+        self._world = world
+        self._session = world.new_session()
+        self._sequence = 0
+        self._start = 0
+        self._answer: Any = None
+
+    def ask(self, method: str, body: Any) -> Program:
+        """The answer to a call, for a program that waits for it."""
+        while True:
+            self._answer = None
+            self.send(method, body, self._take)
+            until = self._process.now + ANSWER_SECONDS
+            while self._answer is None and self._process.now < until:
+                yield until - self._process.now
+            if isinstance(self._answer, Unreachable):
+                yield PAUSE_SECONDS
+            elif self._answer is not None and not isinstance(self._answer, Stale):
+                return self._answer
+
+    def _take(self, answer: Any) -> None:
+        self._answer = answer
+        self._world.wake(self._process)
+
+    def send(self, method: str, body: Any, answered: Callable[[Any], None]) -> None:
+        """Call once."""
+        self._sequence += 1
+        mine, process, world = self._sequence, self._process, self._world
+
+        def answer(value: Any) -> None:
+            if isinstance(value, Stale):
+                self._start = value.start
+            if mine == self._sequence:
+                answered(value)
+
+        coordinator = world.coordinator
+        request = Request(method, body, process, self._session, mine, self._start, answer)
+        world.network.call(process, coordinator, lambda: coordinator.receive(request), lambda: answer(Unreachable()))

@@ -1,0 +1,120 @@
+"""Collectives of simulated ranks: real schedules, plans and the reference executor, over links that are simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+from gradwire.arrays import Array, DType, dtype_of
+from gradwire.collectives import build
+from gradwire.executors.plan import Plan, even_bounds, ragged_bounds
+from gradwire.executors.python import PythonExecutor, Sheet
+from gradwire.group import WORLD
+from gradwire.liveness.calls import CallLog, Meaning, call_site
+from gradwire.liveness.control import Control, disagreement
+from gradwire.liveness.watch import ANSWER_SECONDS
+from gradwire.membership import Assembly
+from gradwire.simulate.network import End
+from gradwire.simulate.process import Process, Program
+from gradwire.topology import Topology
+from gradwire.wire import WireError, fingerprint, parse
+
+JOB = 4711
+SITE = call_site()
+
+
+class LinkEnded(Exception):
+    """A data link ended while something was expected from it; `peer` is the rank behind it."""
+
+    def __init__(self, peer: int) -> None:
+        super().__init__(peer)
+        self.peer = peer
+
+
+class Disagreed(Exception):
+    """A rank sent what belongs to another call."""
+
+
+class Collectives:
+    """What one rank calls in one generation; it is its executor's patience, too."""
+
+    def __init__(self, process: Process, control: Control, assembly: Assembly, links: Mapping[int, End]) -> None:
+        self._process = process
+        self._control = control
+        self._rank = assembly.rank
+        self._topology = Topology.of([member.host for member in assembly.members])
+        self._calls = CallLog(WORLD, range(len(assembly.members)))
+        self._executor = PythonExecutor(links.__getitem__)
+        self._sheet = Sheet(JOB, assembly.generation, WORLD, assembly.rank)
+        control.watch(self._calls)
+
+    def run(self, collective: str, algorithm: str, x: Array, out: Array, op: str | None = None) -> Program:
+        """Take part in a collective; raises what the real group would, once the verdict is in."""
+        yield from self.check(collective)
+        plan = _plan(collective, algorithm, self._rank, self._topology, dtype_of(x), op, x.size)
+        sequence = self._calls.record(plan.meaning, SITE)
+        self._sheet.sequence, self._sheet.fingerprint = sequence, plan.meaning.fingerprint
+        try:
+            last_look = False
+            for _ in self._executor.steps(plan, x, out, self._sheet, self):
+                if last_look:
+                    yield from self.check(collective)
+                last_look = not self._control.sound  # what has arrived is still taken
+                if not last_look:
+                    yield None
+        except LinkEnded as ended:
+            yield from self.find_out(ended.peer, collective)
+        except Disagreed:
+            yield from self.check(collective)
+        self._calls.finished = sequence
+
+    def check(self, operation: str) -> Program:
+        """Raise if the generation is broken, when it is known by what."""
+        if self._control.sound:
+            return
+        while not self._control.settled:
+            self._control.tick(self._process.now)
+            yield 0.01
+        raise self._control.error(operation, f" during {operation}")
+
+    def find_out(self, peer: int, operation: str) -> Program:
+        """A link ended: its control link says why; if that stays silent, the rank is lost."""
+        deadline = self._process.now + ANSWER_SECONDS
+        while self._control.sound and not self._control.has_left(peer) and self._process.now < deadline:
+            yield 0.01
+        if self._control.sound:
+            self._control.missed(peer, self._process.now)
+            self._control.lost(peer, self._process.now)
+        yield from self.check(operation)
+
+    # -- what the executor asks ---------------------------------------------------------------------------------------
+
+    def lost(self, peer: int) -> BaseException:
+        return LinkEnded(peer)
+
+    def mismatch(self, peer: int, header: bytes) -> BaseException:
+        try:
+            sequence = min(self._sheet.sequence, max(1, parse(header).sequence))
+            self._control.report(disagreement(self._calls, sequence), self._process.now)
+        except WireError:
+            self._control.lost(peer, self._process.now, "sent nonsense")
+        return Disagreed()
+
+    def wait(self, reads: object, writes: object) -> None:
+        raise NotImplementedError("a simulated rank waits by yielding")
+
+    def look(self) -> float:
+        raise NotImplementedError("a simulated rank waits by yielding")
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    collective: str, algorithm: str, rank: int, topology: Topology, dtype: DType, op: str | None, count: int
+) -> Plan:
+    schedule = build(collective, algorithm, topology.size, topology=topology)
+    if collective == "all_gather":
+        bounds = ragged_bounds([count] * topology.size)
+    else:
+        bounds = even_bounds(count, schedule.segments, dtype.itemsize)
+    what = f"{collective}({dtype.name}[{count}], op={op!r}, algorithm={algorithm!r})"
+    return Plan(schedule, rank, dtype, op, bounds, Meaning(collective, what, fingerprint(what)))

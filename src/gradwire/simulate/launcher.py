@@ -1,0 +1,63 @@
+"""A simulated launcher: it speaks for the workers of its host, says who died, and starts others in their place."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING
+
+from gradwire.membership.answers import News
+from gradwire.simulate.calls import Caller
+from gradwire.simulate.process import Process
+from gradwire.simulate.time import Clock
+
+if TYPE_CHECKING:
+    from gradwire.simulate.worker import Worker
+    from gradwire.simulate.world import World
+
+INTERVAL = 1.0  # seconds from one heartbeat to the next
+NOTICE_SECONDS = 0.01  # from a worker's death to the launcher's knowing of it
+
+
+class Launcher(Process):
+    """One for each host."""
+
+    def __init__(self, world: World, host: str, clock: Clock, random: Random) -> None:
+        super().__init__(f"launcher of {host}", host, world.timeline, clock)
+        self._world = world
+        self._random = random
+        self._workers: dict[str, Worker] = {}
+        self._gone: list[str] = []  # of whose end the coordinator has not confirmed to have heard
+        self._restarts = world.setting.restarts
+        self._coordinator = Caller(self, world)
+        self._beat()
+
+    def watch(self, worker: Worker) -> None:
+        self._workers[worker.name] = worker
+
+    def lost(self, worker: Worker) -> None:
+        """The system tells of a worker's end."""
+        self.later(NOTICE_SECONDS, lambda: self._bury(worker))
+
+    def _bury(self, worker: Worker) -> None:
+        self._workers.pop(worker.name, None)
+        self._gone.append(worker.name)
+        self._say()
+        if self._restarts and not worker.leaving:
+            self._restarts -= 1
+            self.later(self._random.uniform(0.2, 2.0), lambda: self._world.start_worker(self.host))
+
+    def _beat(self) -> None:
+        self._say()
+        self.later(INTERVAL, self._beat)
+
+    def _say(self) -> None:
+        told = list(self._gone)
+
+        def answered(news: object) -> None:
+            if isinstance(news, News):
+                self._gone = [name for name in self._gone if name not in told]
+                for worker in self._workers.values():
+                    worker.news = news
+
+        running = [name for name, worker in self._workers.items() if not worker.stopped]  # the system tells that, too
+        self._coordinator.send("beat", (running, told), answered)

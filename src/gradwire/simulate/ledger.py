@@ -1,0 +1,129 @@
+"""What must hold in every simulated job, whatever happens to it.
+
+one membership       a generation's number means the same ordered members to everybody; survivors keep their order,
+                     joiners follow, and the size stays within its bounds
+one world            a member goes from one generation to a later one; once a later one has settled where to go on,
+                     no earlier one commits anything beyond that
+nothing lost         no generation begins before a committed step, as long as anybody alive holds its state; no
+                     committed step is done again with another result
+the same everywhere  all members that complete a step of a generation hold the same state, and it is the right one
+no eviction          of members that nothing happened to
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Set as AbstractSet
+from typing import NoReturn
+
+import numpy as np
+
+from gradwire.arrays import Array
+from gradwire.membership import Assembly
+from gradwire.simulate.arithmetic import applied, digest, gradient
+from gradwire.training.steps import NONE, Settlement
+
+Version = tuple[int, int]
+"""Which state: after which step, and completed in which generation."""
+
+
+class Ledger:
+    """All that was ever agreed on; `fail` is told what contradicts it."""
+
+    def __init__(self, seed: int, fail: Callable[[str], NoReturn]) -> None:
+        self._seed = seed
+        self._fail = fail
+        self.generations: dict[int, tuple[str, ...]] = {}
+        self.commits: dict[int, Version] = {}  # by step
+        self.states: dict[Version, Array] = {}
+        self.bases: dict[int, Version] = {}  # by generation: where it began
+        self.beginnings: dict[int, Array] = {}  # by generation: what it began with, if that was from nothing
+        self.generation_of: dict[str, int] = {}  # by member: the last one it entered
+
+    @property
+    def committed(self) -> int:
+        """The last committed step."""
+        return max(self.commits, default=NONE)
+
+    # -- memberships --------------------------------------------------------------------------------------------------
+
+    def formed(self, number: int, ids: tuple[str, ...], struck: AbstractSet[str], smallest: int, largest: int) -> None:
+        """The coordinator has a generation; those who are struck off the one before can only join it anew."""
+        known = self.generations.setdefault(number, ids)
+        if known != ids:
+            self._fail(f"generation {number} is {ids}, and was {known}")
+        if not smallest <= len(ids) <= largest or len(set(ids)) != len(ids):
+            self._fail(f"generation {number} is {ids}, of {smallest} to {largest} members")
+        before = self.generations.get(number - 1)
+        if before is not None:
+            survivors = [name for name in before if name in ids and name not in struck]
+            if list(ids[: len(survivors)]) != survivors:
+                self._fail(f"generation {number} is {ids}: the survivors of {before} have not kept their order")
+
+    def assembled(self, name: str, assembly: Assembly) -> None:
+        """A member was told of its generation."""
+        number, ids = assembly.generation, tuple(member.id for member in assembly.members)
+        if self.generations.get(number) != ids:
+            self._fail(f"{name} was told that generation {number} is {ids}; it is {self.generations.get(number)}")
+        if ids[assembly.rank] != name or assembly.members[assembly.rank].rank != assembly.rank:
+            self._fail(f"{name} was told that it is rank {assembly.rank} of {ids}")
+        if number <= self.generation_of.get(name, 0):
+            self._fail(f"{name} entered generation {number} after {self.generation_of[name]}")
+        self.generation_of[name] = number
+
+    def holds(self, version: Version, state: Array) -> bool:
+        """Whether this is a sound copy of what was committed last, or of something later."""
+        known = self.states.get(version)
+        return version[0] >= self.committed and known is not None and digest(known) == digest(state)
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def settled(self, number: int, settlement: Settlement, holders: bool) -> None:
+        """A member of a generation has learned where it begins; `holders`: somebody alive holds what was committed."""
+        base = settlement.version
+        known = self.bases.get(number)
+        if known is not None:
+            if known != base:
+                self._fail(f"generation {number} begins after {base} for some and after {known} for others")
+            return
+        last = self.committed
+        if base[0] < last and holders:
+            self._fail(f"generation {number} begins after step {base[0]}, and step {last} was committed")
+        if base[0] in self.commits and self.commits[base[0]] != base:
+            self._fail(f"generation {number} begins after {base}, and committed was {self.commits[base[0]]}")
+        self.bases[number] = base
+        if base[0] < last:
+            self.commits = {step: version for step, version in self.commits.items() if step <= base[0]}
+
+    def began(self, name: str, number: int, state: Array) -> None:
+        """A member has the state that a generation begins with."""
+        base = self.bases[number]
+        known = self.beginnings.setdefault(number, state.copy()) if base[0] == NONE else self.states[base]
+        if digest(state) != digest(known):
+            self._fail(f"{name} begins generation {number} after {base} with {state}; it should be {known}")
+
+    def completed(self, name: str, version: Version, size: int, state: Array) -> None:
+        """A member has completed a step; its state must be what the gradients of all ranks make of the one before."""
+        known = self.states.get(version)
+        if known is None:
+            step, number = version
+            before = (step - 1, number) if (step - 1, number) in self.states else self.bases[number]
+            if before[0] != step - 1:
+                self._fail(f"{name} completed step {step} of generation {number}, which is at {before}")
+            state_before = self.beginnings[number] if before[0] == NONE else self.states[before]
+            total = np.sum([gradient(self._seed, step, rank, size) for rank in range(size)], axis=0)
+            known = self.states[version] = applied(state_before, np.asarray(total))
+        if digest(state) != digest(known):
+            self._fail(f"{name} holds {state} after step {version[0]} of generation {version[1]}; it should be {known}")
+
+    def commit(self, name: str, version: Version, state: Array) -> None:
+        """A member has learned that all have completed a step."""
+        step, number = version
+        known = self.commits.setdefault(step, version)
+        if known != version:
+            self._fail(f"{name} commits step {step} of generation {number}, and it was committed in {known[1]}")
+        if digest(state) != digest(self.states[version]):
+            self._fail(f"{name} commits step {step} of generation {number} with another state than it completed")
+        for later, base in self.bases.items():
+            if later > number and base[0] < step:
+                self._fail(f"{name} commits step {step} in generation {number}, and {later} went on after {base[0]}")

@@ -1,0 +1,228 @@
+"""A member's part in one simulated generation: its links, its lifeline and its control messages.
+
+What decides is the real thing, `Control` with its `Verdict` and the `Detector`; what is simulated is what they are told
+by: links, threads and time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gradwire.errors import NoConnection
+from gradwire.generation import EXPECTED_SECONDS
+from gradwire.liveness.control import Control
+from gradwire.liveness.detector import BEAT_SECONDS, LINK_SECONDS, PAGE_SECONDS, Detector
+from gradwire.liveness.verdict import Finding
+from gradwire.membership import Assembly
+from gradwire.simulate.collective import Collectives
+from gradwire.simulate.network import End, Pulse
+from gradwire.simulate.process import Program
+from gradwire.simulate.time import Event
+from gradwire.transports.base import LinkClosed
+from gradwire.transports.tcp import REFUSING_SECONDS, RETRY_SECONDS
+
+if TYPE_CHECKING:
+    from gradwire.simulate.worker import Worker
+
+CONTROL, DATA, STATE = 1, 2, 3  # channels
+CONNECT_SECONDS = 5.0  # in which all members of a generation must have found each other
+FAIR_SECONDS = 1.0  # without an answer, before that can be held against anybody
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The first words on a stream: who dials, whom, and what for."""
+
+    address: str
+    generation: int
+    source: int
+    channel: int
+    pulses: tuple[Pulse, Pulse] | None = None  # there and back
+
+
+class Rank:
+    """One member in one generation."""
+
+    def __init__(self, worker: Worker, assembly: Assembly) -> None:
+        self.worker = worker
+        self.assembly = assembly
+        self.number = assembly.generation
+        self.rank = assembly.rank
+        self.size = len(assembly.members)
+        self.ids = [member.id for member in assembly.members]
+        self.control = Control(self.rank, self.ids, self.number, self._post, worker.wake)
+        self.links: dict[int, dict[int, End]] = {CONTROL: {}, DATA: {}, STATE: {}}
+        self.calls = Collectives(worker, self.control, assembly, self.links[DATA])
+        self.detector = Detector()
+        self.closed = False
+        self._pulses: dict[int, tuple[Pulse, Pulse]] = {}  # by rank: to listen to, and to beat
+        self._beats = 0
+        self._due: Event | None = None
+        self._unreachable: set[int] = set()
+        self._ends: list[End] = []
+        self._look()
+        self._beat()
+
+    # -- finding each other -------------------------------------------------------------------------------------------
+
+    def connect(self) -> Program:
+        """Dial the ranks below and wait for those above; `NoConnection` names one that cannot be found."""
+        deadline = self.worker.now + CONNECT_SECONDS
+        for channel in (CONTROL, DATA):
+            yield from self.dial(range(self.rank), channel, deadline)
+        look_at = self.worker.now + EXPECTED_SECONDS
+        while missing := self._missing():
+            yield from self.calls.check("init")
+            if self.worker.now >= deadline:
+                met = missing[0] in self.links[CONTROL]  # then its lifeline tells whether it can be reached
+                raise self._not_found(missing[0], "did not connect in time", accused=not met)
+            if self.worker.now >= look_at:
+                look_at = self.worker.now + EXPECTED_SECONDS
+                if not self.worker.world.listens(self.assembly.members[missing[0]]):
+                    raise self._not_found(missing[0], "has registered and then ended", accused=False)
+            yield 0.1
+
+    def _missing(self) -> list[int]:
+        above = range(self.rank + 1, self.size)
+        return [peer for peer in above if peer not in self.links[CONTROL] or peer not in self.links[DATA]]
+
+    def dial(self, peers: range | tuple[int, ...], channel: int, deadline: float) -> Program:
+        """Links to some ranks, all at once. Who refuses is asked again for a while."""
+        now = self.worker.now
+        calling = {peer: (self._call(peer, channel), now) for peer in peers}
+        while calling:
+            for peer, (end, since) in list(calling.items()):
+                now = self.worker.now
+                try:
+                    welcome = end.take()
+                except LinkClosed:
+                    if now - since > REFUSING_SECONDS or now >= deadline:
+                        raise self._not_found(peer, "does not listen any more", accused=False) from None
+                    yield RETRY_SECONDS
+                    calling[peer] = (self._call(peer, channel), since)
+                    continue
+                if welcome is not None:
+                    del calling[peer]
+                    self._adopt(peer, channel, end)
+                elif now >= deadline:
+                    raise self._not_found(peer, "does not answer", accused=now - since >= FAIR_SECONDS)
+            yield from self.calls.check("init")
+            if calling:
+                yield 0.1
+
+    def _call(self, peer: int, channel: int) -> End:
+        worker, member = self.worker, self.assembly.members[peer]
+        target = worker.world.worker(member.id)
+        pulses = None
+        if channel == CONTROL:
+            there, back = Pulse(worker.network, worker, target), Pulse(worker.network, target, worker)
+            pulses = (there, back)
+            self._pulses[peer] = (back, there)
+        hello = Hello(member.address, self.number, self.rank, channel, pulses)
+        end = worker.network.connect(worker, target, worker.wake, lambda end: target.knocked(hello, end))
+        self._ends.append(end)
+        return end
+
+    def _not_found(self, peer: int, why: str, accused: bool = True) -> NoConnection:
+        """Whoever closed its door is dead, or has gone on: that is for others to find out. Silence is a complaint."""
+        if accused:
+            self._unreachable.add(peer)
+        return NoConnection(f"rank {peer}, {self.ids[peer]}, {why}", peer=peer)
+
+    def welcome(self, hello: Hello, end: End) -> None:
+        """A member of this generation has dialled."""
+        if self.closed or end.ended or hello.source in self.links[hello.channel]:
+            end.close()
+            return
+        self._ends.append(end)
+        end.take()  # its hello
+        end.send([b"welcome"])
+        if hello.pulses is not None:
+            self._pulses[hello.source] = hello.pulses
+        self._adopt(hello.source, hello.channel, end)
+        self.worker.wake()
+
+    def _adopt(self, peer: int, channel: int, end: End) -> None:
+        end.peer, end.channel = peer, channel
+        self.links[channel][peer] = end
+        if channel == CONTROL:
+            end.ready = lambda: self.worker.do(lambda: self._hear(peer, end))
+            self.control.introduce(peer)
+            near = self.assembly.members[peer].host == self.worker.host
+            self.detector.watch(peer, self.worker.now, PAGE_SECONDS if near else LINK_SECONDS)
+            self._hear(peer, end)  # what came right behind the welcome
+        else:
+            end.ready = self.worker.wake
+
+    # -- the service thread -------------------------------------------------------------------------------------------
+
+    def _post(self, peer: int, payload: bytes) -> None:
+        end = self.links[CONTROL].get(peer)
+        if end is not None and not end.closed and not end.ended:
+            end.send([payload])
+
+    def _hear(self, peer: int, end: End) -> None:
+        if self.closed:
+            return
+        try:
+            while (message := end.take()) is not None:
+                self.control.hear(peer, message, self.worker.now)
+        except LinkClosed:
+            self.links[CONTROL].pop(peer, None)
+            self.detector.forget(peer)
+            end.close()
+            if not self.control.has_left(peer):
+                self.control.lost(peer, self.worker.now)
+        if not self.control.sound:
+            self._look()
+
+    def _look(self) -> None:
+        """What is due: beats that have arrived, suspicions, the control protocol."""
+        if self.closed:
+            return
+        if self._due is not None:
+            self._due.cancel()
+        now = self.worker.now
+        for peer, (heard, _) in self._pulses.items():
+            beat = heard.heard()
+            if beat is not None:
+                self.detector.heard(peer, now, beat)
+        for peer, seconds in self.detector.tick(now):
+            self.control.lost(peer, now, f"is frozen or cut off: silent for {seconds:.1f} s")
+        pause = min(self.control.tick(now), self.detector.due - now)
+        if self.control.settled:
+            self.worker.wake()
+        self._due = self.worker.later(max(pause, 0.001), self._look)
+
+    def _beat(self) -> None:
+        """The lifeline's own thread: it beats as long as the process is not stopped, whatever else hangs."""
+        worker = self.worker
+        if self.closed or not worker.alive:
+            return
+        if not worker.stopped:
+            self._beats += 1
+            for _, beaten in self._pulses.values():
+                beaten.beat(self._beats)
+        worker.timeline.after(worker.clock.seconds(BEAT_SECONDS), self._beat)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def give_up(self, reason: str) -> None:
+        """This generation does not come about: the others need not wait for this member."""
+        if self.control.sound:
+            self.control.report(Finding("aborted", reason, self.rank), self.worker.now)
+
+    def complaints(self) -> tuple[str, ...]:
+        """The ids of those that this member itself could not reach."""
+        lost = {*self.control.complaints, *self._unreachable}
+        return tuple(self.ids[rank] for rank in sorted(lost))
+
+    def close(self) -> None:
+        """Say goodbye and let go of all links."""
+        self.control.goodbye()
+        self.closed = True
+        if self._due is not None:
+            self._due.cancel()
+        for end in self._ends:
+            end.close()

@@ -1,0 +1,245 @@
+"""A simulated member of an elastic job: it registers, trains, breaks, recovers, and keeps its lease.
+
+It goes the way of `training.elastic` and `Seat`, as a program that can be stopped anywhere; the rules are those of
+`training.steps`.
+"""
+
+from __future__ import annotations
+
+import json
+from random import Random
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gradwire.arrays import raw
+from gradwire.errors import Broken, NoConnection, StateLost
+from gradwire.membership import Assembly, Member
+from gradwire.membership.answers import Claim, News, Refusal, Waiting
+from gradwire.simulate.arithmetic import applied, beginning, digest, gradient
+from gradwire.simulate.calls import Caller
+from gradwire.simulate.network import End, Network, nothing
+from gradwire.simulate.process import Process, Program, Thread
+from gradwire.simulate.rank import CONNECT_SECONDS, STATE, Hello, Rank
+from gradwire.simulate.time import Clock
+from gradwire.training.steps import NONE, Standing, ballot, count, settle
+from gradwire.transports.base import LinkClosed
+
+if TYPE_CHECKING:
+    from gradwire.simulate.world import World
+
+STANDING_BYTES = 160
+LEASE_BEAT = 1.0
+CHUNK = 16  # bytes of state
+
+
+class Worker(Process):
+    """One member, from its start to its end."""
+
+    def __init__(self, world: World, name: str, host: str, clock: Clock, random: Random, wish: int | None) -> None:
+        super().__init__(name, host, world.timeline, clock)
+        self.world = world
+        self.network: Network = world.network
+        self.stopped = False  # by a signal: not even its lifeline beats
+        self.leaving = False
+        self.rank: Rank | None = None
+        self.generation = 0  # the last one it was in
+        self._stranger = False  # it joined a generation whose state it has not got yet
+        self.waiting = ""  # for what, as the coordinator says
+        self.news: News | None = None
+        self.state = beginning(random.randrange(1, 50))
+        self.digest = digest(self.state)
+        self.completed, self.completed_in, self.committed = NONE, 0, NONE
+        self._random = random
+        self._wish = wish
+        self._lost: tuple[str, ...] = ()
+        self.address = ""
+        self._attempts = 0
+        self._session = random.randbytes(16)
+        self._knocks: list[tuple[Hello, End]] = []
+        self._coordinator = Caller(self, world)
+        self.thread = Thread(self, self._live(), world.broke_down(self))
+        if not world.setting.launchers:
+            self._lease = Caller(self, world)
+            self._keep_lease()
+
+    def wake(self) -> None:
+        self.thread.wake()
+
+    # -- the training thread ------------------------------------------------------------------------------------------
+
+    def _live(self) -> Program:
+        while True:
+            assembly = yield from self._register()
+            rank = self.rank = Rank(self, assembly)
+            self._answer_knocks()
+            try:
+                yield from rank.connect()
+                yield from self._settle(rank)
+                yield from self._train(rank)
+            except Broken as error:
+                self.world.note(self, "generation %d broke: %s", rank.number, error)
+            except NoConnection as error:
+                self.world.note(self, "generation %d did not come about: %s", rank.number, error)
+                rank.give_up(str(error))
+            except StateLost as error:
+                self.world.state_lost(self, rank.ids, error)
+                return
+            self._lost = rank.complaints()
+            rank.close()
+            self.rank = None
+            if self.leaving:
+                yield from self._coordinator.ask("leave", self._member())
+                self.world.note(self, "left")
+                self.crash()
+                return
+
+    def _register(self) -> Program:
+        """Ask the coordinator until it has a generation for this member."""
+        self._attempts += 1
+        self.address = f"{self.name}:{self._attempts}"
+        size = self.world.setting.start if self.generation == 0 and self._wish is not None else None
+        self.world.note(self, "registers after generation %d, lost %s", self.generation, self._lost)
+        while True:
+            member, last = self._member(), self.generation
+            claim = Claim(member, size, None, self._session, 0, last, self._lost, self._stranger)
+            outcome = yield from self._coordinator.ask("register", claim)
+            if isinstance(outcome, Assembly):
+                self.waiting, self._lost = "", ()
+                self.world.ledger.assembled(self.name, outcome)
+                self._stranger = self._stranger or outcome.generation != self.generation + 1
+                self.generation = outcome.generation
+                return outcome
+            if isinstance(outcome, Refusal):
+                self.world.fail(f"{self.name} was refused: {outcome.reason}")
+            if isinstance(outcome, Waiting):
+                self.waiting = outcome.reason
+                if not outcome.reason:
+                    self.world.fail(f"{self.name} waits and is not told for what")
+
+    def _member(self) -> Member:
+        wish = self._wish if self.generation == 0 else None
+        return Member(self.name, wish, self.host, self.host, 1, self.address)
+
+    def _settle(self, rank: Rank) -> Program:
+        """Tell where this member stands, hear where the others do, and pull the state if it is not the latest."""
+        ledger, now = self.world.ledger, digest(self.state)
+        sound = now == self.digest or self.completed == NONE
+        mine = Standing(self.completed, self.completed_in, self.committed, now, sound)
+        text = json.dumps(mine.to_wire()).encode().ljust(STANDING_BYTES)
+        told = np.empty(STANDING_BYTES * rank.size, np.uint8)
+        yield from rank.calls.run("all_gather", self.world.setting.gathering, np.frombuffer(text, np.uint8), told)
+        parts = told.reshape(rank.size, STANDING_BYTES)
+        standings = [Standing.from_wire(json.loads(part.tobytes())) for part in parts]
+        settlement = settle(standings)
+        ledger.settled(rank.number, settlement, self.world.state_is_held())
+        giver = settlement.pulls.get(rank.rank)
+        if giver is not None:
+            yield from self._pull(rank, giver)
+        for taker in settlement.gives(rank.rank):
+            yield from self._give(rank, taker)
+        ledger.began(self.name, rank.number, self.state)
+        self.completed, self.completed_in, self.digest = *settlement.version, digest(self.state)
+        self._stranger = False
+        all_here = np.zeros(1, np.uint8)
+        yield from rank.calls.run("all_reduce", self.world.setting.voting, all_here, all_here, "max")
+        self.committed = settlement.completed
+        if self.committed != NONE:
+            self.world.committed(self, settlement.version)
+
+    def _pull(self, rank: Rank, giver: int) -> Program:
+        """In pieces, put into place when all are there."""
+        yield from rank.dial((giver,), STATE, self.now + CONNECT_SECONDS)
+        link, pulled, got = rank.links[STATE][giver], np.empty_like(self.state), 0
+        view = raw(pulled)
+        while got < len(view):
+            try:
+                got += link.receive([view[got:]])
+            except LinkClosed:
+                yield from rank.calls.find_out(giver, "transfer")
+            yield from rank.calls.check("transfer")
+            if got < len(view):
+                yield None
+        self.state[:] = pulled
+
+    def _give(self, rank: Rank, taker: int) -> Program:
+        while taker not in rank.links[STATE]:
+            yield from rank.calls.check("transfer")
+            yield None
+        data = self.state.tobytes()
+        for begin in range(0, len(data), CHUNK):
+            yield from self._compute(self.world.setting.transfer_seconds * CHUNK / len(data))
+            yield from rank.calls.check("transfer")
+            try:
+                rank.links[STATE][taker].send([data[begin : begin + CHUNK]])
+            except LinkClosed:
+                yield from rank.calls.find_out(taker, "transfer")
+
+    def _train(self, rank: Rank) -> Program:
+        """Steps, until members join or this one leaves."""
+        setting, world = self.world.setting, self.world
+        while True:
+            step = self.completed + 1
+            yield from self._compute(setting.step_seconds * self._random.uniform(0.5, 1.5))
+            spoils = step % setting.spoiling == rank.rank
+            if spoils:
+                self.state += 1  # a body that works in place: cut short, it leaves this behind
+            total = gradient(world.seed, step, rank.rank, rank.size)
+            yield from rank.calls.run("all_reduce", setting.reducing, total, total, "sum")
+            self.state[:] = applied(self.state - 1 if spoils else self.state, total)
+            self.completed, self.completed_in, self.digest = step, rank.number, digest(self.state)
+            world.ledger.completed(self.name, (step, rank.number), rank.size, self.state)
+            votes = ballot(step, self.digest, self._wants_renewal(rank))
+            yield from rank.calls.run("all_reduce", setting.voting, votes, votes, "max")
+            tally = count(votes)
+            if not tally.agreed or not tally.identical:
+                world.fail(f"{self.name}: the vote on step {step} of generation {rank.number} shows {tally}")
+            self.committed = step
+            world.committed(self, (step, rank.number))
+            if tally.renew:
+                world.note(self, "generation %d ends at step %d: others join or leave", rank.number, step)
+                return
+
+    def _wants_renewal(self, rank: Rank) -> bool:
+        news = self.news
+        return self.leaving or (news is not None and news.generation <= rank.number and news.joiners > 0)
+
+    def _compute(self, seconds: float) -> Program:
+        """Work that notices nothing of what happens around it."""
+        until = self.now + seconds
+        while self.now < until - 1e-9:
+            yield until - self.now
+
+    # -- other threads ------------------------------------------------------------------------------------------------
+
+    def _keep_lease(self) -> None:
+        """A lone worker's beats to the coordinator."""
+        self._lease.send("beat", ([self.name], []), self._hear_news)
+        self.later(LEASE_BEAT, self._keep_lease)
+
+    def _hear_news(self, news: object) -> None:
+        if isinstance(news, News):
+            self.news = news
+
+    def knocked(self, hello: Hello, end: End) -> None:
+        """Somebody's first packet has arrived at this host."""
+        if not self.alive:
+            end.close()  # nobody listens there; if the host has no power, `close` goes nowhere
+        else:
+            end.ready = nothing
+            self.do(lambda: self._open(hello, end))
+
+    def _open(self, hello: Hello, end: End) -> None:
+        if hello.address != self.address:  # a door of an earlier generation, closed since
+            end.close()
+        elif self.rank is None:
+            self._knocks.append((hello, end))
+        elif self.rank.number == hello.generation:
+            self.rank.welcome(hello, end)
+        else:
+            end.close()
+
+    def _answer_knocks(self) -> None:
+        knocks, self._knocks = self._knocks, []
+        for hello, end in knocks:
+            self._open(hello, end)

@@ -1,0 +1,273 @@
+"""A whole job in virtual time, from one seed: its members, its coordinator, the network, and what happens to them.
+
+    World(seed).run()    →  Outcome, or `Violation` with the history of what led to it
+
+Nothing in it depends on anything but the seed, so whatever was found once is found again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+from typing import NoReturn, get_args
+
+import numpy as np
+
+from gradwire.errors import StateLost
+from gradwire.membership import Member
+from gradwire.membership.answers import Cause, Change
+from gradwire.simulate import faults
+from gradwire.simulate.coordinator import Coordinator
+from gradwire.simulate.launcher import Launcher
+from gradwire.simulate.ledger import Ledger, Version
+from gradwire.simulate.network import Network
+from gradwire.simulate.process import Process
+from gradwire.simulate.setting import Setting, draw_setting
+from gradwire.simulate.time import Clock, Timeline
+from gradwire.simulate.worker import Worker
+
+KEPT = 400  # lines of history
+LINGER = 20.0  # seconds after a fault in which it may still be the cause of something
+PATIENCE = 150.0  # seconds after the last fault in which the job must go on
+RESTARTED = 5.0  # seconds after the last fault in which launchers have started whom they would
+STEPS_AFTER = 3  # committed after the last fault, and the job has gone on
+ENDLESS = 2_000_000  # events: something goes round in circles
+
+
+class Violation(AssertionError):
+    """An invariant does not hold; the message shows the history and how to see it again."""
+
+    def __init__(self, seed: int, reason: str, history: str, again: str) -> None:
+        super().__init__(f"seed {seed}: {reason}\n{history}\nseed {seed}: {reason}\nreplay it with: {again}")
+        self.seed = seed
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a simulated job went."""
+
+    seed: int
+    steps: int
+    generations: int
+    seconds: float  # of virtual time
+    events: int
+    recovery: float  # seconds from the end of the last fault to the next committed step
+    ending: str
+
+
+class World:
+    """One simulated job."""
+
+    def __init__(self, seed: int, setting: Setting | None = None, members: int | None = None) -> None:
+        self.seed = seed
+        self.random = Random(seed)
+        self.setting = setting or draw_setting(self.random, members)
+        self.timeline = Timeline()
+        self.network = Network(self.timeline, Random(seed + 1), self.setting.quality)
+        self.ledger = Ledger(seed, self.fail)
+        self.history: deque[tuple[float, str, str, tuple[object, ...]]] = deque(maxlen=KEPT)
+        self.quiet_at = max((fault.over_at for fault in self.setting.faults), default=1.0)
+        self.ending = ""
+        self.lost: set[str] = set()  # whom an endless fault keeps from taking part
+        self.hosts = [f"h{number}" for number in range(self.setting.hosts)]
+        self._again = f"python -m gradwire.simulate --first {seed} --seeds 1" + (
+            f" --members {members}" if members else ""
+        )
+        self._sessions = 0
+        self._touched: dict[str, float] = {}
+        self._commits_after: set[int] = set()
+        self._recovered: float | None = None
+        self._formed = 0
+        self._struck: dict[str, str] = {}  # off the present generation, and why
+        self._by_name: dict[str, Worker] = {}
+        self.coordinator = Coordinator(self, self.new_clock(self.random))
+        self._launchers: dict[str, Launcher] = {}
+        if self.setting.launchers:
+            for host in self.hosts:
+                self._launchers[host] = Launcher(self, host, self.new_clock(self.random), self.random)
+        for number in range(self.setting.start):
+            host = self.hosts[number % len(self.hosts)]
+            wish = number if self.setting.launchers else None
+            self.timeline.after(self.random.uniform(0.0, 0.2), partial(self.start_worker, host, wish))
+        self.timeline.at(self.quiet_at + RESTARTED, self._look_for_life)
+        for fault in self.setting.faults:
+            self.timeline.at(fault.at, partial(faults.strike, self, fault))
+
+    def run(self) -> Outcome:
+        """Let everything happen, until the job has gone on after the last fault."""
+        limit = self.quiet_at + PATIENCE
+        with np.errstate(all="ignore"):
+            while not self.ending:
+                goes_on = self.timeline.step()
+                self._check()
+                if not goes_on or self.timeline.now > limit or self.timeline.happened > ENDLESS:
+                    self._give_up()
+        recovery = (self._recovered or self.timeline.now) - self.quiet_at
+        return Outcome(
+            self.seed,
+            self.ledger.committed + 1,
+            self.coordinator.membership.generation,
+            self.timeline.now,
+            self.timeline.happened,
+            max(0.0, recovery),
+            self.ending,
+        )
+
+    # -- who is there -------------------------------------------------------------------------------------------------
+
+    @property
+    def workers(self) -> list[Worker]:
+        return [worker for worker in self._by_name.values() if worker.alive]
+
+    def names(self) -> list[str]:
+        return [worker.name for worker in self.workers]
+
+    def worker(self, name: str) -> Worker:
+        return self._by_name[name]
+
+    def listens(self, member: Member) -> bool:
+        """False if it is certain that nobody listens any more where this member did; no answer is no proof."""
+        worker = self._by_name[member.id]
+        return worker.host not in self.hosts or (worker.alive and worker.address == member.address)
+
+    def launchers_of(self, names: list[str]) -> list[str]:
+        hosts = {self._by_name[name].host for name in names}
+        return [launcher.name for host, launcher in self._launchers.items() if host in hosts]
+
+    def start_worker(self, host: str, wish: int | None = None) -> None:
+        if host not in self.hosts:
+            return
+        name = f"m{len(self._by_name)}"
+        worker = Worker(self, name, host, self.new_clock(self.random), Random(self.random.getrandbits(32)), wish)
+        self._by_name[name] = worker
+        self.note(worker, "starts on %s", host)
+        if host in self._launchers:
+            self._launchers[host].watch(worker)
+
+    def end_worker(self, worker: Worker, power: bool = False) -> None:
+        worker.crash(power)
+        self.touch(worker.name, 0.0)
+        if worker.host in self._launchers:
+            self._launchers[worker.host].lost(worker)
+
+    def end_host(self, host: str) -> None:
+        self.hosts = [other for other in self.hosts if other != host] or self.hosts
+        if host in self._launchers:
+            self._launchers[host].crash(power=True)
+        for worker in [worker for worker in self.workers if worker.host == host]:
+            self.end_worker(worker, power=True)
+
+    def new_clock(self, random: Random) -> Clock:
+        return Clock(self.timeline, random.uniform(0.0, 1e6), random.uniform(0.999, 1.001))
+
+    def new_session(self) -> int:
+        self._sessions += 1
+        return self._sessions
+
+    def wake(self, process: Process) -> None:
+        if isinstance(process, Worker):
+            process.wake()
+
+    # -- what is told -------------------------------------------------------------------------------------------------
+
+    def note(self, process: Process | None, text: str, *facts: object) -> None:
+        """A line of history."""
+        self.history.append((self.timeline.now, process.name if process is not None else "network", text, facts))
+
+    def touch(self, name: str, seconds: float) -> None:
+        """Something happens to a member for some seconds: if others give it up, that is why."""
+        self._touched[name] = max(self._touched.get(name, 0.0), self.timeline.now + seconds)
+
+    def changed(self, change: Change) -> None:
+        """The coordinator tells of a change."""
+        self.note(self.coordinator, "%s: %s %s", change.kind, change.member or "", change.text)
+        if change.member is not None:
+            if change.kind in get_args(Cause):
+                self._struck[change.member] = change.kind
+            elif change.kind == "returned":
+                self._struck.pop(change.member, None)
+
+    def committed(self, worker: Worker, version: Version) -> None:
+        """A member has learned that a step is committed."""
+        self.ledger.commit(worker.name, version, worker.state)
+        if self.timeline.now >= self.quiet_at:
+            if self._recovered is None:
+                self._recovered = self.timeline.now
+            self._commits_after.add(version[0])
+            if len(self._commits_after) >= STEPS_AFTER:
+                self.ending = "went on"
+
+    def state_is_held(self) -> bool:
+        """Whether a living member has a sound copy of what was committed last, or of something later."""
+        return bool(self._holders())
+
+    def _holders(self) -> list[str]:
+        ledger = self.ledger
+        able = [worker for worker in self.workers if worker.name not in self.lost]
+        return [one.name for one in able if ledger.holds((one.completed, one.completed_in), one.state)]
+
+    def state_lost(self, worker: Worker, members: list[str], error: StateLost) -> None:
+        """A generation has found that none of its members has a sound copy of what was committed."""
+        holders = self._holders()
+        if any(name in members for name in holders):
+            self.fail(f"{worker.name} gives the state up as lost, and {holders} have it: {error}")
+        self.ending = "state lost, but held by one outside" if holders else "state lost"
+
+    def broke_down(self, process: Process) -> Callable[[BaseException], None]:
+        """What becomes of an error that a program of a process did not expect."""
+
+        def failed(error: BaseException) -> None:
+            if isinstance(error, Violation):
+                raise error
+            raise self._violation(f"{process.name} broke down: {type(error).__name__}: {error}") from error
+
+        return failed
+
+    def fail(self, reason: str) -> NoReturn:
+        raise self._violation(reason)
+
+    def _violation(self, reason: str) -> Violation:
+        lines = [f"  {time:9.4f}  {who:14} {text % facts}" for time, who, text, facts in self.history]
+        head = [f"  {self.setting}"]
+        return Violation(self.seed, f"{reason} (at {self.timeline.now:.4f} s)", "\n".join(head + lines), self._again)
+
+    # -- what must hold -----------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        """After every event."""
+        membership = self.coordinator.membership
+        if membership.generation != self._formed and self.coordinator.alive:
+            number = membership.generation
+            ids = tuple(member.id for member in membership.members)
+            self.ledger.formed(number, ids, self._struck.keys(), self.setting.minimum, self.setting.maximum)
+            self._formed = number
+            self.note(self.coordinator, "generation %d: %s", number, ids)
+            for name in self.ledger.generations.get(number - 1, ()):
+                if name not in ids and self._struck.get(name) != "replaced":
+                    self._check_eviction(name)
+            self._struck = {}
+
+    def _check_eviction(self, name: str) -> None:
+        worker = self._by_name[name]
+        excused = not worker.alive or worker.leaving or not self.setting.smooth
+        if not excused and self.timeline.now > self._touched.get(name, -LINGER) + LINGER:
+            self.fail(f"{name} was evicted, and nothing had happened to it")
+
+    def _look_for_life(self) -> None:
+        if sum(worker.name not in self.lost for worker in self.workers) < self.setting.minimum:
+            self.ending = "too few"
+
+    def _give_up(self) -> None:
+        """Time is over."""
+        self._look_for_life()
+        if self.ending:
+            return
+        if all(worker.leaving for worker in self.workers):
+            self.ending = "all left"
+        else:
+            waits = [f"{worker.name} in {worker.generation}: {worker.waiting or 'at work'}" for worker in self.workers]
+            self.fail(f"no step was committed for {PATIENCE:g} s after the last fault: {'; '.join(waits)}")

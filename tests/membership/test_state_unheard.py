@@ -1,0 +1,108 @@
+"""An elastic job one of whose generations is not heard of: it may be at work all the same, or over before all know."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gradwire.membership.answers import Waiting
+from gradwire.membership.members import Assembly
+from gradwire.membership.state import HOPE, Membership
+from membership.claims import RUN, order, pass_time, waits, worker
+
+LEASE = 10.0
+
+
+def at_work(names: str) -> Membership:
+    """A job whose first generation has just formed, and all know it."""
+    state = Membership("job", RUN, start=len(names), minimum=1, maximum=4, lease=LEASE)
+    for name in names:
+        state.register(worker(name), 0.0)
+    for name in names:
+        assert isinstance(state.register(worker(name), 0.0), Assembly)
+    return state
+
+
+def wait_in_line(state: Membership, name: str, since: float, until: float) -> None:
+    """A newcomer asks every other second."""
+    now = since
+    while now < until:
+        now = pass_time(state, now, min(until, now + 2.0))
+        assert isinstance(state.register(worker(name), now), Waiting)
+
+
+def test_the_line_does_not_begin_anew_beside_a_generation_that_is_only_not_heard_of() -> None:
+    state = at_work("ab")
+    wait_in_line(state, "x", 0.0, LEASE + 2.0)
+    assert state.news().evicted == ("a", "b")
+    assert "to hear of rank 0 (host host, pid 7), rank 1" in waits(state.outcome(worker("x"), LEASE + 2.0))
+    assert state.generation == 1
+    assert state.beat("ab", LEASE + 2.0).evicted == (), "it was at work all the time"
+
+
+def test_one_of_that_generation_who_comes_takes_the_line_along() -> None:
+    state = at_work("ab")
+    wait_in_line(state, "x", 0.0, LEASE + 2.0)
+    assert order(state.register(worker("b", 1), LEASE + 2.0)) == ["b", "x"]
+
+
+def test_the_line_goes_on_when_nobody_of_that_generation_is_left() -> None:
+    state = at_work("ab")
+    wait_in_line(state, "x", 0.0, LEASE + 2.0)
+    state.gone("ab", LEASE + 2.0)
+    assert order(state.register(worker("x"), LEASE + 3.0)) == ["x"]
+
+
+def test_a_generation_that_is_not_heard_of_at_all_is_given_up_in_the_end() -> None:
+    state = at_work("ab")
+    wait_in_line(state, "x", 0.0, LEASE + HOPE - 1.0)
+    now = pass_time(state, LEASE + HOPE - 1.0, LEASE + HOPE + 1.0)
+    assert order(state.register(worker("x"), now)) == ["x"]
+
+
+def test_whoever_was_dropped_is_needed_when_the_others_are_dead() -> None:
+    """b is sent to rest, and a, who goes on without it, dies: b still knows more than one who was never at work."""
+    state = at_work("ab")
+    state.register(worker("x"), 1.0)
+    state.register(worker("a", 1, lost="b"), 1.0)
+    state.register(worker("b", 1), 1.0)
+    assert [member.id for member in state.members] == ["a", "x"]
+    state.register(worker("y"), 1.1)
+    state.gone("ax", 1.5)
+    assert order(state.register(worker("b", 1), 1.6)) == ["b", "y"]
+
+
+def test_a_generation_that_is_over_is_nobody_s_next() -> None:
+    """b has not been told of generation 2 when a is back from it already: both go straight to generation 3."""
+    state = at_work("ab")
+    state.register(worker("b", 1), 1.0)
+    assert isinstance(state.register(worker("a", 1), 1.0), Assembly)
+    state.register(worker("a", 2), 2.0)
+    news = state.beat("a", 2.0)
+    assert (news.generation, news.over) == (2, True)
+    restarted = Membership.restore(state.snapshot(), 2.5)
+    assert restarted.news().over, "what has ended stays ended"
+    outcome = state.register(worker("b", 1), 3.0)
+    assert order(outcome) == ["a", "b"]
+    assert state.generation == 3
+
+
+def test_a_survivor_that_never_got_the_state_does_not_go_on_alone() -> None:
+    """x has joined a, and a freezes before x has the state: x must not begin anew, whomever it complains of."""
+    state = at_work("a")
+    state.register(worker("x"), 1.0)
+    assert order(state.register(worker("a", 1), 1.0)) == ["a", "x"]
+    stranger = replace(worker("x", 2, lost="a"), stranger=True)
+    state.register(stranger, 1.0)
+    now = 1.0
+    for _ in range(3):
+        now = pass_time(state, now, now + 2.0)
+        assert "nobody else knows the state" in waits(state.register(stranger, now))
+    assert order(state.register(worker("a", 2), now)) == ["x", "a"]
+
+
+def test_a_survivor_that_has_the_state_goes_on_alone() -> None:
+    state = at_work("a")
+    state.register(worker("x"), 1.0)
+    state.register(worker("a", 1), 1.0)
+    state.register(worker("x", 2, lost="a"), 2.0)
+    assert order(state.register(worker("x", 2, lost="a"), pass_time(state, 2.0, 4.0))) == ["x"]
