@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 import threading
+import warnings
 
 from fuzz.target import Target
+from gradwire.address import Address
 from gradwire.errors import ConfigError
 from gradwire.membership.addresses import Endpoint
 from gradwire.membership.doorkeeper import told_at
-from gradwire.security import identity, tokens
+from gradwire.security import certificates, identity, tls, tokens
+from tls_files import folder
 
 SECRET = bytes(32)
 
@@ -66,11 +70,41 @@ def read_identity(data: bytes) -> bool:
     return True
 
 
+def read_certificate(data: bytes) -> bool:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what will be an error in a later version of cryptography
+            found = tls.identity_of(data)
+            certificates.may_coordinate(data, "tests")
+    except ValueError:
+        return False
+    identity.parse(found)
+    return True
+
+
+def read_address(data: bytes) -> bool:
+    """Where a member says that it listens."""
+    text = data.decode("utf-8", "replace")
+    try:
+        found = Address.parse(text, "the address of rank 1")
+    except ConfigError:
+        return False
+    assert Address.parse(str(found)) == found
+    return True
+
+
+def _certificate(member: str) -> bytes:
+    pem = (folder() / f"{member}.pem").read_text()
+    return ssl.PEM_cert_to_DER_cert(pem[pem.index("-----BEGIN CERT") :])
+
+
 _OVER = b"gradwire: the rendezvous is over: all 4 ranks of the job there have come\n"
 _TOKEN = tokens.make(SECRET, job="job", expires_in=100.0, now=1000.0)
 TARGETS = (
     Target("doorkeeper", told, (_OVER,), examples=50),
     Target("join token", read_token, (_TOKEN.encode(),)),
     Target("ticket", show_ticket, (tokens.read(_TOKEN).ticket,)),
+    Target("certificate", read_certificate, (_certificate("m0"), _certificate("m1"))),
+    Target("address", read_address, (b"127.0.0.1:80", b"[::1]:5000", b"host-a.example:1")),
     Target("identity", read_identity, (b"gradwire://job/host-a/0", b"dns:x\ngradwire://job/a")),
 )
