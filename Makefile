@@ -16,8 +16,8 @@ PYTHON ?=
 help: ## this list
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/\1\t\2/p' Makefile | awk -F '\t' '{ printf "make %-8s %s\n", $$1, $$2 }'
 
-demo: $(VENV)/.installed ## four processes train one model in step and prove it
-	@$(BIN)/gradwire run -n $(RANKS) examples/digits.py
+demo: $(VENV)/.installed ## four processes train one model in step; one is killed half-way; the rest go on, and prove it
+	@$(BIN)/gradwire run -n $(RANKS) --min 1 --restarts 1 examples/digits.py --lose 1
 
 test: lint ## ruff, mypy, all tests but the slow ones, examples in docstrings
 	$(RUN) pytest -m "not slow and not soak" $(ARGS)
@@ -31,14 +31,16 @@ format: $(VENV)/.installed-test ## let ruff put things in order
 	$(RUN) ruff check --fix .
 	$(RUN) ruff format .
 
-verify: test $(VENV)/.installed-verify ## test, then the slow tests, the examples and a short benchmark
+verify: test $(VENV)/.installed-verify ## test, then the slow tests, some fuzzing, the examples and a short benchmark
 	$(RUN) pytest -m "slow or soak" --timeout=600 -o faulthandler_timeout=660 $(ARGS)
+	PYTHONPATH=tests $(RUN) fuzz.atheris --seconds 10
 	@set -e; for script in examples/*.py; do \
 	    echo "$$script"; $(BIN)/gradwire run -n 3 "$$script"; \
 	done
 	$(BIN)/gradwire bench --sizes 8,64Ki,1Mi --blocks 3 --transport tcp --against gloo
 
-soak: $(VENV)/.installed-test sanitize ## the core's own tests with sanitizers, then the stress tests again and again for MINUTES
+soak: $(VENV)/.installed-verify sanitize ## the core's own tests with sanitizers, fuzzing, then the stress tests again and again for MINUTES
+	PYTHONPATH=tests $(RUN) fuzz.atheris --seconds 60
 	@set -e; export HYPOTHESIS_PROFILE=soak; \
 	end=$$(( $$(date +%s) + $(MINUTES) * 60 )); round=0; \
 	while [ $$(date +%s) -lt $$end ]; do \

@@ -168,8 +168,9 @@ class Fate:
 
     @contextlib.contextmanager
     def watched(self, run: gw.Elastic, step: gw.Step) -> Iterator[None]:
-        if self.victim is not None and step.index == self.at and run.group.generation == 1:
-            self.killed_at = run.group.broadcast_value(time.monotonic(), root=self.victim)
+        exists = self.victim is not None and self.victim < run.group.size
+        if exists and step.index == self.at and run.group.generation == 1:
+            self.killed_at = run.group.broadcast_value(time.monotonic(), root=self.victim or 0)
             if run.group.rank == self.victim:
                 os.kill(os.getpid(), signal.SIGKILL)
         try:
@@ -304,7 +305,7 @@ def go(options: argparse.Namespace, console: Console) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Train a network on handwritten digits, in step on all ranks.")
-    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--epochs", type=int, default=80)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target", type=float, default=0.95, help="the accuracy to reach, 0 to 1 (default: 0.95)")
     parser.add_argument("--tamper", type=int, metavar="RANK", help="let this rank change one bit of its weights")

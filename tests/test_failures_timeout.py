@@ -79,6 +79,12 @@ def test_a_time_out_of_one_rank_breaks_all(groups: list[gw.Group]) -> None:
     assert max(run_ranks(groups, play)) < 2.0
 
 
+def announced(group: gw.Group) -> bool:
+    """Whether the others know how far this rank has got."""
+    with group._generation.control._lock:
+        return bool(group._generation.control._sent)
+
+
 def waits_for_rank_1(here: Here, how: str, seconds: float) -> None:
     watch.SLOW_SECONDS = 0.2
     group = gw.init()
@@ -89,6 +95,8 @@ def waits_for_rank_1(here: Here, how: str, seconds: float) -> None:
         elif how == "asleep":
             time.sleep(60)
         else:
+            while not announced(group):
+                time.sleep(0.01)
             ctypes.PyDLL(None).usleep(int(1e6 * 5 * seconds))  # keeps the interpreter's lock
             group.barrier()
     except gw.GradwireError as error:
@@ -100,7 +108,9 @@ def waits_for_rank_1(here: Here, how: str, seconds: float) -> None:
     [
         ("asleep", r"stuck outside of any call, its last call was barrier\(\) #1 at {last}"),
         pytest.param(
-            "in C", "stuck: its interpreter does not run, as if a call into C held its lock", marks=needs_core
+            "in C",
+            r"stuck: its interpreter does not run, as if a call into C held its lock; its last call was barrier\(\) #1",
+            marks=needs_core,
         ),
     ],
 )

@@ -14,6 +14,7 @@ import pytest
 
 import gradwire as gw
 from gradwire.transports.base import CONTROL_CHANNEL, MESSAGE_CHANNEL, Link
+from gradwire.transports.frames import Outbox
 from gradwire.wire import MAX_CONTROL, MAX_EAGER, Header, Kind
 from in_process import Journal
 from in_process import groups_fixture as groups_fixture
@@ -28,12 +29,11 @@ MIB = 1 << 20
 def header(sender: gw.Group, kind: int, nbytes: int = 0, **fields: int) -> bytes:
     """A header that this rank could send."""
     identity = sender._generation.identity
-    known = {"group": 1, "sequence": 1, "fingerprint": 0, "tile": 0, "round": 0}
+    known = {"group": 1, "sequence": 1, "fingerprint": 0, "tile": 0, "round": 0, "source": identity.rank}
     return Header(
         kind=kind,
         job=identity.job,
         generation=identity.number,
-        source=identity.rank,
         nbytes=nbytes,
         **(known | fields),
     ).pack()
@@ -149,6 +149,22 @@ def test_floods_of_wellformed_control_messages_pile_up_nowhere(groups: list[gw.G
     assert groups[0]._generation.control.sound
 
 
+@pytest.mark.parametrize("groups", ["local"], indirect=True)  # the kernel would keep megabytes first
+def test_answers_that_nobody_reads_do_not_pile_up(groups: list[gw.Group], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Outbox, "MAX_WAITING", 100_000)
+    liar, victim = groups[1]._generation, groups[0]._generation
+    monkeypatch.setattr(liar, "_may_read", lambda reader: False)  # it asks, and listens to nobody
+    one, outbox = liar._outboxes[0, CONTROL_CHANNEL].link, victim._outboxes[1, CONTROL_CHANNEL]
+    questions, rest = liar.frame(Kind.CONTROL, b'{"t":"where","g":1}') * 50, b""
+    deadline = time.monotonic() + 30
+    while victim.control.sound and time.monotonic() < deadline:
+        rest = rest or questions
+        rest = rest[one.send([rest]) :]
+        assert outbox._bytes < 10 * Outbox.MAX_WAITING
+    with pytest.raises(gw.PeerLost, match=r"rank 1 .* takes no messages off its links"):
+        groups[0].barrier()
+
+
 MESSAGE_NONSENSE: dict[str, Callable[[gw.Group], bytes]] = {
     "eager 8 GiB": lambda group: header(group, Kind.EAGER, 8 * GIB),
     "eager, a byte too many": lambda group: header(group, Kind.EAGER, MAX_EAGER + 1),
@@ -181,6 +197,27 @@ def test_an_offer_of_8_gib_is_only_a_number(pair: list[gw.Group]) -> None:
         pair[0].recv(np.zeros(1), src=1)
         pair[0].recv(np.zeros(10), src=1)
     run_ranks(pair, lambda group: group.barrier())
+
+
+def test_no_rank_can_pose_as_another() -> None:
+    """A message counts as that of the rank whose link it came on."""
+    groups = gw.local_group(3)
+    try:
+        liar, victim, honest = groups[1], groups[0], groups[2]
+        liar.send(np.zeros(1), dst=0, tag=1)
+        for source in (2, 7):
+            forged = header(liar, Kind.EAGER, 8, source=source) + np.full(1, 9.0).tobytes()
+            link(liar, MESSAGE_CHANNEL).send([forged])
+        liar.send(np.ones(1), dst=0, tag=2)  # behind the forged ones, on the same link
+        x = np.zeros(1)
+        assert victim.recv(x, src=None, tag=2) == 1
+        honest.send(np.full(1, 2.0), dst=0)
+        assert (victim.recv(x, src=None), x[0]) == (2, 2.0)
+        honest.send(np.full(1, 3.0), dst=0)
+        assert (victim.recv(x, src=2), x[0]) == (2, 3.0)
+    finally:
+        for group in groups:
+            group.close()
 
 
 def test_offers_without_end_are_not_read_without_end(pair: list[gw.Group], monkeypatch: pytest.MonkeyPatch) -> None:

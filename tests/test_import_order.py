@@ -63,7 +63,7 @@ HEIGHT = {name: height for height, name in enumerate(LAYERS)}
 ROOT = Path(gradwire.__file__).parent
 MODULES = sorted(ROOT.rglob("*.py"))
 # Heavy or optional: nobody pays for them who only says `import gradwire`.
-UNASKED = ("grpc", "google.protobuf", "click", "rich", "cloudpickle", "cryptography", "torch", "jax", "mpi4py", "ray")
+UNASKED = ("grpc", "h2", "google.protobuf", "click", "rich", "cloudpickle", "cryptography", "torch", "jax", "mpi4py")
 
 
 def layer(dotted: str) -> str:

@@ -85,9 +85,35 @@ def test_a_long_message_is_accepted_when_there_is_a_buffer_and_goes_straight_int
     request = post.ask(4, 2, 5)
     assert post.accepted == [(2, 77)]
     assert not request.done
-    assert post.box.begin(2, header(Kind.PAYLOAD, 2, 5, 4, sequence=77)) is request.target
-    post.payload(2, 77, b"long")
+    head = header(Kind.PAYLOAD, 2, 5, 4, sequence=77)
+    memory = post.box.begin(2, head)
+    assert memory is request.target
+    memory[:] = b"long"
+    post.box.finish(2, head, memory)
     assert (request.sender, bytes(request.target)) == (2, b"long")
+
+
+def test_a_payload_arrives_once_whatever_its_sender_says_on_another_link() -> None:
+    post = Post()
+    post.offer(2, 5, nbytes=4, identity=77)
+    request = post.ask(4, 2, 5)
+    head = header(Kind.PAYLOAD, 2, 5, 4, sequence=77)
+    memory = post.box.begin(2, head)
+    with pytest.raises(WireError, match="two links"):
+        post.box.begin(2, head)
+    with pytest.raises(WireError, match="withdrawn while it arrives"):
+        post.withdraw(2, 77)
+    with pytest.raises(WireError, match="identity 77"):
+        post.offer(2, 5, nbytes=4, identity=77)
+    memory[:] = b"long"
+    post.box.finish(2, head, memory)
+    assert (request.sender, bytes(request.target)) == (2, b"long")
+    post.offer(2, 5, nbytes=4, identity=77)  # done with, the number may come again
+
+
+def test_an_offer_has_an_identity() -> None:
+    with pytest.raises(WireError, match="identity 0"):
+        Post().offer(2, 5, nbytes=1 << 40, identity=0)
 
 
 def test_a_payload_must_be_the_one_that_was_accepted() -> None:

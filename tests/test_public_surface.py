@@ -38,6 +38,7 @@ EXPECTED = {
     "CollectiveMismatch",
     "ConfigError",
     "Elastic",
+    "Finished",
     "GradwireError",
     "InvalidRank",
     "InvalidSize",

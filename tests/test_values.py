@@ -147,7 +147,7 @@ def test_a_value_too_deep_for_this_rank_fails_here_alone(three: Crew, monkeypatc
     monkeypatch.setattr(json, "loads", shallow)
 
     def program(group: gw.Group) -> int:
-        with pytest.raises(gw.ArrayError, match="cannot be taken apart here: too deep"):
+        with pytest.raises(gw.ArrayError, match="cannot be taken apart here: it is too deep"):
             group.broadcast_value([[[1]]])
         with pytest.raises(gw.ArrayError, match="cannot be taken apart here"):
             group.all_gather_values([[[1]]])

@@ -34,10 +34,10 @@ def agree(generation: Generation, transport: str, deadline: float) -> None:
         generation.table = own or generation.table
         return
     with _private_group(generation, deadline) as tell_all:
-        told = tell_all([transport, own and tuning.encode(own), Nature.own().to_wire()])
+        told = _entries(tell_all([transport, own and tuning.encode(own), Nature.own().to_wire()]))
         generation.table = _table(told[0][1])
-        _share_memory(generation, [wish for wish, *_ in told], tell_all, deadline)
-        _begin_lifeline(generation, [Nature.from_wire(nature) for *_, nature in told], tell_all, deadline)
+        _share_memory(generation, [wish for wish, _, _ in told], tell_all, deadline)
+        _begin_lifeline(generation, [Nature.from_wire(nature) for _, _, nature in told], tell_all, deadline)
 
 
 @contextmanager
@@ -55,6 +55,14 @@ def _private_group(generation: Generation, deadline: float) -> Iterator[TellAll]
         yield tell_all
     finally:
         group.close()
+
+
+def _entries(told: list[Any]) -> list[tuple[str, Any, Any]]:
+    """What each rank has told: its wish of a transport, its table, its nature."""
+    for rank, entry in enumerate(told):
+        if not isinstance(entry, list) or len(entry) != 3 or not isinstance(entry[0], str):
+            raise ConfigError(f"rank {rank} settles things in another way: is it the same gradwire?", peer=rank)
+    return [(wish, table, nature) for wish, table, nature in told]
 
 
 def _table(value: Any) -> Table:

@@ -101,6 +101,14 @@ def dtype_named(code: int) -> str:
     return next((row.name for row in _TABLE.values() if row.code == code), f"dtype {code}")
 
 
+def dtype_called(name: str) -> DType:
+    """The dtype of exactly this name; ValueError if there is none. For names from peers: NumPy reads much into them."""
+    for row in _TABLE.values():
+        if row.name == name:
+            return row
+    raise ValueError(f"there is no dtype {name[:50]!r}")
+
+
 def parse_dtype(dtype: Any) -> DType:
     """A dtype by name or NumPy type, "bfloat16" included.
 

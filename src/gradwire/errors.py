@@ -9,6 +9,7 @@
     ├── SizeMismatch (ValueError)           a received message and the buffer for it differ in size; the message is kept
     ├── NoConnection (ConnectionError)      no coordinator or peer answered
     │   └── Refused                         one answered and said no: wrong secret, taken rank, another job …
+    │       └── Finished                    the job's work is done, and there is nothing left to join
     ├── TransportError (OSError)            the operating system failed an input or output operation
     ├── WorkerFailed                        a launched process ended badly
     ├── JournalError                        the coordinator's journal cannot be read or written
@@ -99,6 +100,10 @@ class NoConnection(GradwireError, ConnectionError):
 
 class Refused(NoConnection):
     """The other side answered and turned this process away; the message carries its reason."""
+
+
+class Finished(Refused):
+    """This process came to join a job whose work is done; under `gradwire run` that is an end like any other."""
 
 
 class TransportError(GradwireError, OSError):

@@ -89,6 +89,7 @@ class Runner:
         self._failed = False
         self._spins = False
         generation.control.watch(self.calls)
+        generation.groups.add(self)
 
     @property
     def is_native(self) -> bool:

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -71,11 +72,11 @@ class Generation:
         self.succeed: Callable[[Generation, float], Any] | None = None  # makes the next generation's group
         self.news: Callable[[], Any] = lambda: None  # what the coordinator last told: who waits to join
         self.cuts: Callable[[], frozenset[str]] = frozenset  # the members this one is cut off from, on purpose
-        self.succession = threading.Lock()
-        self.successor: Any = None
+        self.stranger = False  # a member that joined, and does not have the state of the training yet
         self.finished = False  # the work of the job is done: whoever came now would begin it anew
         self.alarm = transport.bell()  # rings for good when the generation breaks or is closed
         self.closed = False
+        self.groups: weakref.WeakSet[Any] = weakref.WeakSet()  # the engine rooms of groups, which end with it
         self._halts: list[Callable[[], None]] = []
         self.raised = False  # whether this rank's program has seen why the generation broke
         self.inherited = False
@@ -205,6 +206,8 @@ class Generation:
             self._bell.ring()
             if self._thread is not threading.current_thread():
                 self._thread.join(GOODBYE_SECONDS + 1)
+        for group in list(self.groups):
+            group.close()
         for belonging in reversed(self.belongings):
             belonging.close()
 
@@ -360,7 +363,9 @@ class Generation:
 
     def _post(self, peer: int, channel: int, message: bytes) -> None:
         outbox = self._outboxes.get((peer, channel))
-        if outbox is not None:
+        if outbox is not None and outbox.full:  # who asks without end and hears no answer must not fill our memory
+            self.control.lost(peer, time.monotonic(), "takes no messages off its links")
+        elif outbox is not None:
             with contextlib.suppress(LinkClosed, OSError):  # the reading side learns of it, and decides
                 if outbox.post(message):
                     self._bell.ring()

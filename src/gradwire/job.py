@@ -19,8 +19,6 @@ from gradwire.transports.tcp import TcpTransport
 
 log = logging.getLogger("gradwire")
 
-_current: Group | None = None  # of the last `init`
-
 
 def init(
     rank: int | None = None,
@@ -48,11 +46,11 @@ def init(
         text = f"transport {config.transport!r} is not built yet; there are 'shm' and 'tcp'"
         raise UnsupportedOp(text, operation="init")
     if config.size == 1 and config.address is None and not config.elastic:
-        return _kept(_alone(config.timeout))
+        return lifetime.keep(_alone(config.timeout))
     deadline = time.monotonic() + config.timeout
     if core.native is None and (reason := core.why_pure()) and not core.is_unwanted():
         log.warning("collectives run in Python, which is slower: gradwire has no native core here, %s", reason)
-    return _kept(Seat(config).take(deadline))
+    return Seat(config).take(deadline)
 
 
 def _alone(timeout: float) -> Group:
@@ -60,17 +58,6 @@ def _alone(timeout: float) -> Group:
     identity = Identity(job, 1, 0, ("rank 0 (this process)",), Topology.single(1))
     generation = Generation(identity, Hub(1).transports[0])
     return lifetime.start([generation], timeout, time.monotonic() + timeout)[0]
-
-
-def current() -> Group | None:
-    """The group that this process is in by `init`, if it is still open."""
-    return None if _current is None or _current._closed else _current
-
-
-def _kept(group: Group) -> Group:
-    global _current
-    _current = group
-    return group
 
 
 def local_group(n: int) -> list[Group]:

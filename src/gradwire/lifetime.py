@@ -20,6 +20,19 @@ from gradwire.liveness.verdict import Finding
 _live: weakref.WeakSet[Generation] = weakref.WeakSet()
 _hooked = threading.Lock()
 _hooks_set = False
+_current: Group | None = None  # of this process's job
+
+
+def keep(group: Group) -> Group:
+    """Remember the group of this process's job; the one of an earlier generation is forgotten."""
+    global _current
+    _current = group
+    return group
+
+
+def current() -> Group | None:
+    """The group that this process is in by `init`, if it is still open."""
+    return None if _current is None or _current._closed else _current
 
 
 def start(generations: Sequence[Generation], timeout: float, deadline: float) -> list[Group]:

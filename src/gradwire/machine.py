@@ -17,6 +17,11 @@ def identity() -> str:
     return f"{socket.gethostname()}/{boot}"
 
 
+def memory() -> int:
+    """The bytes of memory that this machine has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def usable_cores() -> float:
     """Cores that this process may use: those it may run on, or the share of them that its container is given."""
     try:

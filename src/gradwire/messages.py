@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -41,6 +41,11 @@ class Letter:
     dtype: int = 0  # as of a request
 
     @property
+    def sender(self) -> tuple[int, int]:
+        """Who sent it: the rank in the group as it says, and in the world as its link says."""
+        return self.source, self.world
+
+    @property
     def weight(self) -> int:
         """What an unasked letter counts against its sender."""
         return _OVERHEAD + (self.nbytes if self.identity == 0 else 0)
@@ -57,17 +62,24 @@ class Request:
     sender: int | None = None
     error: GradwireError | None = None
     dtype: int = 0  # of a copy: its elements' code; other messages are only bytes
+    members: Sequence[int] | None = None  # the group's world ranks; None: those of all ranks
 
     @property
     def done(self) -> bool:
         return self.sender is not None or self.error is not None
 
     def fits(self, letter: Letter) -> bool:
-        return (
-            self.group == letter.group
-            and self.tag == letter.tag
-            and (self.source is None or self.source == letter.source)
-        )
+        return self.group == letter.group and self.tag == letter.tag and self.wants(letter.source, letter.world)
+
+    def wants(self, source: int, world: int) -> bool:
+        """Whether a message of this rank is meant, and whoever sent it is that rank."""
+        return self.source in (None, source) and self.world(source) == world
+
+    def world(self, source: int) -> int:
+        """The world rank of a rank of the group; -1 if it has no such rank."""
+        if self.members is None:
+            return source
+        return self.members[source] if source < len(self.members) else -1
 
 
 @dataclass(slots=True, eq=False)
@@ -85,20 +97,22 @@ class Transfer:
     letter: Letter
     request: Request | None
     target: memoryview
+    arriving: bool = False  # on one of the peer's links; on another it must not
 
 
 class Shelf:
     """Letters that nobody has asked for yet, in the order of arrival among those that one `recv` could mean."""
 
     def __init__(self) -> None:
-        self._places: dict[tuple[int, int], dict[int, deque[Letter]]] = {}  # by group and tag, then by source
+        # By group and tag, then by the rank that is said to have sent it, and the one that has.
+        self._places: dict[tuple[int, int], dict[tuple[int, int], deque[Letter]]] = {}
         self._arrived = 0
 
     def add(self, letter: Letter) -> None:
         if not letter.number:
             self._arrived += 1
             letter.number = self._arrived
-        queue = self._places.setdefault((letter.group, letter.tag), {}).setdefault(letter.source, deque())
+        queue = self._places.setdefault((letter.group, letter.tag), {}).setdefault(letter.sender, deque())
         later = (position for position, other in enumerate(queue) if letter.number < other.number)
         if queue and letter.number < queue[-1].number:  # one that was taken and is put back
             queue.insert(next(later), letter)
@@ -111,27 +125,23 @@ class Shelf:
         if not queues:
             return None
         if request.source is not None:
-            queue = queues.get(request.source)
+            queue = queues.get((request.source, request.world(request.source)))
             return queue[0] if queue else None
-        return min((queue[0] for queue in queues.values()), key=lambda letter: letter.number)
+        eldest = (queue[0] for sender, queue in queues.items() if request.wants(*sender))
+        return min(eldest, key=lambda letter: letter.number, default=None)
 
     def take(self, letter: Letter) -> None:
         """Remove a letter: the first of its queue, unless it is withdrawn."""
         key = letter.group, letter.tag
-        queue = self._places[key][letter.source]
+        queue = self._places[key][letter.sender]
         if queue[0] is letter:
             queue.popleft()
         else:
             queue.remove(letter)
         if not queue:  # nothing is kept of tags that are used once
-            del self._places[key][letter.source]
+            del self._places[key][letter.sender]
             if not self._places[key]:
                 del self._places[key]
-
-    def offered(self, world: int, identity: int) -> Letter | None:
-        """The letter of an offer, if it still lies here."""
-        letters = (letter for queues in self._places.values() for queue in queues.values() for letter in queue)
-        return next((letter for letter in letters if (letter.world, letter.identity) == (world, identity)), None)
 
 
 class Mailbox:
@@ -144,6 +154,7 @@ class Mailbox:
         self._shelf = Shelf()
         self._requests: list[Request] = []
         self._offers: dict[int, Offer] = {}
+        self._offered: dict[tuple[int, int], Letter] = {}  # by sender and identity, until the payload is here
         self._transfers: dict[tuple[int, int], Transfer] = {}
         self._identity = 0
         self._kept: dict[int, int] = {}
@@ -244,6 +255,9 @@ class Mailbox:
                 transfer = self._transfers.get((world, header.sequence))
                 if transfer is None or transfer.letter.nbytes != header.nbytes:
                     raise WireError(f"a payload of {header.nbytes} bytes that was not accepted")
+                if transfer.arriving:
+                    raise WireError("a payload on two links at once")
+                transfer.arriving = True
                 return transfer.target
         if header.nbytes or header.kind not in (Kind.OFFER, Kind.ACCEPT, Kind.WITHDRAW):
             raise WireError(f"kind {header.kind}, {header.nbytes} bytes, point to point")
@@ -256,7 +270,11 @@ class Mailbox:
                 case Kind.EAGER:
                     self._arrive(_letter(world, header, payload))
                 case Kind.OFFER:
-                    self._arrive(_letter(world, header, None))
+                    letter = _letter(world, header, None)
+                    if not letter.identity or (world, letter.identity) in self._offered:
+                        raise WireError(f"an offer with the identity {letter.identity}, of none or of another")
+                    self._offered[world, letter.identity] = letter
+                    self._arrive(letter)
                 case Kind.PAYLOAD:
                     self._complete(world, header.sequence, payload)
                 case Kind.ACCEPT:
@@ -276,15 +294,22 @@ class Mailbox:
                 return
 
     def _withdrawn(self, world: int, identity: int) -> None:
-        letter = self._shelf.offered(world, identity)
-        if letter is not None:
+        letter, transfer = self._offered.get((world, identity)), self._transfers.get((world, identity))
+        if letter is None:
+            return
+        if transfer is not None and transfer.arriving:
+            raise WireError("a message that is withdrawn while it arrives")
+        del self._offered[world, identity]
+        if transfer is None or transfer.request is None:
             self._unkeep(letter)
-        transfer = self._transfers.pop((world, identity), None)
-        if transfer is not None and transfer.request is not None:
-            self.ask(transfer.request)  # accepted just as the sender gave up
+        if transfer is not None:
+            del self._transfers[world, identity]
+            if transfer.request is not None:
+                self.ask(transfer.request)  # accepted just as the sender gave up
 
     def _complete(self, world: int, identity: int, payload: memoryview) -> None:
         transfer = self._transfers.pop((world, identity))
+        del self._offered[world, identity]
         letter, request = transfer.letter, transfer.request
         letter.payload = payload
         if request is not None:

@@ -176,7 +176,7 @@ class Post:
     def post_request(self, target: memoryview, src: int | None, tag: int) -> Request:
         """Ask for a message without waiting for it."""
         self._check("recv")
-        request = Request(self.group, src, max(tag, COPY_TAG), target, dtype=max(0, -tag))
+        request = Request(self.group, src, max(tag, COPY_TAG), target, dtype=max(0, -tag), members=self.members)
         self.generation.mailbox.ask(request)
         return request
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import os
 import secrets
 import socket
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -22,7 +24,8 @@ from gradwire.membership import Assembly, Member
 from gradwire.membership.addresses import resolve as endpoints
 from gradwire.membership.doorkeeper import Doorkeeper
 from gradwire.membership.news import NewsReader
-from gradwire.security.secret import derive, job_secret
+from gradwire.security import tokens
+from gradwire.security.secret import derive
 from gradwire.security.tls import Credentials
 from gradwire.topology import Topology
 from gradwire.transports.tcp import TcpTransport
@@ -55,11 +58,13 @@ class Seat:
                 "`gradwire certs` and set GRADWIRE_TLS_CA, GRADWIRE_TLS_CERT and GRADWIRE_TLS_KEY, or pass "
                 "insecure=True (GRADWIRE_INSECURE=1) if you trust the network in between"
             )
-        self._secret = job_secret(os.environ, loopback)
+        self._secret = tokens.held(os.environ, loopback)
         self._id = config.member or _new_id(self._credentials)
         self._job = config.job or (self._credentials.job if self._credentials else None)
+        self._succession = threading.Lock()
         self._generation = 0  # the last one this process was in
         self._lost: tuple[str, ...] = ()  # its members that this process could not reach
+        self._stranger = False
         self._news = _news_pipe() if config.elastic else None
         self._lease: Lease | None = None
 
@@ -67,21 +72,28 @@ class Seat:
         """The group of the next generation. In an elastic job members that are lost meanwhile are done without."""
         while True:
             try:
-                return self._take(deadline)
+                return lifetime.keep(self._take(deadline))
             except (Broken, NoConnection) as error:
                 if not self.config.elastic or isinstance(error, Refused) or time.monotonic() >= deadline:
                     raise
                 log.warning("generation %d did not come about: %s", self._generation, error)
 
     def next(self, generation: Generation, timeout: float) -> Group:
-        """Leave a generation, broken or not, and take part in the next."""
-        self._leave(generation)
-        return self.take(time.monotonic() + timeout)
+        """Leave a generation, broken or not, and take part in the next; who asks late gets the present one."""
+        with self._succession:
+            present = lifetime.current()
+            if generation.identity.number < self._generation and present is not None:
+                return present
+            self._leave(generation)
+            del generation
+            gc.collect()  # a generation refers to itself in many ways, and holds memory that it shared
+            return self.take(time.monotonic() + timeout)
 
     def _leave(self, generation: Generation) -> None:
         """Remember for the coordinator whom this process could not reach."""
         lost = generation.unreachable()
         self._lost = tuple(generation.member_ids[rank] for rank in sorted(lost))
+        self._stranger = generation.stranger
         generation.belongings = [one for one in generation.belongings if not isinstance(one, _Leave)]
         generation.close()
 
@@ -139,6 +151,7 @@ class Seat:
                 timeout=left,
                 generation=self._generation,
                 lost=self._lost,
+                stranger=self._stranger,
                 credentials=self._credentials,
                 waiting=_Teller(),
             )
@@ -174,6 +187,8 @@ class Seat:
         from gradwire.membership.service import Coordinator
 
         assert config.size is not None
+        if not isinstance(self._secret, bytes):
+            raise ConfigError("a join token is for joining: who serves the rendezvous needs the job's secret itself")
         host, port = self._address.host, self._address.port
         return Coordinator(
             host,
@@ -218,7 +233,7 @@ class Seat:
             addresses=[(place.host, place.port) for place in places],
             job=assembly.run,
             generation=assembly.generation,
-            key=derive(self._secret, "links", assembly.run),
+            key=self._link_key(assembly),
             cores=machine.usable_cores() / neighbours,
             members=[member.id for member in members],
         )
@@ -226,6 +241,12 @@ class Seat:
         names = tuple(str(member) for member in members)
         identity = Identity(job, assembly.generation, assembly.rank, names, topology)
         return Generation(identity, transport, tuple(member.id for member in members))
+
+    def _link_key(self, assembly: Assembly) -> bytes:
+        if isinstance(self._secret, bytes):
+            return derive(self._secret, "links", assembly.run)
+        assert assembly.link_key is not None  # told to whoever came with a join token
+        return assembly.link_key
 
 
 class _Leave:

@@ -17,6 +17,7 @@ from typing import Any
 
 from gradwire.collectives import DEFAULTS, Constants, Table
 from gradwire.errors import TransportError
+from gradwire.wire import parse_json
 
 FILE = "GRADWIRE_TUNING"
 MISSING = "there is no such file"
@@ -73,8 +74,8 @@ def read(file: Path) -> Table:
     if len(data) > LARGEST:
         raise ValueError(f"it is larger than {LARGEST} bytes")
     try:
-        value = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(data)
+    except ValueError as error:
         raise ValueError(f"it is not JSON: {error}") from error
     return decode(value)
 

@@ -24,9 +24,11 @@ with `parse` and named. Nothing is allocated from what a header claims: control 
 from __future__ import annotations
 
 import enum
+import json
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import xxhash
 
@@ -93,6 +95,14 @@ def parse(data: bytes | bytearray | memoryview) -> Header:
     if magic != MAGIC or kind not in Kind._value2member_map_:
         raise WireError(f"not a gradwire message: {bytes(data[:5]).hex()}")
     return Header(kind, *fields)
+
+
+def parse_json(data: bytes | bytearray) -> Any:
+    """A JSON-like value of anybody's; ValueError if it is none, or deeper than the stack."""
+    try:
+        return json.loads(data)
+    except RecursionError as error:
+        raise ValueError("it is too deep") from error
 
 
 pack_collective = _LAYOUT.pack  # the hot path packs positionally: (MAGIC, kind, job, generation, …) as in Header

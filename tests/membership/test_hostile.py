@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from gradwire.errors import NoConnection, Refused
 from gradwire.membership import Member, desk
+from gradwire.membership.addresses import Endpoint
 from gradwire.membership.client import register
+from gradwire.membership.doorkeeper import told_at
 from gradwire.membership.sealing import CoordinatorSeal, WorkerSeal
 from gradwire.membership.service import Coordinator
 from gradwire.membership.v1 import gradwire_pb2 as pb
@@ -137,6 +143,20 @@ def test_a_session_of_another_length(stub: Any) -> None:
     assert status(lambda: stub.RegisterWorker(sealed)) == grpc.StatusCode.INVALID_ARGUMENT
 
 
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(method=st.sampled_from(UNARY), body=st.binary(max_size=200))
+def test_any_body_from_a_holder_of_the_secret(method: str, body: bytes, stub: Any) -> None:
+    seal = WorkerSeal(SECRET)
+    seal.meet(stub.Hello(seal.hello()))
+    sealed = seal.seal(method, body)
+    codes = set()
+    try:
+        seal.open(method, sealed, getattr(stub, method)(sealed))
+    except grpc.RpcError as error:
+        codes.add(error.code())
+    assert codes <= {grpc.StatusCode.INVALID_ARGUMENT}
+
+
 def test_oversized_requests_are_not_taken_in(stub: Any) -> None:
     assert status(lambda: stub.RegisterWorker(pb.Sealed(body=bytes(1 << 20)))) == grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -230,3 +250,23 @@ def test_something_else_on_the_port_is_said() -> None:
         with pytest.raises(NoConnection, match="something listens there, but"):
             join(f"127.0.0.1:{listener.getsockname()[1]}", timeout=0.5)
         listener.shutdown(socket.SHUT_RDWR)
+
+
+def test_who_says_little_at_a_time_is_not_listened_to_for_ever() -> None:
+    over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def drip() -> None:
+            with contextlib.suppress(OSError), listener.accept()[0] as sock:
+                for byte in b"gradwire: the rendezvous is over: " + b"x" * 200:
+                    if over.wait(0.1):
+                        break
+                    sock.send(bytes([byte]))
+
+        speaker = threading.Thread(target=drip)
+        speaker.start()
+        began = time.monotonic()
+        assert told_at(Endpoint("127.0.0.1", listener.getsockname()[1]), 0.3) is None
+        assert time.monotonic() - began < 10
+        over.set()
+        speaker.join()

@@ -124,6 +124,26 @@ def test_killed_and_started_again_it_goes_on(coordinate: Callable[..., Process],
     assert {found.run for found in after} == {before[0].run}
 
 
+def test_one_that_is_frozen_is_found_again(coordinate: Callable[..., Process], journal: Log) -> None:
+    process = coordinate("--size", "1", "--min", "1", "--max", "2")
+    assembled(process.address, "a")
+    told: queue.SimpleQueue[News] = queue.SimpleQueue()
+    beats = Heartbeats(process.address, "a", secret=SECRET, on_news=told.put, interval=0.1)
+    beats.start()
+    try:
+        told.get(timeout=30)
+        process.process.send_signal(signal.SIGSTOP)
+        journal.wait_for("no heartbeats from this host, trying again", timeout=30)
+        process.process.send_signal(signal.SIGCONT)
+        journal.wait_for("answers the heartbeats of this host again", timeout=30)
+        while not told.empty():
+            told.get()
+        assert told.get(timeout=30).evicted == ()
+    finally:
+        process.process.send_signal(signal.SIGCONT)
+        beats.close()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_it_ends_cleanly(number: signal.Signals, coordinate: Callable[..., Process]) -> None:
     process = coordinate("--size", "1", "--job", "named")
@@ -173,9 +193,9 @@ def test_a_full_journal_ends_the_talking_and_loses_nothing(serve: Serve, tmp_pat
     database.execute(f"PRAGMA max_page_count = {pages}")
     with pytest.raises(NoConnection, match="its disk is full: make room"):
         for number in range(1000):
-            start_checkpoint(coordinator.address, "a", number, secret=SECRET, timeout=1.0)
-            end_checkpoint(coordinator.address, "a", number, secret=SECRET, timeout=1.0)
-            last = end_checkpoint(coordinator.address, "b", number, secret=SECRET, timeout=1.0)
+            start_checkpoint(coordinator.address, "a", number, secret=SECRET, timeout=5.0)
+            end_checkpoint(coordinator.address, "a", number, secret=SECRET, timeout=5.0)
+            last = end_checkpoint(coordinator.address, "b", number, secret=SECRET, timeout=5.0)
     assert "its disk is full" in str(failed.get(timeout=10))
     journal.wait_for("nobody is told anything any more")
     assert not serving(coordinator.address, secret=SECRET)

@@ -269,7 +269,7 @@ class AnyHistory(RuleBasedStateMachine):
         self.pass_time(0.5)
 
     def be_calm(self, process: Process) -> None:
-        """What a healthy worker does: ask, or beat and look at the news."""
+        """What a healthy worker does: ask, or beat and look at the news. It notices if somebody has left."""
         if process.claim is not None:
             self.ask(process, ())
             return
@@ -277,7 +277,8 @@ class AnyHistory(RuleBasedStateMachine):
         self.event(0.0)
         news = self.state.beat([process.name], self.now)
         self.check_changes()
-        if news.generation > process.generation or news.joiners or news.evicted or news.over:
+        left = self.out[process.generation]
+        if news.generation > process.generation or news.joiners or news.evicted or news.over or left:
             self.ask(process, ())
 
     def unsettled(self) -> list[str]:

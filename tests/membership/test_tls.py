@@ -14,7 +14,9 @@ import pytest
 import tls_files
 from gradwire.errors import ConfigError, Refused
 from gradwire.membership import Assembly, Member
+from gradwire.membership.addresses import resolve
 from gradwire.membership.client import heartbeat, register, serving, start_checkpoint, unregister
+from gradwire.membership.doorkeeper import Doorkeeper
 from gradwire.membership.sealing import WorkerSeal
 from gradwire.membership.service import Coordinator
 from gradwire.membership.v1 import gradwire_pb2_grpc as rpc
@@ -82,6 +84,32 @@ def test_another_authority(coordinator: Coordinator, tmp_path: Path) -> None:
         join(coordinator, "m1", made(tmp_path, "tests", "m1"))
 
 
+def test_a_certificate_that_the_coordinator_does_not_know(coordinator: Coordinator, tmp_path: Path) -> None:
+    made(tmp_path, "tests", "m1")
+    believed = tmp_path / "both.pem"  # this side believes both authorities, the coordinator only its own
+    believed.write_bytes((tmp_path / "ca.pem").read_bytes() + (tls_files.folder() / "ca.pem").read_bytes())
+    with pytest.raises(Refused, match="it does not accept this process's certificate"):
+        join(coordinator, "m1", Credentials(believed, tmp_path / "m1.pem", tmp_path / "m1.key"))
+
+
+def test_a_rendezvous_that_is_over_says_so_to_those_with_certificates_too() -> None:
+    door = Doorkeeper(resolve("127.0.0.1", 0)[0], "all have come")
+    host, port = door._listener.getsockname()
+    try:
+        with pytest.raises(Refused, match="is over: all have come"):
+            register(
+                f"{host}:{port}",
+                member("m1"),
+                size=None,
+                secret=SECRET,
+                job=None,
+                timeout=20.0,
+                credentials=tls_files.credentials("m1"),
+            )
+    finally:
+        door.close()
+
+
 def test_a_member_cannot_serve_in_the_coordinators_place(serve: Serve) -> None:
     impostor = serve(1, credentials=tls_files.credentials("m3"))
     with pytest.raises(Refused, match="its certificate is not for a coordinator of job tests"):
@@ -89,12 +117,12 @@ def test_a_member_cannot_serve_in_the_coordinators_place(serve: Serve) -> None:
 
 
 def test_plaintext_to_a_coordinator_with_certificates(coordinator: Coordinator) -> None:
-    with pytest.raises(Refused, match="it speaks TLS, and this side was given no certificates: set GRADWIRE_TLS_CA"):
+    with pytest.raises(Refused, match="it uses TLS: give this process certificates too"):
         join(coordinator, "m1", None)
 
 
 def test_certificates_for_a_coordinator_without(serve: Serve) -> None:
-    with pytest.raises(Refused, match="it does not speak TLS, and this side does"):
+    with pytest.raises(Refused, match="it does not use TLS, and this process does"):
         join(serve(1), "m1", tls_files.credentials("m1"))
 
 

@@ -52,7 +52,7 @@ def test_its_life(serve: Serve, make: Make) -> None:
     together(*(node.start for node in nodes))
     assert [(node.rank, node.size, node.generation) for node in nodes] == [(0, 2, 1), (1, 2, 1)]
     assert [(peer.id, peer.address) for peer in nodes[1].peers] == [("w0", "10.0.0.0:1"), ("w1", "10.0.0.1:1")]
-    assert all(node.healthy() for node in nodes)
+    assert all(node.healthy(30) for node in nodes)
     nodes[0].close()
     nodes[0].close()
     assert (nodes[0].rank, nodes[0].size, nodes[0].healthy()) == (-1, 0, False)
@@ -97,14 +97,14 @@ def test_it_keeps_its_lease_hears_the_news_and_goes_on(serve: Serve, make: Make)
     assert (node.rank, node.size, node.generation) == (0, 1, 2)
     while told.get(timeout=30).generation != 2:
         pass
-    assert node.healthy()
+    assert node.healthy(30)
 
 
 def test_one_that_was_evicted_is_not_healthy(serve: Serve, make: Make) -> None:
     coordinator = serve(1, minimum=1, maximum=1)
     node = make(coordinator, "node").start()
     heartbeat(coordinator.address, [], gone=["node"], secret=SECRET)
-    while node.healthy():
+    while node.healthy(30):
         pass  # until its next heartbeat
     assert node.news is not None
     assert node.news.evicted == ("node",)
@@ -134,7 +134,7 @@ def test_checkpoints(serve: Serve, make: Make) -> None:
 def test_with_certificates(serve: Serve, make: Make) -> None:
     coordinator = serve(1, credentials=tls_files.credentials("m0"))
     node = make(coordinator, "m1", credentials=tls_files.credentials("m1")).start()
-    assert node.healthy()
+    assert node.healthy(30)
 
 
 def test_beyond_this_machine_it_must_be_meant() -> None:
@@ -152,5 +152,5 @@ def test_a_forked_child_leaves_it_alone(serve: Serve, make: Make) -> None:
             node.close()
             os._exit(0)
         assert os.waitpid(pid, 0)[1] == 0
-    assert node.healthy()
+    assert node.healthy(30)
     assert heartbeat(coordinator.address, [], secret=SECRET).evicted == ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import ml_dtypes
@@ -121,8 +122,31 @@ def test_what_cannot_travel_is_refused_at_once(state: Any, reason: str) -> None:
 
 @pytest.mark.parametrize(
     "skeleton",
-    [b'{"a":["float32",[-1],"numpy"]}', b'{"a":["float32","x","numpy"]}', b'{"a":3}', b"[" * 100 + b"]" * 100],
+    [
+        b'{"a":["float32",[-1],"numpy"]}',
+        b'{"a":["float32","x","numpy"]}',
+        b'{"a":["float32",[1000000000000000000000],"numpy"]}',
+        b'{"a":3}',
+        b'{"f":"0x1p99999"}',
+        b'{"d":[["a"]]}',
+        b'{"d":[[["unhashable"],1]]}',
+        b'{"of a later version":1}',
+        b"[" * 100 + b"]" * 100,
+        b"[" * 100_000,
+    ],
 )
 def test_a_skeleton_that_makes_no_sense_is_refused(skeleton: bytes) -> None:
     with pytest.raises(ValueError, match=r"malformed|too deep"):
         memory_for(skeleton)
+
+
+def test_no_memory_is_asked_for_that_the_machine_does_not_have() -> None:
+    skeleton = json.dumps([{"a": ["float64", [1 << 20, 1 << 8], "numpy"]}] * 100_000).encode()
+    with pytest.raises(ValueError, match="more than this machine has"):
+        memory_for(skeleton)
+
+
+def test_a_state_that_is_no_dict_does_not_replace_one() -> None:
+    state = State({"w": np.zeros(3)})
+    with pytest.raises(ValueError, match="malformed state: list"):
+        state.put_together(b"[1]", [])

@@ -173,11 +173,8 @@ class Group(Messaging):
                 "`gradwire run --min … --max …` (or `gradwire coordinator` and GRADWIRE_ELASTIC=1)",
                 operation="recover",
             )
-        with generation.succession:
-            if generation.successor is None:
-                self._end_subgroups()
-                generation.successor = generation.succeed(generation, self._seconds(timeout))
-            successor: Group = generation.successor
+        self._end_subgroups()
+        successor: Group = generation.succeed(generation, self._seconds(timeout))
         return successor
 
     def _now(self, operation: Operation, timeout: float | None) -> Any:

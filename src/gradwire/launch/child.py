@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 REPORT, EXCEPTION, RESULT = b"E", b"X", b"R"
+FINISHED = "gradwire.errors.Finished"  # a worker that comes when all is done has not failed
 HEADER_SIZE = 9
 
 
@@ -79,6 +80,9 @@ def main() -> None:
         else:
             _run_script(*rest)
     except BaseException as error:
+        if _name(type(error)) == FINISHED:
+            print(f"gradwire: {_text(error)}", file=sys.stderr)
+            sys.exit(0)
         try:
             _report(channel, error, whole=kind == "function")
         except Exception as problem:  # no memory, no supervisor: what happened is still to be shown

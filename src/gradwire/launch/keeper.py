@@ -17,6 +17,7 @@ from gradwire.launch.worker import Task, Worker
 LABEL = "coordinator"
 LOG = "coordinator.log"
 _HEALTHY = 10.0  # seconds of life after which earlier deaths are forgotten
+_KILLED = 1.0  # likewise for one that was killed, which is not its own fault
 _TRIES = 5  # in a row that it may end by itself, for which it has a reason that will not go away
 _LONGEST = 5.0  # seconds between two tries
 
@@ -33,7 +34,7 @@ class Revival:
 
         `heard`: it has answered somebody, in this life or an earlier one.
         """
-        if lived >= _HEALTHY:
+        if lived >= (_KILLED if killed else _HEALTHY):
             self._deaths = self._failures = 0
         self._deaths += 1
         self._failures += not killed

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from gradwire.wire import parse_json
 
 EXIT_BY_SIGNAL = 128  # shells add the signal's number to this
 
@@ -24,7 +25,19 @@ class Report:
 
     @classmethod
     def parse(cls, text: bytes | bytearray) -> Report:
-        return cls(**json.loads(text))
+        """ValueError if this is none."""
+        match parse_json(text):
+            case {
+                "time": float(time),
+                "type": str(type_),
+                "message": str(message),
+                "traceback": str(traceback),
+                "place": str(place),
+                "broken": bool(broken),
+                "culprit": int() | None as culprit,
+            }:
+                return cls(time, type_, message, traceback, place, broken, culprit)
+        raise ValueError("malformed report")
 
     @property
     def fatal(self) -> bool:

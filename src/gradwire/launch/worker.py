@@ -18,6 +18,7 @@ from gradwire.launch.rootcause import Ending, Report
 _LAST_STEPS = 2.0  # seconds from an uncaught exception to the exit, before it counts as hanging
 _LEFTOVERS = 1.0  # seconds for what a worker leaves behind (multiprocessing's resource tracker) to end by itself
 _UNKILLABLE = 5.0  # seconds more, after which a process that hangs in the kernel is left to it
+_CHUNK = 1 << 20  # bytes taken for a message at first; as many again whenever they have come
 _UNKNOWN = 255  # the exit code of a process that somebody else has reaped
 
 
@@ -145,7 +146,8 @@ class Worker:
     def _listen(self) -> None:
         for kind, body in self._messages.receive():
             if kind == child.REPORT:
-                self.report = Report.parse(body)
+                with contextlib.suppress(ValueError):
+                    self.report = Report.parse(body)
             elif kind == child.EXCEPTION:
                 self.exception = body
             elif kind == child.RESULT:
@@ -198,13 +200,18 @@ class Worker:
 
 
 class _Messages:
-    """Cuts what arrives on a channel into messages. It is our own child that claims the lengths."""
+    """Cuts what arrives on a channel into messages. Programs that write into descriptors they do not know may write
+    there too: no length is believed before the bytes have come, and after nonsense nothing more is heard."""
 
     def __init__(self, channel: socket.socket) -> None:
         self.ended = False
         self._channel = channel
-        self._kind = b""  # of the message whose body is due; empty while a header is
-        self._buffer = bytearray(child.HEADER_SIZE)
+        self._begin(b"", child.HEADER_SIZE)
+
+    def _begin(self, kind: bytes, due: int) -> None:
+        self._kind = kind  # of the message whose body is due; empty while a header is
+        self._due = due
+        self._buffer = bytearray(min(due, _CHUNK))
         self._filled = 0
 
     def receive(self) -> Iterator[tuple[bytes, bytearray]]:
@@ -219,12 +226,15 @@ class _Messages:
             self.ended = count == 0
             self._filled += count
             while self._filled == len(self._buffer) and not self.ended:
-                full, self._filled = self._buffer, 0
-                if self._kind:
-                    yield self._kind, full
-                    self._kind, self._buffer = b"", bytearray(child.HEADER_SIZE)
+                if self._filled < self._due:
+                    self._buffer += bytes(min(self._filled, self._due - self._filled))
+                elif self._kind:
+                    yield self._kind, self._buffer
+                    self._begin(b"", child.HEADER_SIZE)
                 else:
-                    self._kind, self._buffer = bytes(full[:1]), bytearray(int.from_bytes(full[1:], "big"))
+                    kind, due = bytes(self._buffer[:1]), int.from_bytes(self._buffer[1:], "big")
+                    self.ended = kind not in (child.REPORT, child.EXCEPTION, child.RESULT)
+                    self._begin(kind, due)
 
 
 def _exit_fd(pid: int) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -37,15 +37,18 @@ class Call:
         return f"{self.what} at {self.site}"
 
     @classmethod
-    def from_wire(cls, fields: Mapping[str, Any]) -> Call:
+    def from_wire(cls, fields: object) -> Call:
         """Believe a peer's call as far as it is well-formed; ValueError otherwise."""
-        call = cls(**{**fields, "items": tuple(fields["items"])})
-        texts = (call.what, call.site, *call.items)
-        if type(call.sequence) is not int or type(call.fingerprint) is not int:
-            raise ValueError(f"malformed call {str(fields)[:200]}")
-        if not all(isinstance(text, str) for text in texts):
-            raise ValueError(f"malformed call {str(fields)[:200]}")
-        return call
+        match fields:
+            case {
+                "sequence": int(sequence),
+                "fingerprint": int(fingerprint),
+                "what": str(what),
+                "site": str(site),
+                "items": list(items),
+            } if all(isinstance(item, str) for item in items):
+                return cls(sequence, fingerprint, what, site, tuple(items))
+        raise ValueError(f"malformed call {str(fields)[:200]}")
 
 
 @dataclass(frozen=True, slots=True)

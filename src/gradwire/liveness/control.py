@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from gradwire.errors import Broken
 from gradwire.liveness.calls import SHOWN, Call, CallLog
 from gradwire.liveness.verdict import MAX_TEXT, Finding, Verdict
-from gradwire.wire import MAX_CONTROL, Header, Kind, WireError
+from gradwire.wire import MAX_CONTROL, Header, Kind, WireError, parse_json
 
 if TYPE_CHECKING:
     from gradwire.transports.base import Link
@@ -37,6 +37,8 @@ MAX_GROUPS = 4096
 MAX_DISPUTES = 16
 MAX_SHOWN = 16  # ranks, in one line
 MAX_ITEM_BYTES = MAX_CONTROL // 2
+MOST_CALLS = 1 << 63
+KINDS = frozenset(("finding", "verdict", "calls", "bye", "at", "where", "here"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,43 +168,45 @@ class Control:
     # -- what peers say -----------------------------------------------------------------------------------------------
 
     def hear(self, peer: int, payload: bytes, now: float) -> None:
-        """Act on a peer's message; ValueError if it makes no sense."""
-        message = json.loads(payload)
-        if not isinstance(message, dict):
-            raise ValueError("a control message is an object")
-        kind = message.get("t")
+        """Act on a peer's message; ValueError if it makes no sense. Kinds of a later version are let pass."""
+        message = parse_json(payload)
         with self._lock:
-            if kind in ("finding", "verdict"):
-                finding = Finding.from_wire(message["finding"], len(self._names))
-                if finding.culprit == self.rank and finding.kind == "lost":
-                    # Others have given this rank up: what it finds from here on would only mislead them.
-                    self.given_up = True
-                    self._join(Finding("given up", f"was given up by its peers: it {finding.reason}", self.rank), now)
-                elif kind == "verdict":
-                    self._join(finding, now)
-                else:
-                    self.report(finding, now)
-            elif kind == "calls":
-                self._hear_calls(peer, message, now)
-            elif kind == "bye":
-                self._verdict.leave(peer, now)
-                self._decide(now)
-                self._answered.notify_all()
-            elif kind == "at":
-                self._hear_at(peer, int(message["g"]), int(message["s"]), int(message["c"]), now)
-            elif kind == "where":
-                self._answer(peer, int(message["g"]))
-            elif kind == "here":
-                position = Position(int(message["s"]), int(message["f"]), str(message["last"])[:MAX_TEXT])
-                if int(message["g"]) in self._logs:
-                    self._positions[int(message["g"]), peer] = position
+            match message:
+                case {"t": "finding" | "verdict" as kind, "finding": dict(fields)}:
+                    self._hear_finding(kind, Finding.from_wire(fields, len(self._names)), now)
+                case {"t": "calls", "g": int(group), "among": list(members), "calls": list(calls)}:
+                    self._hear_calls(peer, group, members, [Call.from_wire(fields) for fields in calls[:SHOWN]], now)
+                case {"t": "bye"}:
+                    self._verdict.leave(peer, now)
+                    self._decide(now)
                     self._answered.notify_all()
+                case {"t": "at", "g": int(group), "s": int(sequence), "c": int(chain)} if 0 < sequence < MOST_CALLS:
+                    self._hear_at(peer, group, sequence, chain, now)
+                case {"t": "where", "g": int(group)}:
+                    self._answer(peer, group)
+                case {"t": "here", "g": int(group), "s": int(sequence), "f": int(finished), "last": str(last)}:
+                    if group in self._logs:
+                        self._positions[group, peer] = Position(sequence, finished, last[:MAX_TEXT])
+                        self._answered.notify_all()
+                case {"t": str(kind)} if kind in KINDS:
+                    raise ValueError(f"malformed control message {str(message)[:200]}")
+                case _ if not isinstance(message, dict):
+                    raise ValueError("a control message is an object")
 
-    def _hear_calls(self, peer: int, message: dict[str, Any], now: float) -> None:
-        group, members = int(message["g"]), [int(rank) for rank in message["among"]]
-        calls = [Call.from_wire(fields) for fields in message["calls"][:SHOWN]]
-        if not all(0 <= rank < len(self._names) for rank in members):
-            raise ValueError("a group of ranks that do not exist")
+    def _hear_finding(self, kind: str, finding: Finding, now: float) -> None:
+        if finding.culprit == self.rank and finding.kind == "lost":
+            # Others have given this rank up: what it finds from here on would only mislead them.
+            self.given_up = True
+            self._join(Finding("given up", f"was given up by its peers: it {finding.reason}", self.rank), now)
+        elif kind == "verdict":
+            self._join(finding, now)
+        else:
+            self.report(finding, now)
+
+    def _hear_calls(self, peer: int, group: int, members: list[Any], calls: list[Call], now: float) -> None:
+        among = {rank for rank in members[: len(self._names)] if type(rank) is int and 0 <= rank < len(self._names)}
+        if len(among) != len(members):
+            raise ValueError("a group of ranks that do not exist, or are in it twice")
         if len(self._disputed) < MAX_DISPUTES or group in self._disputed:
             self._disputed.add(group)
             self._verdict.add_calls(group, members, peer, calls)
@@ -314,6 +318,11 @@ class Control:
             self._answered.wait_for(answered, seconds)
             found = {peer: self._positions.get((calls.group, peer)) for peer in asked}
         return {peer: position for peer, position in found.items() if position is not None}
+
+    def last_heard(self, calls: CallLog, peer: int) -> Call | None:
+        """The last call that a peer told of, as this rank made it, if it did: what one knows without asking."""
+        with self._lock:
+            return calls.call(self._reached.get((calls.group, peer), 0))
 
     def last_calls(self, group: int, peers: Sequence[int], seconds: float) -> str:
         """What world ranks last called in a group, in words, as far as they answer."""

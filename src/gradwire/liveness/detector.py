@@ -4,8 +4,8 @@ Pure. A rank beats every 50 ms, by a thread that needs nothing of the interprete
 from how regular it was: min(max(floor, median + k·MAD of its intervals), 0.6 s). Three rules keep false alarms away:
 
     a late watcher       knows nothing of the time it missed: when its own look came late, all deadlines begin anew
-    an excuse            of a rank on this host one can see whether it was stopped or just does not get a core: then it
-                         has 0.9 s
+    a look               at a rank on this host tells whether it was stopped: then there is no doubt. If not, it may
+                         just not get a core, and has 0.9 s
     the roll call        before a silence is told, every other rank is heard once more, or is silent for too long as
                          well: so of ranks that fell silent together all are told at once, and the lowest is named
 """
@@ -22,16 +22,17 @@ BEAT_SECONDS = 0.05
 PAGE_SECONDS = 0.2  # the least silence that counts, where beats are seen in memory
 LINK_SECONDS = 0.35  # and over a link: a packet that was lost is sent again after 0.2 s
 MOST_SECONDS = 0.6
-EXCUSED_SECONDS = 0.9
+STARVED_SECONDS = 0.9
 ROLL_CALL_SECONDS = 0.75  # a silence that long is told whatever the others do
 LATE_SECONDS = 0.1  # later than it was due: a watcher that was held up
-SLOW_SECONDS = 0.5  # between looks, where nobody beats faster
+LOOK_SECONDS = 0.1  # between looks; half of it where somebody was not heard
+SLOW_SECONDS = 0.5  # where nobody beats faster
 ROLL_CALL_LOOKS = 0.01
 DEVIATIONS = 8
 KEPT = 64  # intervals
 FEW = 8  # intervals, which say little
 
-Excused = Callable[[int], bool]
+Look = Callable[[int], bool | None]  # whether a rank's process was stopped; None: it cannot be seen
 
 
 @dataclass(slots=True)
@@ -96,26 +97,23 @@ class Detector:
         for life in self._lives.values():
             life.heard = max(now, life.heard)
 
-    def tick(self, now: float, excused: Excused = lambda peer: False) -> list[tuple[int, float]]:
+    def tick(self, now: float, look: Look = lambda peer: None) -> list[tuple[int, float]]:
         """Who is lost by now, and for how long each has been silent; after all that was heard has been told."""
         if now > self.due + LATE_SECONDS and self.due > -math.inf:
             self.restart(now)
-        suspects = {peer for peer, life in self._lives.items() if self._is_suspect(peer, life, now, excused)}
+        suspects = {peer for peer, life in self._lives.items() if _is_suspect(peer, life, now, look)}
         self._roll_call = None if not suspects else self._roll_call if self._roll_call is not None else now
         lost = sorted(suspects) if suspects and self._all_called(suspects, now) else []
-        self.due = now + self._pause()
+        self.due = now + self._pause(now)
         return [(peer, now - self._lives[peer].heard) for peer in lost]
 
-    def _pause(self) -> float:
+    def _pause(self, now: float) -> float:
         if self._roll_call is not None:
             return ROLL_CALL_LOOKS
-        return BEAT_SECONDS if any(life.regular for life in self._lives.values()) else SLOW_SECONDS
-
-    def _is_suspect(self, peer: int, life: _Life, now: float, excused: Excused) -> bool:
-        silence = now - life.heard
-        if silence < life.least or silence < life.patience():
-            return False
-        return silence >= EXCUSED_SECONDS or not excused(peer)
+        heard = [life.heard >= now for life in self._lives.values() if life.regular]
+        if not all(heard):
+            return LOOK_SECONDS / 2
+        return LOOK_SECONDS if heard else SLOW_SECONDS
 
     def _all_called(self, suspects: set[int], now: float) -> bool:
         """Whether everybody else has been heard since the first was suspected."""
@@ -124,3 +122,13 @@ class Detector:
         if all(life.heard >= self._roll_call for life in others):
             return True
         return max(now - self._lives[peer].heard for peer in suspects) >= ROLL_CALL_SECONDS
+
+
+def _is_suspect(peer: int, life: _Life, now: float, look: Look) -> bool:
+    silence = now - life.heard
+    if silence < life.least:
+        return False
+    stopped = look(peer)
+    if stopped is None:
+        return silence >= life.patience()
+    return stopped or silence >= STARVED_SECONDS

@@ -5,7 +5,7 @@
 
 A native thread beats (native/lifeline.hpp): it says that the process runs, whatever its interpreter does. Without the
 core the service thread beats, slowly, and such a rank may be silent for 10 s. Who beats but does not come is stuck, not
-lost. The service thread looks every 50 ms whom it heard; `Detector` decides who is silent for too long. On one host the
+lost. The service thread looks every 0.1 s whom it heard; `Detector` decides who is silent for too long. On one host the
 end of a process is seen as well (a pidfd, as a link on which nothing comes but the end), in milliseconds.
 """
 
@@ -37,6 +37,8 @@ ALL_PAIRS = 32  # ranks
 AHEAD = 1200  # sealed records that lie ready: a minute's worth
 READ_AHEAD = 64 * HEADER_BYTES
 STOPPED = "TtZX"  # states of a process that does not run, as /proc names them
+
+Seal = Callable[[Sequence[bytes]], list[bytes]]  # messages as they go over an encrypted link
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +86,8 @@ class Lifeline:
         self._linked: set[int] = set()  # ranks with which there is a link
         self._missing: set[int] = set()  # of these, until there is
         self._readers: list[FrameReader] = []
-        self._outboxes: dict[int, Outbox] = {}  # for beats of our own, by descriptor or whatever tells links apart
-        self._sealed: dict[int, tuple[int, Callable[[bytes], bytes]]] = {}
+        self._outboxes: dict[int, Outbox] = {}  # for beats that this class makes itself; by id of the link
+        self._sealed: dict[int, tuple[int, Seal]] = {}
         self._awaited: deque[tuple[int, float, float]] = deque()  # whom to watch, for the service thread to see
         self._pids: dict[int, int] = {}  # of ranks whose processes can be looked at
         self._dead: dict[int, float] = {}  # ranks whose process ended, and until when their goodbye may come
@@ -122,7 +124,7 @@ class Lifeline:
 
     def add_link(self, link: Link) -> None:
         """Beat on a link to a rank, and hear its beats there."""
-        seal: Callable[[bytes], bytes] | None = getattr(link, "seal", None)
+        seal: Seal | None = getattr(link, "records", None) if getattr(link, "encrypts", False) else None
         with self._lock:
             welcome = not self._closed and link.peer in self._missing
             if welcome:
@@ -152,6 +154,7 @@ class Lifeline:
 
     def ignore(self, peer: int) -> None:
         """Hear a rank no more, as if the way to it were cut: for tests of what happens then."""
+        self._pids.pop(peer, None)
         self._sink.ignored.add(peer)
 
     def close(self) -> None:
@@ -178,7 +181,7 @@ class Lifeline:
         if now >= self._detector.due:
             self._beat(now)
             self._listen(now)
-            for peer, silence in self._detector.tick(now, self._excused):
+            for peer, silence in self._detector.tick(now, self._is_stopped):
                 self._control.lost(peer, now, f"has been silent for {silence:.2f} s (frozen or cut off)")
         return min(pause, self._detector.due - now)
 
@@ -195,7 +198,7 @@ class Lifeline:
         for descriptor, seal in list(self._sealed.values()):
             missing = AHEAD - self._thread.ahead(descriptor)
             if missing * BEAT_SECONDS >= 1:
-                self._thread.feed(descriptor, [seal(self._record) for _ in range(missing)])
+                self._thread.feed(descriptor, seal([self._record] * missing))
         if self._thread is None and now >= self._beat_at:
             self._beat_at = now + SLOW_SECONDS
             for outbox in list(self._outboxes.values()):
@@ -217,9 +220,10 @@ class Lifeline:
         for reader in self._readers:
             self._pump(reader)
 
-    def _excused(self, peer: int) -> bool:
-        """Whether a silent rank of this host was not stopped: then it may just not get a core."""
-        return peer in self._pids and state_of(self._pids[peer]) not in STOPPED
+    def _is_stopped(self, peer: int) -> bool | None:
+        """Whether the process of a rank on this host was stopped; if not, it may just not get a core."""
+        pid = self._pids.get(peer)
+        return None if pid is None else state_of(pid) in STOPPED
 
     def alive(self, peer: int) -> bool:
         """Whether a rank was heard lately."""

@@ -50,10 +50,14 @@ class Finding:
     @classmethod
     def from_wire(cls, fields: Mapping[str, Any], size: int) -> Finding:
         """Believe a peer's finding as far as it is well-formed; ValueError otherwise."""
-        finding = cls(**fields)
+        try:
+            finding = cls(**fields)
+        except TypeError as error:
+            raise ValueError(f"malformed finding {str(fields)[:200]}") from error
         culprit = finding.culprit
         well_formed = (
-            finding.kind in _GRAVITY
+            isinstance(finding.kind, str)
+            and finding.kind in _GRAVITY
             and isinstance(finding.reason, str)
             and len(finding.reason) <= MAX_TEXT
             and (culprit is None or (type(culprit) is int and 0 <= culprit < size))

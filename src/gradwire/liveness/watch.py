@@ -155,15 +155,16 @@ class Watch:
         """Who keeps the others waiting, in words."""
         if not late:
             return "all ranks have arrived, but their messages have not"
-        return "; ".join(describe(rank, place, self._generation.lifeline.alive(rank)) for rank, place in late)
+        return "; ".join(self._describe_one(rank, place) for rank, place in late)
 
-
-def describe(rank: int, place: Position | None, alive: bool) -> str:
-    """What keeps a rank that has not arrived."""
-    if place is not None and place.finished < place.sequence:
-        return f"rank {rank} is alive but stuck in {place.last}"
-    if place is not None:
-        return f"rank {rank} is alive but stuck outside of any call, its last call was {place.last}"
-    if alive:
-        return f"rank {rank} is alive but stuck: its interpreter does not run, as if a call into C held its lock"
-    return f"rank {rank} does not answer"
+    def _describe_one(self, rank: int, place: Position | None) -> str:
+        if place is not None:
+            if place.finished < place.sequence:
+                return f"rank {rank} is alive but stuck in {place.last}"
+            return f"rank {rank} is alive but stuck outside of any call, its last call was {place.last}"
+        if not self._generation.lifeline.alive(rank):
+            return f"rank {rank} does not answer"
+        known = self._generation.control.last_heard(self._calls, rank)
+        last = f"{known.what} #{known.sequence}" if known is not None else "not told"
+        why = "its interpreter does not run, as if a call into C held its lock"
+        return f"rank {rank} is alive but stuck: {why}; its last call was {last}"

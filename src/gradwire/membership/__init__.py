@@ -8,11 +8,18 @@
     journal.py     what a restarted coordinator goes on from
     sealing.py     proofs of the job's secret on every message
     addresses.py   host names, ports and what is reachable from other machines
-    service.py     the coordinator: the state machine behind gRPC
-    client.py      a worker's side of it
+    messages.py    between the protocol's messages and our own types
+    service.py     the coordinator: the state machine behind gRPC; its calls are answered in desk.py, and
+                   health.py is the standard health check
+    client.py      a worker's side: it registers, says that it lives, takes part in checkpoints, takes its leave. Each
+                   is a conversation.py of calls.py, on a socket that is open no longer than that
+    lease.py       heartbeats of a lone worker
+    heartbeats.py  heartbeats of a launcher, for all workers of its host
+    worker.py      WorkerNode: a member that brings its own data plane
+    doorkeeper.py  who still knocks when the rendezvous in rank 0 is over is told so
     v1/            the published protocol and its generated code
 
-Importing this package does not import gRPC; `service` and `client` do.
+Only `service` and what it is made of import gRPC: there is none in a process that trains.
 """
 
 from gradwire.membership.members import Assembly, Member

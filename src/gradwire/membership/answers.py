@@ -36,9 +36,10 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Turned away for good."""
+    """Turned away for good; `finished` if there is nothing left to do."""
 
     reason: str
+    finished: bool = False
 
 
 Outcome = Waiting | Refusal | Assembly

@@ -141,8 +141,11 @@ class Connection:
 
     @contextlib.contextmanager
     def _patience(self, deadline: float) -> Iterator[None]:
-        self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+        left = deadline - time.monotonic()
         try:
+            if left <= 0:  # however much there is to read
+                raise TimeoutError
+            self._socket.settimeout(left)
             yield
         except TimeoutError as error:
             raise CallFailed("DEADLINE_EXCEEDED", "it gave no answer in time") from error

@@ -12,9 +12,9 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from gradwire.errors import InvalidSize, NoConnection, Refused, Timeout
+from gradwire.errors import Finished, InvalidSize, NoConnection, Refused, Timeout
 from gradwire.membership.answers import CheckpointStatus, Claim, News
-from gradwire.membership.conversation import BYTES_PER_MEMBER, PATIENCE, Conversation
+from gradwire.membership.conversation import BYTES_PER_MEMBER, PATIENCE, Conversation, Secret
 from gradwire.membership.entry import LARGEST_JOB
 from gradwire.membership.members import Assembly, Member, named
 from gradwire.membership.messages import (
@@ -28,6 +28,7 @@ from gradwire.membership.messages import (
     news_from_wire,
     parse,
 )
+from gradwire.membership.sealing import WorkerSeal
 from gradwire.membership.v1 import gradwire_pb2 as pb
 from gradwire.security.admission import printable
 from gradwire.security.tls import Credentials
@@ -46,18 +47,20 @@ def register(
     member: Member,
     *,
     size: int | None,
-    secret: bytes,
+    secret: Secret,
     job: str | None,
     timeout: float,
     generation: int = 0,
     lost: Sequence[str] = (),
+    stranger: bool = False,
     credentials: Credentials | None = None,
     waiting: Callable[[str], None] | None = None,
 ) -> Assembly:
     """Register at the coordinator and wait for the next generation.
 
-    `generation` is the last one that this member was in (0: a newcomer) and `lost` the ids of its members that this one
-    could not reach. While it waits, `waiting` is told for whom or what, whenever that changes.
+    `secret` is the job's, here and below, or a join token. `generation` is the last one that this member was in (0: a
+    newcomer) and `lost` the ids of its members that this one could not reach. While it waits, `waiting` is told for
+    whom or what, whenever that changes.
 
     Raises `NoConnection` if nobody answers, `Refused` with the coordinator's reason, `Timeout` naming the ranks that
     did not come, and `ConfigError` for an address that cannot be. Whoever fails gives its place back.
@@ -65,7 +68,10 @@ def register(
     if size is not None and size < 1:
         raise InvalidSize(f"a job has at least one rank, not {size}")
     session = _session(member.id, generation)
-    request = claim_to_wire(Claim(member, size, job, session, generation=generation, lost=tuple(lost)[:_MOST_LOST]))
+    complaints = tuple(lost)[:_MOST_LOST]
+    request = claim_to_wire(
+        Claim(member, size, job, session, generation=generation, lost=complaints, stranger=stranger)
+    )
     room = BYTES_PER_MEMBER * ((size or LARGEST_JOB) + 64)
     with Conversation(address, secret, timeout, credentials=credentials, largest_reply=room) as coordinator:
         try:
@@ -83,7 +89,7 @@ def unregister(
     address: str,
     member: Member,
     *,
-    secret: bytes,
+    secret: Secret,
     finished: bool = False,
     timeout: float = 5.0,
     credentials: Credentials | None = None,
@@ -97,40 +103,44 @@ def heartbeat(
     address: str,
     ids: Iterable[str],
     *,
-    secret: bytes,
+    secret: Secret,
     gone: Iterable[str] = (),
     timeout: float = 5.0,
     credentials: Credentials | None = None,
+    seal: WorkerSeal | None = None,
 ) -> News:
-    """Say that the members `ids` live and those in `gone` do not, and hear what all should know."""
+    """Say that the members `ids` live and those in `gone` do not, and hear what all should know.
+
+    Whoever does so often keeps a `seal` for it: the coordinator remembers each of them.
+    """
     request = pb.HeartbeatRequest(ids=ids, gone=gone)
-    with Conversation(address, secret, timeout, credentials=credentials) as coordinator:
+    with Conversation(address, secret, timeout, credentials=credentials, seal=seal) as coordinator:
         reply = _answer(coordinator, pb.News, "Heartbeat", request.SerializeToString())
     return news_from_wire(reply)
 
 
-def serving(address: str, *, secret: bytes, timeout: float = 5.0, credentials: Credentials | None = None) -> bool:
+def serving(address: str, *, secret: Secret, timeout: float = 5.0, credentials: Credentials | None = None) -> bool:
     """Whether the coordinator is there, holds the secret, and says that it serves (`grpc.health.v1`)."""
     with Conversation(address, secret, timeout, credentials=credentials) as coordinator:
         return coordinator.serving()
 
 
 def start_checkpoint(
-    address: str, id: str, epoch: int, *, secret: bytes, timeout: float = 5.0, credentials: Credentials | None = None
+    address: str, id: str, epoch: int, *, secret: Secret, timeout: float = 5.0, credentials: Credentials | None = None
 ) -> CheckpointStatus:
     """Begin the checkpoint of an epoch, of which the others hear with their next heartbeat, or learn how far it is."""
     return _checkpoint("StartCheckpoint", address, id, epoch, secret, timeout, credentials)
 
 
 def end_checkpoint(
-    address: str, id: str, epoch: int, *, secret: bytes, timeout: float = 5.0, credentials: Credentials | None = None
+    address: str, id: str, epoch: int, *, secret: Secret, timeout: float = 5.0, credentials: Credentials | None = None
 ) -> CheckpointStatus:
     """Report that this member's part is saved. May be repeated, to learn whether all have reported."""
     return _checkpoint("EndCheckpoint", address, id, epoch, secret, timeout, credentials)
 
 
 def _checkpoint(
-    method: str, address: str, id: str, epoch: int, secret: bytes, timeout: float, credentials: Credentials | None
+    method: str, address: str, id: str, epoch: int, secret: Secret, timeout: float, credentials: Credentials | None
 ) -> CheckpointStatus:
     request = pb.CheckpointRequest(id=id, epoch=epoch)
     with Conversation(address, secret, timeout, credentials=credentials) as coordinator:
@@ -167,7 +177,8 @@ def _wait_for_all(
         if outcome == "assembly":
             return _believed(coordinator, reply.assembly, request)
         if outcome == "refusal":
-            raise Refused(f"the coordinator at {coordinator.address} refused this worker: {reply.refusal.reason}")
+            kind = Finished if reply.refusal.finished else Refused
+            raise kind(f"the coordinator at {coordinator.address} refused this worker: {reply.refusal.reason}")
         if outcome is None:
             raise _another_version(coordinator)
         reason = _reason(reply.waiting, request.size, "have not come")
@@ -203,8 +214,9 @@ def _answer(coordinator: Conversation, kind: type[M], method: str, body: bytes) 
 
 def _believed(coordinator: Conversation, message: pb.Assembly, request: pb.RegisterWorkerRequest) -> Assembly:
     try:
-        assembly = assembly_from_wire(message)
-    except Malformed as error:
+        link_key = coordinator.seal.unveil(message.link_key) if message.link_key else None
+        assembly = assembly_from_wire(message, link_key)
+    except (Malformed, ValueError) as error:
         raise _another_version(coordinator) from error
     ours = assembly.members[assembly.rank].id == request.member.id
     if not ours or assembly.generation <= request.generation:

@@ -20,9 +20,11 @@ from gradwire.membership.calls import CallFailed, Connection
 from gradwire.membership.doorkeeper import told_at
 from gradwire.membership.sealing import Unproven, WorkerSeal
 from gradwire.membership.v1 import gradwire_pb2 as pb
+from gradwire.security import probe
 from gradwire.security.admission import NO_SECRET
-from gradwire.security.certificates import coordinator_name
-from gradwire.security.tls import CA, CERT, KEY, Credentials, explain
+from gradwire.security.certificates import may_coordinate
+from gradwire.security.tls import Credentials, explain
+from gradwire.security.tokens import Token
 
 PATIENCE = 1.0  # seconds that a call may be held back by the coordinator
 BYTES_PER_MEMBER = 4096
@@ -38,8 +40,11 @@ _TRY_AGAIN = (
     "CANCELLED",
     "INTERNAL",
     "UNKNOWN",
-    "FAILED_PRECONDITION",  # it was started anew
+    "FAILED_PRECONDITION",
 )
+
+
+Secret = bytes | Token  # what a worker proves: the job's secret, or a join token
 
 
 class Conversation:
@@ -48,9 +53,10 @@ class Conversation:
     def __init__(
         self,
         address: str,
-        secret: bytes,
+        secret: Secret,
         timeout: float,
         *,
+        seal: WorkerSeal | None = None,
         credentials: Credentials | None = None,
         largest_reply: int = 64 * BYTES_PER_MEMBER,
     ) -> None:
@@ -58,7 +64,7 @@ class Conversation:
         self.timeout = timeout
         self._host, self._port = split(address)
         self._deadline = time.monotonic() + timeout
-        self._seal = WorkerSeal(secret)
+        self.seal = seal or WorkerSeal(secret)
         self._credentials = credentials
         self._largest_reply = largest_reply
         self._connection: Connection | None = None
@@ -125,26 +131,28 @@ class Conversation:
         return self._exchange(method, body, lambda message: connection.call(method, message, timeout))
 
     def _exchange(self, method: str, body: bytes, send: Callable[[bytes], bytes]) -> bytes:
-        request = self._seal.seal(method, body)
+        request = self.seal.seal(method, body)
         try:
-            return self._seal.open(method, request, pb.Sealed.FromString(send(request.SerializeToString())))
+            return self.seal.open(method, request, pb.Sealed.FromString(send(request.SerializeToString())))
         except (Unproven, DecodeError) as error:
             raise Refused(f"what answers at {self.address} {NO_SECRET}: its reply is not authenticated") from error
 
     def _connected(self) -> Connection:
         """Reach the coordinator and have it prove the secret, before it is told anything of use."""
         if self._connection is None:
-            connection = self._connection = Connection(self._secured(self._reach()), self.address, self._largest_reply)
-            timeout = max(0.1, min(self.left, _SLACK))
-            reply = connection.call("Hello", self._seal.hello().SerializeToString(), timeout)
-            try:
-                self._seal.meet(pb.HelloReply.FromString(reply))
-            except (Unproven, DecodeError) as error:
-                raise Refused(
-                    f"what answers at {self.address} {NO_SECRET}: check GRADWIRE_TOKEN on both sides"
-                ) from error
+            self._connection = Connection(self._secured(self._reach()), self.address, self._largest_reply)
+            if not self.seal.met:
+                self._meet(self._connection)
             self._met = True
         return self._connection
+
+    def _meet(self, connection: Connection) -> None:
+        timeout = max(0.1, min(self.left, _SLACK))
+        reply = connection.call("Hello", self.seal.hello().SerializeToString(), timeout)
+        try:
+            self.seal.meet(pb.HelloReply.FromString(reply))
+        except (Unproven, DecodeError) as error:
+            raise Refused(f"what answers at {self.address} {NO_SECRET}: check GRADWIRE_TOKEN on both sides") from error
 
     @contextlib.contextmanager
     def judged(self) -> Iterator[None]:
@@ -156,8 +164,9 @@ class Conversation:
             self._judge(error)
         except ssl.SSLError as error:
             self.close()
-            plaintext = error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
-            raise self._unlike("it does not speak TLS, and this side does" if plaintext else explain(error)) from error
+            if self._endpoint is not None:
+                self._look_closer(self._endpoint)
+            raise self._unlike(explain(error)) from error
         except BaseException:
             self.close()
             raise
@@ -174,7 +183,9 @@ class Conversation:
             raise Refused(f"what answers at {self.address} is no gradwire coordinator: {error}") from error
         if error.code == "UNAVAILABLE" and self._endpoint is not None:
             self._look_closer(self._endpoint)
-        if error.code != "FAILED_PRECONDITION":
+        if error.code == "FAILED_PRECONDITION":  # it was started anew
+            self.seal.part()
+        else:
             self._last = f"something listens there, but: {error.details or error.code}"
 
     def _look_closer(self, endpoint: Endpoint) -> None:
@@ -186,8 +197,9 @@ class Conversation:
                 f"the rendezvous at {self.address} is over: {over}. If this process is not one too many, "
                 "another job has this address: choose another port"
             )
-        if self._credentials is None and _speaks_tls(endpoint, seconds):
-            raise self._unlike(f"it speaks TLS, and this side was given no certificates: set {CA}, {CERT} and {KEY}")
+        trouble = _trouble(endpoint, seconds, self._credentials)
+        if trouble is not None:
+            raise self._unlike(trouble)
 
     def _unlike(self, reason: str) -> Refused:
         return Refused(f"no conversation with the coordinator at {self.address}: {reason}")
@@ -207,8 +219,7 @@ class Conversation:
         except OSError as error:
             sock.close()
             raise CallFailed("UNAVAILABLE", f"the TLS handshake: {error.strerror or error}") from error
-        names = (secure.getpeercert() or {}).get("subjectAltName", ())
-        if ("DNS", coordinator_name(self._credentials.job)) not in names:
+        if not may_coordinate(secure.getpeercert(binary_form=True) or b"", self._credentials.job):
             secure.close()
             raise self._unlike(f"its certificate is not for a coordinator of job {self._credentials.job}")
         return secure
@@ -258,18 +269,16 @@ def pauses_between_tries() -> Iterator[float]:
         pause = min(pause * 1.5, 0.1 if pause < 0.1 else 0.25)
 
 
-def _speaks_tls(endpoint: Endpoint, seconds: float) -> bool:
-    """Whether TLS is spoken there: a handshake that asks nothing else, and in which nothing is sent or believed."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
+def _trouble(endpoint: Endpoint, seconds: float, credentials: Credentials | None) -> str | None:
+    """Why TLS, or its absence, keeps the two sides apart, if it does."""
     knock = _try(endpoint, seconds)
     if isinstance(knock, str):
-        return False
-    knock.settimeout(seconds)
-    with knock, contextlib.suppress(OSError), context.wrap_socket(knock):
-        return True
-    return False
+        return None
+    with knock:
+        try:
+            return probe.trouble(knock, credentials)
+        except OSError:
+            return None
 
 
 def _try(endpoint: Endpoint, seconds: float) -> socket.socket | str:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import unquote
 
@@ -21,13 +22,14 @@ from gradwire.errors import ConfigError, JournalError
 from gradwire.membership.answers import Change, Claim, Outcome, Refusal, Waiting
 from gradwire.membership.entry import Terms
 from gradwire.membership.journal import Journal
+from gradwire.membership.members import Assembly
 from gradwire.membership.messages import (
     Malformed,
+    Replies,
     checkpoint_to_wire,
     claim_from_wire,
     member_from_wire,
     news_to_wire,
-    outcome_to_wire,
     parse,
 )
 from gradwire.membership.quiet import grpc
@@ -36,6 +38,7 @@ from gradwire.membership.state import Membership
 from gradwire.membership.v1 import gradwire_pb2 as pb
 from gradwire.membership.v1 import gradwire_pb2_grpc as rpc
 from gradwire.security.admission import NO_SECRET
+from gradwire.security.tokens import Gate
 
 log = logging.getLogger("gradwire.membership")
 
@@ -60,17 +63,19 @@ class Desk(rpc.MembershipServicer):
         membership: Membership,
         seal: CoordinatorSeal,
         *,
-        vouched: Callable[[Any, str], str | None] = lambda context, name: None,
+        vouched: Callable[[Any, Iterable[str]], str | None] = lambda context, names: None,
         failed: Callable[[JournalError], None] = lambda error: None,
     ) -> None:
-        """`vouched` tells why a caller may not speak for a member; `failed` hears that the journal cannot be written,
+        """`vouched` tells why a caller may not speak for members; `failed` hears that the journal cannot be written,
         after which nobody is told anything."""
         self.membership = membership
         self._seal = seal
+        self._gate = Gate(membership.terms.job)
         self._journal: Journal | None = None
         self._vouched = vouched
         self._failed = failed
         self._failure = ""
+        self._replies = Replies()
         self._calls = itertools.count(1)
         self._lock = threading.Lock()
         self._told = threading.Condition(self._lock)
@@ -93,20 +98,21 @@ class Desk(rpc.MembershipServicer):
             claim = claim_from_wire(body, next(self._calls))
         except Malformed as error:
             _abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        reason = self._vouched(context, claim.member.id)
-        if reason is not None:
-            outcome: Outcome = Refusal(reason)
-            again_after = 0.0
-        else:
+        reason = self._vouched(context, [claim.member.id]) or self._not_invited(request.ticket, claim.member.id)
+        outcome: Outcome = Refusal(reason or "")
+        again_after = 0.0
+        if reason is None:
             outcome, again_after = self._answer(claim, body.patience_ms / 1000, context)
         if isinstance(outcome, Refusal):
             log.warning("refused %s at %s: %s", claim.member, _peer(context), outcome.reason)
-        reply = outcome_to_wire(outcome, again_after)
-        return self._seal.seal("RegisterWorker", request, reply.SerializeToString())
+        link_key = b""
+        if isinstance(outcome, Assembly) and request.ticket:
+            link_key = self._seal.veil(self._seal.link_key(outcome.run), request)
+        return self._seal.seal("RegisterWorker", request, self._replies.encode(outcome, again_after, link_key))
 
     def UnregisterWorker(self, request: pb.Sealed, context: Any) -> pb.Sealed:  # noqa: N802
         body = self._open("UnregisterWorker", pb.UnregisterWorkerRequest, request, context)
-        self._check(context, [body.member.id])
+        self._check(context, request.ticket, [body.member.id])
         member = member_from_wire(body.member)
         known = self._event(context, lambda now: self.membership.leave(member, now, finished=body.finished))
         reply = pb.UnregisterWorkerReply(known=known)
@@ -139,9 +145,11 @@ class Desk(rpc.MembershipServicer):
         """Go on from what a journal holds, if it holds anything, and keep it from now on."""
         snapshot = journal.load()
         if snapshot is None:
-            journal.save([], self.membership.snapshot())
+            journal.save([], self._snapshot())
         else:
             self.membership = _restored(snapshot, self.membership.terms, journal)
+            self._gate = Gate(self.membership.terms.job)
+            self._gate.restore(snapshot.get("invited", {}))
             members = len(self.membership.members)
             log.info("resumed from %s: generation %d, %d members", journal.path, self.membership.generation, members)
         self._journal = journal
@@ -185,11 +193,29 @@ class Desk(rpc.MembershipServicer):
         except Malformed as error:
             _abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
-    def _check(self, context: Any, ids: Iterable[str]) -> None:
-        for name in ids:
-            reason = self._vouched(context, name)
-            if reason is not None:
-                _abort(context, grpc.StatusCode.PERMISSION_DENIED, reason)
+    def _check(self, context: Any, ticket: bytes, names: Sequence[str]) -> None:
+        """Whether a caller may speak for members: by its certificate, and by the ticket that it came with."""
+        reason = self._vouched(context, names)
+        for name in names if ticket and reason is None else ():
+            if not self._invited(ticket, name):
+                reason = f"its join token has not let {name} in"
+        if reason is not None:
+            _abort(context, grpc.StatusCode.PERMISSION_DENIED, reason)
+
+    def _not_invited(self, ticket: bytes, name: str) -> str | None:
+        """Why a join token does not let a member in; if it does, that is remembered."""
+        if not ticket:
+            return None
+        with self._lock:
+            before = self._gate.snapshot()
+            reason = self._gate.refusal(ticket, name, time.time())
+            if reason is None and self._gate.snapshot() != before:
+                self._save([])
+        return reason or self._failure or None
+
+    def _invited(self, ticket: bytes, name: str) -> bool:
+        with self._lock:
+            return self._gate.refusal(ticket, name, math.inf) is None  # at the end of time, only who is in stays in
 
     def _event(self, context: Any, event: Callable[[float], T]) -> T:
         """Something happens to the membership; what it changes is in the journal when this returns."""
@@ -204,13 +230,8 @@ class Desk(rpc.MembershipServicer):
         changes = self.membership.changes()
         if not changes:
             return
-        if self._journal is not None and not self._failure and any(change.lasting for change in changes):
-            try:
-                self._journal.save(changes, self.membership.snapshot())
-            except JournalError as error:
-                self._failure = str(error)
-                log.error("%s; nobody is told anything any more", error)
-                self._failed(error)
+        if any(change.lasting for change in changes):
+            self._save(changes)
         if self._failure:
             return
         for change in changes:
@@ -218,6 +239,19 @@ class Desk(rpc.MembershipServicer):
         if any(change.kind == "formed" for change in changes):
             self._wake()
         self._stirred.notify_all()
+
+    def _save(self, changes: Sequence[Change]) -> None:
+        if self._journal is None or self._failure:
+            return
+        try:
+            self._journal.save(changes, self._snapshot())
+        except JournalError as error:
+            self._failure = str(error)
+            log.error("%s; nobody is told anything any more", error)
+            self._failed(error)
+
+    def _snapshot(self) -> dict[str, Any]:
+        return self.membership.snapshot() | {"invited": self._gate.snapshot()}
 
     def _check_sound(self, context: Any) -> None:
         if self._failure:
@@ -253,7 +287,7 @@ class Desk(rpc.MembershipServicer):
 
     def _beat(self, method: str, request: pb.Sealed, context: Any) -> pb.Sealed:
         body = self._open(method, pb.HeartbeatRequest, request, context)
-        self._check(context, itertools.chain(body.ids, body.gone))
+        self._check(context, request.ticket, [*body.ids, *body.gone])
 
         def event(now: float) -> Any:
             if body.gone:
@@ -265,7 +299,7 @@ class Desk(rpc.MembershipServicer):
 
     def _checkpoint(self, method: str, ask: Any, request: pb.Sealed, context: Any) -> pb.Sealed:
         body = self._open(method, pb.CheckpointRequest, request, context)
-        self._check(context, [body.id])
+        self._check(context, request.ticket, [body.id])
         outcome = self._event(context, lambda now: ask(body.epoch, body.id, now))
         return self._seal.seal(method, request, checkpoint_to_wire(outcome).SerializeToString())
 

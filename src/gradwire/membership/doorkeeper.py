@@ -13,6 +13,7 @@ import logging
 import select
 import socket
 import threading
+import time
 
 from gradwire.membership.addresses import Endpoint
 from gradwire.security.admission import printable
@@ -80,7 +81,8 @@ class Doorkeeper:
 
 
 def told_at(endpoint: Endpoint, seconds: float) -> str | None:
-    """What a doorkeeper at this address says, if one is there."""
+    """What a doorkeeper at this address says within that time, if one is there."""
+    deadline = time.monotonic() + seconds
     with contextlib.suppress(OSError), socket.socket(endpoint.family, socket.SOCK_STREAM) as knock:
         knock.settimeout(seconds)
         knock.connect(endpoint.sockaddr)
@@ -89,6 +91,7 @@ def told_at(endpoint: Endpoint, seconds: float) -> str | None:
             heard += part
             if not _GREETING.startswith(heard[: len(_GREETING)]):
                 return None
+            knock.settimeout(max(0.001, deadline - time.monotonic()))
         if heard.endswith(b"\n"):
             return printable(heard[len(_GREETING) : -1].decode("utf-8", "replace"))
     return None

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from gradwire.errors import GradwireError, NoConnection
 from gradwire.membership.answers import News
 from gradwire.membership.calls import CallFailed
-from gradwire.membership.conversation import Conversation, pauses_between_tries
+from gradwire.membership.conversation import Conversation, Secret, pauses_between_tries
 from gradwire.membership.messages import Malformed, news_from_wire, parse
+from gradwire.membership.sealing import WorkerSeal
 from gradwire.membership.v1 import gradwire_pb2 as pb
 from gradwire.security.tls import Credentials
 
@@ -20,6 +21,7 @@ log = logging.getLogger("gradwire.membership")
 INTERVAL = 1.0  # seconds from one heartbeat to the next
 _ONE_TRY = 2.0  # seconds to find the coordinator, before the log says that it is not there
 _ANSWER_WITHIN = 3.0  # seconds after which a stream without an answer is given up for a new one
+_NO_LOSS = ("RESOURCE_EXHAUSTED", "FAILED_PRECONDITION")  # the next try will do: with single calls, after a new hello
 _LAST_WORD = 2.0  # seconds that closing may take, to say who is gone
 
 
@@ -35,12 +37,13 @@ class Heartbeats:
         address: str,
         ids: Iterable[str] = (),
         *,
-        secret: bytes,
+        secret: Secret,
         on_news: Callable[[News], None] | None = None,
         credentials: Credentials | None = None,
         interval: float = INTERVAL,
     ) -> None:
         self._address, self._secret, self._credentials = address, secret, credentials
+        self._seal = WorkerSeal(secret)
         self._on_news = on_news
         self._interval = interval
         self._ids = dict.fromkeys(ids)
@@ -102,8 +105,11 @@ class Heartbeats:
 
     def _conversation(self) -> Iterator[News]:
         """The answers to the heartbeats, until the connection breaks or this is closed."""
-        with Conversation(self._address, self._secret, _ONE_TRY, credentials=self._credentials) as coordinator:
+        with Conversation(
+            self._address, self._secret, _ONE_TRY, credentials=self._credentials, seal=self._seal
+        ) as coordinator:
             self._give_up = lambda: coordinator.hurry(0.0)
+            failure: CallFailed | None = None
             with coordinator.judged():
                 try:
                     if self._unary:
@@ -114,7 +120,10 @@ class Heartbeats:
                 except CallFailed as error:
                     # A coordinator has room for so many streams; single calls do as well.
                     self._unary = error.code == "RESOURCE_EXHAUSTED"
+                    failure = error
                     raise
+            if failure is not None and failure.code not in _NO_LOSS:
+                raise NoConnection(f"the coordinator at {self._address} does not answer: {failure.details}")
 
     def _beats(self, ask: Callable[[bytes], bytes]) -> Iterator[News]:
         while True:

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from gradwire.errors import GradwireError
 from gradwire.membership.answers import News
 from gradwire.membership.client import heartbeat
+from gradwire.membership.conversation import Secret
 from gradwire.membership.heartbeats import INTERVAL
+from gradwire.membership.sealing import WorkerSeal
 from gradwire.security.tls import Credentials
 
 log = logging.getLogger("gradwire.membership")
@@ -31,12 +33,13 @@ class Lease:
         address: str,
         member_id: str,
         *,
-        secret: bytes,
+        secret: Secret,
         on_news: Callable[[News], None] | None = None,
         credentials: Credentials | None = None,
         interval: float = INTERVAL,
     ) -> None:
         self._address, self._id, self._secret, self._credentials = address, member_id, secret, credentials
+        self._seal = WorkerSeal(secret)
         self._on_news = on_news
         self._interval = interval
         self._closed = threading.Event()
@@ -81,7 +84,12 @@ class Lease:
 
     def _beat(self) -> News:
         return heartbeat(
-            self._address, [self._id], secret=self._secret, timeout=_ONE_BEAT, credentials=self._credentials
+            self._address,
+            [self._id],
+            secret=self._secret,
+            timeout=_ONE_BEAT,
+            credentials=self._credentials,
+            seal=self._seal,
         )
 
     def _tell(self, news: News) -> None:

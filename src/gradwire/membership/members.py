@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,8 @@ class Assembly:
     """All members of one generation in rank order, as told to the one at `rank`.
 
     `job` is the job's name; `run` is 16 random bytes of this very start of it, so that links of an earlier run under
-    the same name, or of another job, are never taken for this one's.
+    the same name, or of another job, are never taken for this one's. `link_key` is told to those who came with a join
+    token; all others derive it from the job's secret.
     """
 
     job: str
@@ -39,6 +40,7 @@ class Assembly:
     rank: int
     members: tuple[Member, ...]
     run: bytes
+    link_key: bytes | None = field(default=None, repr=False)
 
 
 def named(ranks: Iterable[int], count: int | None = None, most: int = 16) -> str:

@@ -54,6 +54,7 @@ def claim_to_wire(claim: Claim) -> pb.RegisterWorkerRequest:
         generation=claim.generation,
         lost=claim.lost,
         session=claim.session,
+        stranger=claim.stranger,
     )
 
 
@@ -68,32 +69,49 @@ def claim_from_wire(message: pb.RegisterWorkerRequest, sequence: int) -> Claim:
         sequence=sequence,
         generation=message.generation,
         lost=tuple(message.lost),
+        stranger=message.stranger,
     )
 
 
-def outcome_to_wire(outcome: Outcome, again_after: float) -> pb.RegisterWorkerReply:
-    reply = pb.RegisterWorkerReply()
-    if isinstance(outcome, Waiting):
-        reply.waiting.missing.extend(outcome.missing[:_LISTED])
-        reply.waiting.missing_count = len(outcome.missing)
-        reply.waiting.again_after_ms = round(again_after * 1000)
-        reply.waiting.reason = outcome.reason
-    elif isinstance(outcome, Refusal):
-        reply.refusal.reason = outcome.reason
-    else:
-        assembly = reply.assembly
-        assembly.job, assembly.run = outcome.job, outcome.run
-        assembly.generation, assembly.rank = outcome.generation, outcome.rank
-        assembly.members.extend(map(member_to_wire, outcome.members))
-    return reply
+class Replies:
+    """Writes replies to RegisterWorker. What all members of a generation are told alike is written once: there may be
+    thousands of them, each of whom is told of all."""
+
+    def __init__(self) -> None:
+        self._written: tuple[tuple[Member, ...], bytes] = ((), b"")
+
+    def encode(self, outcome: Outcome, again_after: float = 0.0, link_key: bytes = b"") -> bytes:
+        reply = pb.RegisterWorkerReply()
+        if isinstance(outcome, Waiting):
+            reply.waiting.missing.extend(outcome.missing[:_LISTED])
+            reply.waiting.missing_count = len(outcome.missing)
+            reply.waiting.again_after_ms = round(again_after * 1000)
+            reply.waiting.reason = outcome.reason
+        elif isinstance(outcome, Refusal):
+            reply.refusal.reason, reply.refusal.finished = outcome.reason, outcome.finished
+        else:
+            assembly = reply.assembly
+            assembly.job, assembly.run = outcome.job, outcome.run
+            assembly.generation, assembly.rank, assembly.link_key = outcome.generation, outcome.rank, link_key
+            # Two encodings one after the other are read as one message that has the fields of both.
+            return self._members(outcome.members) + reply.SerializeToString()
+        return reply.SerializeToString()
+
+    def _members(self, members: tuple[Member, ...]) -> bytes:
+        known, encoded = self._written
+        if known is not members:
+            assembly = pb.Assembly(members=map(member_to_wire, members))
+            encoded = pb.RegisterWorkerReply(assembly=assembly).SerializeToString()
+            self._written = (members, encoded)
+        return encoded
 
 
-def assembly_from_wire(message: pb.Assembly) -> Assembly:
+def assembly_from_wire(message: pb.Assembly, link_key: bytes | None) -> Assembly:
     members = tuple(map(member_from_wire, message.members))
     in_order = [member.rank for member in members] == list(range(len(members)))
     if not in_order or not 0 <= message.rank < len(members) or len(message.run) != 16:
         raise Malformed("an assembly that does not hold together")
-    return Assembly(message.job, message.generation, message.rank, members, message.run)
+    return Assembly(message.job, message.generation, message.rank, members, message.run, link_key)
 
 
 def news_to_wire(news: News) -> pb.News:

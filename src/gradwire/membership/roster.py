@@ -184,9 +184,8 @@ class Roster:
 
         A link that is cut stays cut for a while: without a rest, all would regroup for it again and again.
         """
-        place = self._leave_back(name)
-        assert place is not None
-        self.line[name] = place
+        self.line[name] = self.back[name]
+        self._leave_back(name)
         self._rests = {n: rest for n, rest in self._rests.items() if not self._clock.reached(rest[1] + LONGEST_REST)}
         length = min(LONGEST_REST, 2 * self._rests[name][0]) if name in self._rests else REST
         self._rests[name] = (length, self._clock.time + length)

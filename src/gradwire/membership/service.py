@@ -9,7 +9,7 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +18,7 @@ from typing import Any, Self
 from gradwire.errors import ConfigError, JournalError, TransportError
 from gradwire.membership.addresses import Endpoint, join, resolve
 from gradwire.membership.desk import THREADS, Desk
+from gradwire.membership.entry import LARGEST_JOB
 from gradwire.membership.health import Health
 from gradwire.membership.journal import Journal
 from gradwire.membership.quiet import grpc
@@ -65,6 +66,7 @@ class Coordinator:
         self._host, self._port = host, port
         self._insecure = insecure
         self._credentials = credentials
+        self._covered: dict[tuple[str, ...], set[str]] = {}  # members by certificate, as found out before
         if credentials is not None and job not in (None, credentials.job):
             raise ConfigError(f"the certificate is for job {credentials.job}, and this is job {job}")
         name = job or (credentials.job if credentials is not None else secrets.token_hex(8))
@@ -157,11 +159,22 @@ class Coordinator:
         self._health.set(False)
         self._report_failure(error)
 
-    def _objection(self, context: Any, id: str) -> str | None:
-        """Why a caller may not speak for a member: its certificate must cover it."""
+    def _objection(self, context: Any, names: Iterable[str]) -> str | None:
+        """Why a caller may not speak for members: its certificate must cover them."""
         if self._credentials is None:
             return None
-        return self._credentials.caller_refusal(context.auth_context(), id)
+        identities = self._credentials.names_of(context.auth_context())
+        covered = self._covered.setdefault(identities, set())
+        for name in names:
+            if name in covered:
+                continue
+            reason = self._credentials.caller_refusal(context.auth_context(), name)
+            if reason is not None:
+                return reason
+            if len(covered) >= LARGEST_JOB:
+                covered.clear()
+            covered.add(name)
+        return None
 
 
 def _check_free(endpoint: Endpoint, address: str) -> None:

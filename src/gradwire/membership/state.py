@@ -83,7 +83,7 @@ class Membership:
         if reason is not None:
             return Refusal(reason)
         if self._finished and not entry.survives(claim, self._roster):
-            return Refusal(FINISHED)
+            return Refusal(FINISHED, finished=True)
         if self._stopped is None and (self._missed(claim) or not entry.holds_seat(claim, self.terms, self._roster)):
             self._admit(claim)
         return self.outcome(claim, now)
@@ -103,7 +103,7 @@ class Membership:
                 place.told = True
             return Refusal(self._stopped)
         if self._finished and name not in roster.back:
-            return Refusal(FINISHED)
+            return Refusal(FINISHED, finished=True)
         gaps = () if roster.generation else missing(roster.wishes(), self.terms.start)
         return Waiting(gaps, self._reason(name))
 

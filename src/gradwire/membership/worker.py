@@ -17,8 +17,9 @@ from gradwire import machine
 from gradwire.errors import Closed, ConfigError, GradwireError, Timeout
 from gradwire.membership.addresses import resolve, split
 from gradwire.membership.members import Assembly, Member
-from gradwire.security.secret import job_secret
+from gradwire.security import tokens
 from gradwire.security.tls import Credentials
+from gradwire.security.tokens import Token
 
 if TYPE_CHECKING:
     from gradwire.membership.answers import CheckpointStatus, News
@@ -33,8 +34,9 @@ class WorkerNode:
     """A member of a job: it registers at the coordinator, keeps its lease once a second, and takes its leave.
 
     `id` is made up if it is None; `endpoint` is where others reach this worker, and is told to them as it is. The
-    job's secret comes from `GRADWIRE_TOKEN` and certificates from `GRADWIRE_TLS_*`, unless they are given; beyond this
-    machine certificates are needed, or `insecure=True`. `on_news` is called about once a second from another thread.
+    job's secret (or a join token) is `GRADWIRE_TOKEN`, and certificates are the files that `GRADWIRE_TLS_CA`,
+    `GRADWIRE_TLS_CERT` and `GRADWIRE_TLS_KEY` name, unless given here. Beyond this machine certificates are needed, or
+    `insecure=True`. `on_news` is called about once a second, from another thread.
 
         with gw.WorkerNode("127.0.0.1:29500", "worker-0", endpoint="10.0.0.5:4711", size=2) as node:
             print(node.rank, node.size, [peer.address for peer in node.peers])
@@ -50,7 +52,7 @@ class WorkerNode:
         size: int | None = None,
         job: str | None = None,
         timeout: float = 300.0,
-        secret: bytes | None = None,
+        secret: bytes | Token | None = None,
         credentials: Credentials | None = None,
         insecure: bool = False,
         on_news: Callable[[News], None] | None = None,
@@ -64,7 +66,7 @@ class WorkerNode:
                 f"{address} is beyond this machine, and nothing would be encrypted: give certificates "
                 "(GRADWIRE_TLS_CA, _CERT and _KEY), or pass insecure=True if you trust the network in between"
             )
-        self._secret = job_secret(os.environ, loopback) if secret is None else secret
+        self._secret = tokens.held(os.environ, loopback) if secret is None else secret
         self._on_news = on_news
         self._id = secrets.token_hex(8) if id is None else id
         self._endpoint = endpoint

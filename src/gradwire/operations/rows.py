@@ -29,8 +29,10 @@ from gradwire.operations.call import (
     nothing,
 )
 from gradwire.operations.values import broadcast_bytes
+from gradwire.wire import parse_json
 
 _COUNT = arrays.parse_dtype("int64")
+_MOST = 1 << 48  # rows, or elements of a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,13 +187,15 @@ def scatter(x: Any, root: int, counts: Counts | None, size: int, rank: int, algo
         received = broadcast_bytes(exchange, announced, root, call)
         if isinstance(received, Declined):
             return received
-        name, tail, parts = json.loads(received)
+        try:
+            dtype, tail, parts = _announced(received, exchange.size)
+        except ValueError as error:
+            raise exchange.disagree(f"rank {root} announces what cannot be scattered: {error}") from error
         if expected is not None and list(expected) != parts:
             reason = f"rank {exchange.rank} expects counts={list(expected)}, rank {root} splits by {parts}"
             raise exchange.disagree(reason)
-        dtype, width = arrays.parse_dtype(name), math.prod(tail)
-        result = _joined(dtype, parts[exchange.rank], tuple(tail))
-        shape = Shape("scatter", dtype, tuple(n * width for n in parts), None, root, algorithm, call)
+        result = _joined(dtype, parts[exchange.rank], tail)
+        shape = Shape("scatter", dtype, tuple(n * math.prod(tail) for n in parts), None, root, algorithm, call)
         exchange(shape, nothing(dtype) if source is None else source.view.load(), result.reshape(-1))
         return result
 
@@ -208,6 +212,15 @@ def _to_scatter(x: Any, counts: Counts | None, size: int) -> tuple[_Rows | None,
     except (ArrayError, InvalidSize) as error:
         return None, error
     return source, json.dumps([source.dtype.name, source.tail, parts]).encode()
+
+
+def _announced(data: bytes, size: int) -> tuple[DType, tuple[int, ...], list[int]]:
+    """The dtype, the shape of a row and the counts that a root has told; ValueError if it tells nonsense."""
+    match parse_json(data):
+        case [str(name), list(tail), list(parts)] if len(parts) == size:
+            if all(type(n) is int and 0 <= n < _MOST for n in (*tail, *parts)):
+                return arrays.dtype_called(name), tuple(tail), parts
+    raise ValueError(f"malformed announcement {data[:200]!r}")
 
 
 def all_to_all(x: Any, send_counts: Counts | None, recv_counts: Counts | None, size: int, algorithm: str) -> Operation:

@@ -13,6 +13,7 @@ from gradwire.arrays import Array
 from gradwire.errors import ArrayError, GradwireError, InvalidSize
 from gradwire.executors.plan import ragged_bounds
 from gradwire.operations.call import Declined, Exchange, Operation, Shape, check_root, nothing
+from gradwire.wire import parse_json
 
 MAX_VALUE_BYTES = 256 << 20
 MAX_TEXT = 2000
@@ -84,8 +85,8 @@ def _check_keys(value: Any) -> None:
 def decode(data: bytes) -> Any:
     """The value, or `Declined` where it is too deep for this rank's stack."""
     try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
+        return parse_json(data)
+    except ValueError as error:
         return Declined(ArrayError(f"a value of {len(data)} bytes cannot be taken apart here: {error}"))
 
 
@@ -122,8 +123,11 @@ def _declined(text: bytes, source: int, rank: int, data: bytes | GradwireError, 
     if rank == source and isinstance(data, GradwireError):
         data.rank, data.operation = rank, operation
         return Declined(data)
-    kind, reason = json.loads(text)
-    error = _KINDS.get(kind, ArrayError)
+    match decode(text):
+        case [str(kind), str(reason)]:
+            error = _KINDS.get(kind, ArrayError)
+        case _:
+            error, reason = ArrayError, "it does not say why"
     return Declined(error(f"{call} failed on rank {source}: {reason}", rank=source, operation=operation))
 
 

@@ -175,22 +175,29 @@ def _serving(directory: Path, job: str, names: Sequence[str]) -> list[str]:
 
 def identity_of(der: bytes) -> Identity:
     """Whom a certificate speaks for; ValueError if that is nobody of a gradwire job."""
-    from cryptography import x509
-
-    return identity_in(x509.load_der_x509_certificate(der))
+    return identity_in(_parsed(der))
 
 
 def may_coordinate(der: bytes, job: str) -> bool:
     """Whether the holder of a certificate may be a job's coordinator."""
     from cryptography import x509
 
-    return coordinator_name(job) in _alternatives(x509.load_der_x509_certificate(der), x509.DNSName)
+    return coordinator_name(job) in _alternatives(_parsed(der), x509.DNSName)
 
 
 def identity_in(certificate: x509.Certificate) -> Identity:
     from cryptography import x509
 
     return only(_alternatives(certificate, x509.UniformResourceIdentifier))
+
+
+def _parsed(der: bytes) -> x509.Certificate:
+    from cryptography import x509
+
+    try:
+        return x509.load_der_x509_certificate(der)
+    except x509.InvalidVersion as error:
+        raise ValueError(str(error)) from error
 
 
 def _alternatives(certificate: x509.Certificate, kind: type[x509.GeneralName]) -> list[str]:
@@ -200,6 +207,8 @@ def _alternatives(certificate: x509.Certificate, kind: type[x509.GeneralName]) -
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
         return []
+    except (x509.DuplicateExtension, x509.UnsupportedGeneralNameType) as error:
+        raise ValueError(f"a certificate that cannot be read: {error}") from error
     return [str(name.value) for name in names if isinstance(name, kind)]
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from gradwire.errors import ConfigError
-from gradwire.security.secret import derive
+from gradwire.security.secret import TOKEN, derive, job_secret
 
 LONGEST_JOB = 200  # bytes
 LONGEST_TICKET = 256
@@ -88,6 +88,12 @@ def read(text: str) -> Token:
     except ValueError as error:
         raise ConfigError("the join token is damaged: copy it again, or ask for a new one") from error
     return Token(ticket, key)
+
+
+def held(environ: Mapping[str, str], loopback: bool) -> bytes | Token:
+    """What this process proves itself by: the job's secret, or a join token in its place."""
+    text = environ.get(TOKEN, "")
+    return read(text) if is_token(text) else job_secret(environ, loopback)
 
 
 def key_of(secret: bytes, ticket: bytes) -> bytes:

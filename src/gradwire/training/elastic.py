@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, SupportsIndex
 
-from gradwire import job
+from gradwire import job, lifetime
 from gradwire.errors import Aborted, Broken, ConfigError, GradwireError, InvalidSize, PeerLost, Timeout
 from gradwire.group import Group
 from gradwire.training import transfer
@@ -40,7 +40,7 @@ def elastic(state: Any, *, min_size: int = 1) -> Elastic:
     (array([5., 5., 5.]), 4)
     >>> run.close()
     """
-    return Elastic(state, job.current() or job.init(), min_size)
+    return Elastic(state, lifetime.current() or job.init(), min_size)
 
 
 class Elastic:
@@ -103,7 +103,7 @@ class Elastic:
             self.group = self.group.recover()
 
     def _others_wait(self) -> bool:
-        """Whether members wait to join; news of an earlier generation speak of those who are here by now."""
+        """Whether members wait to join this very generation; news of an earlier one is old."""
         news = self.group._generation.news()
         return news is not None and news.joiners > 0 and news.generation == self.group.generation
 
@@ -144,6 +144,8 @@ class Elastic:
 
     def _settle(self) -> None:
         """Agree with all ranks of a new generation where to go on, and have or hand over the state of that step."""
+        # In the first generation nobody has more to go on with than anybody else.
+        self.group._generation.stranger = self._completed == NONE and self.group.generation > 1
         while self.group.size < self.min_size:
             self._await_others()
         digest = self._state.digest()
@@ -158,6 +160,7 @@ class Elastic:
             self.digest = self._state.digest() if self.group.rank in settlement.pulls else digest
             group.barrier()
         self.committed = settlement.completed  # now all are known to have it
+        self.group._generation.stranger = False
         self._settled = self.group
 
     def _exchange(self, group: Group, settlement: Settlement, standings: list[Standing]) -> None:

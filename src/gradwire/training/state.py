@@ -8,6 +8,7 @@ from another rank is ever unpickled. Tuples and keys that are numbers, which JSO
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, Protocol, runtime_checkable
@@ -18,10 +19,13 @@ import xxhash
 from gradwire import arrays
 from gradwire.arrays import Array, SupportsDLPack
 from gradwire.errors import ArrayError
+from gradwire.machine import memory
+from gradwire.wire import parse_json
 
 MAX_SKELETON = 64 << 20
 MAX_ARRAYS = 1 << 20
 _DEPTH = 64
+_LONGEST = 1 << 48  # of an axis
 
 
 @runtime_checkable
@@ -58,15 +62,24 @@ class State:
         return digest.hexdigest()
 
     def put_together(self, skeleton: bytes, leaves: list[Array]) -> None:
-        """Become the state that was taken apart on another rank."""
-        _restore(self._state, _unpack(json.loads(skeleton), iter(leaves), 0))
+        """Become the state that was taken apart on another rank; `memory_for` has found nothing wrong with it."""
+        found = _unpack(parse_json(skeleton), iter(leaves))
+        if isinstance(self._state, MutableMapping) and not isinstance(found, dict):
+            raise ValueError(f"malformed state: {type(found).__name__} where a dict is kept")
+        _restore(self._state, found)
 
 
 def memory_for(skeleton: bytes) -> list[Array]:
-    """Fresh arrays for all those that a skeleton speaks of; ValueError if it makes no sense."""
-    found: list[Array] = []
-    _collect(json.loads(skeleton), found, 0)
-    return found
+    """Fresh arrays for all those that a skeleton speaks of; ValueError if it makes no sense, or there is no memory."""
+    shapes: list[tuple[arrays.DType, tuple[int, ...]]] = []
+    _collect(parse_json(skeleton), shapes, 0)
+    nbytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in shapes)
+    if nbytes > memory():
+        raise ValueError(f"a state of {nbytes} bytes, which is more than this machine has memory")
+    try:
+        return [np.empty(shape, dtype.storage) for dtype, shape in shapes]
+    except (MemoryError, OverflowError) as error:
+        raise ValueError(f"no memory for a state of {nbytes} bytes: {error}") from error
 
 
 def _opened(state: Any) -> Any:
@@ -106,39 +119,54 @@ def _key(key: Any, path: str) -> Any:
 
 def _shape(leaf: Any) -> tuple[arrays.DType, tuple[int, ...], str]:
     match leaf:
-        case [str(dtype), list(shape), str(library)] if all(type(n) is int and n >= 0 for n in shape):
-            return arrays.parse_dtype(dtype), tuple(shape), library
+        case [str(dtype), list(shape), str(library)] if all(type(n) is int and 0 <= n < _LONGEST for n in shape):
+            return arrays.dtype_called(dtype), tuple(shape), library
     raise ValueError(f"malformed array {str(leaf)[:200]}")
 
 
-def _collect(packed: Any, found: list[Array], depth: int) -> None:
+def _collect(packed: Any, found: list[tuple[arrays.DType, tuple[int, ...]]], depth: int) -> None:
+    """All arrays of a skeleton, in its order; ValueError for what `_unpack` would not understand."""
     if depth > _DEPTH or len(found) > MAX_ARRAYS:
         raise ValueError("a state that is too deep, or of too many arrays")
     match packed:
         case {"a": leaf}:
-            dtype, shape, _ = _shape(leaf)
-            found.append(np.empty(shape, dtype.storage))
+            found.append(_shape(leaf)[:2])
+        case {"f": str(number)}:
+            _number(number)
         case {"d": list(entries)}:
-            for _, entry in entries:
-                _collect(entry, found, depth + 1)
+            for entry in entries:
+                match entry:
+                    case [key, value] if type(key) in (str, int):
+                        _collect(value, found, depth + 1)
+                    case _:
+                        raise ValueError(f"malformed entry {str(entry)[:200]}")
         case {"t": list(entries)} | list(entries):
             for entry in entries:
                 _collect(entry, found, depth + 1)
+        case dict() | float():
+            raise ValueError(f"malformed value {str(packed)[:200]}")
 
 
-def _unpack(packed: Any, leaves: Iterator[Array], depth: int) -> Any:
+def _unpack(packed: Any, leaves: Iterator[Array]) -> Any:
     match packed:
         case {"a": leaf}:
             return _in_library(next(leaves), _shape(leaf)[2])
-        case {"f": str(number)}:
-            return float.fromhex(number)
+        case {"f": number}:
+            return _number(number)
         case {"d": entries}:
-            return {key: _unpack(entry, leaves, depth + 1) for key, entry in entries}
+            return {key: _unpack(entry, leaves) for key, entry in entries}
         case {"t": entries}:
-            return tuple(_unpack(entry, leaves, depth + 1) for entry in entries)
+            return tuple(_unpack(entry, leaves) for entry in entries)
         case list(entries):
-            return [_unpack(entry, leaves, depth + 1) for entry in entries]
+            return [_unpack(entry, leaves) for entry in entries]
     return packed
+
+
+def _number(text: str) -> float:
+    try:
+        return float.fromhex(text)
+    except OverflowError as error:
+        raise ValueError(f"malformed number {text[:200]}") from error
 
 
 def _in_library(array: Array, library: str) -> Any:

@@ -48,7 +48,10 @@ def take(group: Group, state: State, giver: int, digest: str) -> int:
         raise StateLost(f"rank {giver} announces a state whose description has {int(length[0])} bytes", peer=giver)
     head = np.empty(int(length[0]), np.uint8)
     _fill(group, head, giver)
-    leaves = memory_for(head.tobytes())
+    try:
+        leaves = memory_for(head.tobytes())
+    except ValueError as error:
+        raise StateLost(f"the state of rank {giver} cannot be taken in here: {error}", peer=giver) from error
     for leaf in leaves:
         _fill(group, leaf, giver)
     state.put_together(head.tobytes(), leaves)

@@ -19,6 +19,8 @@ class TcpLink:
 
     __slots__ = ("_forget", "_socket", "channel", "peer")
 
+    encrypts = False
+
     def __init__(self, sock: socket.socket, peer: int, channel: int, forget: Callable[[Link], None]) -> None:
         tune(sock)
         sock.setblocking(False)

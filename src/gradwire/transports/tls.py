@@ -197,6 +197,8 @@ class TlsLink(TcpLink):
 
     __slots__ = ("_stream",)
 
+    encrypts = True
+
     def __init__(self, stream: TlsStream, peer: int, channel: int, forget: Callable[[Link], None]) -> None:
         super().__init__(stream.socket, peer, channel, forget)
         self._stream = stream

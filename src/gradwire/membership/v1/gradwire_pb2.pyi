@@ -6,18 +6,20 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Assembly(_message.Message):
-    __slots__ = ["generation", "job", "members", "rank", "run"]
+    __slots__ = ["generation", "job", "link_key", "members", "rank", "run"]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
+    LINK_KEY_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     generation: int
     job: str
+    link_key: bytes
     members: _containers.RepeatedCompositeFieldContainer[Member]
     rank: int
     run: bytes
-    def __init__(self, job: _Optional[str] = ..., run: _Optional[bytes] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ...) -> None: ...
+    def __init__(self, job: _Optional[str] = ..., run: _Optional[bytes] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., link_key: _Optional[bytes] = ...) -> None: ...
 
 class Checkpoint(_message.Message):
     __slots__ = ["complete", "epoch", "waiting_count", "waiting_for"]
@@ -64,12 +66,14 @@ class HelloReply(_message.Message):
     def __init__(self, coordinator_nonce: _Optional[bytes] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class HelloRequest(_message.Message):
-    __slots__ = ["proof", "worker_nonce"]
+    __slots__ = ["proof", "ticket", "worker_nonce"]
     PROOF_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
     WORKER_NONCE_FIELD_NUMBER: _ClassVar[int]
     proof: bytes
+    ticket: bytes
     worker_nonce: bytes
-    def __init__(self, worker_nonce: _Optional[bytes] = ..., proof: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, worker_nonce: _Optional[bytes] = ..., proof: _Optional[bytes] = ..., ticket: _Optional[bytes] = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ["address", "host", "hostname", "id", "pid", "rank"]
@@ -104,10 +108,12 @@ class News(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., joiners: _Optional[int] = ..., evicted: _Optional[_Iterable[str]] = ..., checkpoint: _Optional[int] = ..., over: bool = ..., size: _Optional[int] = ...) -> None: ...
 
 class Refusal(_message.Message):
-    __slots__ = ["reason"]
+    __slots__ = ["finished", "reason"]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    finished: bool
     reason: str
-    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+    def __init__(self, reason: _Optional[str] = ..., finished: bool = ...) -> None: ...
 
 class RegisterWorkerReply(_message.Message):
     __slots__ = ["assembly", "refusal", "waiting"]
@@ -120,7 +126,7 @@ class RegisterWorkerReply(_message.Message):
     def __init__(self, waiting: _Optional[_Union[Waiting, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., assembly: _Optional[_Union[Assembly, _Mapping]] = ...) -> None: ...
 
 class RegisterWorkerRequest(_message.Message):
-    __slots__ = ["generation", "job", "lost", "member", "patience_ms", "session", "size"]
+    __slots__ = ["generation", "job", "lost", "member", "patience_ms", "session", "size", "stranger"]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +134,7 @@ class RegisterWorkerRequest(_message.Message):
     PATIENCE_MS_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
+    STRANGER_FIELD_NUMBER: _ClassVar[int]
     generation: int
     job: str
     lost: _containers.RepeatedScalarFieldContainer[str]
@@ -135,21 +142,24 @@ class RegisterWorkerRequest(_message.Message):
     patience_ms: int
     session: bytes
     size: int
-    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., size: _Optional[int] = ..., job: _Optional[str] = ..., patience_ms: _Optional[int] = ..., generation: _Optional[int] = ..., lost: _Optional[_Iterable[str]] = ..., session: _Optional[bytes] = ...) -> None: ...
+    stranger: bool
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., size: _Optional[int] = ..., job: _Optional[str] = ..., patience_ms: _Optional[int] = ..., generation: _Optional[int] = ..., lost: _Optional[_Iterable[str]] = ..., session: _Optional[bytes] = ..., stranger: bool = ...) -> None: ...
 
 class Sealed(_message.Message):
-    __slots__ = ["body", "coordinator_nonce", "proof", "sequence", "worker_nonce"]
+    __slots__ = ["body", "coordinator_nonce", "proof", "sequence", "ticket", "worker_nonce"]
     BODY_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_NONCE_FIELD_NUMBER: _ClassVar[int]
     PROOF_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
     WORKER_NONCE_FIELD_NUMBER: _ClassVar[int]
     body: bytes
     coordinator_nonce: bytes
     proof: bytes
     sequence: int
+    ticket: bytes
     worker_nonce: bytes
-    def __init__(self, worker_nonce: _Optional[bytes] = ..., coordinator_nonce: _Optional[bytes] = ..., sequence: _Optional[int] = ..., body: _Optional[bytes] = ..., proof: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, worker_nonce: _Optional[bytes] = ..., coordinator_nonce: _Optional[bytes] = ..., sequence: _Optional[int] = ..., body: _Optional[bytes] = ..., proof: _Optional[bytes] = ..., ticket: _Optional[bytes] = ...) -> None: ...
 
 class UnregisterWorkerReply(_message.Message):
     __slots__ = ["known"]

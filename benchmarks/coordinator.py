@@ -1,0 +1,186 @@
+"""How many members a coordinator holds: heartbeats of many hosts at 1 Hz, each timed from the call to the answer.
+
+    python benchmarks/coordinator.py                                    # 5,000 members on 200 hosts, for 30 seconds
+    python benchmarks/coordinator.py --members 20000 --hosts 800 --seconds 300
+    python benchmarks/coordinator.py --tls                              # with a certificate for each host
+
+The coordinator is `gradwire coordinator` in a process of its own, started on a journal in which the members are at work
+already. Each host is a stream of its own, as a launcher holds it; a few processes play all of them. The exit code is 1
+if a member was evicted, the 99th percentile exceeds 100 ms, or the memory grew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from gradwire.membership import Member
+from gradwire.membership.answers import Claim
+from gradwire.membership.conversation import Conversation
+from gradwire.membership.journal import Journal
+from gradwire.membership.state import Membership
+from gradwire.membership.v1 import gradwire_pb2 as pb
+from gradwire.security import certificates
+from gradwire.security.tls import Credentials
+
+JOB = "benchmark"
+TOKEN = "the secret of this benchmark"
+PLAYERS = 4  # processes that play the hosts
+LIMIT = 0.1  # seconds
+GROWTH = 8.0  # MiB that the coordinator may grow by after the first half
+SETTLING = 3  # heartbeats of each host that do not count: all connect at once
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--members", type=int, default=5000)
+    parser.add_argument("--hosts", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--tls", action="store_true")
+    parser.add_argument("--play", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.play:
+        folder, first, last = options.play
+        print("ready", flush=True)
+        play(sys.stdin.readline().strip(), range(int(first), int(last)), Path(folder), options)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        sys.exit(conduct(Path(folder), options))
+
+
+def names(host: int, options: argparse.Namespace) -> list[str]:
+    return [f"host-{host}/{worker}" for worker in range(options.members // options.hosts)]
+
+
+def conduct(folder: Path, options: argparse.Namespace) -> int:
+    members = [name for host in range(options.hosts) for name in names(host, options)]
+    write(folder / "journal", members)
+    if options.tls:
+        certificates.make(folder, JOB, [f"host-{host}" for host in range(options.hosts)], ["coordinator"])
+    with contextlib.ExitStack() as ending:
+        me = [sys.executable, __file__, *sys.argv[1:], "--play", str(folder)]
+        players = [start([*me, *map(str, part)], ending) for part in parts(options.hosts)]
+        for player in players:
+            first_line(player)  # it is there: members are evicted if nobody speaks for them soon
+        size = str(len(members))
+        command = [sys.executable, "-m", "gradwire", "coordinator", "--quiet", "--journal", str(folder / "journal")]
+        if options.tls:
+            names_of_files = {"--tls-ca": "ca.pem", "--tls-cert": "coordinator.pem", "--tls-key": "coordinator.key"}
+            command += [word for option, file in names_of_files.items() for word in (option, str(folder / file))]
+        coordinator = start([*command, "--size", size, "--min", "1", "--max", size], ending)
+        address = first_line(coordinator).rpartition(" ")[2]
+        print(f"{size} members on {options.hosts} hosts at 1 Hz, for {options.seconds:g} s")
+        for player in players:
+            print(address, file=player.stdin, flush=True)
+        memory = watch(coordinator.pid, players)
+        return report([json.loads(first_line(player)) for player in players], memory)
+
+
+def start(command: list[str], ending: contextlib.ExitStack) -> subprocess.Popen[str]:
+    environ = {**os.environ, "GRADWIRE_TOKEN": TOKEN}
+    process = subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    ending.enter_context(process)
+    ending.callback(process.terminate)
+    return process
+
+
+def first_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    line = process.stdout.readline().strip()
+    if not line:
+        raise SystemExit("a process of the benchmark ended before it should")
+    return line
+
+
+def write(path: Path, members: list[str]) -> None:
+    """A journal in which all of them are at work."""
+    membership = Membership(JOB, os.urandom(16), start=len(members), minimum=1, maximum=len(members))
+    for rank, name in enumerate(members):
+        member = Member(name, rank, name.partition("/")[0], "host", rank, "127.0.0.1:1")
+        membership.register(Claim(member, None, None, os.urandom(16)), 0.0)
+    with Journal(path) as journal:
+        journal.save(membership.changes(), membership.snapshot())
+
+
+def parts(hosts: int) -> list[tuple[int, int]]:
+    edges = [hosts * player // PLAYERS for player in range(PLAYERS + 1)]
+    return list(itertools.pairwise(edges))
+
+
+def watch(pid: int, players: list[subprocess.Popen[str]]) -> list[float]:
+    """The coordinator's memory in MiB, each second until the players have something to say."""
+    memory: list[float] = []
+    page, tick = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")
+    used, since = 0.0, time.monotonic()
+    outputs = [player.stdout.fileno() for player in players if player.stdout is not None]
+    while len(select.select(outputs, [], [], 0.0)[0]) < len(outputs):
+        time.sleep(1.0)
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        memory.append(int(fields[21]) * page / 2**20)
+        if len(memory) % 10 == 0:
+            busy, now = (int(fields[11]) + int(fields[12])) / tick, time.monotonic()
+            load = f"{100 * (busy - used) / (now - since):.0f} % of a core"
+            print(f"  {len(memory):4d} s: {memory[-1]:.1f} MiB, {fields[17]} threads, {load}", flush=True)
+            used, since = busy, now
+    return memory
+
+
+def report(played: list[tuple[list[float], int]], memory: list[float]) -> int:
+    times = sorted(seconds for part, _ in played for seconds in part)
+    evicted = sum(count for _, count in played)
+    at = {share: times[min(len(times) - 1, int(share * len(times)))] for share in (0.5, 0.99, 0.999)}
+    growth = memory[-1] - memory[len(memory) // 2]
+    print(
+        f"{len(times)} heartbeats: p50 {1e3 * at[0.5]:.1f} ms, p99 {1e3 * at[0.99]:.1f} ms, "
+        f"p99.9 {1e3 * at[0.999]:.1f} ms, worst {1e3 * times[-1]:.1f} ms; {evicted} evicted"
+    )
+    print(f"memory {memory[len(memory) // 2]:.1f} MiB half-way, {memory[-1]:.1f} MiB at the end")
+    return int(bool(evicted) or at[0.99] > LIMIT or growth > GROWTH)
+
+
+def play(address: str, hosts: range, folder: Path, options: argparse.Namespace) -> None:
+    times: list[float] = []
+    evicted: list[int] = []
+
+    def host(number: int) -> None:
+        time.sleep((number % 100) / 100)  # hosts do not beat in step
+        body = pb.HeartbeatRequest(ids=names(number, options)).SerializeToString()
+        credentials = None
+        if options.tls:
+            credentials = Credentials(folder / "ca.pem", folder / f"host-{number}.pem", folder / f"host-{number}.key")
+        with Conversation(address, TOKEN.encode(), 60.0, credentials=credentials) as coordinator:
+            ask = coordinator.stream("Heartbeats")
+            due = begin = time.monotonic()
+            count = 0
+            while due < begin + options.seconds:
+                time.sleep(max(0.0, due - time.monotonic()))
+                start = time.perf_counter()
+                news = pb.News.FromString(ask(body, 60.0))
+                count += 1
+                if count > SETTLING:
+                    times.append(time.perf_counter() - start)
+                due += 1.0
+        evicted.append(len(news.evicted))
+
+    threads = [threading.Thread(target=host, args=(number,)) for number in hosts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if len(evicted) < len(hosts):
+        raise SystemExit("a host could not be played to the end")
+    print(json.dumps([times, max(evicted)]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,267 @@
+"""Collectives: any bytes on a peer's socket, to both executors alike, and any entries in a neighbour's memory."""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+import struct
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from fuzz.target import Target
+from gradwire import arrays, core
+from gradwire.collectives import build
+from gradwire.executors.plan import Plan, even_bounds
+from gradwire.executors.python import PythonExecutor, Sheet
+from gradwire.liveness.calls import Meaning
+from gradwire.topology import Topology
+from gradwire.transports.arena import RESERVED, OwnArena
+from gradwire.transports.base import Buffer, Link, LinkClosed
+
+JOB, GENERATION, GROUP, SEQUENCE, FINGERPRINT = 0x1122, 1, 7, 3, 0xAB
+COUNT = 300
+TILE = 1024  # bytes: so that a collective has several
+SECONDS = 0.0005  # for what will never come through memory
+
+
+class Lost(Exception):
+    """The peer is gone."""
+
+
+class Mismatch(Exception):
+    """The peer says something else."""
+
+
+class Patience:
+    """Never waits: all that ever comes is there."""
+
+    def wait(self, reads: Iterable[Link], writes: Iterable[Link]) -> None:
+        raise AssertionError("there is nothing to wait for")
+
+    def look(self) -> float:
+        raise AssertionError("there is nothing to wait for")
+
+    def lost(self, peer: int) -> BaseException:
+        return Lost()
+
+    def mismatch(self, peer: int, header: bytes) -> BaseException:
+        return Mismatch(bytes(header))
+
+
+class Line:
+    """A link over a socket."""
+
+    channel = 3
+
+    def __init__(self, sock: socket.socket, peer: int) -> None:
+        self.peer = peer
+        self.sock = sock
+
+    def fileno(self) -> int:
+        return self.sock.fileno()
+
+    def send(self, buffers: Sequence[Buffer]) -> int:
+        try:
+            return self.sock.sendmsg(buffers[:100])
+        except BlockingIOError:
+            return 0
+        except OSError:
+            raise LinkClosed from None
+
+    def receive(self, buffers: Sequence[memoryview]) -> int:
+        try:
+            got = self.sock.recvmsg_into(buffers[:100])[0]
+        except BlockingIOError:
+            return 0
+        if not got:
+            raise LinkClosed
+        return got
+
+    def close(self) -> None: ...
+
+
+def sheet(rank: int) -> Sheet:
+    one = Sheet(JOB, GENERATION, GROUP, rank)
+    one.sequence, one.fingerprint = SEQUENCE, FINGERPRINT
+    return one
+
+
+def plan(rank: int, algorithm: str, count: int = COUNT, tile: int = TILE) -> Plan:
+    schedule = build("all_reduce", algorithm, 2, topology=Topology.single(2), root=0)
+    dtype = arrays.parse_dtype("int64")
+    bounds = even_bounds(count, schedule.segments, dtype.itemsize)
+    return Plan(schedule, rank, dtype, "sum", bounds, Meaning("all_reduce", "all_reduce()", FINGERPRINT), tile)
+
+
+def executed(kind: str, algorithm: str, data: bytes) -> tuple[str, bytes]:
+    """How a collective ends whose other rank says just this, and then nothing more; and its result, or the header."""
+    mine, theirs = socket.socketpair()
+    alarm, bell = socket.socketpair()
+    with mine, theirs, alarm, bell:
+        theirs.sendall(data)
+        theirs.shutdown(socket.SHUT_WR)
+        mine.setblocking(False)
+        line = Line(mine, 1)
+        executor: Any = PythonExecutor({1: line}.__getitem__)
+        if kind == "native":
+            from gradwire.executors.native import NativeExecutor
+
+            executor = NativeExecutor(sheet(0), 2, alarm)
+            executor.connect(1, 1, line)
+        x, out = np.arange(COUNT), np.zeros(COUNT, np.int64)
+        try:
+            executor.run(plan(0, algorithm), x, out, sheet(0), Patience, False)
+        except Lost:
+            return "lost", b""
+        except Mismatch as error:
+            return "mismatch", error.args[0]
+        return "done", out.tobytes()
+
+
+def hear(data: bytes) -> bool:
+    """The first byte says which algorithm the peer follows, or pretends to."""
+    algorithm = ALGORITHMS[data[0] % len(ALGORITHMS)] if data else ALGORITHMS[0]
+    outcome = executed("python", algorithm, data[1:])
+    if core.available():
+        assert executed("native", algorithm, data[1:]) == outcome
+    return outcome[0] == "done"
+
+
+def recorded(algorithm: str) -> bytes:
+    """What rank 1 says in a collective that goes well."""
+    mine, theirs = socket.socketpair()
+    said = bytearray()
+
+    class Recorded(Line):
+        def send(self, buffers: Sequence[Buffer]) -> int:
+            sent = super().send(buffers)
+            said.extend(b"".join(map(bytes, buffers))[:sent])
+            return sent
+
+    class Waiting(Patience):
+        def wait(self, reads: Iterable[Link], writes: Iterable[Link]) -> None: ...
+
+    def play(rank: int, line: Line) -> None:
+        executor = PythonExecutor({1 - rank: line}.__getitem__)
+        executor.run(plan(rank, algorithm), np.arange(COUNT), np.zeros(COUNT, np.int64), sheet(rank), Waiting, False)
+
+    with mine, theirs:
+        mine.setblocking(False)
+        theirs.setblocking(False)
+        other = threading.Thread(target=play, args=(1, Recorded(theirs, 0)))
+        other.start()
+        play(0, Line(mine, 1))
+        other.join()
+    return bytes(said)
+
+
+# --- through memory
+
+ENTRY = struct.Struct("<IHHIIQQQQ16s")  # native/memory.hpp: turn, round, place, tile, nbytes, sequence, …
+LANE_ENTRIES = 128
+LANE_BYTES = 64 + LANE_ENTRIES * ENTRY.size
+SLOTS = 2048
+
+
+def read_memory(data: bytes) -> bool:
+    """What a neighbour has written: one byte says which collective runs here; then, of eight bytes each, where it says
+    that its region is and how much it says it has read; the rest are entries of its lane, 64 bytes each."""
+    from gradwire.executors.native import NativeExecutor
+
+    own, theirs = OwnArena(), OwnArena()
+    mine, wire = socket.socketpair()
+    alarm, bell = socket.socketpair()
+    with mine, wire, alarm, bell:
+        algorithm, count, inside = SHAPES[data[0] % len(SHAPES)] if data else SHAPES[0]
+        region = int.from_bytes(data[1:9], "little") or RESERVED
+        _write(theirs, 16 * (GROUP % SLOTS), struct.pack("<QQ", GROUP, region))
+        _write(theirs, RESERVED + 64, data[17 : 17 + LANE_BYTES - 64])
+        executor = NativeExecutor(sheet(0), 2, alarm)
+        executor.connect(1, 1, mine)
+        executor.share(own, {1: theirs})
+        _write(own, executor._region[0] + LANE_BYTES, data[9:17])
+        guard = np.full(count + 2 * 64, 0x77, np.int64)
+        x, out = np.zeros(count, np.int64), guard[64:-64]
+        if inside:
+            x, out = (own.array(count * 8).view(np.int64) for _ in range(2))
+        x += 1
+        program = _lowered(algorithm, count)
+        status = executor.engine.run(program, x, out, SEQUENCE, FINGERPRINT, False, SECONDS)
+        assert (guard[:64] == 0x77).all()
+        assert (guard[-64:] == 0x77).all()
+        assert (x == 1).all()
+        return bool(status == 0)
+
+
+def _lowered(algorithm: str, count: int) -> Any:
+    from gradwire.executors.native import SHARED_TILE_BYTES, lower
+
+    return lower(plan(0, algorithm, count, SHARED_TILE_BYTES))
+
+
+def _write(arena: OwnArena, offset: int, data: bytes) -> None:
+    ctypes.memmove(arena.address + offset, data, len(data))
+
+
+def entry(
+    turn: int, nbytes: int, *, tile: int = 0, round: int = 0, place: int = 1, at: int = 0, result: int = 0
+) -> bytes:
+    offset = at or RESERVED + 2 * LANE_BYTES
+    return ENTRY.pack(turn, round, place, tile, nbytes, SEQUENCE, FINGERPRINT, offset, result, bytes(16))
+
+
+ALGORITHMS = ("star", "ring", "direct", "oneshot")
+SHAPES = (
+    ("oneshot", 1, False),
+    ("oneshot", 100, False),
+    ("oneshot", 4000, True),
+    ("direct", 300, False),
+    ("direct", 2000, True),
+)
+_PLACES = st.one_of(st.integers(0, 3), st.integers(0, 0xFFFF))
+_WIDE = st.one_of(
+    st.just(0),
+    st.sampled_from((RESERVED, RESERVED + 1, (64 << 30) - 8, 64 << 30, (1 << 64) - 1, (1 << 63))),
+    st.integers(0, (1 << 64) - 1),
+)
+_ENTRIES = st.builds(
+    entry,
+    st.integers(0, 4),
+    st.sampled_from((8, 8, 800, 1024, 600, 0, 16, 32000, (1 << 32) - 1)),
+    tile=st.integers(0, 2),
+    round=st.integers(0, 2),
+    place=_PLACES,
+    at=_WIDE,
+    result=_WIDE,
+)
+_MEMORIES = st.builds(
+    lambda shape, words, entries: bytes([shape]) + struct.pack("<QQ", *words) + b"".join(entries),
+    st.integers(0, len(SHAPES) - 1),
+    st.tuples(st.just(0) | _WIDE, st.integers(0, 5) | _WIDE),
+    st.lists(_ENTRIES, max_size=5),
+)
+_HEAD = struct.pack("<QQ", 0, 1)
+_IN_MEMORY = (
+    Target(
+        "memory of a neighbour",
+        read_memory,
+        (
+            b"\0" + _HEAD + entry(1, 8, place=0),
+            b"\1" + _HEAD + entry(1, 800),
+            b"\2" + _HEAD + entry(1, 32000),
+        ),
+        inputs=_MEMORIES,
+        examples=60,
+    ),
+)
+_RECORDED = tuple(bytes([number]) + recorded(algorithm) for number, algorithm in enumerate(ALGORITHMS))
+TARGETS = (
+    Target(
+        "socket of a peer", hear, tuple(bytes([n]) + recorded(name) for n, name in enumerate(ALGORITHMS)), examples=60
+    ),
+    *(_IN_MEMORY if core.available() else ()),
+)

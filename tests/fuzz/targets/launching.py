@@ -1,0 +1,52 @@
+"""The pipe from a worker to its supervisor: not of a network, but programs write into whatever is open."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+
+from fuzz.target import Target, encoded
+from gradwire.launch.child import EXCEPTION, REPORT, RESULT
+from gradwire.launch.rootcause import Report
+from gradwire.launch.worker import _Messages
+
+MOST = 64 << 10
+
+
+def listen(data: bytes) -> bool:
+    """True if a report came through."""
+    theirs, mine = socket.socketpair()
+    with theirs, mine:
+        theirs.setblocking(False)
+        mine.setblocking(False)
+        theirs.send(data[:MOST] or b"E")
+        theirs.shutdown(socket.SHUT_WR)
+        messages = _Messages(mine)
+        reports: list[Report] = []
+        for kind, body in messages.receive():
+            assert kind in (EXCEPTION, REPORT, RESULT)
+            assert len(body) <= len(data)
+            if kind == REPORT:
+                with contextlib.suppress(ValueError):
+                    reports.append(Report.parse(body))
+        assert messages.ended
+    return any(report.summary() for report in reports)
+
+
+_REPORT = {
+    "time": 1.5,
+    "type": "KeyError",
+    "message": "'w'",
+    "traceback": "",
+    "place": "train.py:3",
+    "broken": False,
+    "culprit": None,
+}
+
+
+def _message(kind: bytes, body: bytes) -> bytes:
+    return kind + len(body).to_bytes(8, "big") + body
+
+
+_SENT = _message(REPORT, encoded(_REPORT))
+TARGETS = (Target("report of a worker", listen, (_SENT, _message(RESULT, b"") + _SENT), memory=3 << 20),)

@@ -1,0 +1,110 @@
+"""Those who answer where a coordinator was, tokens, and the names in certificates."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import threading
+import warnings
+
+from fuzz.target import Target
+from gradwire.address import Address
+from gradwire.errors import ConfigError
+from gradwire.membership.addresses import Endpoint
+from gradwire.membership.doorkeeper import told_at
+from gradwire.security import certificates, identity, tls, tokens
+from tls_files import folder
+
+SECRET = bytes(32)
+
+
+def told(data: bytes) -> bool:
+    """What somebody at the coordinator's address says."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def say() -> None:
+            with contextlib.suppress(OSError), listener.accept()[0] as sock:
+                sock.sendall(data)
+
+        speaker = threading.Thread(target=say)
+        speaker.start()
+        try:
+            words = told_at(Endpoint("127.0.0.1", listener.getsockname()[1]), 10.0)
+        finally:
+            speaker.join()
+    assert words is None or (words.isprintable() and len(words) <= 300)
+    return words is not None
+
+
+def read_token(data: bytes) -> bool:
+    try:
+        token = tokens.read(data.decode("utf-8", "surrogateescape"))
+    except ConfigError:
+        return False
+    assert len(token.ticket) <= tokens.LONGEST_TICKET
+    assert len(token.key) == 32
+    assert token.job
+    return True
+
+
+def show_ticket(data: bytes) -> bool:
+    """A ticket whose key was proven: made by the coordinator, or by a holder of the secret."""
+    gate = tokens.Gate("job")
+    reason = gate.refusal(data, "member", 1000.0)
+    assert reason is None or (reason and len(reason) <= 1000)
+    json_safe = gate.snapshot()
+    gate.restore(json_safe)
+    return reason is None
+
+
+def read_identity(data: bytes) -> bool:
+    uris = data.decode("utf-8", "replace").split("\n")
+    try:
+        found = identity.only(uris)
+    except ValueError:
+        return False
+    assert str(found) in uris
+    assert identity.covers(str(found), found.member)
+    assert not identity.covers(str(found), found.member + "x")
+    return True
+
+
+def read_certificate(data: bytes) -> bool:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what will be an error in a later version of cryptography
+            found = tls.identity_of(data)
+            certificates.may_coordinate(data, "tests")
+    except ValueError:
+        return False
+    identity.parse(found)
+    return True
+
+
+def read_address(data: bytes) -> bool:
+    """Where a member says that it listens."""
+    text = data.decode("utf-8", "replace")
+    try:
+        found = Address.parse(text, "the address of rank 1")
+    except ConfigError:
+        return False
+    assert Address.parse(str(found)) == found
+    return True
+
+
+def _certificate(member: str) -> bytes:
+    pem = (folder() / f"{member}.pem").read_text()
+    return ssl.PEM_cert_to_DER_cert(pem[pem.index("-----BEGIN CERT") :])
+
+
+_OVER = b"gradwire: the rendezvous is over: all 4 ranks of the job there have come\n"
+_TOKEN = tokens.make(SECRET, job="job", expires_in=100.0, now=1000.0)
+TARGETS = (
+    Target("doorkeeper", told, (_OVER,), examples=50),
+    Target("join token", read_token, (_TOKEN.encode(),)),
+    Target("ticket", show_ticket, (tokens.read(_TOKEN).ticket,)),
+    Target("certificate", read_certificate, (_certificate("m0"), _certificate("m1"))),
+    Target("address", read_address, (b"127.0.0.1:80", b"[::1]:5000", b"host-a.example:1")),
+    Target("identity", read_identity, (b"gradwire://job/host-a/0", b"dns:x\ngradwire://job/a")),
+)

@@ -1,0 +1,124 @@
+"""Values and announcements inside collectives: what a root, or any rank, may have put where JSON is expected."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from fuzz.target import MIB, Target, altered, encoded
+from gradwire import agreement, machine, tuning
+from gradwire.arrays import Array
+from gradwire.collectives import DEFAULTS
+from gradwire.errors import ConfigError, GradwireError, PeerLost
+from gradwire.liveness.lifeline import Nature
+from gradwire.operations import rows, values
+from gradwire.operations.call import Declined, Form, Operation, Shape
+from gradwire.training.state import State, memory_for
+from gradwire.training.steps import Standing
+from gradwire.wire import parse_json
+
+SIZE = struct.Struct("<q")
+
+
+class Partner:
+    """The other rank of two: whatever this one is to receive comes out of the input, as far as that goes."""
+
+    rank, size = 0, 2
+
+    def __init__(self, data: bytes) -> None:
+        self._rest = data
+
+    def __call__(self, shape: Shape, x: Array, out: Array, form: Form | None = None) -> None:
+        flat = out.reshape(-1).view(np.uint8)
+        skip = x.nbytes if shape.collective == "all_gather" else 0
+        flat[:skip] = x.reshape(-1).view(np.uint8)
+        part, self._rest = self._rest[: flat.size - skip], self._rest[flat.size - skip :]
+        if len(part) < flat.size - skip:
+            raise PeerLost("it has nothing more to say")
+        flat[skip:] = np.frombuffer(part, np.uint8)
+
+    def disagree(self, reason: str) -> GradwireError:
+        return GradwireError(reason[:1000])
+
+
+def run(operation: Operation, data: bytes) -> bool:
+    try:
+        outcome = operation.body(Partner(data))
+    except GradwireError:
+        return False
+    return type(outcome) is not Declined
+
+
+def broadcast_value(data: bytes) -> bool:
+    return run(values.broadcast_value(None, 1, 2, 0), data)
+
+
+def all_gather_values(data: bytes) -> bool:
+    return run(values.all_gather_values([1]), data)
+
+
+def scatter(data: bytes) -> bool:
+    return run(rows.scatter(None, 1, None, 2, 0, "auto"), data)
+
+
+def settle(data: bytes) -> bool:
+    """What ranks tell each other before the first call, as the other one's entry."""
+    told = values.decode(data)
+    try:
+        entries = agreement._entries([["tcp", tuning.encode(DEFAULTS), Nature.own().to_wire()], told])
+        Nature.from_wire(entries[1][2])
+        agreement._table(entries[1][1])
+    except ConfigError:
+        return False
+    return True
+
+
+def stand(data: bytes) -> bool:
+    try:
+        standing = Standing.from_wire(values.decode(data))
+    except ValueError:
+        return False
+    assert -1 <= standing.committed <= standing.completed
+    return True
+
+
+def take_state(data: bytes) -> bool:
+    """A skeleton and no arrays' bytes: what memory is asked for, and what becomes of the state."""
+    kept = np.zeros(3)
+    mine: dict[str, Any] = {"w": kept, "inner": {"b": np.zeros(1, np.float32)}, "lr": 0.1}
+    state = State(mine)
+    try:
+        state.put_together(data, memory_for(data))
+    except ValueError:
+        return False
+    State(mine)  # which can travel on
+    return True
+
+
+def _framed(*texts: bytes) -> tuple[bytes, ...]:
+    return tuple(SIZE.pack(len(text)) + text for text in texts)
+
+
+def _json_target(name: str, target: Callable[[bytes], bool], samples: list[Any], **options: Any) -> Target:
+    return Target(name, target, tuple(map(encoded, samples)), inputs=altered(samples).map(encoded), **options)
+
+
+_ANNOUNCED = ["float32", [2, 2], [1, 1]]
+_SCATTERED = _framed(encoded(_ANNOUNCED))[0] + bytes(16)
+_SKELETON = parse_json(
+    State({"w": np.ones(2), "n": 3, "lr": 0.5, 7: (None, [True, "x"]), "e": np.ones((0, 2))}).take_apart()[0]
+)
+_TOLD = json.loads(encoded(["auto", tuning.encode(DEFAULTS), [True, 7, "4026531836"]]))
+_CLAIMED = values.MAX_VALUE_BYTES + MIB  # one may claim that much, and what is not written takes no memory
+TARGETS = (
+    Target("broadcast_value", broadcast_value, _framed(b"[1,2]", b'{"a":null}'), memory=_CLAIMED),
+    Target("all_gather_values", all_gather_values, _framed(b"[1,2]"), memory=_CLAIMED),
+    Target("scatter", scatter, (_SCATTERED,), memory=_CLAIMED),
+    _json_target("settling", settle, [_TOLD]),
+    _json_target("standing", stand, [[3, 1, 2, "ab", True], [-1, 0, -1, "", False]]),
+    _json_target("state", take_state, [_SKELETON], memory=machine.memory() + MIB),
+)

@@ -1,0 +1,48 @@
+"""Bytes of anybody's: believed or refused with the error that is documented, and never much memory taken for them."""
+
+from __future__ import annotations
+
+import logging
+import tracemalloc
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+
+from fuzz.catalogue import TARGETS
+from fuzz.target import MIB, inputs_of
+
+ARGUMENTS = pytest.mark.parametrize("name", TARGETS)
+
+
+@pytest.fixture(autouse=True)
+def nothing_logged() -> Iterator[None]:
+    logging.disable()
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@ARGUMENTS
+def test_the_seeds_are_believed(name: str) -> None:
+    """So the rest is more than a test of the first refusal."""
+    for seed in TARGETS[name].seeds:
+        assert TARGETS[name].run(seed), seed
+
+
+@ARGUMENTS
+def test_whatever_comes(name: str) -> None:
+    target = TARGETS[name]
+    target.run(target.seeds[0])  # imports and caches are no part of it
+
+    @settings(max_examples=target.examples, database=None)
+    @given(inputs_of(target))
+    def feed(data: bytes) -> None:
+        tracemalloc.start()
+        try:
+            target.run(data)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak <= target.memory + 64 * len(data), f"{peak / MIB:.1f} MiB for {len(data)} bytes"
+
+    feed()

@@ -1,0 +1,118 @@
+"""Join tokens at a real coordinator: who gets in with one, and what its holder may do."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import gradwire as gw
+from gradwire.errors import Refused
+from gradwire.membership import Assembly, Member
+from gradwire.membership.client import end_checkpoint, heartbeat, register, unregister
+from gradwire.membership.service import Coordinator
+from gradwire.security import tokens
+from gradwire.security.secret import derive
+from gradwire.security.tokens import Token
+from membership.journal import SECRET, Journal
+
+Serve = Callable[..., Coordinator]
+
+
+def token(job: str = "mine", *, uses: int = 1, age: float = 0.0) -> Token:
+    """A token that holds for a minute, made `age` seconds ago."""
+    return tokens.read(tokens.make(SECRET, job=job, expires_in=60, uses=uses, now=time.time() - age))
+
+
+def member(name: str) -> Member:
+    return Member(name, None, "machine", "host", os.getpid(), "127.0.0.1:1")
+
+
+def join(coordinator: Coordinator, name: str, secret: bytes | Token, generation: int = 0) -> Assembly:
+    return register(
+        coordinator.address, member(name), size=None, secret=secret, job=None, timeout=20, generation=generation
+    )
+
+
+@pytest.fixture
+def coordinator(serve: Serve) -> Coordinator:
+    return serve(1, minimum=1, maximum=1, job="mine")
+
+
+def test_its_holder_gets_in_and_is_told_the_key_of_the_links(coordinator: Coordinator) -> None:
+    invitation = token()
+    assembly = join(coordinator, "guest", invitation)
+    assert assembly.link_key == derive(SECRET, "links", assembly.run)
+    assert heartbeat(coordinator.address, ["guest"], secret=invitation).generation == 1
+    again = join(coordinator, "guest", invitation, generation=1)
+    assert (again.generation, again.link_key) == (2, assembly.link_key)
+    assert unregister(coordinator.address, again.members[0], secret=invitation)
+
+
+def test_holders_of_the_secret_derive_the_key_themselves(coordinator: Coordinator) -> None:
+    assert join(coordinator, "host", SECRET).link_key is None
+
+
+@pytest.mark.parametrize(
+    ("invitation", "said"),
+    [
+        (token(age=61), "its join token expired [0-9]+ s ago"),
+        (token("other"), "its join token is for job other, and this is job mine"),
+        (Token(token().ticket, bytes(32)), "does not hold this job's secret"),
+        (Token(bytes(257), bytes(32)), "does not hold this job's secret"),
+        (Token(tokens.Ticket("mine", 1 << 40, 0, bytes(12)).pack(), token().key), "does not hold this job's secret"),
+    ],
+    ids=["stale", "of another job", "without its key", "too long", "changed"],
+)
+def test_one_that_does_not_hold_is_refused(
+    invitation: Token, said: str, coordinator: Coordinator, journal: Journal
+) -> None:
+    with pytest.raises(Refused, match=said):
+        join(coordinator, "guest", invitation)
+    journal.wait_for(f"refused .*{said}")
+    assert join(coordinator, "host", SECRET).rank == 0
+
+
+def test_it_serves_as_many_as_it_was_made_for(coordinator: Coordinator) -> None:
+    invitation = token(uses=1)
+    join(coordinator, "guest", invitation)
+    with pytest.raises(Refused, match="has been used by 1 already"):
+        join(coordinator, "friend", invitation)
+
+
+def test_its_holder_speaks_only_for_those_whom_it_let_in(coordinator: Coordinator) -> None:
+    address, invitation = coordinator.address, token(uses=0)
+    host = join(coordinator, "host", SECRET).members[0]
+    for call in (
+        lambda: heartbeat(address, ["host"], secret=invitation),
+        lambda: heartbeat(address, [], gone=["host"], secret=invitation),
+        lambda: unregister(address, host, secret=invitation),
+        lambda: end_checkpoint(address, "host", 1, secret=invitation),
+    ):
+        with pytest.raises(Refused, match="its join token has not let host in"):
+            call()
+    assert heartbeat(address, ["host"], secret=SECRET).evicted == ()
+
+
+def test_who_came_with_it_is_known_after_a_restart(serve: Serve, tmp_path: Path) -> None:
+    options = {"minimum": 1, "maximum": 2, "job": "mine", "journal": tmp_path / "journal"}
+    first = serve(1, **options)
+    invitation = token(uses=1)
+    join(first, "guest", invitation)
+    first.stop()
+    second = serve(1, **options)
+    assert join(second, "guest", invitation, generation=1).generation == 2
+    with pytest.raises(Refused, match="has been used by 1 already"):
+        join(second, "friend", invitation)
+
+
+def test_a_worker_node_takes_one_from_the_environment(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRADWIRE_TOKEN", tokens.make(SECRET, job="mine", expires_in=60))
+    with gw.WorkerNode(coordinator.address, "guest", timeout=20) as node:
+        assert node.rank == 0
+        assert node.healthy(30)
