@@ -5,7 +5,7 @@
         assert run.died == (2,)
         assert all(isinstance(run.errors[rank], gradwire.PeerLost) for rank in (0, 1, 3))
 
-The ranks are threads with the groups of `gw.local_group`: no processes, no ports, the same errors and the same recovery.
+The ranks are threads with the groups of `gw.local_group`: no processes, no ports, the same errors and recovery.
 A rank's calls are counted from 1: collectives, also those of subgroups, streams and later generations. With `seed=`
 faults are drawn; equal seeds draw equal faults. pytest finds the fixture by itself where gradwire is installed.
 """
