@@ -101,6 +101,8 @@ def test_an_elastic_loop_ends_the_same_whoever_dies_when(gradwire_ranks: Ranks) 
     for call in (1, 4, 9):
         run = gradwire_ranks(elastic, 3, faults=[gradwire_ranks.die(1, call=call)])
         assert (run.died, run.results) == ((1,), {0: (21.0, 2), 2: (21.0, 2)})
+    run = gradwire_ranks(elastic, 3, faults=[gradwire_ranks.fail(1, call=5)])
+    assert (list(run.errors), run.results) == ([1], {0: (21.0, 2), 2: (21.0, 2)})
     faults = [gradwire_ranks.die(0, call=3), gradwire_ranks.die(1, call=12)]  # the second in another generation
     run = gradwire_ranks(elastic, 4, faults=faults)
     assert (run.died, run.results) == ((0, 1), {2: (21.0, 2), 3: (21.0, 2)})

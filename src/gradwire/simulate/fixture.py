@@ -108,13 +108,18 @@ class _Rank:
             raise RuntimeError(str(fault))
 
     def run(self, fn: Callable[[Group], Any]) -> None:
+        """As a process does that runs fn and nothing else: at the end it leaves, or says why it gives up."""
         try:
             self.result = fn(self.group)
+        except Died as death:
+            self.error = death
+            return
         except BaseException as error:
             self.error = error
-            if not isinstance(error, (Died, GradwireError)):
+            if not isinstance(error, GradwireError):
                 with contextlib.suppress(GradwireError):
                     self.group.abort(f"{type(error).__name__}: {error}")
+        self.group.close()
 
 
 class Ranks:
