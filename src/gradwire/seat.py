@@ -38,7 +38,7 @@ log = logging.getLogger("gradwire")
 
 HOST = "GRADWIRE_HOST"  # overrides the identity of this machine: several "hosts" on one, for tests
 LEAVE_SECONDS = 1.0  # for the coordinator to hear that a member has left
-SET_UP_SECONDS = 20.0  # in which the members of an elastic job's generation must have found each other
+SET_UP_SECONDS = 10.0  # in which the members of an elastic job's generation must have found each other
 TELL_SECONDS = 5.0  # between two lines about what a member waits for
 
 

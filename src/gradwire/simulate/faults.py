@@ -39,12 +39,12 @@ KINDS: dict[str, tuple[int, float, float]] = {
     "stick": (2, 0.5, 5.0),
     "cut": (4, 0.05, 6.0),
     "split": (2, 0.5, 6.0),
-    "exile": (3, 0.2, 8.0),
+    "exile": (4, 0.5, 14.0),
     "isolate": (3, 0.2, 8.0),
     "slow": (2, 0.5, 5.0),
     "skew": (2, 1.0, 8.0),
     "restart": (4, 0.1, 5.0),
-    "join": (3, 0.0, 0.0),
+    "join": (5, 0.0, 0.0),
     "leave": (2, 0.0, 0.0),
 }
 
@@ -58,7 +58,7 @@ def draw(random: Random, most: int, first: float, last: float) -> list[Fault]:
     weights = [KINDS[kind][0] for kind in kinds]
     faults: list[Fault] = []
     for kind in random.choices(kinds, weights, k=random.randint(0, most)):
-        near = faults and random.random() < 0.5
+        near = faults and random.random() < 0.6
         at = faults[-1].at + random.expovariate(3.0) if near else random.uniform(first, last)
         _, shortest, longest = KINDS[kind]
         seconds = shortest * (longest / shortest) ** random.random() if shortest else 0.0

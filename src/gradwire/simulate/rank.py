@@ -15,6 +15,7 @@ from gradwire.liveness.control import Control
 from gradwire.liveness.detector import BEAT_SECONDS, LINK_SECONDS, PAGE_SECONDS, Detector
 from gradwire.liveness.verdict import Finding
 from gradwire.membership import Assembly
+from gradwire.seat import SET_UP_SECONDS
 from gradwire.simulate.collective import Collectives
 from gradwire.simulate.network import End, Pulse
 from gradwire.simulate.process import Program
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from gradwire.simulate.worker import Worker
 
 CONTROL, DATA, STATE = 1, 2, 3  # channels
-CONNECT_SECONDS = 5.0  # in which all members of a generation must have found each other
 FAIR_SECONDS = 1.0  # without an answer, before that can be held against anybody
 
 
@@ -68,7 +68,7 @@ class Rank:
 
     def connect(self) -> Program:
         """Dial the ranks below and wait for those above; `NoConnection` names one that cannot be found."""
-        deadline = self.worker.now + CONNECT_SECONDS
+        deadline = self.worker.now + SET_UP_SECONDS
         for channel in (CONTROL, DATA):
             yield from self.dial(range(self.rank), channel, deadline)
         look_at = self.worker.now + EXPECTED_SECONDS

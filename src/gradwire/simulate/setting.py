@@ -10,7 +10,7 @@ from gradwire.simulate.faults import Fault, draw
 from gradwire.simulate.network import Quality
 
 FIRST_FAULT, LAST_FAULT = 0.05, 12.0  # seconds
-MOST_FAULTS = 6
+MOST_FAULTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ def draw_setting(random: Random, members: int | None = None) -> Setting:
         jitter=random.choice((0.0001, 0.001, 0.005)),
         bandwidth=random.choice((1e6, 1e8)),
         lost=0.005 if rough else 0.0,
-        late=random.choice((0.0, 0.02)),
-        lateness=0.05,
+        late=random.choice((0.0, 0.02, 0.1)),
+        lateness=0.15,
         calls_lost=random.choice((0.0, 0.0, 0.05)),
         calls_twice=random.choice((0.0, 0.05)),
     )

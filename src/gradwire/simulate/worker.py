@@ -16,11 +16,12 @@ from gradwire.arrays import raw
 from gradwire.errors import Broken, NoConnection, StateLost
 from gradwire.membership import Assembly, Member
 from gradwire.membership.answers import Claim, News, Refusal, Waiting
+from gradwire.seat import SET_UP_SECONDS
 from gradwire.simulate.arithmetic import applied, beginning, digest, gradient
 from gradwire.simulate.calls import Caller
 from gradwire.simulate.network import End, Network, nothing
 from gradwire.simulate.process import Process, Program, Thread
-from gradwire.simulate.rank import CONNECT_SECONDS, STATE, Hello, Rank
+from gradwire.simulate.rank import STATE, Hello, Rank
 from gradwire.simulate.time import Clock
 from gradwire.training.steps import NONE, Standing, ballot, count, settle
 from gradwire.transports.base import LinkClosed
@@ -149,7 +150,7 @@ class Worker(Process):
 
     def _pull(self, rank: Rank, giver: int) -> Program:
         """In pieces, put into place when all are there."""
-        yield from rank.dial((giver,), STATE, self.now + CONNECT_SECONDS)
+        yield from rank.dial((giver,), STATE, self.now + SET_UP_SECONDS)
         link, pulled, got = rank.links[STATE][giver], np.empty_like(self.state), 0
         view = raw(pulled)
         while got < len(view):
