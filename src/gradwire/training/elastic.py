@@ -144,8 +144,7 @@ class Elastic:
 
     def _settle(self) -> None:
         """Agree with all ranks of a new generation where to go on, and have or hand over the state of that step."""
-        # In the first generation nobody has more to go on with than anybody else.
-        self.group._generation.stranger = self._completed == NONE and self.group.generation > 1
+        self.group._generation.stranger = self.group._generation.joined
         while self.group.size < self.min_size:
             self._await_others()
         digest = self._state.digest()
