@@ -93,5 +93,5 @@ def _begin_lifeline(generation: Generation, natures: list[Nature], tell_all: Tel
     identity = generation.identity
     generation.begin_lifeline(natures[identity.rank], deadline)
     tell_all(None)
-    generation.lifeline.expect(natures, identity.topology)
+    generation.lifeline.expect(natures)
     generation.wake()

@@ -72,6 +72,8 @@ class Generation:
         self.succeed: Callable[[Generation, float], Any] | None = None  # makes the next generation's group
         self.news: Callable[[], Any] = lambda: None  # what the coordinator last told: who waits to join
         self.cuts: Callable[[], frozenset[str]] = frozenset  # the members this one is cut off from, on purpose
+        self.joined = False  # this member was not in the generation before
+        self.stranger = False  # a member that joined, and does not have the state of the training yet
         self.finished = False  # the work of the job is done: whoever came now would begin it anew
         self.alarm = transport.bell()  # rings for good when the generation breaks or is closed
         self.closed = False
@@ -121,7 +123,8 @@ class Generation:
             if now >= look_at:
                 look_at = now + EXPECTED_SECONDS
                 if not self.transport.listens(missing[0]):
-                    raise NoConnection(f"{name} has registered and then ended", peer=missing[0])
+                    reason = ConnectionRefusedError(f"nobody listens any more where {name} did")
+                    raise NoConnection(f"{name} has registered and then ended", peer=missing[0]) from reason
 
     def _not_met(self) -> list[int]:
         above = range(self.identity.rank + 1, self.identity.size)

@@ -17,7 +17,7 @@ from gradwire import agreement, lifetime, machine
 from gradwire.address import Address
 from gradwire.config import JobConfig
 from gradwire.environments import torchrun
-from gradwire.errors import Broken, ConfigError, GradwireError, NoConnection, Refused, UnsupportedOp
+from gradwire.errors import Broken, ConfigError, GradwireError, NoConnection, Refused, Timeout, UnsupportedOp
 from gradwire.generation import Generation, Identity
 from gradwire.group import Group
 from gradwire.membership import Assembly, Member
@@ -38,6 +38,7 @@ log = logging.getLogger("gradwire")
 
 HOST = "GRADWIRE_HOST"  # overrides the identity of this machine: several "hosts" on one, for tests
 LEAVE_SECONDS = 1.0  # for the coordinator to hear that a member has left
+SET_UP_SECONDS = 20.0  # in which the members of an elastic job's generation must have found each other
 TELL_SECONDS = 5.0  # between two lines about what a member waits for
 
 
@@ -64,6 +65,7 @@ class Seat:
         self._succession = threading.Lock()
         self._generation = 0  # the last one this process was in
         self._lost: tuple[str, ...] = ()  # its members that this process could not reach
+        self._stranger = False
         self._news = _news_pipe() if config.elastic else None
         self._lease: Lease | None = None
 
@@ -92,31 +94,38 @@ class Seat:
         """Remember for the coordinator whom this process could not reach."""
         lost = generation.unreachable()
         self._lost = tuple(generation.member_ids[rank] for rank in sorted(lost))
+        self._stranger = generation.stranger
         generation.belongings = [one for one in generation.belongings if not isinstance(one, _Leave)]
         generation.close()
 
     def _take(self, deadline: float) -> Group:
         config = self.config
         transport = TcpTransport(_own_address(self._address), self._credentials)
+        before = self._generation
         try:
             generation = self._assemble(self._register(transport, deadline), transport)
         except BaseException:
             transport.close()
             raise
+        generation.joined = self._stranger or generation.identity.number > before + 1
         generation.belongings += self._doorkeepers()
         if config.elastic:
             self._make_elastic(generation)
-        group = lifetime.start([generation], config.timeout, deadline)[0]
+            deadline = min(deadline, time.monotonic() + SET_UP_SECONDS)  # a frozen member must not hold up the others
         try:
+            group = lifetime.start([generation], config.timeout, deadline)[0]
             agreement.agree(generation, config.transport, deadline)
         except BaseException as error:
+            self._stranger = generation.joined
+            self._lost = tuple(generation.member_ids[rank] for rank in sorted(_out_of_reach(generation, error)))
             generation.close(None if isinstance(error, UnsupportedOp) else lifetime.giving_up(generation, error))
             raise
+        if config.elastic:  # not before: one that does not come about is no reason to leave the job
+            generation.belongings.append(_Leave(self, generation))
         return group
 
     def _make_elastic(self, generation: Generation) -> None:
         generation.succeed = self.next
-        generation.belongings.append(_Leave(self, generation))
         if self._news is not None:
             generation.news, generation.cuts = self._news.latest, self._news.cuts
             return
@@ -149,6 +158,7 @@ class Seat:
                 timeout=left,
                 generation=self._generation,
                 lost=self._lost,
+                stranger=self._stranger,
                 credentials=self._credentials,
                 waiting=_Teller(),
             )
@@ -257,6 +267,19 @@ class _Leave:
 
     def abandon(self) -> None:
         """A forked child has no part in the job."""
+
+
+def _out_of_reach(generation: Generation, error: BaseException) -> set[int]:
+    """Whom this rank could not reach while the generation came together.
+
+    Whoever refuses connections is dead, or has left for the next generation: others know. Silence is a complaint.
+    """
+    silent = None
+    if isinstance(error, NoConnection) and not isinstance(error.__cause__, ConnectionRefusedError):
+        silent = error.peer
+    elif isinstance(error, Timeout):
+        silent = error.culprit
+    return generation.unreachable() | (set() if silent is None else {silent})
 
 
 class _Teller:

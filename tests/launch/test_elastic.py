@@ -33,12 +33,16 @@ class Pulse:
         self.tell = on_news
         self.watched: list[str] = []
         self.ended: list[str] = []
+        self.still: list[str] = []
 
     def start(self) -> None:
         pass
 
     def watch(self, ids: Iterable[str]) -> None:
         self.watched += ids
+
+    def frozen(self, ids: Iterable[str]) -> None:
+        self.still = list(ids)
 
     def gone(self, ids: Iterable[str]) -> None:
         self.ended += ids
@@ -224,6 +228,7 @@ def test_a_frozen_worker_that_the_others_went_on_without_is_replaced(
         with ready.told(2):
             os.kill(job.pids()[0], signal.SIGSTOP)
             assert eventually(lambda: bool(job.supervisor._stage._frozen._since))  # type: ignore[attr-defined]
+            assert job.pulse.still == ["box/0"], "nobody says of it that it lives"
             job.pulse.tell(News(2, 0, (), None))
             with ready.told(1):
                 pass

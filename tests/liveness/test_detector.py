@@ -249,7 +249,7 @@ def test_one_who_was_only_starved_is_forgiven() -> None:
     watcher = Watcher(1, 2)
     watcher.run(1.0)
     watcher.stopped, watcher.silent = {2: False}, {2}
-    assert watcher.run(0.8) == []
+    assert watcher.run(STARVED_SECONDS - 2 * STEP) == []
     watcher.silent = set()
     assert watcher.run(1.0) == []
 

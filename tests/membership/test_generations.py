@@ -157,6 +157,23 @@ def test_a_launcher_tells_at_once_who_died(elastic: Coordinator, launcher: Launc
     assert sorted(ids(again[0].result(30))) == ["a", "c"]
 
 
+def test_a_launcher_does_not_speak_for_those_who_stand_still(serve: Serve) -> None:
+    coordinator = serve(2, minimum=1, maximum=2, lease=0.5)
+    assembled(coordinator, "ab")
+    told: queue.SimpleQueue[News] = queue.SimpleQueue()
+    beats = Heartbeats(coordinator.address, "ab", secret=SECRET, on_news=told.put, interval=0.05)
+    beats.start()
+    try:
+        beats.frozen(["b"])
+        while told.get(timeout=30).evicted != ("b",):
+            pass
+        beats.frozen([])
+        while told.get(timeout=30).evicted != ():
+            pass
+    finally:
+        beats.close()
+
+
 def test_a_launcher_finds_its_coordinator_again(
     serve: Serve, elastic: Coordinator, launcher: Launcher, journal: Journal
 ) -> None:

@@ -89,6 +89,25 @@ def test_calls_of_streams_and_subgroups_count(gradwire_ranks: Ranks) -> None:
     assert gradwire_ranks(various, 2, faults=[gradwire_ranks.die(0, call=5)]).died == ()
 
 
+def test_an_elastic_loop_ends_the_same_whoever_dies_when(gradwire_ranks: Ranks) -> None:
+    def elastic(group: gw.Group) -> tuple[float, int]:
+        state = {"w": np.zeros(2)}
+        run = gw.Elastic(state, group, 1)
+        for step in run.steps(STEPS):
+            with step:
+                state["w"] += run.group.all_reduce(np.full(2, step.index + 1.0), op="mean")
+        return float(state["w"][0]), run.group.size
+
+    for call in (1, 4, 9):
+        run = gradwire_ranks(elastic, 3, faults=[gradwire_ranks.die(1, call=call)])
+        assert (run.died, run.results) == ((1,), {0: (21.0, 2), 2: (21.0, 2)})
+    run = gradwire_ranks(elastic, 3, faults=[gradwire_ranks.fail(1, call=5)])
+    assert (list(run.errors), run.results) == ([1], {0: (21.0, 2), 2: (21.0, 2)})
+    faults = [gradwire_ranks.die(0, call=3), gradwire_ranks.die(1, call=12)]  # the second in another generation
+    run = gradwire_ranks(elastic, 4, faults=faults)
+    assert (run.died, run.results) == ((0, 1), {2: (21.0, 2), 3: (21.0, 2)})
+
+
 def test_equal_seeds_draw_equal_faults_and_every_rank_has_an_end(gradwire_ranks: Ranks) -> None:
     for seed in range(6):
         run = gradwire_ranks(train, 3, seed=seed)

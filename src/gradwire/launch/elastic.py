@@ -36,6 +36,8 @@ class Heartbeats(Protocol):
 
     def watch(self, ids: Iterable[str]) -> None: ...
 
+    def frozen(self, ids: Iterable[str]) -> None: ...
+
     def gone(self, ids: Iterable[str]) -> None: ...
 
     def close(self) -> None: ...
@@ -170,6 +172,8 @@ class ElasticStage:
         hands = self._the_hands
         living = [worker for worker in hands.workers if worker.ending is None]
         paused = {worker.number for worker in living if sessions.is_paused(worker.pid)}
+        if self._heartbeats is not None:
+            self._heartbeats.frozen(map(self._member, paused))
         alone = len(paused) == len(living) and hands.restarts.finished > 0
         generation = self._news.generation if self._news is not None else 0
         for worker in living:

@@ -21,10 +21,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradwire import core
+from gradwire import core, machine
 from gradwire.liveness.control import Control
 from gradwire.liveness.detector import BEAT_SECONDS, LINK_SECONDS, MOST_SECONDS, PAGE_SECONDS, SLOW_SECONDS, Detector
-from gradwire.topology import Topology
 from gradwire.transports.base import LIFE_CHANNEL, LIFELINE_CHANNEL, Link, LinkClosed, Transport
 from gradwire.transports.frames import FrameReader, Outbox
 from gradwire.transports.shm import SharedMemory
@@ -53,7 +52,7 @@ class Nature:
     def own(cls) -> Nature:
         namespace = ""
         with contextlib.suppress(OSError):
-            namespace = str(os.stat("/proc/self/ns/pid").st_ino)
+            namespace = f"{machine.identity()}/{os.stat('/proc/self/ns/pid').st_ino}"
         return cls(core.available(), os.getpid(), namespace)
 
     def to_wire(self) -> list[Any]:
@@ -110,14 +109,13 @@ class Lifeline:
             if peer < rank:
                 self.add_link(dial(peer))
 
-    def expect(self, natures: Sequence[Nature], topology: Topology) -> None:
+    def expect(self, natures: Sequence[Nature]) -> None:
         """From now on judge silence: all have begun."""
         rank = self._control.rank
         pages = set(self._shared.peers) if self._shared is not None else set()
         for peer in sorted(pages | self._linked):
             nature = natures[peer]
-            same_host = topology.host_of(peer) == topology.host_of(rank)
-            if same_host and nature.native and nature.namespace == natures[rank].namespace != "":
+            if nature.native and nature.namespace == natures[rank].namespace != "":
                 self._pids[peer] = nature.pid
             least = PAGE_SECONDS if peer in pages else LINK_SECONDS
             self._awaited.append((peer, least, MOST_SECONDS) if nature.native else (peer, PURE_SECONDS, PURE_SECONDS))

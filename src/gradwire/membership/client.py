@@ -52,6 +52,7 @@ def register(
     timeout: float,
     generation: int = 0,
     lost: Sequence[str] = (),
+    stranger: bool = False,
     credentials: Credentials | None = None,
     waiting: Callable[[str], None] | None = None,
 ) -> Assembly:
@@ -67,7 +68,10 @@ def register(
     if size is not None and size < 1:
         raise InvalidSize(f"a job has at least one rank, not {size}")
     session = _session(member.id, generation)
-    request = claim_to_wire(Claim(member, size, job, session, generation=generation, lost=tuple(lost)[:_MOST_LOST]))
+    complaints = tuple(lost)[:_MOST_LOST]
+    request = claim_to_wire(
+        Claim(member, size, job, session, generation=generation, lost=complaints, stranger=stranger)
+    )
     room = BYTES_PER_MEMBER * ((size or LARGEST_JOB) + 64)
     with Conversation(address, secret, timeout, credentials=credentials, largest_reply=room) as coordinator:
         try:

@@ -47,6 +47,7 @@ class Heartbeats:
         self._on_news = on_news
         self._interval = interval
         self._ids = dict.fromkeys(ids)
+        self._frozen: frozenset[str] = frozenset()
         self._gone: dict[str, None] = {}  # of whose end the coordinator has not confirmed to have heard
         self._changed = threading.Condition()
         self._closed = False
@@ -64,6 +65,11 @@ class Heartbeats:
         """Speak for these members too."""
         with self._changed:
             self._ids.update(dict.fromkeys(ids))
+
+    def frozen(self, ids: Iterable[str]) -> None:
+        """These, and only these, stand still: nothing is said of them, so that their leases run out if that lasts."""
+        with self._changed:
+            self._frozen = frozenset(ids)
 
     def gone(self, ids: Iterable[str]) -> None:
         """The processes of these members have ended: said at once, and again until the coordinator has heard it."""
@@ -128,7 +134,7 @@ class Heartbeats:
     def _beats(self, ask: Callable[[bytes], bytes]) -> Iterator[News]:
         while True:
             with self._changed:
-                ids, gone = list(self._ids), list(self._gone)
+                ids, gone = [name for name in self._ids if name not in self._frozen], list(self._gone)
             try:
                 news = news_from_wire(parse(pb.News, ask(pb.HeartbeatRequest(ids=ids, gone=gone).SerializeToString())))
             except Malformed as error:

@@ -54,6 +54,7 @@ def claim_to_wire(claim: Claim) -> pb.RegisterWorkerRequest:
         generation=claim.generation,
         lost=claim.lost,
         session=claim.session,
+        stranger=claim.stranger,
     )
 
 
@@ -68,6 +69,7 @@ def claim_from_wire(message: pb.RegisterWorkerRequest, sequence: int) -> Claim:
         sequence=sequence,
         generation=message.generation,
         lost=tuple(message.lost),
+        stranger=message.stranger,
     )
 
 

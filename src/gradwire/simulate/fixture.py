@@ -5,9 +5,9 @@
         assert run.died == (2,)
         assert all(isinstance(run.errors[rank], gradwire.PeerLost) for rank in (0, 1, 3))
 
-The ranks are threads with the groups of `gw.local_group`: no processes, no ports, the same errors. A rank's calls are
-counted from 1: collectives, also of subgroups and streams. With `seed=` faults are drawn: equal seeds, equal faults.
-pytest finds the fixture by itself where gradwire is installed.
+The ranks are threads with the groups of `gw.local_group`: no processes, no ports, the same errors and recovery.
+A rank's calls are counted from 1: collectives, also those of subgroups, streams and later generations. With `seed=`
+faults are drawn; equal seeds draw equal faults. pytest finds the fixture by itself where gradwire is installed.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class Run:
 class _Rank:
     """One rank: its group, and the faults that still wait for it."""
 
-    group: Group
+    number: int
+    group: Group  # of the present generation
     faults: dict[int, Fault]
     calls: int = 0
     result: Any = None
@@ -76,20 +77,26 @@ class _Rank:
     thread: threading.Thread = field(init=False)
 
     def start(self, fn: Callable[[Group], Any]) -> None:
-        transport = self.group._generation.transport
-        touch = transport.touch  # each call of this rank begins there, before anything is sent
+        self.trouble(self.group)
+        self.thread = threading.Thread(target=self.run, args=(fn,), name=f"rank {self.number}", daemon=True)
+        self.thread.start()
 
-        def touched() -> None:
+    def trouble(self, group: Group) -> Group:
+        """Let the faults happen in this generation and in those that follow."""
+        self.group, generation = group, group._generation
+        touch, succeed = generation.transport.touch, generation.succeed
+
+        def touched() -> None:  # each call of this rank begins there, before anything is sent
             touch()
             self.calls += 1
             fault = self.faults.get(self.calls)
             if fault is not None:
                 self.suffer(fault)
 
-        transport.touch = touched  # type: ignore[method-assign]
-        name = f"rank {self.group.rank}"
-        self.thread = threading.Thread(target=self.run, args=(fn,), name=name, daemon=True)
-        self.thread.start()
+        generation.transport.touch = touched  # type: ignore[method-assign]
+        if succeed is not None:
+            generation.succeed = lambda present, timeout: self.trouble(succeed(present, timeout))
+        return group
 
     def suffer(self, fault: Fault) -> None:
         if fault.kind == "slow":
@@ -101,13 +108,18 @@ class _Rank:
             raise RuntimeError(str(fault))
 
     def run(self, fn: Callable[[Group], Any]) -> None:
+        """As a process does that runs fn and nothing else: at the end it leaves, or says why it gives up."""
         try:
             self.result = fn(self.group)
+        except Died as death:
+            self.error = death
+            return
         except BaseException as error:
             self.error = error
-            if not isinstance(error, (Died, GradwireError)):
+            if not isinstance(error, GradwireError):
                 with contextlib.suppress(GradwireError):
                     self.group.abort(f"{type(error).__name__}: {error}")
+        self.group.close()
 
 
 class Ranks:
@@ -128,7 +140,10 @@ class Ranks:
         """
         chosen = tuple(faults) if seed is None else (*faults, *self.draw(seed, n))
         groups = local_group(n)
-        ranks = [_Rank(group, {one.call: one for one in chosen if one.rank == group.rank}) for group in groups]
+        ranks = [
+            _Rank(number, group, {fault.call: fault for fault in chosen if fault.rank == number})
+            for number, group in enumerate(groups)
+        ]
         try:
             for rank in ranks:
                 rank.start(fn)
@@ -139,12 +154,11 @@ class Ranks:
             if stuck:
                 raise AssertionError(_told(stuck, timeout, chosen))
         finally:
-            for group in groups:
-                group.close()
-        ended = {rank.group.rank: rank for rank in ranks}
-        died = tuple(number for number, rank in ended.items() if isinstance(rank.error, Died))
-        errors = {number: rank.error for number, rank in ended.items() if rank.error is not None and number not in died}
-        results = {number: rank.result for number, rank in ended.items() if rank.error is None}
+            for rank in ranks:
+                rank.group.close()
+        died = tuple(rank.number for rank in ranks if isinstance(rank.error, Died))
+        errors = {rank.number: rank.error for rank in ranks if rank.error is not None and rank.number not in died}
+        results = {rank.number: rank.result for rank in ranks if rank.error is None}
         return Run(results, errors, died, chosen)
 
     @staticmethod

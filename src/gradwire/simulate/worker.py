@@ -78,9 +78,9 @@ class Worker(Process):
                 yield from self._settle(rank)
                 yield from self._train(rank)
             except Broken as error:
-                self.world.note(self, "generation %d broke: %s", rank.number, error)
+                self.world.note(self, "generation %d broke: %s", rank.number, str(error))
             except NoConnection as error:
-                self.world.note(self, "generation %d did not come about: %s", rank.number, error)
+                self.world.note(self, "generation %d did not come about: %s", rank.number, str(error))
                 rank.give_up(str(error))
             except StateLost as error:
                 self.world.state_lost(self, rank.ids, error)
@@ -202,7 +202,7 @@ class Worker(Process):
 
     def _wants_renewal(self, rank: Rank) -> bool:
         news = self.news
-        return self.leaving or (news is not None and news.generation <= rank.number and news.joiners > 0)
+        return self.leaving or (news is not None and news.generation == rank.number and news.joiners > 0)
 
     def _compute(self, seconds: float) -> Program:
         """Work that notices nothing of what happens around it."""

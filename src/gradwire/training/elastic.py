@@ -144,6 +144,7 @@ class Elastic:
 
     def _settle(self) -> None:
         """Agree with all ranks of a new generation where to go on, and have or hand over the state of that step."""
+        self.group._generation.stranger = self.group._generation.joined
         while self.group.size < self.min_size:
             self._await_others()
         digest = self._state.digest()
@@ -158,6 +159,7 @@ class Elastic:
             self.digest = self._state.digest() if self.group.rank in settlement.pulls else digest
             group.barrier()
         self.committed = settlement.completed  # now all are known to have it
+        self.group._generation.stranger = False
         self._settled = self.group
 
     def _exchange(self, group: Group, settlement: Settlement, standings: list[Standing]) -> None:
