@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from random import Random
+from random import Random, SystemRandom
 
 import pytest
 
@@ -25,9 +25,10 @@ def test_no_invariant_breaks(first: int) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("first", range(100_000, 104_000, 500))
-def test_no_invariant_breaks_in_thousands_of_jobs(first: int) -> None:
-    for seed in range(first, first + 500):
+def test_no_invariant_breaks_in_thousands_of_other_jobs() -> None:
+    """Others each time: a broken one tells its seed."""
+    first = SystemRandom().randrange(1 << 40)
+    for seed in range(first, first + 2000):
         World(seed).run()
 
 
