@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from gradwire.errors import InvalidSize
-from gradwire.membership.answers import Cause, News
+from gradwire.membership.answers import Cause, News, Refusal
 from gradwire.membership.clock import STALL
 from gradwire.membership.members import Assembly
 from gradwire.membership.roster import LONGEST_REST, REST
@@ -354,3 +354,28 @@ def test_a_checkpoint_that_nobody_wrote_never_was() -> None:
 def test_impossible_sizes(start: int, minimum: int, maximum: int) -> None:
     with pytest.raises(InvalidSize):
         elastic(start, minimum, maximum)
+
+
+def test_a_finished_job_takes_nobody_in_and_its_members_may_still_regroup() -> None:
+    state = at_work("abc", minimum=1)
+    state.register(worker("late"), 0.1)
+    assert state.news().joiners == 1
+    state.leave(worker("a").member, 0.2, finished=True)
+    state = Membership.restore(json.loads(json.dumps(state.snapshot())), 0.3)
+    assert state.news().joiners == 0
+    for name in ("late", "later"):
+        refused = state.register(worker(name), 0.3)
+        assert reason(refused) == "the work of this job is done; there is nothing left to join"
+        assert isinstance(refused, Refusal)
+        assert refused.finished
+    back(state, 0.4, {"b": ["c"]})
+    pass_time(state, 0.4, 2.0)
+    assert members(state) == "b"
+
+
+def test_a_leave_before_the_end_lets_others_in() -> None:
+    state = at_work("abc")
+    state.leave(worker("a").member, 0.2)
+    state.register(worker("new"), 0.3)
+    back(state, 0.3, "bc")
+    assert members(state) == "bc" + "new"
