@@ -106,3 +106,28 @@ def test_a_survivor_that_has_the_state_goes_on_alone() -> None:
     state.register(worker("a", 1), 1.0)
     state.register(worker("x", 2, lost="a"), 2.0)
     assert order(state.register(worker("x", 2, lost="a"), pass_time(state, 2.0, 4.0))) == ["x"]
+
+
+def test_two_who_never_reach_each_other_do_not_keep_the_job_from_going_on() -> None:
+    """Only a and b know something of the state, and they are cut off for good: after some tries a goes on without b."""
+    state = at_work("ab")
+    state.register(worker("x"), 0.5)
+    for now in (1.0, 2.0, 3.0):
+        for name, lost in {"a": "b", "b": "a", "x": ""}.items():
+            if name in [member.id for member in state.members]:
+                state.register(replace(worker(name, state.generation, lost=lost), stranger=True), now)
+        if now == 1.0:
+            assert [member.id for member in state.members] == ["a", "b", "x"], "once more"
+    assert [member.id for member in state.members] == ["a", "x"]
+
+
+def test_whoever_was_silent_can_leave() -> None:
+    state = at_work("ab")
+    now = 0.0
+    while now <= LEASE:
+        now += 1.0
+        state.beat("a", now)
+    assert state.news().evicted == ("b",)
+    assert state.leave(worker("b").member, now)
+    assert state.beat("ab", now).evicted == (), "it has left, and is not struck off"
+    assert order(state.register(worker("a", 1), now)) == ["a"]

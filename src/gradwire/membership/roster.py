@@ -97,7 +97,7 @@ class Roster:
         place = self.place(name)
         if place is not None:
             return place.claim.member
-        return self.seats[name].member if self.alive(name) else None
+        return self.seats[name].member if self.returnable(name) else None
 
     def size(self) -> int:
         """How many live members the present generation has."""
@@ -120,6 +120,10 @@ class Roster:
         """Seconds before it may join again."""
         _, until = self._rests.get(name, (0.0, 0.0))
         return 0.0 if self._clock.reached(until) else until - self._clock.time
+
+    def dropped_again(self, name: str) -> bool:
+        """Whether it rests, and not for the first time."""
+        return self.rest(name) > 0 and self._rests[name][0] > REST
 
     def rests_until(self) -> list[float]:
         return [until for _, until in self._rests.values()]

@@ -269,15 +269,17 @@ class Membership:
         """Those in line for whom it is time, in their order; None if nobody can go on yet.
 
         Where no survivor knows the state, those in line who have been at work do, the last ones best: they are needed,
-        rested or not. If none of them is of the present generation, it must have ended: whoever of it is merely not
-        heard of may work on out of our sight, and the others would begin anew beside it.
+        rested or not, unless they were dropped again and again. If none of them is of the present generation, it must
+        have ended: whoever of it is merely not heard of may work on out of our sight, and the others would begin anew
+        beside it.
         """
         roster, room = self._roster, self.terms.largest - len(survivors)
         if any(not roster.back[name].claim.stranger for name in survivors):
             return list(islice(roster.ready(), room))
         if self._out_of_sight() and not self._returned():
             return None
-        known = [name for name, place in roster.line.items() if place.claim.generation]
+        worked = (name for name, place in roster.line.items() if place.claim.generation)
+        known = [name for name in worked if not roster.dropped_again(name)]
         known.sort(key=lambda name: -roster.line[name].claim.generation)
         return [*known, *(name for name in roster.ready() if name not in known)][:room]
 
@@ -287,9 +289,9 @@ class Membership:
         return any(claim.generation == self.generation and not claim.stranger for claim in claims)
 
     def _out_of_sight(self) -> list[str]:
-        """Members of the present generation that are out, and may live all the same."""
-        out = self._roster.out.items()
-        return [name for name, cause in out if cause in ("silent", "accused") and self._hoped_for(name) > 0]
+        """Members of the present generation that are out, do not wait anew, and may live all the same."""
+        hidden = [name for name, cause in self._roster.out.items() if cause in ("silent", "accused")]
+        return [name for name in hidden if name not in self._roster.line and self._hoped_for(name) > 0]
 
     def _hoped_for(self, name: str) -> float:
         """For how many seconds it is not given up yet."""

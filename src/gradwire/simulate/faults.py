@@ -134,7 +134,7 @@ def _stick(world: World, fault: Fault, random: Random) -> None:
 
 def _apart(world: World, fault: Fault, ones: list[str], others: list[str]) -> None:
     world.note(None, "cut for %.2f s: %s | %s", fault.seconds, ones, others)
-    for name in ones + others:
+    for name in (*ones, *others, *world.spoken_for(ones)):
         world.touch(name, fault.seconds)
     if fault.seconds >= ENDLESS:
         world.lost.update(ones)

@@ -38,6 +38,7 @@ class Ledger:
         self.states: dict[Version, Array] = {}
         self.bases: dict[int, Version] = {}  # by generation: where it began
         self.beginnings: dict[int, Array] = {}  # by generation: what it began with, if that was from nothing
+        self._since = 0  # the generation from which on all this holds: before it everything was lost
         self.generation_of: dict[str, int] = {}  # by member: the last one it entered
 
     @property
@@ -89,11 +90,12 @@ class Ledger:
         last = self.committed
         if base[0] < last and holders:
             self._fail(f"generation {number} begins after step {base[0]}, and step {last} was committed")
-        if base[0] in self.commits and self.commits[base[0]] != base:
+        if self.commits.get(base[0], base) != base and holders:
             self._fail(f"generation {number} begins after {base}, and committed was {self.commits[base[0]]}")
         self.bases[number] = base
-        if base[0] < last:
-            self.commits = {step: version for step, version in self.commits.items() if step <= base[0]}
+        if not holders:  # what was committed later died with all who knew it
+            self.commits = {step: version for step, version in self.commits.items() if step < base[0]}
+            self._since = number
 
     def began(self, name: str, number: int, state: Array) -> None:
         """A member has the state that a generation begins with."""
@@ -125,5 +127,5 @@ class Ledger:
         if digest(state) != digest(self.states[version]):
             self._fail(f"{name} commits step {step} of generation {number} with another state than it completed")
         for later, base in self.bases.items():
-            if later > number and base[0] < step:
+            if later > number and later >= self._since and base[0] < step:
                 self._fail(f"{name} commits step {step} in generation {number}, and {later} went on after {base[0]}")

@@ -74,8 +74,8 @@ class Rank:
         look_at = self.worker.now + EXPECTED_SECONDS
         while missing := self._missing():
             yield from self.calls.check("init")
-            if self.worker.now >= deadline:
-                met = missing[0] in self.links[CONTROL]  # then its lifeline tells whether it can be reached
+            met = missing[0] in self.links[CONTROL]  # then its lifeline tells whether it can be reached
+            if self.worker.now >= deadline + (FAIR_SECONDS if met else 0.0):  # who has a complaint speaks first
                 raise self._not_found(missing[0], "did not connect in time", accused=not met)
             if self.worker.now >= look_at:
                 look_at = self.worker.now + EXPECTED_SECONDS

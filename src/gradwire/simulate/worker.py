@@ -92,7 +92,7 @@ class Worker(Process):
             if self.leaving:
                 yield from self._coordinator.ask("leave", self._member())
                 self.world.note(self, "left")
-                self.crash()
+                self.world.end_worker(self)
                 return
 
     def _register(self) -> Program:

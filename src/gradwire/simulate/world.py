@@ -138,6 +138,11 @@ class World:
         hosts = {self._by_name[name].host for name in names}
         return [launcher.name for host, launcher in self._launchers.items() if host in hosts]
 
+    def spoken_for(self, names: list[str]) -> list[str]:
+        """The workers whose launchers are among these: their leases hang on them."""
+        hosts = [host for host, launcher in self._launchers.items() if launcher.name in names]
+        return [worker.name for worker in self.workers if worker.host in hosts]
+
     def start_worker(self, host: str, wish: int | None = None) -> None:
         if host not in self.hosts:
             return
@@ -253,7 +258,9 @@ class World:
 
     def _check_eviction(self, name: str) -> None:
         worker = self._by_name[name]
-        excused = not worker.alive or worker.leaving or not self.setting.smooth
+        # Who leaves while all still find each other may close a link before its goodbye is through.
+        found_each_other = self._formed - 1 in self.ledger.bases
+        excused = not worker.alive or worker.leaving or not self.setting.smooth or not found_each_other
         if not excused and self.timeline.now > self._touched.get(name, -LINGER) + LINGER:
             self.fail(f"{name} was evicted, and nothing had happened to it")
 
