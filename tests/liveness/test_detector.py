@@ -131,6 +131,7 @@ def test_a_roll_call_waits_for_one_who_may_be_silent_longer() -> None:
 def test_a_roll_call_does_not_wait_too_long() -> None:
     detector, now = two()
     starved = {1: False}
+    detector.heard(1, now + PAGE_SECONDS - STEP / 2, 1 << 20)  # just before the other is suspected
     assert look(detector, now + ROLL_CALL_SECONDS - EPSILON, starved) == []
     assert look(detector, now + ROLL_CALL_SECONDS + EPSILON, starved) == [2]
 

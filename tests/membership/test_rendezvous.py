@@ -124,12 +124,10 @@ def test_more_than_can_be_held_back_at_a_time(serve: Serve, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("size", [8, pytest.param(32, marks=pytest.mark.slow)])
-def test_processes_meet_within_20_seconds(size: int, serve: Serve, spawn: Spawn) -> None:
-    start = time.monotonic()
+def test_processes_meet(size: int, serve: Serve, spawn: Spawn) -> None:
     coordinator = serve(size)
     processes = [spawn(coordinator, rank, size) for rank in range(size)]
     assert [process.wait(timeout=60) for process in processes] == [0] * size
-    assert time.monotonic() - start < 20
 
 
 def test_a_coordinator_that_is_stopped_at_once_has_told_everybody(

@@ -5,7 +5,7 @@ from how regular it was: min(max(floor, median + k·MAD of its intervals), 0.6 s
 
     a late watcher       knows nothing of the time it missed: when its own look came late, all deadlines begin anew
     a look               at a rank on this machine tells whether it was stopped: then there is no doubt. If not, it may
-                         just not get a core, and has 0.8 s
+                         just not get a core, and has 0.7 s
     the roll call        before a silence is told, every other rank is heard once more, or is silent for too long as
                          well: so of ranks that fell silent together all are told at once, and the lowest is named
 """
@@ -22,8 +22,8 @@ BEAT_SECONDS = 0.05
 PAGE_SECONDS = 0.2  # the least silence that counts, where beats are seen in memory
 LINK_SECONDS = 0.5  # and over a link: a packet that was lost is sent again after 0.2 s, and hosts can be busy
 MOST_SECONDS = 0.6
-STARVED_SECONDS = 0.8
-ROLL_CALL_SECONDS = 0.75  # a silence that long is told whatever the others do
+STARVED_SECONDS = 0.7
+ROLL_CALL_SECONDS = 0.85  # a silence that long is told whatever the others do
 LATE_SECONDS = 0.1  # later than it was due: a watcher that was held up
 LOOK_SECONDS = 0.1  # between looks; half of it where somebody was not heard
 SLOW_SECONDS = 0.5  # where nobody beats faster
