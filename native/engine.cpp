@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "copying.hpp"
+
 namespace gradwire {
 
 // --- links
@@ -301,7 +303,7 @@ void Engine::move(const Moving& moving) {
         std::byte* to = at(moving.dst[d]) + d_done * to_size;
         const std::byte* from = at(moving.src[s]) + s_done * from_size;
         if (moving.finishes) program_->kernels.finish(to, from, stretch, program_->divisor);
-        else if (to != from) std::memmove(to, from, stretch * to_size);
+        else if (to != from) copy_bytes(to, from, stretch * to_size);
         d_done += stretch;
         s_done += stretch;
         if (d_done * to_size == moving.dst[d].nbytes) ++d, d_done = 0;

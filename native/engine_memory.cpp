@@ -1,6 +1,7 @@
 // Messages through memory: how they are told and heard, and programs that consist of one such round.
 #include <algorithm>
 
+#include "copying.hpp"
 #include "engine.hpp"
 
 namespace gradwire {
@@ -56,7 +57,7 @@ bool Engine::in_one_shot(bool& progress) {
             return true;
         case Shot::keep:
             if (!was_read()) return true;
-            std::memcpy(memories_[OUT], scratch_.data(), program_->out_bytes);
+            copy_bytes(memories_[OUT], scratch_.data(), program_->out_bytes);
             progress = true;
             shot_ = Shot::done;
             return true;
@@ -90,7 +91,7 @@ bool Engine::tell_all() {
     }
     std::byte* to = outbox_->reserve(nbytes);
     if (!to) return false;
-    std::memcpy(to, memories_[IN], nbytes);
+    copy_bytes(to, memories_[IN], nbytes);
     outbox_->post_reserved(others_, what);
     return true;
 }
@@ -132,7 +133,7 @@ bool Engine::push_share() {
     if (!has_room_for_all()) return false;
     for (std::uint32_t peer : others_) {
         std::byte* to = peers_[peer].inbox->at(results_[peer] + mine.offset, mine.nbytes);
-        if (to) std::memcpy(to, memories_[OUT] + mine.offset, mine.nbytes);
+        if (to) copy_bytes(to, memories_[OUT] + mine.offset, mine.nbytes);
         outbox_->post(peer, letter(0, 1, mine.nbytes), Place::there, 0);
     }
     return true;
@@ -178,13 +179,13 @@ bool Engine::post(const Outgoing& message) {
     for (auto peer = kept; peer != targets_.end(); ++peer) {
         // The receiver has told where its result goes, and Inbox::at checks that it is in its arena.
         std::byte* to = peers_[*peer].inbox->at(results_[*peer] + first.offset, message.nbytes);
-        if (to) std::memcpy(to, at(first), message.nbytes);
+        if (to) copy_bytes(to, at(first), message.nbytes);
         outbox_->post(*peer, what, Place::there, 0);
     }
     targets_.erase(kept, targets_.end());
     if (staging) {
         for (const Piece& piece : message.pieces) {
-            std::memcpy(staging, at(piece), piece.nbytes);
+            copy_bytes(staging, at(piece), piece.nbytes);
             staging += piece.nbytes;
         }
         outbox_->post_reserved(targets_, what);
@@ -216,7 +217,7 @@ bool Engine::expects(std::uint32_t peer, const Entry& entry, std::uint32_t tile,
 
 void Engine::copy_in(const Incoming& message, const std::byte* data) {
     for (const Piece& piece : message.pieces) {
-        std::memcpy(at(piece), data, piece.nbytes);
+        copy_bytes(at(piece), data, piece.nbytes);
         data += piece.nbytes;
     }
 }
