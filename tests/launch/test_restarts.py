@@ -102,6 +102,14 @@ def test_nobody_is_replaced_in_a_job_that_ends() -> None:
     assert [elastic.ended(0, LOST), elastic.ended(1, LOST)] == [GO_ON, GIVE_UP]
 
 
+def test_nobody_is_replaced_when_all_work_is_done() -> None:
+    """Those that are left wait to join, and learn that there is nothing to join."""
+    elastic = job(5, 3, restarts=5)
+    assert [elastic.ended(0, WELL), elastic.ended(1, LOST)] == [GO_ON, REPLACE]
+    elastic.done = True
+    assert [elastic.ended(2, LOST), elastic.ended(3, TURNED_AWAY), elastic.ended(4, LOST)] == [GO_ON] * 3
+
+
 def test_without_a_coordinator_a_loss_is_the_end() -> None:
     elastic = job(4, 1, restarts=5)
     elastic.recoverable = False

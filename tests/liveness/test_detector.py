@@ -15,7 +15,9 @@ from gradwire.liveness.detector import (
     PAGE_SECONDS,
     ROLL_CALL_SECONDS,
     STARVED_SECONDS,
+    UNSTOPPED_SECONDS,
     Detector,
+    Sight,
 )
 
 STEP = BEAT_SECONDS
@@ -29,7 +31,7 @@ class Watcher:
         self.now = 1000.0
         self.detector = Detector()
         self.silent: set[int] = set()
-        self.stopped: dict[int, bool] = {}  # of those that can be looked at
+        self.sights: dict[int, Sight] = {}  # of those that can be looked at
         self.peers = peers
         self._beats = dict.fromkeys(peers, 0)
         self._next = {peer: self.now + STEP * (index + 1) / (len(peers) + 1) for index, peer in enumerate(peers)}
@@ -48,7 +50,7 @@ class Watcher:
 
     def tick(self) -> list[int]:
         self.beat()
-        return [peer for peer, _ in self.detector.tick(self.now, self.stopped.get)]
+        return [peer for peer, _ in self.detector.tick(self.now, self.sights.get)]
 
     def run(self, seconds: float) -> list[int]:
         """Let time pass until somebody is lost, at most so long."""
@@ -104,10 +106,10 @@ def irregular(detector: Detector, peer: int, now: float) -> float:
     return now
 
 
-def look(detector: Detector, now: float, stopped: dict[int, bool] | None = None) -> list[int]:
+def look(detector: Detector, now: float, sights: dict[int, Sight] | None = None) -> list[int]:
     """Look at that time, as was due."""
     detector.due = now
-    return [peer for peer, _ in detector.tick(now, (stopped or {}).get)]
+    return [peer for peer, _ in detector.tick(now, (sights or {}).get)]
 
 
 def two() -> tuple[Detector, float]:
@@ -130,7 +132,7 @@ def test_a_roll_call_waits_for_one_who_may_be_silent_longer() -> None:
 
 def test_a_roll_call_does_not_wait_too_long() -> None:
     detector, now = two()
-    starved = {1: False}
+    starved = {1: Sight.STARVED}
     detector.heard(1, now + PAGE_SECONDS - STEP / 2, 1 << 20)  # just before the other is suspected
     assert look(detector, now + ROLL_CALL_SECONDS - EPSILON, starved) == []
     assert look(detector, now + ROLL_CALL_SECONDS + EPSILON, starved) == [2]
@@ -229,18 +231,19 @@ def test_who_was_irregular_may_be_silent_longer() -> None:
     assert [peer for peer, _ in detector.tick(now + 0.55)] == [1]
 
 
-def test_who_gets_no_core_has_more_time_but_not_for_ever() -> None:
+@pytest.mark.parametrize(("sight", "seconds"), [(Sight.OTHER, UNSTOPPED_SECONDS), (Sight.STARVED, STARVED_SECONDS)])
+def test_who_was_not_stopped_has_more_time_but_not_for_ever(sight: Sight, seconds: float) -> None:
     watcher = Watcher(1, 2)
     watcher.run(1.0)
-    watcher.stopped = {2: False}
-    assert STARVED_SECONDS - 2 * STEP < watcher.loses_after(2) < STARVED_SECONDS + 2 * STEP
+    watcher.sights = {2: sight}
+    assert seconds - 2 * STEP < watcher.loses_after(2) < seconds + 2 * STEP
 
 
 def test_who_was_stopped_has_no_excuse() -> None:
     """However irregular it was."""
     watcher = Watcher(2)
     watcher.now = irregular(watcher.detector, 1, watcher.now)
-    watcher.stopped = {1: True}
+    watcher.sights = {1: Sight.STOPPED}
     began = watcher.now
     assert watcher.run(5.0) == [1]
     assert watcher.now - began < PAGE_SECONDS + 2 * STEP
@@ -249,7 +252,7 @@ def test_who_was_stopped_has_no_excuse() -> None:
 def test_one_who_was_only_starved_is_forgiven() -> None:
     watcher = Watcher(1, 2)
     watcher.run(1.0)
-    watcher.stopped, watcher.silent = {2: False}, {2}
+    watcher.sights, watcher.silent = {2: Sight.STARVED}, {2}
     assert watcher.run(STARVED_SECONDS - 2 * STEP) == []
     watcher.silent = set()
     assert watcher.run(1.0) == []

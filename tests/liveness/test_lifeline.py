@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +18,8 @@ import pytest
 from gradwire import core
 from gradwire.liveness import lifeline
 from gradwire.liveness.control import Control
-from gradwire.liveness.detector import LOOK_SECONDS, SLOW_SECONDS
-from gradwire.liveness.lifeline import ALL_PAIRS, BeatSink, Lifeline, Nature, linked, state_of
+from gradwire.liveness.detector import LOOK_SECONDS, SLOW_SECONDS, Sight
+from gradwire.liveness.lifeline import ALL_PAIRS, BEAT_THREAD, BeatSink, Lifeline, Nature, beat_waits, linked, state_of
 from gradwire.transports.base import LIFELINE_CHANNEL, Buffer, Link, LinkClosed
 from gradwire.transports.frames import FrameReader
 from gradwire.wire import HEADER_BYTES, Header, Kind
@@ -165,6 +166,25 @@ def test_states_of_processes() -> None:
     assert state_of(child.pid) == "X"
 
 
+def threads_called(name: bytes) -> int:
+    return [path.read_bytes().strip() for path in Path("/proc/self/task").glob("*/comm")].count(name)
+
+
+@needs_core
+def test_a_thread_that_beats_is_seen_at_rest_unless_it_waits_for_a_core() -> None:
+    beats = core.native.Lifeline(10.0)
+    beats.start()
+    try:
+        deadline = time.monotonic() + 20
+        while (threads_called(BEAT_THREAD) != 1 or beat_waits(os.getpid())) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert threads_called(BEAT_THREAD) == 1
+        assert not beat_waits(os.getpid())
+    finally:
+        beats.stop()
+    assert not beat_waits(os.getpid())
+
+
 @needs_core
 def test_it_beats_on_its_links(stage: Stage) -> None:
     for link in stage.links.values():
@@ -272,4 +292,6 @@ def test_only_processes_that_can_be_seen_are_looked_at(stage: Stage, monkeypatch
     stage.lifeline.expect([here, here, elsewhere])
     for state, stopped in (("R", False), ("S", False), ("D", False), ("T", True), ("t", True), ("X", True)):
         monkeypatch.setattr(lifeline, "state_of", lambda pid, state=state: state)
-        assert [stage.lifeline._is_stopped(peer) for peer in (0, 2)] == [stopped, None]
+        monkeypatch.setattr(lifeline, "beat_waits", lambda pid, state=state: state == "R")
+        sight = Sight.STOPPED if stopped else Sight.STARVED if state == "R" else Sight.OTHER
+        assert [stage.lifeline._look(peer) for peer in (0, 2)] == [sight, None]

@@ -368,6 +368,7 @@ def test_a_finished_job_takes_nobody_in_and_its_members_may_still_regroup() -> N
         assert reason(refused) == "the work of this job is done; there is nothing left to join"
         assert isinstance(refused, Refusal)
         assert refused.finished
+    assert state.news().finished
     back(state, 0.4, {"b": ["c"]})
     pass_time(state, 0.4, 2.0)
     assert members(state) == "b"

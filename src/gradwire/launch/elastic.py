@@ -158,6 +158,7 @@ class ElasticStage:
             if before is not None and before.generation < news.generation:
                 self._the_hands.restarts.regrouped(time.monotonic())
             self._news = news
+            self._the_hands.restarts.done |= news.finished
             self._count_others(news)
             for pipe in self._pipes.values():
                 pipe.tell(news)

@@ -45,6 +45,7 @@ class Restarts:
         self.used = 0
         self.elsewhere = 0  # members of the job that other launchers look after
         self.recoverable = True  # False: a member that is lost now cannot be done without, nor be replaced
+        self.done = False  # all work: nobody is needed any more, and nobody would be let in
         self.stopping = False  # the job is told to end: nobody is replaced
         self.living: set[int] = set()
         self.finished = 0  # since the members last regrouped
@@ -69,7 +70,7 @@ class Restarts:
         if fate is Fate.WELL:
             self.finished += 1
             return Verdict.GO_ON
-        if self.finished and not self._others:  # the job has done its work: a newcomer would begin it anew
+        if (self.finished or self.done) and not self._others:  # a newcomer would begin the work anew
             return Verdict.GIVE_UP if fate is Fate.ERROR or self.fixed else Verdict.GO_ON
         if fate is not Fate.TURNED_AWAY and self._may_replace:  # another would be turned away too
             self.used += 1
@@ -82,12 +83,12 @@ class Restarts:
 
     def without_it(self) -> Verdict:
         """Of a loss that is not replaced. Who finished counts: it needs nobody any more."""
-        enough = self._others > 0 and self._others + self.finished >= self.minimum
+        enough = self._others > 0 and (self.done or self._others + self.finished >= self.minimum)
         return Verdict.GO_ON if enough and self.recoverable and not self.fixed else Verdict.GIVE_UP
 
     @property
     def _may_replace(self) -> bool:
-        return self.recoverable and not self.stopping and self.used < self.restarts
+        return self.recoverable and not self.stopping and not self.done and self.used < self.restarts
 
     @property
     def _others(self) -> int:

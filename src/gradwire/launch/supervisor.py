@@ -175,8 +175,10 @@ class Supervisor:
     def last_words(self, label: str) -> list[str]:
         return self._output.tail(label, timeout=1.0)
 
-    def add_worker(self) -> Worker:
-        """One more, in the place of nobody."""
+    def add_worker(self) -> Worker | None:
+        """One more, in the place of nobody; None if there is nothing left to do."""
+        if self.restarts.done:
+            return None
         taken = {self._local_ranks[number] for number in self.restarts.living}
         return self._start_worker(min(set(range(len(taken) + 1)) - taken))
 

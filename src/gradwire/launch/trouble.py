@@ -19,7 +19,7 @@ class Victim(Protocol):
 
     def say(self, line: str) -> None: ...
 
-    def add_worker(self) -> Worker: ...
+    def add_worker(self) -> Worker | None: ...
 
     def disturb(self, action: str, workers: Sequence[Worker]) -> str:
         """Do what only the job itself can, and say what was done."""
@@ -67,7 +67,8 @@ class Trouble:
                 worker.resume()
                 return f"thawed {worker}"
             case "join", []:
-                return f"started {self._victim.add_worker()}"
+                added = self._victim.add_worker()
+                return f"started {added}" if added is not None else "started nobody, because all work is done"
         return self._victim.disturb(deed.action, workers)
 
 

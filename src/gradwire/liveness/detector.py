@@ -4,14 +4,15 @@ Pure. A rank beats every 50 ms, by a thread that needs nothing of the interprete
 from how regular it was: min(max(floor, median + k·MAD of its intervals), 0.6 s). Three rules keep false alarms away:
 
     a late watcher       knows nothing of the time it missed: when its own look came late, all deadlines begin anew
-    a look               at a rank on this machine tells whether it was stopped: then there is no doubt. If not, it may
-                         just not get a core, and has 0.7 s
+    a look               at a rank on this machine tells whether it was stopped: then there is no doubt. If not, it has
+                         0.7 s; and if it is seen waiting for a core, 5 s
     the roll call        before a silence is told, every other rank is heard once more, or is silent for too long as
                          well: so of ranks that fell silent together all are told at once, and the lowest is named
 """
 
 from __future__ import annotations
 
+import enum
 import math
 from collections import deque
 from collections.abc import Callable
@@ -22,7 +23,8 @@ BEAT_SECONDS = 0.05
 PAGE_SECONDS = 0.2  # the least silence that counts, where beats are seen in memory
 LINK_SECONDS = 0.5  # and over a link: a packet that was lost is sent again after 0.2 s, and hosts can be busy
 MOST_SECONDS = 0.6
-STARVED_SECONDS = 0.7
+UNSTOPPED_SECONDS = 0.7  # of one that is seen, and was not stopped
+STARVED_SECONDS = 5.0  # and of one that visibly waits for a core
 ROLL_CALL_SECONDS = 0.85  # a silence that long is told whatever the others do
 LATE_SECONDS = 0.1  # later than it was due: a watcher that was held up
 LOOK_SECONDS = 0.1  # between looks; half of it where somebody was not heard
@@ -32,7 +34,17 @@ DEVIATIONS = 8
 KEPT = 64  # intervals
 FEW = 8  # intervals, which say little
 
-Look = Callable[[int], bool | None]  # whether a rank's process was stopped; None: it cannot be seen
+
+class Sight(enum.Enum):
+    """What is seen of a silent rank on this machine."""
+
+    STOPPED = "stopped"
+    STARVED = "waits for a core"
+    OTHER = "neither"
+
+
+Look = Callable[[int], Sight | None]  # None: it cannot be seen
+_SECONDS = {Sight.STOPPED: 0.0, Sight.STARVED: STARVED_SECONDS, Sight.OTHER: UNSTOPPED_SECONDS}
 
 
 @dataclass(slots=True)
@@ -128,7 +140,5 @@ def _is_suspect(peer: int, life: _Life, now: float, look: Look) -> bool:
     silence = now - life.heard
     if silence < life.least:
         return False
-    stopped = look(peer)
-    if stopped is None:
-        return silence >= life.patience()
-    return stopped or silence >= STARVED_SECONDS
+    sight = look(peer)
+    return silence >= (life.patience() if sight is None else _SECONDS[sight])

@@ -23,7 +23,15 @@ from typing import Any
 
 from gradwire import core, machine
 from gradwire.liveness.control import Control
-from gradwire.liveness.detector import BEAT_SECONDS, LINK_SECONDS, MOST_SECONDS, PAGE_SECONDS, SLOW_SECONDS, Detector
+from gradwire.liveness.detector import (
+    BEAT_SECONDS,
+    LINK_SECONDS,
+    MOST_SECONDS,
+    PAGE_SECONDS,
+    SLOW_SECONDS,
+    Detector,
+    Sight,
+)
 from gradwire.transports.base import LIFE_CHANNEL, LIFELINE_CHANNEL, Link, LinkClosed, Transport
 from gradwire.transports.frames import FrameReader, Outbox
 from gradwire.transports.shm import SharedMemory
@@ -35,6 +43,7 @@ ALIVE_SECONDS = 1.0  # who was heard within that time is called alive
 ALL_PAIRS = 32  # ranks
 AHEAD = 1200  # sealed records that lie ready: a minute's worth
 READ_AHEAD = 64 * HEADER_BYTES
+BEAT_THREAD = b"gradwire-beat"  # as native/lifeline.cpp calls it
 STOPPED = "TtZX"  # states of a process that does not run, as /proc names them
 
 Seal = Callable[[Sequence[bytes]], list[bytes]]  # messages as they go over an encrypted link
@@ -179,7 +188,7 @@ class Lifeline:
         if now >= self._detector.due:
             self._beat(now)
             self._listen(now)
-            for peer, silence in self._detector.tick(now, self._is_stopped):
+            for peer, silence in self._detector.tick(now, self._look):
                 self._control.lost(peer, now, f"has been silent for {silence:.2f} s (frozen or cut off)")
         return min(pause, self._detector.due - now)
 
@@ -218,10 +227,14 @@ class Lifeline:
         for reader in self._readers:
             self._pump(reader)
 
-    def _is_stopped(self, peer: int) -> bool | None:
-        """Whether the process of a rank on this host was stopped; if not, it may just not get a core."""
+    def _look(self, peer: int) -> Sight | None:
+        """At the process of a rank on this machine; None for others, and for those that are ignored on purpose."""
         pid = self._pids.get(peer)
-        return None if pid is None else state_of(pid) in STOPPED
+        if pid is None or peer in self._sink.ignored:
+            return None
+        if state_of(pid) in STOPPED:
+            return Sight.STOPPED
+        return Sight.STARVED if beat_waits(pid) else Sight.OTHER
 
     def alive(self, peer: int) -> bool:
         """Whether a rank was heard lately."""
@@ -258,13 +271,23 @@ def linked(rank: int, size: int, sharing: set[int]) -> set[int]:
     return {peer for peer in others if peer != rank and peer not in sharing}
 
 
-def state_of(pid: int) -> str:
-    """The state of a process as /proc names it; "X" if there is none."""
+def state_of(pid: int | str) -> str:
+    """The state of a process (or thread, by its path) as /proc names it; "X" if there is none."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0].decode()
     except (OSError, IndexError, ValueError):
         return "X"
+
+
+def beat_waits(pid: int) -> bool:
+    """Whether the thread that beats for a process would run, if it had a core."""
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/comm", "rb") as file:
+                if file.read().strip() == BEAT_THREAD:
+                    return state_of(f"{pid}/task/{thread}") == "R"
+    return False
 
 
 def _descriptor(link: Any) -> int:

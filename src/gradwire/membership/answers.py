@@ -55,6 +55,7 @@ class News:
     checkpoint: int | None  # the epoch of the checkpoint that is under way
     over: bool = False  # members of this generation already wait for the next one
     size: int = field(default=0, compare=False)  # how many of its members are not out
+    finished: bool = False  # all work is done: nobody joins any more
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,13 +122,15 @@ def news_to_wire(news: News) -> pb.News:
         checkpoint=news.checkpoint,
         over=news.over,
         size=news.size,
+        finished=news.finished,
     )
 
 
 def news_from_wire(message: pb.News) -> News:
     checkpoint = message.checkpoint if message.HasField("checkpoint") else None
     evicted = tuple(message.evicted)
-    return News(message.generation, message.joiners, evicted, checkpoint, message.over, message.size)
+    over, size, finished = message.over, message.size, message.finished
+    return News(message.generation, message.joiners, evicted, checkpoint, over, size, finished)
 
 
 def checkpoint_to_wire(outcome: CheckpointStatus | Refusal) -> pb.CheckpointReply:

@@ -161,7 +161,8 @@ class Membership:
         room = self.terms.largest - roster.size() if takes else 0
         joiners = sum(1 for _ in islice(roster.ready(), room))
         evicted = tuple(name for name, cause in roster.out.items() if cause != "left")
-        return News(roster.generation, joiners, evicted, self._checkpoints.epoch, roster.over, roster.size())
+        epoch = self._checkpoints.epoch
+        return News(roster.generation, joiners, evicted, epoch, roster.over, roster.size(), self._finished)
 
     def start_checkpoint(self, epoch: int, name: str, now: float) -> CheckpointStatus | Refusal:
         """A worker begins the checkpoint of `epoch`, or finds it begun."""

@@ -92,20 +92,22 @@ class Member(_message.Message):
     def __init__(self, id: _Optional[str] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., hostname: _Optional[str] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
 
 class News(_message.Message):
-    __slots__ = ["checkpoint", "evicted", "generation", "joiners", "over", "size"]
+    __slots__ = ["checkpoint", "evicted", "finished", "generation", "joiners", "over", "size"]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     EVICTED_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     JOINERS_FIELD_NUMBER: _ClassVar[int]
     OVER_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     checkpoint: int
     evicted: _containers.RepeatedScalarFieldContainer[str]
+    finished: bool
     generation: int
     joiners: int
     over: bool
     size: int
-    def __init__(self, generation: _Optional[int] = ..., joiners: _Optional[int] = ..., evicted: _Optional[_Iterable[str]] = ..., checkpoint: _Optional[int] = ..., over: bool = ..., size: _Optional[int] = ...) -> None: ...
+    def __init__(self, generation: _Optional[int] = ..., joiners: _Optional[int] = ..., evicted: _Optional[_Iterable[str]] = ..., checkpoint: _Optional[int] = ..., over: bool = ..., size: _Optional[int] = ..., finished: bool = ...) -> None: ...
 
 class Refusal(_message.Message):
     __slots__ = ["finished", "reason"]
