@@ -33,12 +33,16 @@ The layers, each importing only from those above it:
     job             init, local_group
     launch          starting and supervising processes
     training        what keeps replicas in step beyond the all-reduce
+    jax             trees of arrays for JAX; loaded when it is first used
     simulate        whole jobs in virtual time, with faults by seed; a pytest fixture
     bench           `gradwire bench`: the collectives measured, in turns with other engines
     cli             the command line
 """
 
 from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from gradwire.errors import (
     Aborted,
@@ -75,6 +79,9 @@ from gradwire.training.gradients import GradientSync
 from gradwire.training.sampler import Sampler
 from gradwire.training.weights import weighted_mean
 from gradwire.work import Stream, Work
+
+if TYPE_CHECKING:
+    from gradwire import jax as jax
 
 __version__ = "0.1.0"
 
@@ -122,3 +129,13 @@ __all__ = [
     "loopback_pair",
     "weighted_mean",
 ]
+
+_WHEN_ASKED = ("jax",)  # what needs a framework that nobody pays for who does not use it
+
+
+if not TYPE_CHECKING:  # who checks types should still find misspelt names
+
+    def __getattr__(name: str) -> Any:
+        if name in _WHEN_ASKED:
+            return importlib.import_module(f"gradwire.{name}")
+        raise AttributeError(f"module 'gradwire' has no attribute {name!r}")

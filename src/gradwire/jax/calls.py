@@ -1,4 +1,4 @@
-"""What users call: `gw.jax.all_reduce`, `gw.jax.broadcast`, `gw.jax.jit`."""
+"""What users call."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import jax
 
 from gradwire.errors import UnsupportedOp
 from gradwire.jax import failures, reduction, traced, trees
+from gradwire.liveness.calls import call_site
+from gradwire.training import contract
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -29,36 +31,50 @@ def all_reduce(group: Any, tree: Any, op: str = "mean", *, check_finite: bool | 
     >>> with gw.init() as group:
     ...     gw.jax.all_reduce(group, {"w": jnp.ones(2), "b": 0.5})
     ...     jax.jit(lambda x: gw.jax.all_reduce(group, x, op="sum"))(jnp.arange(3))
-    {'b': Array(0.5, dtype=float32, weak_type=True), 'w': Array([1., 1.], dtype=float32)}
+    {'b': Array(0.5, dtype=float32), 'w': Array([1., 1.], dtype=float32)}
     Array([0, 1, 2], dtype=int32)
     """
     names, leaves, structure = trees.take_apart(tree)
-    checks = op == "mean" if check_finite is None else bool(check_finite)
     trees.check_op(names, leaves, op)
-    how = {"names": names, "source": group, "op": op, "check_finite": checks}
-    if trees.is_traced(leaves):
-        results = traced.all_reduce_p.bind(*leaves, **how)
-    else:
-        with failures.typed_errors():  # of a program before it, whose result comes in here
-            seen = trees.on_host(names, leaves)
-        results = trees.as_jax(reduction.reduced(group, names, seen, op, checks), leaves)
+    checks = op == "mean" if check_finite is None else bool(check_finite)
+    results = traced.all_reduce_p.bind(*leaves, names=names, source=group, op=op, check_finite=checks, site=call_site())
     return jax.tree_util.tree_unflatten(structure, results)
 
 
 def broadcast(group: Any, tree: Any, root: int = 0) -> Any:
-    """The root's tree on every rank, as new jax arrays: for initial values. All trees must have the same shape.
+    """The root's tree on every rank, as new jax arrays: for initial values. Outside of `jit` only.
+
+    Trees that differ in names, shapes or dtypes are a `ConfigError` on all ranks that says where.
 
     >>> import gradwire as gw, jax.numpy as jnp
     >>> with gw.init() as group: gw.jax.broadcast(group, {"w": jnp.arange(2)})
     {'w': Array([0, 1], dtype=int32)}
     """
+    names, leaves, structure = _apart("broadcast", tree)
+    group = reduction.group_of(group)
+    copies = trees.copied(group, reduction.values(leaves))
+    contract.broadcast_named(group, dict(zip(names, copies, strict=True)), root)
+    return jax.tree_util.tree_unflatten(structure, trees.as_jax(copies, leaves))
+
+
+def check_replicas(group: Any, tree: Any) -> str:
+    """Raise `ReplicasDiverged` on every rank unless all hold the same tree, bit for bit; the digest. Outside of `jit`.
+
+    It names the rank that differs and its first leaf that does. The group goes on.
+
+    >>> import gradwire as gw, jax.numpy as jnp
+    >>> with gw.init() as group: len(gw.jax.check_replicas(group, {"w": jnp.ones(3)}))
+    32
+    """
+    names, leaves, _ = _apart("check_replicas", tree)
+    return contract.check_replicas(reduction.group_of(group), dict(zip(names, reduction.values(leaves), strict=True)))
+
+
+def _apart(call: str, tree: Any) -> tuple[tuple[str, ...], list[Any], Any]:
     names, leaves, structure = trees.take_apart(tree)
     if trees.is_traced(leaves):
-        raise UnsupportedOp("broadcast is for initial values: call it outside of jit", operation="broadcast")
-    with failures.typed_errors():
-        seen = trees.on_host(names, leaves)
-    results = trees.as_jax(reduction.spread(group, names, seen, root), leaves)
-    return jax.tree_util.tree_unflatten(structure, results)
+        raise UnsupportedOp(f"{call} cannot be part of a compiled program: call it outside of jit", operation=call)
+    return names, leaves, structure
 
 
 def jit(function: Callable[P, R] | None = None, **options: Any) -> Any:
@@ -85,7 +101,7 @@ def jit(function: Callable[P, R] | None = None, **options: Any) -> Any:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         with failures.typed_errors():
             result: R = jax.block_until_ready(compiled(*args, **kwargs))
-            jax.effects_barrier()  # what returns nothing has an end, too
+            jax.effects_barrier()  # a program that returns nothing has an end, too
             return result
 
     return call

@@ -59,7 +59,7 @@ def typed_errors() -> Iterator[None]:
         original = _original(error)
         if original is None:
             raise
-        forget_order()
+        _forget()
         raise original from error
 
 
@@ -69,11 +69,13 @@ def _original(error: BaseException) -> BaseException | None:
         return _raised.get(int(mark[1])) if mark else None
 
 
-def forget_order() -> None:
-    """Nothing that comes next in this thread waits for the program that failed: else JAX would fail it, too."""
+def _forget() -> None:
+    """Let nothing that comes next in this thread wait for the program that failed: JAX would fail it as well."""
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         jax.effects_barrier()
-    # Where a program has failed the barrier ends before it forgets. JAX has no other public word for it.
-    from jax._src import dispatch
+        return
+    # The barrier ends before it forgets where a program has failed, and JAX has no public word for it.
+    with contextlib.suppress(ImportError, AttributeError):
+        from jax._src import dispatch
 
-    dispatch.runtime_tokens.clear()
+        dispatch.runtime_tokens.clear()

@@ -5,47 +5,62 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import ml_dtypes
+import jax
 import numpy as np
 
+from gradwire import operations
 from gradwire.arrays import Array
-from gradwire.errors import ArrayError, GradwireError as NotFinite
+from gradwire.errors import ConfigError, NotFinite
 from gradwire.group import Group
-from gradwire.jax import trees
-
-_BITS = 1 << 16  # elements that are looked at in one go: they stay in the cache
+from gradwire.jax import failures, trees
+from gradwire.exchange import Site
+from gradwire.operations.call import settled
+from gradwire.training.finite import all_finite, faults
 
 
 def group_of(source: Any) -> Group:
-    """A group, or the present group of whatever has one: of an elastic run, always the present generation's."""
+    """A group, or the group of whatever has one: of an elastic run, always the present generation's."""
     group = source if isinstance(source, Group) else getattr(source, "group", None)
     if not isinstance(group, Group):
-        raise ArrayError(f"expected a group, or a run with a group, got {type(source).__name__}")
+        raise ConfigError(f"expected a group, or a run that has one, not {type(source).__name__}")
     return group
 
 
-def reduced(source: Any, names: Sequence[str], arrays: Sequence[Array], op: str, check_finite: bool) -> list[Array]:
-    """The arrays of all ranks reduced, in fresh memory; the given ones are only read."""
+def values(leaves: Sequence[Any]) -> list[Array]:
+    """The leaves for NumPy, when every compiled program before has made its calls: a group has one order.
+
+    On the CPU nothing is copied.
+    """
+    with failures.typed_errors():
+        jax.effects_barrier()
+        return [np.asarray(leaf) for leaf in leaves]
+
+
+def reduced(
+    source: Any, names: Sequence[str], arrays: Sequence[Array], op: str, check_finite: bool, site: Site
+) -> list[Array]:
+    """The arrays of all ranks reduced, in fresh memory; those given are only read. `site` is the user's line."""
     group = group_of(source)
     results = trees.copied(group, arrays)
-    group.all_reduce_named(dict(zip(names, results, strict=True)), op)
-    if check_finite and op in ("sum", "mean") and not all(map(is_finite, results)):
+    operation = operations.all_reduce_named(dict(zip(names, results, strict=True)), op, "auto")
+    settled(group._runner.now(operation, group._seconds(None), site))
+    # A NaN or Inf of any rank is still there in the sum, on all ranks alike: nothing more need be exchanged to see it.
+    if check_finite and op in ("sum", "mean") and not all(map(_finite, results)):
         raise _blame(group, names, arrays)
     return results
 
 
-def is_finite(array: Array) -> bool:
-    """Whether no element is infinite or not a number; integers never are."""
-    if array.dtype.kind not in "fc" and array.dtype != ml_dtypes.bfloat16:
-        return True
-    flat = array.reshape(-1)
-    return all(bool(np.isfinite(flat[at : at + _BITS]).all()) for at in range(0, flat.size, _BITS))
+def _finite(array: Array) -> bool:
+    return not trees.is_inexact(array.dtype) or all_finite(array)
 
 
-def _blame(group: Group, names: Sequence[str], arrays: Sequence[Array]) -> Exception:
-    """Who brought what is not finite. All ranks see the same bits, so all are here: each tells the first it brought."""
-    mine = next((name for name, array in zip(names, arrays, strict=True) if not is_finite(array)), None)
-    for rank, name in enumerate(group.all_gather_values(mine)):
-        if name is not None:
-            return NotFinite(f"{name!r} on rank {rank} has elements that are NaN or infinite", culprit=rank)
-    return NotFinite("the sum over all ranks has elements that are infinite, though no rank's are: they are too large")
+def _blame(group: Group, names: Sequence[str], arrays: Sequence[Array]) -> NotFinite:
+    """Who brought what is not finite: all ranks are here, and each tells the first of its own."""
+    named = zip(names, arrays, strict=True)
+    mine = next(([name, faults(array)] for name, array in named if not _finite(trees.contiguous(array))), None)
+    facts: dict[str, Any] = {"operation": "all_reduce", "generation": group.generation}
+    for rank, told in enumerate(group.all_gather_values(mine)):
+        if told is not None:
+            name, what = told
+            return NotFinite(f"{name!r} of rank {rank} is not finite: {what}", culprit=rank, tensor=name, **facts)
+    return NotFinite("the sum over all ranks is not finite, though each rank's part is: it is too large", **facts)

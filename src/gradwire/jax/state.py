@@ -58,22 +58,18 @@ class State:
             setattr(self, name, tree)
 
 
-def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def _plain(leaf: Any) -> Any:
     """A leaf as it travels: a random key by its bits, numbers as they are."""
-    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+    return jax.random.key_data(leaf) if trees.is_key(leaf) else leaf
 
 
 def _like(name: str, own: Any, came: Any) -> Any:
     if not isinstance(own, jax.Array):
         return came
     array = jnp.asarray(came)
-    expected = jax.random.key_data(own) if _is_key(own) else own
+    expected = jax.random.key_data(own) if trees.is_key(own) else own
     if (array.shape, array.dtype) != (expected.shape, expected.dtype):
         raise ArrayError(f"{name}: {trees.describe(array)} came where {trees.describe(expected)} is kept")
-    if _is_key(own):
+    if trees.is_key(own):
         return jax.random.wrap_key_data(array, impl=jax.random.key_impl(own))
     return jax.device_put(array, own.sharding)

@@ -15,34 +15,65 @@ from gradwire.errors import ArrayError, UnsupportedOp
 from gradwire.group import Group
 
 ALIGNED = 64
-"""Where an array begins at a multiple of this, XLA takes it as it is instead of copying it."""
+"""Bytes. An array that begins at a multiple of it is taken over by XLA as it is, any other is copied."""
+
+BARE = "the array"
+"""The name of a leaf that is the whole tree."""
 
 
 def take_apart(tree: Any) -> tuple[tuple[str, ...], list[Any], Any]:
     """The names, leaves and structure of a tree; names are paths: "encoder.0.weight"."""
     paths, structure = jax.tree_util.tree_flatten_with_path(tree)
-    names = tuple(jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths)
+    names = tuple(jax.tree_util.keystr(path, simple=True, separator=".") or BARE for path, _ in paths)
     if len(set(names)) != len(names):  # {"a.b": …} beside {"a": {"b": …}}
         names = tuple(jax.tree_util.keystr(path) for path, _ in paths)
-    leaves = [_leaf(name or "the array", leaf) for name, (_, leaf) in zip(names, paths, strict=True)]
-    return tuple(name or "the array" for name in names), leaves, structure
+    return names, [_leaf(name, leaf) for name, (_, leaf) in zip(names, paths, strict=True)], structure
 
 
 def _leaf(name: str, leaf: Any) -> Any:
-    """A leaf as jax has it: of 32 bits unless 64 are enabled, inside of `jit` and outside alike."""
-    if isinstance(leaf, jax.Array):
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            raise ArrayError(f"{name!r}: a random key cannot be exchanged: pass jax.random.key_data(key)")
-        return leaf
+    """A leaf as jax has it: of 32 bits unless 64 are enabled, outside of `jit` as inside."""
+    if not isinstance(leaf, jax.Array):
+        try:
+            leaf = jnp.asarray(leaf, jnp.result_type(leaf))
+        except TypeError as error:
+            raise ArrayError(f"{name!r}: a {type(leaf).__name__} is not an array") from error
+    if is_key(leaf):
+        raise ArrayError(f"{name!r}: a random key cannot be exchanged; its bits can: jax.random.key_data(key)")
     try:
-        return jnp.asarray(leaf)
-    except TypeError as error:
-        raise ArrayError(f"{name!r}: {type(leaf).__name__} is no array: {error}") from error
+        arrays.parse_dtype(leaf.dtype)
+    except ArrayError as error:
+        raise ArrayError(f"{name!r}: {error.message}") from None
+    return leaf
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether this is a random key, whose bits JAX hides."""
+    return isinstance(leaf, jax.Array) and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+
+
+def is_inexact(dtype: Any) -> bool:
+    """Whether elements can be NaN: bfloat16 too, of which NumPy does not know."""
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 def is_traced(leaves: Sequence[Any]) -> bool:
-    """Whether a tree is of values that are not there yet: inside of `jit`, `grad` and the like."""
+    """Whether values are not there yet: inside of `jit`, `grad` and the like."""
     return any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+
+
+def check_op(names: Sequence[str], leaves: Sequence[Any], op: str) -> None:
+    """Refuse what has no meaning before anything is sent or compiled."""
+    for name, leaf in zip(names, leaves, strict=True):
+        try:
+            arrays.check_reduction(op, arrays.parse_dtype(leaf.dtype))
+        except UnsupportedOp as error:
+            error.args = (f"{name!r}: {error.message}", *error.args[1:])
+            raise
+
+
+def contiguous(array: Array) -> Array:
+    """The array itself, or a copy in one piece; unlike NumPy's, of a lone number too."""
+    return array if array.flags.c_contiguous else array.copy(order="C")
 
 
 def copied(group: Group, leaves: Sequence[Array]) -> list[Array]:
@@ -61,31 +92,8 @@ def copied(group: Group, leaves: Sequence[Array]) -> list[Array]:
 
 
 def as_jax(copies: Sequence[Array], likes: Sequence[Any]) -> list[Any]:
-    """Jax arrays where `likes` are; of large ones on the CPU the memory is taken over, not copied."""
+    """Jax arrays where `likes` are. On the CPU the memory is taken over, not copied: nobody else holds it."""
     return [jax.device_put(copy, like.sharding) for copy, like in zip(copies, likes, strict=True)]
-
-
-def on_host(names: Sequence[str], leaves: Sequence[Any]) -> list[Array]:
-    """Leaves as NumPy sees them: without a copy on the CPU, else fetched from their device."""
-    seen = []
-    for name, leaf in zip(names, leaves, strict=True):
-        array = np.asarray(leaf)
-        try:
-            arrays.dtype_of(array)
-        except ArrayError as error:
-            raise ArrayError(f"{name!r}: {error.message}") from None
-        seen.append(array)
-    return seen
-
-
-def check_op(names: Sequence[str], leaves: Sequence[Any], op: str) -> None:
-    """Refuse what has no meaning before anything is sent or compiled."""
-    for name, leaf in zip(names, leaves, strict=True):
-        try:
-            arrays.check_reduction(op, arrays.parse_dtype(leaf.dtype))
-        except (ArrayError, UnsupportedOp) as error:
-            error.args = (f"{name!r}: {error.message}", *error.args[1:])
-            raise
 
 
 def describe(leaf: Any) -> str:
