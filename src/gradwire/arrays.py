@@ -166,7 +166,7 @@ def _from_dlpack(x: SupportsDLPack) -> Array:
     try:
         return np.from_dlpack(x)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # of bfloat16 DLPack and NumPy know nothing; JAX does
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # JAX shows NumPy its bfloat16 in another way
             array = np.asarray(x).view()
             array.flags.writeable = False  # it may be a copy
             if array.dtype in _TABLE:

@@ -11,17 +11,7 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from ranks import run_ranks
-
-
-def over(n: int, fn: Any) -> list[Any]:
-    """fn(group) on n ranks as threads."""
-    groups = gw.local_group(n)
-    try:
-        return run_ranks(groups, fn)
-    finally:
-        for group in groups:
-            group.close()
+from ranks import run_group
 
 
 def errors_of(n: int, fn: Any) -> list[gw.GradwireError]:
@@ -32,7 +22,7 @@ def errors_of(n: int, fn: Any) -> list[gw.GradwireError]:
             fn(group)
         return caught.value
 
-    return over(n, attempt)
+    return run_group(n, attempt)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
@@ -42,7 +32,7 @@ def test_a_tree_is_reduced_as_a_whole(n: int) -> None:
         return gw.jax.all_reduce(group, tree)
 
     mean = (n - 1) / 2
-    for tree in over(n, reduce):
+    for tree in run_group(n, reduce):
         assert isinstance(tree["layers"][0]["w"], jax.Array)
         assert tree["layers"][0]["w"].tolist() == [[mean] * 3] * 2
         assert tree["layers"][0]["b"] is None
@@ -57,7 +47,7 @@ def test_every_dtype_and_shape_comes_back_as_it_was(dtype: str, shape: tuple[int
         x = jnp.ones(shape, dtype)
         return gw.jax.all_reduce(group, x, op="sum"), x.sharding
 
-    for result, sharding in over(2, reduce):
+    for result, sharding in run_group(2, reduce):
         assert (result.dtype.name, result.shape, result.sharding) == (dtype, shape, sharding)
         assert np.asarray(result == (True if dtype == "bool" else 2)).all()
 
@@ -67,7 +57,7 @@ def test_arrays_that_went_in_stay_as_they_are_and_those_that_came_out_outlive_th
         x = jnp.full(300_000, 1.0 + group.rank)
         return x, gw.jax.all_reduce(group, x)
 
-    results = over(2, reduce)
+    results = run_group(2, reduce)
     gc.collect()
     assert [float(x[7]) for x, _ in results] == [1.0, 2.0]
     assert all(np.asarray(result == 1.5).all() for _, result in results)
@@ -125,7 +115,7 @@ def test_nan_and_inf_stop_all_ranks_and_name_rank_and_leaf(dtype: str, bad: floa
             gw.jax.all_reduce(group, gradients, op="sum", check_finite=True)
         return caught.value, float(gw.jax.all_reduce(group, 1.0))  # the group goes on
 
-    for error, mean in over(3, reduce):
+    for error, mean in run_group(3, reduce):
         assert (error.culprit, error.tensor, mean) == (1, "b", 1.0)
         assert "'b' of rank 1 is not finite: 1 " in str(error)
 
@@ -140,7 +130,7 @@ def test_only_the_mean_is_checked_unasked() -> None:
             float(gw.jax.all_reduce(group, nan, check_finite=False)),
         ]
 
-    assert np.isnan(over(2, reduce)).all()
+    assert np.isnan(run_group(2, reduce)).all()
 
 
 def test_a_sum_that_is_too_large_is_nobody_s_fault() -> None:
@@ -161,7 +151,7 @@ def test_all_begin_with_the_root_s_values() -> None:
         mine = {"w": jnp.full((300, 400), group.rank, "bfloat16"), "n": jnp.int32(group.rank)}
         return gw.jax.broadcast(group, mine, root=1), mine
 
-    for rank, (tree, mine) in enumerate(over(3, begin)):
+    for rank, (tree, mine) in enumerate(run_group(3, begin)):
         assert np.asarray(tree["w"] == 1).all()
         assert (tree["w"].dtype, int(tree["n"])) == (jnp.bfloat16, 1)
         assert np.asarray(mine["w"] == rank).all()
@@ -183,7 +173,7 @@ def test_a_replica_that_differs_is_found_and_named() -> None:
             gw.jax.check_replicas(group, params)
         return caught.value
 
-    for error in over(3, check):
+    for error in run_group(3, check):
         assert (error.culprit, error.tensor) == (2, "dense.b")
 
 

@@ -11,22 +11,12 @@ import pytest
 
 import gradwire as gw
 from gradwire.training.state import State, memory_for
-from ranks import run_ranks
+from ranks import run_group
 
 
 class Momentum(NamedTuple):
     velocity: Any
     count: jax.Array
-
-
-def over(n: int, fn: Any) -> list[Any]:
-    """fn(group) on n ranks as threads."""
-    groups = gw.local_group(n)
-    try:
-        return run_ranks(groups, fn)
-    finally:
-        for group in groups:
-            group.close()
 
 
 def handed_over(giver: Any, taker: Any) -> None:
@@ -89,4 +79,4 @@ def test_an_elastic_run_of_compiled_steps() -> None:
                 state.w = update(state.w)
         return state.w.tolist(), run.identical
 
-    assert over(3, train) == [([1.0 + 4 * 3] * 3, True)] * 3
+    assert run_group(3, train) == [([1.0 + 4 * 3] * 3, True)] * 3

@@ -10,17 +10,7 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from ranks import run_ranks
-
-
-def over(n: int, fn: Any) -> list[Any]:
-    """fn(group) on n ranks as threads."""
-    groups = gw.local_group(n)
-    try:
-        return run_ranks(groups, fn)
-    finally:
-        for group in groups:
-            group.close()
+from ranks import run_group
 
 
 def numbers(group: gw.Group, *shape: int) -> jax.Array:
@@ -34,7 +24,7 @@ def test_the_same_bits_as_outside() -> None:
         reduce = lambda tree: gw.jax.all_reduce(group, tree, op="sum")  # noqa: E731
         return reduce(tree), gw.jax.jit(reduce)(tree)
 
-    results = over(3, both)
+    results = run_group(3, both)
     for plain, compiled in results:
         for one, other, first in zip(*map(jax.tree.leaves, (plain, compiled, results[0][0])), strict=True):
             assert one.tobytes() == other.tobytes() == first.tobytes()
@@ -47,7 +37,7 @@ def test_calls_of_a_program_are_made_in_its_order() -> None:
 
         return [float(one) for one in gw.jax.jit(program)(jnp.ones(20))]
 
-    assert over(2, many) == [[2.0 * i * (i + 1) for i in range(20)]] * 2
+    assert run_group(2, many) == [[2.0 * i * (i + 1) for i in range(20)]] * 2
 
 
 def test_a_call_whose_result_nobody_needs_is_still_made() -> None:
@@ -57,9 +47,9 @@ def test_a_call_whose_result_nobody_needs_is_still_made() -> None:
             gw.jax.all_reduce(group, x)
             return gw.jax.all_reduce(group, x[0], op="sum")
 
-        return float(program(jnp.ones(3)) if group.rank else program(jnp.ones(3)))
+        return float(program(jnp.ones(3)))
 
-    assert over(2, unused) == [2.0, 2.0]
+    assert run_group(2, unused) == [2.0, 2.0]
 
 
 def test_in_loops_branches_and_batches() -> None:
@@ -74,7 +64,7 @@ def test_in_loops_branches_and_batches() -> None:
         assert batched["one"].tolist() == [group.size] * 4
         return [np.asarray(one) for one in (total(x), looped, chosen, batched["row"], jax.vmap(total, 1, 1)(x))]
 
-    for first, *others in over(2, reduce):
+    for first, *others in run_group(2, reduce):
         for other in others:
             np.testing.assert_array_equal(first, other)
 
@@ -86,7 +76,7 @@ def test_plain_calls_come_after_those_of_a_program() -> None:
         second = gw.jax.all_reduce(group, jnp.ones(2), op="sum")
         return [float(first[0]), float(second[0])]
 
-    assert over(2, mixed) == [[2.0, 2.0]] * 2
+    assert run_group(2, mixed) == [[2.0, 2.0]] * 2
 
 
 def test_a_compiled_program_follows_the_run_to_its_next_group() -> None:
@@ -136,7 +126,7 @@ def test_the_gradient_is_that_of_the_sum_of_all_ranks_losses(op: str, compiled: 
         return sum(loss(xs[rank], y, rank) for rank in range(n))
 
     xs = jnp.stack([jax.random.normal(jax.random.key(rank), (5,)) for rank in range(n)])
-    np.testing.assert_allclose(over(n, differentiate), jax.grad(whole)(xs), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(run_group(n, differentiate), jax.grad(whole)(xs), rtol=1e-5, atol=1e-6)
 
 
 def test_forward_derivatives_and_those_of_derivatives() -> None:
@@ -150,7 +140,7 @@ def test_forward_derivatives_and_those_of_derivatives() -> None:
         return [float(tangent), float(second)]
 
     # y = x0 + x1 = 2: along (1, 1) y³ changes by 3y²·2. Of L = 2y³ the first derivative is 6y², its sum's 12·2y.
-    assert over(2, derive) == [[24.0, 48.0]] * 2
+    assert run_group(2, derive) == [[24.0, 48.0]] * 2
 
 
 def test_whole_numbers_in_a_tree_have_no_gradient_and_do_no_harm() -> None:
@@ -162,7 +152,7 @@ def test_whole_numbers_in_a_tree_have_no_gradient_and_do_no_harm() -> None:
         gradient, count = gw.jax.jit(jax.grad(loss, has_aux=True))(jnp.float32(1))
         return float(gradient) + float(count)
 
-    assert over(2, derive) == [6.0 + 4.0] * 2
+    assert run_group(2, derive) == [6.0 + 4.0] * 2
 
 
 @pytest.mark.parametrize("op", ["max", "min", "prod"])
@@ -189,7 +179,7 @@ def test_errors_come_out_of_a_program_with_their_types_and_the_next_program_runs
         assert isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError)
         return caught.value, float(mean({"w": jnp.float32(5)})["w"])
 
-    for error, after in over(2, attempt):
+    for error, after in run_group(2, attempt):
         assert (error.culprit, error.tensor, after) == (1, "w", 5.0)
 
 
@@ -200,7 +190,7 @@ def test_a_mismatch_in_programs_names_the_leaf_and_the_user_s_line() -> None:
             reduce({"w": jnp.ones(3 + group.rank)})
         return str(caught.value)
 
-    for text in over(2, attempt):
+    for text in run_group(2, attempt):
         assert "'w': float32[3] is in the map of rank 0, not of rank 1" in text
         assert "at test_jit.py:" in text
 
@@ -218,7 +208,7 @@ def test_a_lost_peer_is_told_by_name_also_by_plain_jit() -> None:
         assert typed.value.culprit == 1
         return [str(plain.value)]
 
-    (text,), _ = over(2, attempt)
+    (text,), _ = run_group(2, attempt)
     assert "PeerLost: rank 1" in text
 
 

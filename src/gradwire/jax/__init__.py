@@ -1,4 +1,4 @@
-"""gradwire for JAX: trees of arrays, in plain Python and inside of compiled programs. Loaded when `gw.jax` is first used.
+"""gradwire for JAX: trees of arrays, in plain Python and in compiled programs. Loaded when `gw.jax` is first used.
 
 calls       what users call
 state       trees as the state of an elastic run

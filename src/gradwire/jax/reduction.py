@@ -11,9 +11,9 @@ import numpy as np
 from gradwire import operations
 from gradwire.arrays import Array
 from gradwire.errors import ConfigError, NotFinite
+from gradwire.exchange import Site
 from gradwire.group import Group
 from gradwire.jax import failures, trees
-from gradwire.exchange import Site
 from gradwire.operations.call import settled
 from gradwire.training.finite import all_finite, faults
 

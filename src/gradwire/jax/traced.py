@@ -19,8 +19,8 @@ from jax.interpreters import ad, batching, mlir
 
 from gradwire.arrays import Array
 from gradwire.errors import UnsupportedOp
-from gradwire.jax import failures, reduction, trees
 from gradwire.exchange import Site
+from gradwire.jax import failures, reduction, trees
 
 all_reduce_p = Primitive("gradwire_all_reduce")
 all_reduce_p.multiple_results = True
