@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from gradwire import arrays
 from gradwire.arrays import Array, DType, check_reduction
 from gradwire.errors import ArrayError, ConfigError, UnsupportedOp
@@ -105,13 +107,20 @@ def make(group: Group, order: Sequence[Tensor], bucket_bytes: int, first_bucket_
 
 def _bucket(group: Group, index: int, part: Sequence[Tensor]) -> Bucket:
     dtype = part[0].dtype
-    flat = group.empty(sum(map(_room, part)), dtype.storage)
-    flat.fill(0)  # what lies between tensors is reduced with them
+    flat = _zeros(group, sum(map(_room, part)), dtype)
     views, at = {}, 0
     for tensor in part:
         views[tensor.name] = flat[at : at + tensor.count].reshape(tensor.shape)
         at += _room(tensor)
     return Bucket(index, dtype, tuple(part), flat, views)
+
+
+def _zeros(group: Group, count: int, dtype: DType) -> Array:
+    """Zeros in the group's memory, which is fresh and so takes no room before it is written."""
+    flat = group.empty(count, dtype.storage)
+    shared = group._generation.shared
+    is_shared = shared is not None and shared.own.offset_of(flat.ctypes.data, flat.nbytes) is not None
+    return flat if is_shared else np.zeros(count, dtype.storage)
 
 
 def check_bytes(name: str, nbytes: Any) -> int:

@@ -139,6 +139,7 @@ class GradientSync:
         self._started = 0
         self._works: list[Waitable] = []
         self._weights: Weights | None = None
+        self._weighing: Waitable | None = None  # until it is done, the weights of others are not known
         self._not_finite: dict[str, str] = {}
         for bucket in self._buckets:
             bucket.missing = set(bucket.views)
@@ -166,11 +167,11 @@ class GradientSync:
         mine = [self._numbers[name] for name in self._order] if self.ordered else None
         orders = alike.tell(self.group, "GradientSync", items, mine)
         self._agreed = True
-        order = next(([names[number] for number in one] for one in orders if one is not None), None)
-        if order is None:
+        learned = next((one for one in orders if one is not None), None)
+        if learned is None or sorted(learned) != list(range(len(names))):
             return False
         self.ordered = True
-        return self._adopt(order)
+        return self._adopt([names[number] for number in learned])
 
     def _adopt(self, order: list[str]) -> bool:
         if order == self._order:
@@ -211,6 +212,7 @@ class GradientSync:
         if weight is not None:
             self._weights = Weights(weight, self.group.size)
             self._issue(self._weights.operation(), beside)
+            self._weighing = next(iter(self._works), None)
 
     def ready(self, name: str) -> None:
         """This gradient is complete, and not written until `finish`. Full buckets are reduced beside the program."""
@@ -261,8 +263,8 @@ class GradientSync:
         self._started = bucket.index + 1
         if self._compression is not None:
             self._prepare(bucket)
-            if self._weights is not None and self._works:
-                self._works[0].wait()  # which told all ranks' weights
+            if self._weighing is not None:
+                self._weighing.wait()
             share = 1 / self.group.size if self._weights is None else self._weights.share
             self._works.append(self._compression.exchange(self._stream, bucket.flat, share))
             return
@@ -281,7 +283,7 @@ class GradientSync:
 
         def body(exchange: Exchange) -> None:
             self._prepare(bucket)
-            if self._weights is not None:
+            if self._weights is not None and self._weights.mine:
                 self._weights.apply(bucket.flat)
             if exchange.size > 1:
                 exchange(shape, bucket.flat, bucket.flat)
