@@ -12,7 +12,9 @@ import pytest
 
 import gradwire as gw
 from conformance.crews import TRANSPORTS
+from gradwire import operations
 from gradwire.arrays import Array, parse_dtype
+from gradwire.operations import Exchange, Operation
 from ranks import run_ranks
 
 LIKE = {"a": np.zeros((3, 4), np.float32), "b": np.zeros(7, np.float32), "c": np.zeros((), np.float32)}
@@ -166,6 +168,36 @@ def test_gradients_are_added_up_without_a_sync(three: list[gw.Group]) -> None:
         assert (sync.sync({"a": np.ones((3, 4))})["a"] == 1.0).all()
 
     run_ranks(three, body)
+
+
+def test_what_is_left_from_earlier_takes_part_but_is_not_used(pair: list[gw.Group]) -> None:
+    def body(group: gw.Group) -> None:
+        sync = gw.GradientSync(group, LIKE, **SMALL)
+        sync.sync({"b": np.full(7, 5.0, np.float32), "c": np.float32(7)})
+        assert not sync.under_way
+        if group.rank == 0:
+            sync.gradients["b"] += 2
+        sync.ready("b", used=group.rank == 0)
+        sync.ready("c", used=False, beside=False)
+        assert sync.under_way
+        sync.finish()
+        assert (sync.gradients["b"] == 6.0).all()
+        assert sync.gradients["c"] == 7.0
+        assert sync.used == {"b"}
+
+    run_ranks(pair, body)
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "tree", "halving", "direct", "star"])
+def test_each_algorithm_gives_a_mean(pair: list[gw.Group], algorithm: str) -> None:
+    def body(group: gw.Group) -> dict[str, bytes]:
+        sync = gw.GradientSync(group, LIKE, algorithm=algorithm)
+        return bits(sync.sync(some(group.rank)))
+
+    results = run_ranks(pair, body)
+    assert results[0] == results[1]
+    with pytest.raises(gw.UnsupportedOp, match="no algorithm 'fast'"):
+        gw.GradientSync(pair[0], LIKE, algorithm="fast")
 
 
 def test_what_is_ready_cannot_become_ready_again(pair: list[gw.Group]) -> None:
@@ -424,22 +456,24 @@ def test_another_group_takes_over_with_the_contents() -> None:
 class Halves:
     """Moves float16, in the simplest way; keeps what it was asked for."""
 
-    name = "halves"
-
     def __init__(self) -> None:
         self.shares: list[float] = []
         self.resets = 0
 
-    def exchange(self, stream: gw.Stream, bucket: Array, mean_weight: float) -> Any:
-        self.shares.append(mean_weight)
-        half = (bucket * np.float32(mean_weight)).astype(np.float16)
-        work = stream.all_reduce(half)
+    def describe(self) -> str:
+        return "halves"
 
-        class Exchanged:
-            def wait(self) -> None:
-                bucket[:] = work.wait()
+    def operation(self, bucket: Array, scale: Callable[[], float]) -> Operation:
+        half = np.empty(bucket.size, np.float16)
+        sums = operations.all_reduce(half, "sum", None, "auto")
 
-        return Exchanged()
+        def body(exchange: Exchange) -> None:
+            self.shares.append(scale())
+            half[:] = bucket * np.float32(scale())
+            sums.body(exchange)
+            bucket[:] = half
+
+        return Operation("halves", body)
 
     def reset(self) -> None:
         self.resets += 1
