@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -87,6 +88,14 @@ def test_dtypes_may_be_mixed(three: list[gw.Group]) -> None:
         np.testing.assert_allclose(results[2][name], np.mean([some(rank, like)[name] for rank in range(3)], axis=0))
 
 
+def test_nothing_to_sync_is_a_sync_too(pair: list[gw.Group]) -> None:
+    def body(group: gw.Group) -> Any:
+        sync = gw.GradientSync(group, {})
+        return sync.sync({}), sync.clip(1.0), sync.used
+
+    assert run_ranks(pair, body) == [({}, 0.0, frozenset())] * 2
+
+
 def test_gradients_live_where_they_are_reduced(three: list[gw.Group]) -> None:
     def body(group: gw.Group) -> None:
         sync = gw.GradientSync(group, LIKE)
@@ -119,6 +128,22 @@ def test_a_full_bucket_is_reduced_before_the_backward_ends(three: list[gw.Group]
             assert sync.used == {"a", "b", "c"}
 
     run_ranks(three, body)
+
+
+def test_who_is_ready_goes_on_while_others_are_not(pair: list[gw.Group]) -> None:
+    went_on = threading.Event()
+
+    def body(group: gw.Group) -> None:
+        sync = gw.GradientSync(group, LIKE, **SMALL)
+        sync.agree()
+        sync.begin()
+        if group.rank == 1:
+            assert went_on.wait(20)
+        sync.ready("c")
+        went_on.set()
+        sync.finish()
+
+    run_ranks(pair, body)
 
 
 def test_ranks_may_differ_in_the_order_of_readiness(three: list[gw.Group]) -> None:

@@ -59,6 +59,25 @@ def _tensor(name: Any, one: Any) -> Tensor:
         raise ArrayError(f"{name!r}: {type(one).__name__} has no shape and dtype: {error}") from error
 
 
+def fitting(tensors: Mapping[str, Tensor], gradients: Mapping[str, Any]) -> dict[str, Array]:
+    """The gradients that are there (not None), as arrays of the right shapes; an error names the first that is not."""
+    given = {}
+    for name, gradient in gradients.items():
+        if name not in tensors:
+            raise ConfigError(f"there is no gradient {name!r}")
+        if gradient is None:
+            continue
+        array = np.asarray(gradient) if isinstance(gradient, np.generic) else arrays.as_array(gradient)
+        if array.shape != tensors[name].shape or not _casts(array.dtype, tensors[name].dtype.storage):
+            raise ArrayError(f"the gradient {name!r} is {arrays.describe(array)}, not {tensors[name]}")
+        given[name] = array
+    return given
+
+
+def _casts(given: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
+    return given == wanted or np.can_cast(given, wanted, "same_kind")
+
+
 @dataclass(slots=True)
 class Bucket:
     """Some tensors in one flat array; `missing` are those whose gradient is not complete yet."""

@@ -9,13 +9,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from gradwire import arrays
 from gradwire.arrays import Array
-from gradwire.errors import ArrayError, ConfigError
+from gradwire.errors import ConfigError
 from gradwire.group import Group
 from gradwire.operations.call import Exchange, Operation, Shape, check_algorithm
 from gradwire.training import alike, finite, norms
-from gradwire.training.buckets import Bucket, check_bytes, make, tensors_like
+from gradwire.training.buckets import Bucket, check_bytes, fitting, make, tensors_like
 from gradwire.training.contract import Contract
 from gradwire.training.weights import Weights
 from gradwire.work import Work
@@ -25,7 +24,7 @@ FIRST_BUCKET_BYTES = 1 << 20
 
 
 class Compression(Protocol):
-    """A way to reduce a bucket by moving fewer bytes; the same bits on all ranks. See `gradwire.training.compression`."""
+    """A way to reduce a bucket by moving fewer bytes: those of `gradwire.training.compression`, or one's own."""
 
     def describe(self) -> str:
         """The name and every setting that ranks must share."""
@@ -88,6 +87,7 @@ class GradientSync:
     ) -> None:
         self._owner = group
         self._tensors = tensors_like(like)
+        self._names = frozenset(self._tensors)
         self._numbers = {name: number for number, name in enumerate(self._tensors)}
         self._sizes = check_bytes("bucket_bytes", bucket_bytes), check_bytes("first_bucket_bytes", first_bucket_bytes)
         self._compression = _resolved(compression)
@@ -308,14 +308,15 @@ class GradientSync:
 
     def _vote(self) -> None:
         """Of every tensor, whether any rank used it; and whether all is well. On each rank the same comes out."""
-        ballot = np.zeros(len(self._tensors) + 1, np.uint8)
-        if self._weights is None or self._weights.mine:
-            absent = self._unchanged.union(*(bucket.missing for bucket in self._buckets))
-            here = (name for name in self._tensors if name not in absent)
-            ballot[[self._numbers[name] for name in here]] = 1
+        ballot = np.ones(len(self._tensors) + 1, np.uint8)
+        absent = self._unchanged.union(*(bucket.missing for bucket in self._buckets))
+        if self._weights is not None and not self._weights.mine:
+            absent = set(self._tensors)
+        ballot[[self._numbers[name] for name in absent]] = 0
         ballot[-1] = bool(self._not_finite)
         self.group.all_reduce(ballot, op="max")
-        self.used = frozenset(name for name, number in self._numbers.items() if ballot[number])
+        nowhere = np.flatnonzero(ballot[:-1] == 0).tolist()
+        self.used = self._names if not nowhere else self._names.difference(list(self._tensors)[i] for i in nowhere)
         self.total_weight = float(self.group.size) if self._weights is None else self._weights.total
         if ballot[-1]:
             found = [name for name in self._tensors if name in self._not_finite]
@@ -329,7 +330,7 @@ class GradientSync:
         A gradient that is not given, or None, counts as zeros; one that no rank gives is not in the result.
         """
         self._begin(weight, beside=False)
-        given = self._given(gradients)
+        given = fitting(self._tensors, gradients)
         for name in self._order:
             if name in given:
                 self._write(name, given[name])
@@ -349,24 +350,9 @@ class GradientSync:
         {'w': array([2., 2.])}
         """
         self._follow()
-        for name, gradient in self._given(gradients).items():
+        for name, gradient in fitting(self._tensors, gradients).items():
             self._write(name, gradient)
             self._added.add(name)
-
-    def _given(self, gradients: Mapping[str, Any]) -> dict[str, Array]:
-        """The gradients that are there, as arrays of the right shapes: found before anything is sent."""
-        given = {}
-        for name, gradient in gradients.items():
-            if name not in self._tensors:
-                raise ConfigError(f"there is no gradient {name!r}")
-            if gradient is None:
-                continue
-            array = np.asarray(gradient) if isinstance(gradient, np.generic) else arrays.as_array(gradient)
-            tensor = self._tensors[name]
-            if array.shape != tensor.shape or not np.can_cast(array.dtype, tensor.dtype.storage, "same_kind"):
-                raise ArrayError(f"the gradient {name!r} is {arrays.describe(array)}, not {tensor}")
-            given[name] = array
-        return given
 
     def _write(self, name: str, gradient: Array) -> None:
         place = self.gradients[name]
