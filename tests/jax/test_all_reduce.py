@@ -44,23 +44,23 @@ def test_a_tree_is_reduced_as_a_whole(n: int) -> None:
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (700, 600)])  # the last is large: it travels alone
 def test_every_dtype_and_shape_comes_back_as_it_was(dtype: str, shape: tuple[int, ...]) -> None:
     def reduce(group: gw.Group) -> tuple[jax.Array, Any]:
-        x = jnp.ones(shape, dtype)
+        x = jnp.asarray(np.ones(shape, jnp.dtype(dtype)))  # nothing is compiled for this
         return gw.jax.all_reduce(group, x, op="sum"), x.sharding
 
     for result, sharding in run_group(2, reduce):
         assert (result.dtype.name, result.shape, result.sharding) == (dtype, shape, sharding)
-        assert np.asarray(result == (True if dtype == "bool" else 2)).all()
+        assert (np.asarray(result) == (True if dtype == "bool" else 2)).all()
 
 
 def test_arrays_that_went_in_stay_as_they_are_and_those_that_came_out_outlive_the_group() -> None:
     def reduce(group: gw.Group) -> tuple[jax.Array, jax.Array]:
-        x = jnp.full(300_000, 1.0 + group.rank)
+        x = jnp.asarray(np.full(300_000, 1.0 + group.rank, np.float32))
         return x, gw.jax.all_reduce(group, x)
 
     results = run_group(2, reduce)
     gc.collect()
-    assert [float(x[7]) for x, _ in results] == [1.0, 2.0]
-    assert all(np.asarray(result == 1.5).all() for _, result in results)
+    assert [np.asarray(x)[7] for x, _ in results] == [1.0, 2.0]
+    assert all((np.asarray(result) == 1.5).all() for _, result in results)
 
 
 def test_a_tree_that_differs_is_an_error_on_all_ranks_that_says_where() -> None:
@@ -108,9 +108,9 @@ def test_something_that_is_no_group_is_named() -> None:
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_nan_and_inf_stop_all_ranks_and_name_rank_and_leaf(dtype: str, bad: float) -> None:
     def reduce(group: gw.Group) -> tuple[gw.NotFinite, float]:
-        gradients = {"a": jnp.ones(4, dtype), "b": jnp.ones(4, dtype), "n": jnp.int32(1)}
+        gradients = {"a": np.ones(4, jnp.dtype(dtype)), "b": np.ones(4, jnp.dtype(dtype)), "n": np.int32(1)}
         if group.rank == 1:
-            gradients["b"] = gradients["b"].at[2].set(bad)
+            gradients["b"][2] = bad
         with pytest.raises(gw.NotFinite) as caught:
             gw.jax.all_reduce(group, gradients, op="sum", check_finite=True)
         return caught.value, float(gw.jax.all_reduce(group, 1.0))  # the group goes on
@@ -152,9 +152,9 @@ def test_all_begin_with_the_root_s_values() -> None:
         return gw.jax.broadcast(group, mine, root=1), mine
 
     for rank, (tree, mine) in enumerate(run_group(3, begin)):
-        assert np.asarray(tree["w"] == 1).all()
+        assert (np.asarray(tree["w"]) == 1).all()
         assert (tree["w"].dtype, int(tree["n"])) == (jnp.bfloat16, 1)
-        assert np.asarray(mine["w"] == rank).all()
+        assert (np.asarray(mine["w"]) == rank).all()
 
 
 def test_initial_values_of_another_shape_are_named() -> None:

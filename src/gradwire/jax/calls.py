@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 
@@ -77,7 +77,11 @@ def _apart(call: str, tree: Any) -> tuple[tuple[str, ...], list[Any], Any]:
     return names, leaves, structure
 
 
-def jit(function: Callable[P, R] | None = None, **options: Any) -> Any:
+@overload
+def jit(function: Callable[P, R], **options: Any) -> Callable[P, R]: ...
+@overload
+def jit(function: None = None, **options: Any) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def jit(function: Any = None, **options: Any) -> Any:
     """`jax.jit`, for a function that calls `gw.jax.all_reduce`: waits for the result, and raises errors of the group.
 
     Without the wait, the program's calls would run beside those that Python makes on the same group next; and an error
@@ -98,9 +102,9 @@ def jit(function: Callable[P, R] | None = None, **options: Any) -> Any:
     compiled = jax.jit(function, **options)
 
     @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+    def call(*args: Any, **kwargs: Any) -> Any:
         with failures.typed_errors():
-            result: R = jax.block_until_ready(compiled(*args, **kwargs))
+            result = jax.block_until_ready(compiled(*args, **kwargs))
             jax.effects_barrier()  # a program that returns nothing has an end, too
             return result
 

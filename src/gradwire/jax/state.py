@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,10 @@ class State:
     ([3.0, 3.0], 3)
     >>> run.close()
     """
+
+    if TYPE_CHECKING:  # attributes are what the user calls them
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def __init__(self, **named: Any) -> None:
         for name, tree in named.items():
