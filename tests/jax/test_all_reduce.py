@@ -108,7 +108,11 @@ def test_something_that_is_no_group_is_named() -> None:
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_nan_and_inf_stop_all_ranks_and_name_rank_and_leaf(dtype: str, bad: float) -> None:
     def reduce(group: gw.Group) -> tuple[gw.NotFinite, float]:
-        gradients = {"a": np.ones(4, jnp.dtype(dtype)), "b": np.ones(4, jnp.dtype(dtype)), "n": np.int32(1)}
+        gradients: dict[str, Any] = {
+            "a": np.ones(4, jnp.dtype(dtype)),
+            "b": np.ones(4, jnp.dtype(dtype)),
+            "n": np.int32(1),
+        }
         if group.rank == 1:
             gradients["b"][2] = bad
         with pytest.raises(gw.NotFinite) as caught:
