@@ -21,7 +21,10 @@ def numbers(rank: int, *shape: int) -> jax.Array:
 def test_the_same_bits_as_outside() -> None:
     def both(group: gw.Group) -> tuple[Any, Any]:
         tree = {"w": numbers(group.rank, 30, 7), "big": numbers(group.rank, 300_000), "n": [jnp.int32(group.rank)]}
-        reduce = lambda tree: gw.jax.all_reduce(group, tree, op="sum")  # noqa: E731
+
+        def reduce(tree: Any) -> Any:
+            return gw.jax.all_reduce(group, tree, op="sum")
+
         return reduce(tree), gw.jax.jit(reduce)(tree)
 
     results = run_group(3, both)

@@ -82,7 +82,8 @@ def copied(group: Group, leaves: Sequence[Array]) -> list[Array]:
     for leaf in leaves:
         starts.append(end)
         end += -(-leaf.nbytes // ALIGNED) * ALIGNED
-    memory = group.empty(end, "uint8")
+    memory = group.empty(end + ALIGNED, "uint8")
+    memory = memory[-memory.ctypes.data % ALIGNED :]
     copies = []
     for start, leaf in zip(starts, leaves, strict=True):
         copy = memory[start : start + leaf.nbytes].view(leaf.dtype).reshape(leaf.shape)
