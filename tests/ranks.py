@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
+import gradwire as gw
 from gradwire.errors import GradwireError
 
 
@@ -53,6 +54,16 @@ def run_ranks(groups: Sequence[G], fn: Callable[[G], T], *, timeout: float = 30.
     if stuck:
         raise AssertionError(f"not done after {timeout:g} s:\n" + "\n".join(map(_stack, stuck)))
     return [results[rank] for rank in range(len(groups))]
+
+
+def run_group(n: int, fn: Callable[[gw.Group], T]) -> list[T]:
+    """Run fn(group) on n ranks of a group in memory, which is closed afterwards."""
+    groups = gw.local_group(n)
+    try:
+        return run_ranks(groups, fn)
+    finally:
+        for group in groups:
+            group.close()
 
 
 def _first(failures: Sequence[tuple[int, BaseException]], stuck: Sequence[threading.Thread]) -> BaseException:

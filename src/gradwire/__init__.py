@@ -33,12 +33,16 @@ The layers, each importing only from those above it:
     job             init, local_group
     launch          starting and supervising processes
     training        what keeps replicas in step beyond the all-reduce
+    jax             trees of arrays for JAX; loaded when it is first used
     simulate        whole jobs in virtual time, with faults by seed; a pytest fixture
     bench           `gradwire bench`: the collectives measured, in turns with other engines
     cli             the command line
 """
 
 from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from gradwire.errors import (
     Aborted,
@@ -53,8 +57,10 @@ from gradwire.errors import (
     InvalidSize,
     JournalError,
     NoConnection,
+    NotFinite,
     PeerLost,
     Refused,
+    ReplicasDiverged,
     SizeMismatch,
     StateLost,
     Timeout,
@@ -67,9 +73,15 @@ from gradwire.job import init, local_group, loopback_pair
 from gradwire.launch.function import launch
 from gradwire.membership.worker import WorkerNode
 from gradwire.topology import Topology
+from gradwire.training.contract import Contract, broadcast_named, check_replicas
 from gradwire.training.elastic import Elastic, Step, elastic
+from gradwire.training.gradients import GradientSync
 from gradwire.training.sampler import Sampler
+from gradwire.training.weights import weighted_mean
 from gradwire.work import Stream, Work
+
+if TYPE_CHECKING:
+    from gradwire import jax as jax
 
 __version__ = "0.1.0"
 
@@ -81,16 +93,20 @@ __all__ = [
     "Closed",
     "CollectiveMismatch",
     "ConfigError",
+    "Contract",
     "Elastic",
     "Finished",
+    "GradientSync",
     "GradwireError",
     "Group",
     "InvalidRank",
     "InvalidSize",
     "JournalError",
     "NoConnection",
+    "NotFinite",
     "PeerLost",
     "Refused",
+    "ReplicasDiverged",
     "Sampler",
     "SizeMismatch",
     "StateLost",
@@ -104,9 +120,22 @@ __all__ = [
     "WorkerFailed",
     "WorkerNode",
     "__version__",
+    "broadcast_named",
+    "check_replicas",
     "elastic",
     "init",
     "launch",
     "local_group",
     "loopback_pair",
+    "weighted_mean",
 ]
+
+_WHEN_ASKED = ("jax",)  # what needs a framework that nobody pays for who does not use it
+
+
+if not TYPE_CHECKING:  # who checks types should still find misspelt names
+
+    def __getattr__(name: str) -> Any:
+        if name in _WHEN_ASKED:
+            return importlib.import_module(f"gradwire.{name}")
+        raise AttributeError(f"module 'gradwire' has no attribute {name!r}")

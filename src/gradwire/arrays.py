@@ -6,6 +6,7 @@ where it is not (strided arrays): `load()` fills it, `store()` writes it back. N
 
 from __future__ import annotations
 
+import contextlib
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -165,6 +166,11 @@ def _from_dlpack(x: SupportsDLPack) -> Array:
     try:
         return np.from_dlpack(x)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # JAX shows NumPy its bfloat16 in another way
+            array = np.asarray(x).view()
+            array.flags.writeable = False  # it may be a copy
+            if array.dtype in _TABLE:
+                return array
         raise ArrayError(f"{type(x).__name__} cannot be viewed through DLPack: {error}") from error
 
 

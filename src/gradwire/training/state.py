@@ -25,6 +25,7 @@ from gradwire.wire import parse_json
 MAX_SKELETON = 64 << 20
 MAX_ARRAYS = 1 << 20
 _DEPTH = 64
+_MAKERS = {"jaxlib": ("jax.numpy", "asarray")}  # of libraries whose arrays are not made by their own from_dlpack
 _LONGEST = 1 << 48  # of an axis
 
 
@@ -171,8 +172,9 @@ def _number(text: str) -> float:
 
 def _in_library(array: Array, library: str) -> Any:
     """An array as the library has it that it came from, if this process uses that library too."""
-    from_dlpack = getattr(sys.modules.get(library), "from_dlpack", None)
-    return array if library == "numpy" or from_dlpack is None else from_dlpack(array)
+    module, maker = _MAKERS.get(library, (library, "from_dlpack"))
+    make = getattr(sys.modules.get(module), maker, None)
+    return array if library == "numpy" or make is None else make(array)
 
 
 def _restore(state: Any, found: Any) -> None:

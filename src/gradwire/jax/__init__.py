@@ -1,0 +1,26 @@
+"""gradwire for JAX: trees of arrays, in plain Python and in compiled programs. Loaded when `gw.jax` is first used.
+
+calls       what users call
+state       trees as the state of an elastic run
+traced      the all-reduce as JAX sees it: lowered, differentiated, batched
+failures    errors on their way out of a compiled program
+reduction   the exchange itself
+trees       trees as named arrays, and back
+"""
+
+from __future__ import annotations
+
+try:
+    import jax as _jax  # noqa: F401 — is it there at all?
+except ModuleNotFoundError as missing:
+    if missing.name != "jax":
+        raise
+    raise ModuleNotFoundError(
+        "gw.jax needs JAX, which is not installed: pip install 'gradwire[jax]'", name="jax"
+    ) from None
+
+from gradwire.jax.calls import all_reduce, broadcast, check_replicas, jit
+from gradwire.jax.failures import typed_errors
+from gradwire.jax.state import State
+
+__all__ = ["State", "all_reduce", "broadcast", "check_replicas", "jit", "typed_errors"]

@@ -1,0 +1,148 @@
+"""Buckets: gradients side by side in one flat array, in memory that the group reduces without a copy.
+
+Backward makes gradients ready in about the reverse of the forward pass, so the first bucket holds the last tensors: it
+is full first, and travels while the rest is still computed. Which tensor lies where follows from names, shapes, dtypes
+and sizes alone, so all ranks find the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from gradwire import arrays
+from gradwire.arrays import Array, DType, check_reduction
+from gradwire.errors import ArrayError, ConfigError, UnsupportedOp
+from gradwire.group import Group
+
+ALIGNMENT = 64  # bytes: each gradient begins on a cache line, whatever lies before it
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A gradient to be: what is known of it before there is one."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.name!r}: {self.dtype.name}[{', '.join(map(str, self.shape))}]"
+
+
+def tensors_like(like: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Names, dtypes and shapes of what gradients will be like; refuses what has no mean."""
+    if not isinstance(like, Mapping):
+        raise ArrayError(f"expected a dict of arrays by name, got {type(like).__name__}")
+    return {name: _tensor(name, one) for name, one in like.items()}
+
+
+def _tensor(name: Any, one: Any) -> Tensor:
+    if not isinstance(name, str):
+        raise ArrayError(f"the key {name!r} is a {type(name).__name__}: gradients are told apart by strings")
+    try:
+        dtype = arrays.parse_dtype(getattr(one, "dtype", None))
+        check_reduction("mean", dtype)
+        return Tensor(name, dtype, tuple(int(length) for length in one.shape))
+    except (ArrayError, UnsupportedOp) as error:
+        error.args = (f"{name!r}: {error.message}", *error.args[1:])
+        raise
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ArrayError(f"{name!r}: {type(one).__name__} has no shape and dtype: {error}") from error
+
+
+def fitting(tensors: Mapping[str, Tensor], gradients: Mapping[str, Any]) -> dict[str, Array]:
+    """The gradients that are there (not None), as arrays of the right shapes; an error names the first that is not."""
+    given = {}
+    for name, gradient in gradients.items():
+        if name not in tensors:
+            raise ConfigError(f"there is no gradient {name!r}")
+        if gradient is None:
+            continue
+        array = np.asarray(gradient) if isinstance(gradient, np.generic) else arrays.as_array(gradient)
+        if array.shape != tensors[name].shape or not _casts(array.dtype, tensors[name].dtype.storage):
+            raise ArrayError(f"the gradient {name!r} is {arrays.describe(array)}, not {tensors[name]}")
+        given[name] = array
+    return given
+
+
+def _casts(given: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
+    return given == wanted or np.can_cast(given, wanted, "same_kind")
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Some tensors in one flat array; `missing` are those whose gradient is not complete yet."""
+
+    index: int
+    dtype: DType
+    tensors: tuple[Tensor, ...]
+    flat: Array
+    views: dict[str, Array]
+    missing: set[str] = field(default_factory=set)
+
+
+def parts(order: Iterable[Tensor], bucket_bytes: int, first_bucket_bytes: int) -> list[list[Tensor]]:
+    """Tensors that share a bucket, in the order in which buckets are full; a bucket is of one dtype.
+
+    The first is small, so that something is on its way early. One that is larger than a bucket has one for itself.
+    """
+    filling: dict[DType, list[Tensor]] = {}
+    full: list[list[Tensor]] = []
+    for tensor in order:
+        limit = bucket_bytes if full else first_bucket_bytes
+        mine = filling.setdefault(tensor.dtype, [])
+        if mine and _nbytes(mine) + _nbytes([tensor]) > limit:
+            full.append(filling[tensor.dtype])
+            mine = filling[tensor.dtype] = []
+        mine.append(tensor)
+    place = {tensor.name: at for at, tensor in enumerate(order)}
+    rest = sorted(filling.values(), key=lambda part: place[part[-1].name])
+    return sorted([*full, *rest], key=lambda part: place[part[-1].name])
+
+
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    return sum(_room(tensor) * tensor.dtype.itemsize for tensor in tensors)
+
+
+def _room(tensor: Tensor) -> int:
+    """Elements up to the next tensor."""
+    line = ALIGNMENT // tensor.dtype.itemsize
+    return -(-tensor.count // line) * line
+
+
+def make(group: Group, order: Sequence[Tensor], bucket_bytes: int, first_bucket_bytes: int) -> list[Bucket]:
+    """The buckets for these tensors, in the group's memory, filled with zeros."""
+    return [_bucket(group, index, part) for index, part in enumerate(parts(order, bucket_bytes, first_bucket_bytes))]
+
+
+def _bucket(group: Group, index: int, part: Sequence[Tensor]) -> Bucket:
+    dtype = part[0].dtype
+    flat = _zeros(group, sum(map(_room, part)), dtype)
+    views, at = {}, 0
+    for tensor in part:
+        views[tensor.name] = flat[at : at + tensor.count].reshape(tensor.shape)
+        at += _room(tensor)
+    return Bucket(index, dtype, tuple(part), flat, views)
+
+
+def _zeros(group: Group, count: int, dtype: DType) -> Array:
+    """Zeros in the group's memory, which is fresh and so takes no room before it is written."""
+    flat = group.empty(count, dtype.storage)
+    shared = group._generation.shared
+    is_shared = shared is not None and shared.own.offset_of(flat.ctypes.data, flat.nbytes) is not None
+    return flat if is_shared else np.zeros(count, dtype.storage)
+
+
+def check_bytes(name: str, nbytes: Any) -> int:
+    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
+        raise ConfigError(f"{name} is {nbytes!r}: a bucket has a whole number of bytes, at least 1")
+    return nbytes
