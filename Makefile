@@ -20,7 +20,7 @@ demo: $(VENV)/.installed ## four processes train one model in step; one is kille
 	@$(BIN)/gradwire run -n $(RANKS) --min 1 --restarts 1 examples/digits.py --lose 1
 
 test: lint ## ruff, mypy, all tests but the slow ones, examples in docstrings
-	$(RUN) pytest -m "not slow and not soak" $(ARGS)
+	$(RUN) pytest -n 2 --dist loadfile -m "not slow and not soak" $(ARGS)
 
 lint: $(VENV)/.installed-test ## ruff and mypy only
 	$(RUN) ruff check .

@@ -207,8 +207,8 @@ def test_a_flood_that_nobody_receives_is_bounded_and_loses_nothing(
     assert time.monotonic() - began < 5, "reading goes on as soon as there is room again"
 
 
-def test_a_hundred_thousand_messages_in_order(pair: list[gw.Group]) -> None:
-    count = 100_000 if pair[0].capabilities.transport == "tcp" else 20_000
+@pytest.mark.parametrize("count", [20_000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_very_many_messages_in_order(pair: list[gw.Group], count: int) -> None:
 
     def play(group: gw.Group) -> bool:
         x = np.zeros(1, np.int64)

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 import gradwire as gw
 from gradwire.bench import rivals
 from gradwire.bench.cases import COLLECTIVES
+from gradwire.cli import main
 from launch.jobs import LONG
 
 QUICK = ("--blocks", "2", "--iterations", "2")
@@ -84,14 +86,14 @@ def test_the_table_is_that_of_nccl_tests(tmp_path: Path) -> None:
         (["--against", "nccl"], "'nccl' is not one of gloo, openmpi"),
         (["--install", "openmpi-tcp"], "'openmpi-tcp' is not one of gloo, impi, mpich, openmpi"),
         (["--against", "mpich"], "MPICH is not installed: gradwire bench --install mpich"),
-        (["--sizes", "8", *QUICK, "--json", "/dev/null/file"], "cannot write /dev/null/file"),
+        (["--sizes", "8", "--json", "/dev/null/file"], "cannot write /dev/null/file"),
     ],
 )
 def test_what_cannot_be_is_said(arguments: list[str], said: str, tmp_path: Path) -> None:
-    done = bench(*arguments, XDG_CACHE_HOME=str(tmp_path))
-    assert done.returncode in (1, 2)
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
+    done = CliRunner(env={"XDG_CACHE_HOME": str(tmp_path)}).invoke(main, ["bench", *arguments])
+    assert done.exit_code in (1, 2)
+    assert isinstance(done.exception, SystemExit), done.exception
+    assert said in done.output
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

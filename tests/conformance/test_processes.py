@@ -68,7 +68,9 @@ def program(size: int, hosts: str) -> dict[str, Any]:
         return found
 
 
-@pytest.mark.parametrize("size", [2, 3, 5, 8])
+@pytest.mark.parametrize(
+    "size", [2, 3, pytest.param(5, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+)
 def test_everything(size: int) -> None:
     found = gw.launch(program, size, (size, HOSTS[size]))
     topology = Topology.of(list(HOSTS[size]))

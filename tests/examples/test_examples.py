@@ -50,7 +50,7 @@ def test_hello() -> None:
     assert "[3] subgroup [1, 3]: I am 1 of 2, the sum is 4\n" in outcome.stdout
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_digits_are_learned_alike_by_any_number_of_ranks(ranks: int) -> None:
     outcome = run(ranks, "digits.py", "--epochs", "2", "--target", "0.8")
     assert outcome.returncode == 0, said(outcome)

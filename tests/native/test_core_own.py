@@ -15,6 +15,7 @@ from gradwire import core
 SCRIPT = Path(__file__).parents[2] / "native" / "tests" / "run.sh"
 
 
+@pytest.mark.slow
 def test_core_by_itself() -> None:
     if not core.available() or not SCRIPT.exists():
         pytest.skip("there is no core to test, or no source tree")
