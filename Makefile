@@ -41,7 +41,7 @@ verify: test $(VENV)/.installed-verify ## test, then the slow tests, some fuzzin
 
 soak: $(VENV)/.installed-verify sanitize ## the core's own tests with sanitizers, fuzzing, then the stress tests again and again for MINUTES
 	PYTHONPATH=tests $(RUN) fuzz.atheris --seconds 60
-	@set -e; export HYPOTHESIS_PROFILE=soak; \
+	@set -e; export HYPOTHESIS_PROFILE=soak SOAK_SECONDS=600; \
 	end=$$(( $$(date +%s) + $(MINUTES) * 60 )); round=0; \
 	while [ $$(date +%s) -lt $$end ]; do \
 	    round=$$((round + 1)); echo "soak: round $$round"; \

@@ -17,7 +17,7 @@ import pytest
 
 import soak_trainer as trainer
 
-SECONDS = float(os.environ.get("GRADWIRE_SOAK_SECONDS", "60"))
+SECONDS = float(os.environ.get("SOAK_SECONDS", "60"))
 PERIOD = 10.0  # of five faults, one every two seconds; leaves are ours, the others chaos's
 CHAOS = (
     "kill random @3s every 10s; freeze random @5s every 10s for 1500ms; join @7s every 10s; "
