@@ -1,0 +1,293 @@
+"""Compressions: the same bits on all ranks, few bytes, nothing lost for good, nothing hidden."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import gradwire as gw
+from conformance.crews import TRANSPORTS, Crew, crew_of
+from gradwire.arrays import Array
+from gradwire.training.compression import BF16, F16, Compression, Int8, TopK, compression
+from gradwire.training.compression.topk import SAMPLE, largest
+
+MAKERS: dict[str, Callable[..., Compression]] = {
+    "f16": F16,
+    "bf16": BF16,
+    "int8": Int8,
+    "int8 by 7": lambda **settings: Int8(7, **settings),
+    "topk": lambda **settings: TopK(0.1, **settings),
+}
+# Of the largest magnitude in a bucket: what one exchange may be off by (two roundings), except for top-k.
+PRECISION = {"f16": 2e-3, "bf16": 1.6e-2, "int8": 1.6e-2, "int8 by 7": 1.6e-2}
+
+
+@pytest.fixture(scope="module", name="crew", params=[2, 3])
+def crew_fixture(request: pytest.FixtureRequest) -> Iterator[Crew]:
+    with crew_of("local", gw.Topology.single(request.param)) as crew:
+        yield crew
+
+
+def values(rank: int, count: int, dtype: Any, step: int = 0) -> Array:
+    return np.random.default_rng([rank, count, step]).normal(size=count).astype(dtype)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("count", [1, 5, 1000, 70_001])
+def test_the_same_bits_on_all_ranks(crew: Crew, name: str, dtype: Any, count: int) -> None:
+    def reduce(group: gw.Group) -> list[bytes]:
+        one, bucket, seen = MAKERS[name](), np.empty(count, dtype), []
+        for step in range(3):
+            bucket[:] = values(group.rank, count, dtype, step)
+            one.exchange(group, bucket, 1 / group.size)
+            seen.append(bucket.tobytes())
+        return seen
+
+    first, *others = crew.run(reduce)
+    assert all(other == first for other in others)
+
+
+@pytest.mark.parametrize("name", PRECISION)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_close_to_the_weighted_sum(crew: Crew, name: str, dtype: Any) -> None:
+    count = 40_000
+
+    def reduce(group: gw.Group) -> Array:
+        bucket: Array = MAKERS[name]().exchange(group, values(group.rank, count, dtype), 0.5 + group.rank)
+        return bucket
+
+    exact = sum((0.5 + rank) * values(rank, count, dtype).astype(np.float64) for rank in range(crew.size))
+    for got in crew.run(reduce):
+        assert np.abs(got - exact).max() < PRECISION[name] * np.abs(exact).max()
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_what_is_not_sent_now_is_sent_later(crew: Crew, name: str, dtype: Any) -> None:
+    """The sum over many steps is as exact as one step: errors do not add up. Without feedback they do."""
+    count, steps = 3000, 60
+
+    def add_up(group: gw.Group, feedback: bool) -> Array:
+        one, total, bucket = MAKERS[name](feedback=feedback), np.zeros(count), np.empty(count, dtype)
+        for _ in range(steps):
+            bucket[:] = values(group.rank, count, dtype)  # always the same, so that roundings are always the same
+            total += one.exchange(group, bucket)
+        return total
+
+    exact = steps * sum(values(rank, count, np.float64) for rank in range(crew.size))
+    error = {
+        feedback: np.abs(crew.run(lambda group, feedback=feedback: add_up(group, feedback))[0] - exact).mean()
+        for feedback in (True, False)
+    }
+    assert error[True] < error[False] / 5
+
+
+def test_small_values_are_late_and_not_lost() -> None:
+    """Below what the type or the block can say: only what is kept lets them through."""
+    with crew_of("local", gw.Topology.single(2)) as crew:
+
+        def add_up(group: gw.Group, one: Compression) -> float:
+            bucket, total = np.empty(4, np.float32), 0.0
+            for _ in range(300):
+                bucket[:] = [100, 0.01, 1e-9, 0]
+                total += float(one.exchange(group, bucket)[1])
+            return total
+
+        for kind in (lambda feedback: Int8(feedback=feedback), lambda feedback: TopK(0.25, feedback=feedback)):
+            with_it, _ = crew.run(lambda group, kind=kind: add_up(group, kind(True)))
+            without, _ = crew.run(lambda group, kind=kind: add_up(group, kind(False)))
+            assert without == 0
+            assert with_it == pytest.approx(300 * 2 * 0.01, abs=2.1)  # up to one step of each rank's, and of the sum's
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_what_is_not_finite_is_seen_by_all_and_not_kept(crew: Crew, name: str, bad: float, dtype: Any) -> None:
+    def reduce(group: gw.Group) -> tuple[Array, Array]:
+        one, bucket = MAKERS[name](), values(group.rank, 5000, dtype)
+        if group.rank == 1:
+            bucket[1234] = bad
+        spoiled = one.exchange(group, bucket).copy()
+        bucket[:] = values(group.rank, 5000, dtype)
+        return spoiled, one.exchange(group, bucket).copy()
+
+    for spoiled, clean in crew.run(reduce):
+        assert not np.isfinite(spoiled[1234])
+        assert np.isfinite(spoiled[:1000]).all()  # of other blocks
+        assert np.isfinite(clean).all()
+
+
+@pytest.mark.parametrize(("name", "huge"), [("f16", 1e5), ("bf16", 3.4e38), ("int8", 3.4e38), ("f16", 1e300), ("int8", 1e300)])
+def test_what_is_too_large_stays_finite(name: str, huge: float) -> None:
+    dtype = np.float32 if huge < 1e39 else np.float64
+    with crew_of("local", gw.Topology.single(2)) as crew:
+
+        def reduce(group: gw.Group) -> Array:
+            bucket = np.array([huge if group.rank else 0, 1], dtype)
+            got: Array = MAKERS[name]().exchange(group, bucket, 0.5)
+            return got
+
+        for got in crew.run(reduce):
+            assert np.isfinite(got).all()
+            assert 0 < got[0] <= huge
+
+
+def test_blocks_of_almost_nothing() -> None:
+    tiny = np.float32(1e-42)
+    with crew_of("local", gw.Topology.single(2)) as crew:
+        for got in crew.run(lambda group: Int8(2).exchange(group, np.array([tiny, -tiny, 0, 0, 1, -1], np.float32))):
+            assert got.tolist() == [0, 0, 0, 0, 2, -2]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("maker", "times"), [(F16, 2.0), (BF16, 2.0), (Int8, 256 * 4 / 260), (lambda: TopK(0.01), 50.0)]
+)
+def test_bytes_on_the_wire(transport: str, maker: Callable[[], Compression], times: float) -> None:
+    """So many times fewer than an all-reduce in float32, by the transport's own count."""
+    count = 400_000
+
+    def measure(group: gw.Group) -> float:
+        bucket = np.ones(count, np.float32)
+        before = group.bytes_sent
+        group.all_reduce(bucket, algorithm="direct")
+        plain = group.bytes_sent - before
+        maker().exchange(group, bucket)
+        return plain / (group.bytes_sent - before - plain)
+
+    with crew_of(transport, gw.Topology.single(2)) as crew:
+        for found in crew.run(measure):
+            assert found == pytest.approx(times, rel=0.01)
+
+
+def test_bytes_are_counted_alike_whoever_sends_them() -> None:
+    def measure(group: gw.Group) -> int:
+        for registered in (False, True):
+            bucket = group.empty(100_000) if registered else np.empty(100_000, np.float32)
+            bucket.fill(1)
+            group.all_reduce(bucket, algorithm="direct")
+        group.all_gather(np.ones(10_000))
+        group.barrier()
+        return group.bytes_sent
+
+    counted = {}
+    for transport, make in TRANSPORTS.items():
+        with crew_of(transport, gw.Topology.single(2)) as crew:
+            counted[transport] = crew.run(measure)
+    least = 2 * 400_000 + 80_000
+    for transport, (one, two) in counted.items():
+        assert abs(one - two) < 100, transport
+        assert least <= one < least * 1.01, transport
+
+
+def test_on_a_stream_and_beside_other_calls() -> None:
+    def work(group: gw.Group) -> list[Any]:
+        stream, one = group.stream(), Int8()
+        buckets = [np.full(100, i + 1, np.float32) for i in range(5)]
+        works = [one.exchange(stream, bucket, lambda: 0.5) for bucket in buckets]
+        total = group.all_reduce(1)
+        return [total, *(float(work.wait()[7]) for work in works)]
+
+    with crew_of("local", gw.Topology.single(2)) as crew:
+        assert crew.run(work) == [[2, 1, 2, 3, 4, 5]] * 2
+
+
+def test_strided_buckets() -> None:
+    def reduce(group: gw.Group) -> list[float]:
+        wide = np.zeros((4, 2), np.float32)
+        wide[:, 0] = 1
+        F16().exchange(group, wide[:, 0])
+        return wide.reshape(-1).tolist()
+
+    with crew_of("local", gw.Topology.single(2)) as crew:
+        assert crew.run(reduce) == [[2, 0, 2, 0, 2, 0, 2, 0]] * 2
+
+
+def test_residuals_are_of_one_bucket_and_can_be_forgotten() -> None:
+    def look(group: gw.Group) -> list[bool]:
+        one, bucket, other = TopK(0.5), np.array([3.0, 1.0]), np.array([3.0, 1.0])
+        one.exchange(group, bucket)
+        one.exchange(group, other)
+        kept = [one.residual(bucket), one.residual(other)]
+        assert all(residual is not None and residual.tolist() == [0, 1] for residual in kept)
+        assert one.fresh().residual(bucket) is None
+        one.reset()
+        return [one.residual(bucket) is None]
+
+    with crew_of("local", gw.Topology.single(2)) as crew:
+        assert crew.run(look) == [[True]] * 2
+
+
+def test_ranks_that_compress_differently_are_told() -> None:
+    groups = gw.local_group(2)
+    try:
+        for kinds in ((Int8(64), Int8(32)),):
+            works = [kind.exchange(group.stream(), np.ones(256)) for kind, group in zip(kinds, groups, strict=True)]
+            for work in works:
+                with pytest.raises(gw.CollectiveMismatch, match="int8 by 64"):
+                    work.wait(30)
+    finally:
+        for group in groups:
+            group.close()
+
+
+def test_by_name_or_by_example() -> None:
+    assert compression(None) is None
+    for name in ("f16", "bf16", "int8", "topk"):
+        one = compression(name)
+        assert one is not None
+        assert one.name == name
+        assert one.feedback
+    example = TopK(0.25, feedback=False)
+    copied = compression(example)
+    assert isinstance(copied, TopK)
+    assert (copied.ratio, copied.feedback, copied is example) == (0.25, False, False)
+    with pytest.raises(gw.ConfigError, match="'f16', 'bf16', 'int8', 'topk'"):
+        compression("zip")
+
+
+@pytest.mark.parametrize("ratio", [0, -1, 1.5, "much", True, float("nan")])
+def test_ratios_that_cannot_be(ratio: Any) -> None:
+    with pytest.raises(gw.ConfigError, match="above 0"):
+        TopK(ratio)
+
+
+@pytest.mark.parametrize("block", [0, -1, 2.5, 1 << 21])
+def test_blocks_that_cannot_be(block: Any) -> None:
+    with pytest.raises(gw.ConfigError, match="whole number"):
+        Int8(block)
+
+
+def test_only_floats_are_compressed() -> None:
+    with gw.init() as group, pytest.raises(gw.ArrayError, match="int32"):
+        F16().exchange(group, np.ones(3, np.int32))
+
+
+@pytest.mark.parametrize("kind", ["normal", "sparse", "equal", "periodic", "nan"])
+@pytest.mark.parametrize("count", [100, 8 * SAMPLE + 11])
+def test_the_largest_are_exactly_these(kind: str, count: int) -> None:
+    random = np.random.default_rng(5)
+    x = np.abs(random.normal(size=count)).astype(np.float32)
+    if kind == "sparse":
+        x[random.random(count) < 0.99] = 0
+    if kind == "equal":
+        x[:] = 1
+    if kind == "periodic":
+        x[::8] = 0  # just what a sample sees
+    if kind == "nan":
+        x[count // 2] = np.nan
+    for number in {1, count // 100, count // 2, count}:
+        found = largest(x, number)
+        assert len(set(found.tolist())) == number
+        assert (np.diff(found) > 0).all()
+        least, rest = x[found], np.delete(x, found)
+        if kind == "nan":
+            assert count // 2 in found
+            least = least[~np.isnan(least)]
+        assert not rest.size or not least.size or rest.max() <= least.min()
