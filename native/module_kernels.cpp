@@ -1,4 +1,4 @@
-// gradwire._native.kernels: the kernels on their own, for tests and measurements. All arrays are contiguous buffers.
+// gradwire._native.kernels: the kernels on their own, for tests, and for what Python converts. All arrays are contiguous buffers.
 
 #include "module_kernels.hpp"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradwire as gw
@@ -70,6 +70,7 @@ def test_as_if_every_rank_had_the_whole_state(transport: str, size: int, monkeyp
     assert sorted(name for _, share in results for name in share) == sorted(SHAPES)
 
 
+@settings(max_examples=50)
 @given(st.dictionaries(st.text(max_size=5), st.integers(0, 1000), max_size=20), st.integers(1, 9))
 def test_shares_are_about_even_and_follow_from_sizes_alone(sizes: dict[str, int], ranks: int) -> None:
     owners = assign(sizes, ranks)
@@ -85,7 +86,7 @@ def test_strided_weights_and_fewer_tensors_than_ranks() -> None:
         wide = np.ones((3, 2))
         weights = {"w": wide[:, 0]}
         train(ShardedOptimizer(group, weights, Adam), weights, 1)
-        return wide[:, 1].tolist() + wide[:, 0].tolist()
+        return [*wide[:, 1].tolist(), *wide[:, 0].tolist()]
 
     with crew_of("local", gw.Topology.single(3)) as crew:
         results = crew.run(run)
@@ -124,7 +125,7 @@ def test_a_step_after_the_end_says_what_is_gone() -> None:
 
 def test_what_cannot_be() -> None:
     with gw.init() as group:
-        with pytest.raises(gw.ArrayError, match="'w'.*in place"):
+        with pytest.raises(gw.ArrayError, match=r"'w'.*in place"):
             ShardedOptimizer(group, {"w": np.broadcast_to(1.0, 3)}, Adam)
         with pytest.raises(gw.ConfigError, match="'v'"):
             ShardedOptimizer(group, {"w": np.ones(2)}, Adam).step({"v": np.ones(2)})

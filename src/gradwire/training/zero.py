@@ -46,9 +46,9 @@ def assign(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
 class ShardedOptimizer(Generic[O]):
     """An optimizer whose state is spread over the ranks, tensor by tensor: each keeps about 1/n of it.
 
-    `make` gets this rank's share of the weights and returns what updates it: an object with `step(gradients)`. All ranks
-    hold all weights, begin with the same ones, and call `step` with the same (reduced) gradients. A tensor is not cut,
-    so the largest one sets how even the shares can be. What a rank keeps is lost with it: `gw.elastic` refuses it.
+    `make` gets this rank's share of the weights and returns what updates it: an object with `step(gradients)`. All
+    ranks hold all weights, begin with the same ones, and call `step` with the same (reduced) gradients. A tensor is not
+    cut, so the largest one sets how even the shares can be. What a rank keeps is lost with it: `gw.elastic` refuses it.
 
     >>> import gradwire as gw, numpy as np
     >>> class Momentum:
@@ -87,7 +87,7 @@ class ShardedOptimizer(Generic[O]):
     def step(self, gradients: Mapping[str, Any]) -> None:
         """Update this rank's share, and get the other new weights from those who keep them; all ranks call it.
 
-        `gradients` are those of all ranks together, as `GradientSync` leaves them. Tensors without one stay as they are.
+        `gradients` are those of all ranks together, as `GradientSync` leaves them. Tensors without one stay.
 
         >>> import gradwire as gw, numpy as np
         >>> weights = {"w": np.ones(2)}
@@ -120,8 +120,8 @@ class ShardedOptimizer(Generic[O]):
         """
         raise ConfigError(
             f"the state of this optimizer is spread over {self.group.size} ranks, and each part is kept by one alone: "
-            "if that rank is lost, nobody has it. An elastic run needs an optimizer whose whole state is on every rank; "
-            "for checkpoints, let each rank store its own `.optimizer`"
+            "if that rank is lost, nobody has it. An elastic run needs an optimizer whose whole state is on every "
+            "rank; for checkpoints, let each rank store its own `.optimizer`"
         )
 
     def load_state_dict(self, state: Any) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradwire import arrays
+from gradwire import arrays, core
 from gradwire.arrays import Array
 from gradwire.errors import ArrayError, ConfigError
 from gradwire.executors import numerics
@@ -34,8 +35,8 @@ class Task(NamedTuple):
 class Compression:
     """A way to sum a bucket over all ranks with fewer bytes; the result is the same bits on every rank.
 
-    Every rank decodes the same bytes in the same order. What a rank could not send of its own values it keeps, bucket by
-    bucket, and adds to the next ones (error feedback): so nothing is lost, only late. `feedback=False` does without.
+    Every rank decodes the same bytes in the same order. What a rank could not send of its own values it keeps, bucket
+    by bucket, and adds to the next ones (error feedback): so nothing is lost, only late. `feedback=False` does without.
     Values that are not finite come out as such, and are not kept. One object serves one group at a time.
 
     >>> import gradwire as gw, numpy as np
@@ -106,7 +107,7 @@ class Compression:
         def body(exchange: Exchange) -> Any:
             factor = float(scale() if callable(scale) else scale)
             flat = target.load()
-            with numerics.quiet():
+            with numerics.quiet(), _honest_floats():
                 if exchange.size == 1:
                     np.multiply(flat, flat.dtype.type(factor), out=flat)
                 elif flat.size:
@@ -139,6 +140,21 @@ class Compression:
         if array is None or array.size != count:
             array = task.kept[name] = np.zeros(count, task.work)
         return array
+
+
+@contextlib.contextmanager
+def _honest_floats() -> Iterator[None]:
+    """Denormals are honoured, whatever a library has told this thread: else ranks could decode the same differently."""
+    if not core.available():
+        yield
+        return
+    kernels = core.native.kernels
+    found = kernels.float_state()
+    kernels.set_float_state(found & ~(kernels.FLUSHES | kernels.UPWARDS))
+    try:
+        yield
+    finally:
+        kernels.set_float_state(found)
 
 
 def _work_type(dtype: arrays.DType) -> np.dtype[Any]:

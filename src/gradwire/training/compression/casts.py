@@ -7,6 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from gradwire import arrays, core
 from gradwire.arrays import Array
 from gradwire.training.compression.rounding import Rounding
 
@@ -22,8 +23,8 @@ class _Cast(Rounding):
 
     def _encode(self, x: Array, wire: Array, spare: Array) -> None:
         halves = wire.view(self.half)
-        np.copyto(halves, x, casting="unsafe")
-        np.copyto(spare, halves)
+        self._narrow(wire, x)
+        self._decode(wire, spare)
         if np.isfinite(spare).all():
             np.subtract(x, spare, out=x)
             return
@@ -34,8 +35,21 @@ class _Cast(Rounding):
         np.subtract(x, spare, out=x)
         x[~np.isfinite(x)] = 0
 
+    # The core's kernels convert many times faster than NumPy, to the same bits.
+
+    def _narrow(self, wire: Array, x: Array) -> None:
+        if core.available() and x.dtype == np.float32:
+            kernels = core.native.kernels
+            kernels.finish(kernels.builds()[-1], arrays.parse_dtype(self.half).code, 0, wire, x, 0)
+        else:
+            np.copyto(wire.view(self.half), x, casting="unsafe")
+
     def _decode(self, wire: Array, out: Array) -> None:
-        np.copyto(out, wire.view(self.half))
+        if core.available() and out.dtype == np.float32:
+            kernels = core.native.kernels
+            kernels.fold(kernels.builds()[-1], arrays.parse_dtype(self.half).code, 0, out, [(wire, False)])
+        else:
+            np.copyto(out, wire.view(self.half))
 
 
 class F16(_Cast):
@@ -66,4 +80,4 @@ class BF16(_Cast):
 
     name = "bf16"
     half = np.dtype(ml_dtypes.bfloat16)
-    largest = float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)
+    largest = (2 - 2**-7) * 2.0**127

@@ -36,7 +36,7 @@ class Part(NamedTuple):
     """What one rank folds: elements from `first` on, and their bytes in the encoded bucket."""
 
     first: int
-    count: int
+    size: int
     begin: int
     nbytes: int
     chunks: tuple[Chunk, ...]
@@ -106,7 +106,7 @@ class Rounding(Compression):
                 self._encode(x, wire[part.begin + begin : part.begin + end], other)
 
     def _fold(self, task: Task, exchange: Exchange, mine: Part, received: Array, sums: Array) -> None:
-        kept = self._remembered(task, "owed", mine.count)
+        kept = self._remembered(task, "owed", mine.size)
         spare = self._room("spare", CHUNK + self.grain, task.work)
         for first, last, begin, end in mine.chunks:
             x, other = kept[first - mine.first : last - mine.first], spare[: last - first]

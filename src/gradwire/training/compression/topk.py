@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +12,6 @@ from gradwire.operations import Exchange, Shape
 from gradwire.training.compression.base import BYTE, Compression, Task, check_ratio
 
 SAMPLE = 1 << 15  # elements by which the smallest magnitude to look at is guessed
-_NUMBER = np.dtype(np.uint32)
 
 
 class TopK(Compression):
@@ -47,17 +47,18 @@ class TopK(Compression):
     def _reduce(self, exchange: Exchange, task: Task) -> None:
         flat, work = task.flat, task.work
         number = min(flat.size, math.ceil(self.ratio * flat.size))
-        nbytes = number * (work.itemsize + _NUMBER.itemsize)
+        place = np.dtype(np.uint32 if flat.size <= 1 << 32 else np.uint64)
+        nbytes = number * (work.itemsize + place.itemsize)
         wire = self._room("wire", nbytes, np.uint8)
         received = self._room("received", exchange.size * nbytes, np.uint8)
 
-        self._choose(task, *_split(wire, number, work))
+        self._choose(task, *_split(wire, number, work, place))
         exchange(Shape("all_gather", BYTE, (nbytes,) * exchange.size, call=task.call), wire, received)
 
         total = flat if flat.dtype == work else self._room("total", flat.size, work)
         total.fill(0)
         for source, told in enumerate(received.reshape(exchange.size, nbytes)):
-            values, places = _split(told, number, work)
+            values, places = _split(told, number, work, place)
             if int(places.max()) >= flat.size:
                 raise exchange.disagree(f"rank {source} sends element {int(places.max())} of {flat.size}")
             total[places] += values
@@ -72,17 +73,17 @@ class TopK(Compression):
         np.add(kept, magnitudes, out=kept)
         np.abs(kept, out=magnitudes)
         chosen = largest(magnitudes, values.size)
-        np.copyto(places, chosen, casting="same_kind")
+        np.copyto(places, chosen, casting="unsafe")  # they fit
         np.copyto(values, kept[chosen])
         kept[chosen] = 0
         if not np.isfinite(values).all():  # they come first; what is left of them is not to be kept
             kept[~np.isfinite(kept)] = 0
 
 
-def _split(wire: Array, number: int, work: np.dtype[np.generic]) -> tuple[Array, Array]:
+def _split(wire: Array, number: int, work: np.dtype[Any], place: np.dtype[Any]) -> tuple[Array, Array]:
     """The values and the places in some bytes."""
     middle = number * work.itemsize
-    return wire[:middle].view(work), wire[middle:].view(_NUMBER)
+    return wire[:middle].view(work), wire[middle:].view(place)
 
 
 def largest(magnitudes: Array, number: int) -> Array:

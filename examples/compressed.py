@@ -1,14 +1,14 @@
 """One network trained again and again, each time with gradients in fewer bytes.
 
-    gradwire run -n 2 examples/compression.py
-    gradwire run -n 4 examples/compression.py --epochs 40
+    gradwire run -n 2 examples/compressed.py
+    gradwire run -n 4 examples/compressed.py --epochs 40
 
-The data and the network are those of digits.py. For each compression it shows how many bytes a rank sends in a step, by
-the transport's own count, and how many digits the network then reads. All of them keep what they did not send and send it
-later (error feedback); the last line shows top-k without that.
+The data and the network are those of digits.py. For each compression it shows how many bytes a rank sends in a step,
+by the transport's own count, and how many digits the network then reads. All of them keep what they did not send and
+send it later (error feedback); the last line shows top-k without that.
 
-The exit code is 0 only if all ranks end with the same bits every time, if each compression with feedback comes within one
-point of the accuracy that the whole gradients reach, and if top-k without it does worse.
+The exit code is 0 only if all ranks end with the same bits every time, if each compression with feedback comes within
+one point of the accuracy that the whole gradients reach, and if top-k without it does worse.
 """
 
 from __future__ import annotations
