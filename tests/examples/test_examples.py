@@ -81,3 +81,11 @@ def test_an_accuracy_that_is_not_reached_fails_the_run() -> None:
     outcome = run(2, "digits.py", "--epochs", "1", "--target", "1")
     assert outcome.returncode == 1, said(outcome)
     assert re.search(r"^\[0\] ✗ FAILED: .* of 360 test images right \(wanted: 100%\)$", outcome.stdout, re.MULTILINE)
+
+
+def test_gradients_in_fewer_bytes() -> None:
+    outcome = run(2, "compressed.py")
+    assert outcome.returncode == 0, said(outcome)
+    fewer = [float(times) for times in re.findall(r" bytes +([\d.]+)x", outcome.stdout)]
+    assert fewer == sorted(fewer), said(outcome)
+    assert len(fewer) == 6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import gradwire as gw
 from conformance.crews import TRANSPORTS, Crew, crew_of
 from gradwire.arrays import Array
-from gradwire.training.compression import BF16, F16, Compression, Int8, TopK, compression
+from gradwire.training.compression import BF16, F16, Compression, Int8, TopK, compression_for
 from gradwire.training.compression.topk import SAMPLE, largest
 
 MAKERS: dict[str, Callable[..., Compression]] = {
@@ -170,24 +171,46 @@ def test_bytes_on_the_wire(transport: str, maker: Callable[[], Compression], tim
             assert found == pytest.approx(times, rel=0.01)
 
 
-def test_bytes_are_counted_alike_whoever_sends_them() -> None:
+@pytest.mark.parametrize("hosts", [("a", "a"), ("a", "a", "b", "b")], ids=len)
+def test_bytes_are_counted_alike_whoever_sends_them(hosts: tuple[str, ...]) -> None:
+    size = len(hosts)
+
     def measure(group: gw.Group) -> int:
-        for registered in (False, True):
-            bucket = group.empty(100_000) if registered else np.empty(100_000, np.float32)
-            bucket.fill(1)
-            group.all_reduce(bucket, algorithm="direct")
-        group.all_gather(np.ones(10_000))
+        for count in (1000, 100_000):
+            for registered in (False, True):
+                bucket = group.empty(count) if registered else np.empty(count, np.float32)
+                bucket.fill(1)
+                group.all_reduce(bucket, algorithm="halving")
+        group.all_gather(np.ones(10_000), algorithm="ring")
         group.barrier()
         return group.bytes_sent
 
-    counted = {}
+    share = (size - 1) / size
+    least = int(2 * share * 2 * 404_000 + (size - 1) * 80_000)
     for transport in TRANSPORTS:
-        with crew_of(transport, gw.Topology.single(2)) as crew:
-            counted[transport] = crew.run(measure)
-    least = 2 * 400_000 + 80_000
-    for transport, (one, two) in counted.items():
-        assert abs(one - two) < 100, transport
-        assert least <= one < least * 1.01, transport
+        with crew_of(transport, gw.Topology.of(hosts)) as crew:
+            counted = crew.run(measure)
+        assert all(0.99 * least <= one <= 1.01 * least for one in counted), (transport, counted, least)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_bytes_of_a_call_that_ranks_share_the_work_of(transport: str) -> None:
+    """Where all arrays are registered, each rank reads only its part of the others' and writes it to them."""
+
+    def measure(group: gw.Group) -> list[int]:
+        seen = [0]
+        for count in (4, 1000, 8000):
+            bucket = group.empty(count)
+            bucket.fill(1)
+            group.all_reduce(bucket, algorithm="direct")
+            seen.append(group.bytes_sent)
+        return [later - earlier for earlier, later in itertools.pairwise(seen)]
+
+    with crew_of(transport, gw.Topology.single(3)) as crew:
+        for counted in crew.run(measure):
+            for count, nbytes in zip((4, 1000, 8000), counted, strict=True):
+                two_shots, one_shot = 2 * 4 * count * 2 // 3, 2 * 4 * count
+                assert 0.95 * two_shots - 64 <= nbytes <= one_shot + 4 * 64
 
 
 def test_on_a_stream_and_beside_other_calls() -> None:
@@ -242,18 +265,18 @@ def test_ranks_that_compress_differently_are_told() -> None:
 
 
 def test_by_name_or_by_example() -> None:
-    assert compression(None) is None
+    assert compression_for(None) is None
     for name in ("f16", "bf16", "int8", "topk"):
-        one = compression(name)
+        one = compression_for(name)
         assert one is not None
         assert one.name == name
         assert one.feedback
     example = TopK(0.25, feedback=False)
-    copied = compression(example)
+    copied = compression_for(example)
     assert isinstance(copied, TopK)
     assert (copied.ratio, copied.feedback, copied is example) == (0.25, False, False)
     with pytest.raises(gw.ConfigError, match="'f16', 'bf16', 'int8', 'topk'"):
-        compression("zip")
+        compression_for("zip")
 
 
 @pytest.mark.parametrize("ratio", [0, -1, 1.5, "much", True, float("nan")])

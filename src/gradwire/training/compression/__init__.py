@@ -17,17 +17,17 @@ from gradwire.training.compression.casts import BF16, F16
 from gradwire.training.compression.int8 import Int8
 from gradwire.training.compression.topk import TopK
 
-__all__ = ["BF16", "F16", "Compression", "Int8", "TopK", "compression"]
+__all__ = ["BF16", "F16", "Compression", "Int8", "TopK", "compression_for"]
 
 _NAMED: dict[str, type[Compression]] = {kind.name: kind for kind in (F16, BF16, Int8, TopK)}
 
 
-def compression(wanted: Any) -> Compression | None:
+def compression_for(wanted: Any) -> Compression | None:
     """The compression of this name, or one like the given one that has kept nothing yet; None stays None.
 
-    >>> compression("topk").ratio
+    >>> compression_for("topk").ratio
     0.01
-    >>> compression(Int8(block=64)).block
+    >>> compression_for(Int8(block=64)).block
     64
     """
     if wanted is None:
