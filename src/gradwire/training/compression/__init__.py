@@ -22,18 +22,16 @@ __all__ = ["BF16", "F16", "Compression", "Int8", "TopK", "compression_for"]
 _NAMED: dict[str, type[Compression]] = {kind.name: kind for kind in (F16, BF16, Int8, TopK)}
 
 
-def compression_for(wanted: Any) -> Compression | None:
-    """The compression of this name, or one like the given one that has kept nothing yet; None stays None.
+def compression_for(wanted: Any) -> Any:
+    """The compression of this name, or one like the given one that has kept nothing yet; one's own kind, and None, stay.
 
     >>> compression_for("topk").ratio
     0.01
     >>> compression_for(Int8(block=64)).block
     64
     """
-    if wanted is None:
-        return None
-    if isinstance(wanted, Compression):
-        return wanted.fresh()
+    if wanted is None or all(hasattr(wanted, method) for method in ("operation", "describe", "reset")):
+        return wanted.fresh() if isinstance(wanted, Compression) else wanted
     if isinstance(wanted, str) and wanted in _NAMED:
         return _NAMED[wanted]()
     raise ConfigError(
