@@ -280,7 +280,7 @@ class GradientSync:
     def _reduction(self, bucket: Bucket) -> Operation:
         call = f"GradientSync(bucket {bucket.index + 1} of {len(self._buckets)})"
         shape = Shape("all_reduce", bucket.dtype, bucket.flat.size, "mean", None, self._algorithm, call)
-        compressed = self._compression and self._compression.operation(bucket.flat, self._share)
+        compressed = None if self._compression is None else self._compression.operation(bucket.flat, self._share)
 
         def body(exchange: Exchange) -> None:
             self._prepare(bucket)
