@@ -260,6 +260,30 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(gradients: Any, re
         assert set(sync.sync({"b": np.zeros(7)})) == {"b"}
 
 
+def test_what_does_not_fit_on_one_rank_is_no_call_of_it(pair: list[gw.Group]) -> None:
+    def body(group: gw.Group) -> None:
+        sync = gw.GradientSync(group, LIKE)
+        if group.rank == 1:
+            with pytest.raises(gw.ArrayError, match="'b' is"):
+                sync.sync({"b": np.zeros(6)}, weight=2)
+        assert set(sync.sync({"b": np.zeros(7)}, weight=1)) == {"b"}
+
+    run_ranks(pair, body)
+
+
+def test_a_weight_that_was_told_is_not_taken_back(pair: list[gw.Group]) -> None:
+    def body(group: gw.Group) -> None:
+        sync = gw.GradientSync(group, LIKE)
+        sync.begin()
+        sync.begin()  # nobody has heard of it
+        sync.begin(weight=1)
+        with pytest.raises(gw.ConfigError, match="not finished"):
+            sync.begin(weight=2)
+        sync.finish()
+
+    run_ranks(pair, body)
+
+
 # --- weights
 
 

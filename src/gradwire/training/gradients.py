@@ -204,7 +204,7 @@ class GradientSync:
 
     def _begin(self, weight: float | None, beside: bool) -> None:
         self._follow()
-        if self._started:
+        if self.under_way:
             raise ConfigError("the last backward was begun and not finished: call finish()")
         self.agree()
         self._reset()
@@ -280,7 +280,7 @@ class GradientSync:
     def _reduction(self, bucket: Bucket) -> Operation:
         call = f"GradientSync(bucket {bucket.index + 1} of {len(self._buckets)})"
         shape = Shape("all_reduce", bucket.dtype, bucket.flat.size, "mean", None, self._algorithm, call)
-        compressed = self._compression and self._compression.operation(bucket.flat, self._share)
+        compressed = None if self._compression is None else self._compression.operation(bucket.flat, self._share)
 
         def body(exchange: Exchange) -> None:
             self._prepare(bucket)
@@ -329,8 +329,8 @@ class GradientSync:
 
         A gradient that is not given, or None, counts as zeros; one that no rank gives is not in the result.
         """
+        given = fitting(self._tensors, gradients)  # before anything is sent
         self._begin(weight, beside=False)
-        given = fitting(self._tensors, gradients)
         for name in self._order:
             if name in given:
                 self._write(name, given[name])
