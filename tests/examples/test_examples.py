@@ -83,6 +83,7 @@ def test_an_accuracy_that_is_not_reached_fails_the_run() -> None:
     assert re.search(r"^\[0\] ✗ FAILED: .* of 360 test images right \(wanted: 100%\)$", outcome.stdout, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_gradients_in_fewer_bytes() -> None:
     outcome = run(2, "compressed.py")
     assert outcome.returncode == 0, said(outcome)

@@ -72,7 +72,7 @@ def test_close_to_the_weighted_sum(crew: Crew, name: str, dtype: Any) -> None:
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_what_is_not_sent_now_is_sent_later(crew: Crew, name: str, dtype: Any) -> None:
     """The sum over many steps is as exact as one step: errors do not add up. Without feedback they do."""
-    count, steps = 3000, 60
+    count, steps = 1000, 40
 
     def add_up(group: gw.Group, feedback: bool) -> Array:
         one, total, bucket = MAKERS[name](feedback=feedback), np.zeros(count), np.empty(count, dtype)

@@ -23,7 +23,7 @@ _NAMED: dict[str, type[Compression]] = {kind.name: kind for kind in (F16, BF16, 
 
 
 def compression_for(wanted: Any) -> Any:
-    """The compression of this name, or one like the given one that has kept nothing yet; one's own kind, and None, stay.
+    """The compression of this name, or one like the given one that has kept nothing yet. None, and others' kinds, stay.
 
     >>> compression_for("topk").ratio
     0.01
