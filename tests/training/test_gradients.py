@@ -376,6 +376,37 @@ def test_all_ranks_are_told_who_has_a_nan(
     assert run_ranks(three, body) == [(text, 1, "b", "GradientSync", 1)] * 3
 
 
+@pytest.mark.parametrize("how", ["written", "added", "strided", "other dtype", "in place"])
+def test_however_it_came_there_it_is_found(pair: list[gw.Group], how: str) -> None:
+    def body(group: gw.Group) -> None:
+        sync = gw.GradientSync(group, LIKE)
+        for spoiled in (False, True):
+            gradient = np.ones((3, 4), np.float32)
+            gradient[2, 1] = np.nan if spoiled and group.rank == 1 else 1
+            sync.begin()
+            if how == "written":
+                sync.write("a", gradient)
+            elif how == "added":
+                sync.write("a", np.ones((3, 4), np.float32))
+                sync.add({"a": np.zeros((3, 4))})
+                sync.add({"a": gradient})
+            elif how == "strided":
+                sync.write("a", np.asfortranarray(gradient))
+            elif how == "other dtype":
+                sync.write("a", gradient.astype(np.float64))
+            else:
+                sync.gradients["a"][...] = gradient
+            sync.ready("a")
+            if not spoiled:
+                sync.finish()
+                assert (sync.gradients["a"] == 1).all()
+                continue
+            with pytest.raises(gw.NotFinite, match="'a' of rank 1"):
+                sync.finish()
+
+    run_ranks(pair, body)
+
+
 def test_the_check_can_be_switched_off(pair: list[gw.Group]) -> None:
     def body(group: gw.Group) -> None:
         sync = gw.GradientSync(group, LIKE, check_finite=False)
