@@ -82,7 +82,7 @@ def test_the_mean_over_ranks_in_the_same_bits_on_all(three: list[gw.Group], dtyp
 
 
 def test_dtypes_may_be_mixed(three: list[gw.Group]) -> None:
-    like = {"x": np.zeros(3), "y": np.zeros(3, np.float32), "z": np.zeros(2)}
+    like: dict[str, Array] = {"x": np.zeros(3), "y": np.zeros(3, np.float32), "z": np.zeros(2)}
     results = run_ranks(three, lambda group: copied(gw.GradientSync(group, like).sync(some(group.rank, like))))
     for name in like:
         np.testing.assert_allclose(results[2][name], np.mean([some(rank, like)[name] for rank in range(3)], axis=0))
