@@ -140,6 +140,7 @@ class GradientSync:
         self._weights: Weights | None = None
         self._not_finite: dict[str, str] = {}
         self._unchanged: set[str] = set()
+        self._finite: set[str] = set()  # found so when they were written
         for bucket in self._buckets:
             bucket.missing = set(bucket.views)
 
@@ -302,7 +303,7 @@ class GradientSync:
         """Look at a bucket before it leaves this rank."""
         if self._weights is not None and not self._weights.mine:
             bucket.flat.fill(0)
-        elif self.check_finite and not finite.all_finite(bucket.flat):
+        elif self.check_finite and not self._finite.issuperset(bucket.views) and not finite.all_finite(bucket.flat):
             spoiled = {name: view for name, view in bucket.views.items() if not finite.all_finite(view)}
             self._not_finite.update({name: finite.faults(view) for name, view in spoiled.items()})
 
@@ -354,12 +355,20 @@ class GradientSync:
             self._write(name, gradient)
             self._added.add(name)
 
-    def _write(self, name: str, gradient: Array) -> None:
+    def write(self, name: str, gradient: Array) -> None:
+        """Copy a gradient into its place, and look on the way whether it is finite: then its bucket need not be read
+        once more. What is written there later, in another way, would not be looked at."""
         place = self.gradients[name]
+        if gradient is not place and finite.copy_finite(place, gradient):
+            self._finite.add(name)
+
+    def _write(self, name: str, gradient: Array) -> None:
         if name in self._added:
+            place = self.gradients[name]
             np.add(place, gradient, out=place, casting="same_kind")
-        elif gradient is not place:
-            np.copyto(place, gradient, casting="same_kind")
+            self._finite.discard(name)
+        else:
+            self.write(name, gradient)
 
     # -- after the reduce ---------------------------------------------------------------------------------------------
 
