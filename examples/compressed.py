@@ -96,10 +96,11 @@ def main() -> int:
             fine = fine and outcome.same and as_it_should
             if group.rank == 0:
                 times = outcomes[0].bytes_per_step / outcome.bytes_per_step if outcome.bytes_per_step else 1
+                faults = [] if outcome.same else ["  ✗ other bits on some ranks"]
+                faults += [] if as_it_should else ["  ✗ not as it should be"]
                 print(
                     f"{name:<24}{outcome.bytes_per_step:>10,.0f} bytes{times:>7.1f}x{outcome.loss:>9.4f}"
-                    f"{outcome.accuracy:>8.1%}{outcome.seconds:>9.1f}{'' if outcome.same else '  ✗ other bits on some ranks'}"
-                    f"{'' if as_it_should else '  ✗ not as it should be'}",
+                    f"{outcome.accuracy:>8.1%}{outcome.seconds:>9.1f}{''.join(faults)}",
                     flush=True,
                 )
     return 0 if fine else 1

@@ -70,7 +70,7 @@ def test_as_if_every_rank_had_the_whole_state(transport: str, size: int, monkeyp
     assert sorted(name for _, share in results for name in share) == sorted(SHAPES)
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(st.dictionaries(st.text(max_size=5), st.integers(0, 1000), max_size=20), st.integers(1, 9))
 def test_shares_are_about_even_and_follow_from_sizes_alone(sizes: dict[str, int], ranks: int) -> None:
     owners = assign(sizes, ranks)
