@@ -13,7 +13,9 @@
 //               where the rank that writes a segment is the only one that reads the receiver's share of it)
 #pragma once
 
+#include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -48,6 +50,8 @@ class Engine {
     Status advance(double seconds);
     std::uint32_t culprit = 0;
     Header heard{};
+    // Bytes that went to peers so far, each peer's counted; any thread may ask.
+    std::uint64_t sent() const { return sent_.load(std::memory_order_relaxed); }
 
   private:
     struct Peer {
@@ -108,11 +112,13 @@ class Engine {
 
     std::byte* at(const Piece& piece) const { return memories_[piece.memory] + piece.offset; }
     std::uint64_t in_arena(const void* data, std::size_t nbytes) const;
+    void count(std::size_t nbytes) { sent_.store(sent() + nbytes, std::memory_order_relaxed); }  // there is one writer
     Letter letter(std::uint32_t tile, std::uint32_t round, std::size_t nbytes) const {
         return {sheet_.sequence, sheet_.fingerprint, tile, round, static_cast<std::uint32_t>(nbytes)};
     }
 
     Sheet sheet_;
+    std::atomic<std::uint64_t> sent_ = 0;
     std::vector<Peer> peers_;
     bool all_in_memory_ = false;
     std::byte* arena_ = nullptr;

@@ -33,12 +33,14 @@ bool Engine::in_one_shot(bool& progress) {
             }
             // All ranks have heard the same of all, and so choose alike.
             if (std::any_of(others_.begin(), others_.end(), [&](std::uint32_t peer) { return results_[peer] == 0; })) {
+                count(others_.size() * program_->out_bytes);
                 scratch_.resize(std::max(scratch_.size(), program_->out_bytes));
                 reduce(scratch_.data(), {0, program_->out_bytes});
                 release_all();
                 shot_ = Shot::keep;
                 return in_one_shot(progress);
             }
+            count(program_->out_bytes - share(sheet_.rank).nbytes);  // what the others read here
             reduce(memories_[OUT], share(sheet_.rank));
             release_all();
             shot_ = Shot::push;
@@ -87,12 +89,14 @@ bool Engine::tell_all() {
     }
     if (nbytes <= INLINE_BYTES) {
         for (std::uint32_t peer : others_) outbox_->post(peer, what, Place::here, 0, memories_[IN]);
+        count(others_.size() * nbytes);
         return true;
     }
     std::byte* to = outbox_->reserve(nbytes);
     if (!to) return false;
     copy_bytes(to, memories_[IN], nbytes);
     outbox_->post_reserved(others_, what);
+    count(others_.size() * nbytes);
     return true;
 }
 
@@ -136,6 +140,7 @@ bool Engine::push_share() {
         if (to) copy_bytes(to, memories_[OUT] + mine.offset, mine.nbytes);
         outbox_->post(peer, letter(0, 1, mine.nbytes), Place::there, 0);
     }
+    count(others_.size() * mine.nbytes);
     return true;
 }
 
@@ -175,6 +180,7 @@ bool Engine::post(const Outgoing& message) {
         staging = outbox_->reserve(message.nbytes);
         if (!staging) return false;
     }
+    count(targets_.size() * message.nbytes);
     auto kept = std::partition(targets_.begin(), targets_.end(), stays);
     for (auto peer = kept; peer != targets_.end(); ++peer) {
         // The receiver has told where its result goes, and Inbox::at checks that it is in its arena.

@@ -27,6 +27,7 @@ bool Engine::push_socket(Sending& sending, bool& progress) {
         ssize_t sent = ::sendmsg(peers_[sending.peer].socket, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
         if (sent < 0) return gone(errno) ? fail(Status::lost, sending.peer) : true;
         progress = progress || sent > 0;
+        count(static_cast<std::size_t>(sent));
         while (sent > 0) {
             IoPart& part = sending.parts[sending.at];
             const std::size_t taken = std::min<std::size_t>(part.nbytes, static_cast<std::size_t>(sent));

@@ -113,6 +113,7 @@ NB_MODULE(_native, module) {
         .def("advance", [](Engine& self, double seconds) { return static_cast<int>(self.advance(seconds)); },
              nb::call_guard<nb::gil_scoped_release>())
         .def_ro("culprit", &Engine::culprit)
+        .def_prop_ro("sent", &Engine::sent)
         .def_prop_ro("heard", [](const Engine& self) { return nb::bytes(&self.heard, sizeof(Header)); })
         .def_static("region_bytes", [](std::size_t size, std::size_t staging) { return lanes_bytes(size) + staging; });
     register_desk(module);

@@ -81,6 +81,7 @@ ON_GROUP = COLLECTIVES | {
     "generation",
     "topology",
     "capabilities",
+    "bytes_sent",
     "close",
     "abort",
     "recover",

@@ -104,6 +104,11 @@ class Runner:
         return self.generation.transport.encrypted and not in_memory
 
     @property
+    def bytes_sent(self) -> int:
+        """What this rank has sent in this group's collectives so far."""
+        return self._executor.sent
+
+    @property
     def shares_memory(self) -> bool:
         """Whether some of this group's messages to this rank go through memory."""
         shared = self.generation.shared

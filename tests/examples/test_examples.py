@@ -83,9 +83,19 @@ def test_an_accuracy_that_is_not_reached_fails_the_run() -> None:
     assert re.search(r"^\[0\] ✗ FAILED: .* of 360 test images right \(wanted: 100%\)$", outcome.stdout, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_digits_with_jax() -> None:
     outcome = run(2, "jax_digits.py", "--epochs", "5", "--target", "0.8")
     assert outcome.returncode == 0, said(outcome)
     ends = re.findall(r"rank (\d) of 2 ends with (\w{8}): [89]\d\.\d% of 360 test images right", outcome.stdout)
     assert sorted(rank for rank, _ in ends) == ["0", "1"], said(outcome)
     assert len({digest for _, digest in ends}) == 1
+
+
+@pytest.mark.slow
+def test_gradients_in_fewer_bytes() -> None:
+    outcome = run(2, "compressed.py")
+    assert outcome.returncode == 0, said(outcome)
+    fewer = [float(times) for times in re.findall(r" bytes +([\d.]+)x", outcome.stdout)]
+    assert fewer == sorted(fewer), said(outcome)
+    assert len(fewer) == 6

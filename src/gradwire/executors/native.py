@@ -60,6 +60,11 @@ class NativeExecutor:
         for rank, arena in arenas.items():
             self.engine.map(rank, arena.address, arena.nbytes)
 
+    @property
+    def sent(self) -> int:
+        """Bytes that went to peers so far."""
+        return self.engine.sent
+
     def close(self, idle: Callable[[], bool]) -> None:
         """Give memory back, once nothing runs here any more and all peers have read what is there for them."""
         if self._own is not None:

@@ -98,6 +98,7 @@ class PythonExecutor:
 
     def __init__(self, link: Callable[[int], Link]) -> None:
         self._link = link
+        self.sent = 0  # bytes that went to peers so far
         self._staging = memoryview(bytearray(0))
         self._scratch = _NOTHING
 
@@ -225,6 +226,7 @@ class _Run:
         except LinkClosed:
             raise self._patience.lost(link.peer) from None
         if sent:
+            self._executor.sent += sent
             sending[link] = views = after(views, sent)
             if not views:
                 del sending[link]

@@ -93,6 +93,20 @@ class Group(Messaging):
             transport, self._runner.is_native, generation.shared is not None, generation.succeed is not None, table
         )
 
+    @property
+    def bytes_sent(self) -> int:
+        """How many bytes this rank has sent to others in this group's collectives so far.
+
+        What goes over sockets counts with its headers, what goes through memory as it is, each as often as it has
+        receivers.
+
+        >>> import gradwire as gw, numpy as np
+        >>> with gw.init() as group:
+        ...     group.all_reduce(np.ones(1000)).size, group.bytes_sent   # nobody else is here
+        (1000, 0)
+        """
+        return self._runner.bytes_sent
+
     def __repr__(self) -> str:
         state = "closed" if self._closed else "broken" if not self._generation.control.sound else "open"
         return f"<gradwire.Group rank {self.rank} of {self.size}, generation {self.generation}, {state}>"

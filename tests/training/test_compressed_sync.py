@@ -1,0 +1,148 @@
+"""GradientSync with compression: a network learns to read digits as well as without, in fewer bytes."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+from conformance.crews import Crew, crew_of
+from gradwire.arrays import Array
+from gradwire.training.compression import Compression, Int8, TopK
+
+DIGITS = Path(__file__).parents[2] / "examples" / "digits.py"
+
+
+@pytest.fixture(scope="module", name="crew")
+def crew_fixture() -> Iterator[Crew]:
+    with crew_of("local", gw.Topology.single(2)) as crew:
+        yield crew
+
+
+@pytest.fixture(scope="module", name="digits")
+def digits_fixture() -> Any:
+    spec = importlib.util.spec_from_file_location("digits", DIGITS)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Outcome(NamedTuple):
+    right: float  # of the test images, on average over the last epochs
+    loss: float  # on all images to learn from
+    weights: list[bytes]
+
+
+def train(crew: Crew, digits: Any, kind: Any, epochs: int, dtype: Any = np.float32) -> Outcome:
+    """Gradient descent with momentum; all ranks end with the same bits."""
+    (images, labels), test = digits.load()
+
+    def run(group: gw.Group) -> Outcome:
+        weights: dict[str, Array] = {name: w.astype(dtype) for name, w in digits.random_weights(0).items()}
+        velocity = {name: np.zeros_like(weight) for name, weight in weights.items()}
+        sync = gw.GradientSync(group, weights, compression=kind)
+        sampler = gw.Sampler(len(images), rank=group.rank, size=group.size, seed=0)
+        right = []
+        for epoch in range(epochs):
+            for mine in sampler.batches(epoch, digits.BATCH):
+                sums = digits.gradient_sums(weights, (images[mine], labels[mine]))
+                means = sync.sync({name: sums[name] / len(mine) for name in weights}, weight=len(mine))
+                for name, weight in weights.items():
+                    velocity[name] = digits.MOMENTUM * velocity[name] + means[name]
+                    weight -= digits.RATE * velocity[name]
+            right.append(digits.count_correct(weights, test) / len(test[1]))
+        loss = digits.gradient_sums(weights, (images, labels))["loss"][0] / len(labels)
+        return Outcome(float(np.mean(right[-4:])), float(loss), [weight.tobytes() for weight in weights.values()])
+
+    first, *others = crew.run(run)
+    assert all(other == first for other in others)
+    return first
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_learns_within_one_point_of_whole_gradients(crew: Crew, digits: Any, dtype: Any) -> None:
+    """Rounded, every step is almost the same. Here, after a few epochs; the example goes to the end."""
+    whole = train(crew, digits, None, 5, dtype)
+    for kind in ("f16", "bf16", "int8"):
+        outcome = train(crew, digits, kind, 5, dtype)
+        assert outcome.right > whole.right - 0.01
+        assert outcome.loss == pytest.approx(whole.loss, rel=0.05)
+        assert outcome.weights != whole.weights
+
+
+def test_without_feedback_it_learns_less(crew: Crew, digits: Any) -> None:
+    with_it = train(crew, digits, TopK(0.05), 12)
+    without = train(crew, digits, TopK(0.05, feedback=False), 12)
+    assert with_it.right > 0.95
+    assert without.loss > 1.5 * with_it.loss
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["f16", "bf16", "int8", Int8(16), TopK(0.02)],
+    ids=lambda kind: kind if isinstance(kind, str) else kind.describe(),
+)
+def test_a_nan_is_named_and_forgotten(crew: Crew, kind: Any) -> None:
+    def run(group: gw.Group) -> list[float]:
+        sync = gw.GradientSync(group, {"a": np.zeros(40), "b": np.zeros(40)}, compression=kind)
+        gradients = {"a": np.ones(40), "b": np.ones(40)}
+        sync.sync(gradients)
+        with pytest.raises(gw.NotFinite, match="'a' of rank 1"):
+            sync.sync({"a": np.full(40, np.nan if group.rank else 1.0), "b": gradients["b"]})
+        return [float(value) for value in sync.sync(gradients)["a"]]
+
+    for values in crew.run(run):
+        assert np.isfinite(values).all()
+
+
+def test_a_rank_without_data_does_not_count(crew: Crew) -> None:
+    def run(group: gw.Group) -> list[float]:
+        sync = gw.GradientSync(group, {"w": np.zeros(3, np.float32)}, compression="f16")
+        gradient = np.full(3, 7.0 if group.rank else np.inf, np.float32)
+        means: list[float] = sync.sync({"w": gradient}, weight=5 * group.rank)["w"].tolist()
+        return means
+
+    assert crew.run(run) == [[7, 7, 7]] * 2
+
+
+def test_what_was_kept_goes_with_the_buckets(crew: Crew) -> None:
+    def run(group: gw.Group) -> list[bool]:
+        like = {"a": np.zeros(4), "b": np.zeros(4)}
+        sync = gw.GradientSync(group, like, compression=TopK(0.25), bucket_bytes=32, first_bucket_bytes=32)
+        sync.sync({name: np.arange(4.0) for name in like})
+        kept = sync._compression
+        assert isinstance(kept, Compression)
+        before = bool(kept._kept)
+        sync.reorder(["a", "b"])
+        return [before, bool(kept._kept)]
+
+    assert crew.run(run) == [[True, False]] * 2
+
+
+def test_an_object_is_not_shared(crew: Crew) -> None:
+    def run(group: gw.Group) -> bool:
+        mine = TopK(0.25)
+        sync = gw.GradientSync(group, {"a": np.zeros(4)}, compression=mine)
+        sync.sync({"a": np.arange(4.0)})
+        return bool(mine._kept)
+
+    assert crew.run(run) == [False, False]
+
+
+def test_ranks_that_compress_differently_are_told(crew: Crew) -> None:
+    def run(group: gw.Group) -> str:
+        sync = gw.GradientSync(group, {"a": np.zeros(4)}, compression=Int8(16 + group.rank))
+        with pytest.raises(gw.ConfigError) as caught:
+            sync.sync({"a": np.ones(4)})
+        return str(caught.value)
+
+    for text in crew.run(run):
+        assert "int8 by 17" in text
+        assert "rank 1" in text
