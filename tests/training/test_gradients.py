@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
@@ -309,9 +310,12 @@ def test_ranks_count_by_their_samples(three: list[gw.Group]) -> None:
 
 def test_equal_weights_are_no_weights(three: list[gw.Group]) -> None:
     def body(group: gw.Group) -> None:
-        sync = gw.GradientSync(group, LIKE)
-        plain = copied(sync.sync(some(group.rank)))
-        assert bits(sync.sync(some(group.rank), weight=0.3)) == bits(plain)
+        like = {"w": np.zeros(50)}
+        sync = gw.GradientSync(group, like)
+        plain = copied(sync.sync(some(group.rank, like)))
+        assert bits(sync.sync(some(group.rank, like), weight=0.1)) == bits(
+            plain
+        )  # 0.1 / (0.1 + 0.1 + 0.1) · 3 is not 1
 
     run_ranks(three, body)
 
@@ -491,12 +495,12 @@ def test_who_leaves_in_the_middle_is_named_and_no_error_is_left_unheard(caplog: 
     def body(group: gw.Group) -> int | None:
         sync = gw.GradientSync(group, LIKE, **SMALL)
         sync.sync({})
-        sync.ready("c")
         if group.rank == 1:
             group.close()
             return None
+        sync.ready("c")
+        wait_until(lambda: sync._works[0].done)  # badly
         with pytest.raises(gw.PeerLost) as caught:
-            sync.ready("b")
             sync.finish()
         return caught.value.culprit
 
@@ -505,7 +509,22 @@ def test_who_leaves_in_the_middle_is_named_and_no_error_is_left_unheard(caplog: 
         assert run_ranks(pair, body) == [1, None]
         for group in pair:
             group.close()
+        gc.collect()  # errors and the frames that raised them refer to each other
     assert not [record for record in caplog.records if "nobody waited" in record.message]
+
+
+def test_other_buckets_of_the_same_size_do_not_pass(pair: list[gw.Group]) -> None:
+    like = {"a": np.zeros(3), "b": np.zeros(3)}
+
+    def body(group: gw.Group) -> None:
+        sync = gw.GradientSync(group, like)
+        sync.agree()
+        if group.rank == 1:  # as no rank should
+            sync._adopt(["a", "b"])
+        with pytest.raises(gw.CollectiveMismatch, match="2 tensors from 'b' to 'a'"):
+            sync.sync({})
+
+    run_ranks(pair, body)
 
 
 def test_another_group_takes_over_with_the_contents() -> None:
