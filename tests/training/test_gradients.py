@@ -17,6 +17,7 @@ from conformance.crews import TRANSPORTS
 from gradwire import operations
 from gradwire.arrays import Array, parse_dtype
 from gradwire.operations import Exchange, Operation
+from gradwire.training.weights import Weights
 from ranks import run_ranks
 
 LIKE = {"a": np.zeros((3, 4), np.float32), "b": np.zeros(7, np.float32), "c": np.zeros((), np.float32)}
@@ -310,14 +311,14 @@ def test_ranks_count_by_their_samples(three: list[gw.Group]) -> None:
 
 def test_equal_weights_are_no_weights(three: list[gw.Group]) -> None:
     def body(group: gw.Group) -> None:
-        like = {"w": np.zeros(50)}
-        sync = gw.GradientSync(group, like)
-        plain = copied(sync.sync(some(group.rank, like)))
-        assert bits(sync.sync(some(group.rank, like), weight=0.1)) == bits(
-            plain
-        )  # 0.1 / (0.1 + 0.1 + 0.1) · 3 is not 1
+        sync = gw.GradientSync(group, LIKE)
+        plain = copied(sync.sync(some(group.rank)))
+        assert bits(sync.sync(some(group.rank), weight=0.1)) == bits(plain)
 
     run_ranks(three, body)
+    untouched = np.ones(3)
+    untouched.flags.writeable = False
+    Weights(0.1, 3).apply(untouched)
 
 
 def test_a_rank_without_data_does_not_count_whatever_it_has(three: list[gw.Group]) -> None:
