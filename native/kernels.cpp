@@ -4,10 +4,12 @@ namespace gradwire {
 
 namespace base {
 Kernels kernels(DType dtype, Op op);
+Checks checks(DType dtype);
 }
 #if defined(GRADWIRE_AVX2)
 namespace avx2 {
 Kernels kernels(DType dtype, Op op);
+Checks checks(DType dtype);
 }
 #endif
 
@@ -27,6 +29,19 @@ Kernels kernels([[maybe_unused]] Build build, DType dtype, Op op) {
     return base::kernels(dtype, op);
 }
 
-Kernels kernels(DType dtype, Op op) { return kernels(runs(Build::avx2) ? Build::avx2 : Build::base, dtype, op); }
+Checks checks([[maybe_unused]] Build build, DType dtype) {
+#if defined(GRADWIRE_AVX2)
+    if (build == Build::avx2) return avx2::checks(dtype);
+#endif
+    return base::checks(dtype);
+}
+
+namespace {
+Build best() { return runs(Build::avx2) ? Build::avx2 : Build::base; }
+}  // namespace
+
+Checks checks(DType dtype) { return checks(best(), dtype); }
+
+Kernels kernels(DType dtype, Op op) { return kernels(best(), dtype, op); }
 
 }  // namespace gradwire

@@ -28,6 +28,17 @@ using Finish = void (*)(void* result, const void* partial, std::size_t count, st
 // Both at once, by blocks in the first-level cache: result[i], of type T, on no term or exactly on one of type T.
 using Reduce = void (*)(void* result, const Term* terms, std::size_t number, std::size_t count, std::size_t divisor);
 
+// Whether no element is NaN or infinite; of types that can be.
+using AllFinite = bool (*)(const void* data, std::size_t count);
+// The sum of the squares of all elements, in double; of real types.
+using SumSquares = double (*)(const void* data, std::size_t count);
+
+struct Checks {
+    AllFinite all_finite;
+    SumSquares sum_squares;
+    std::size_t element;  // bytes: a complex number counts as two
+};
+
 struct Kernels {
     Fold fold;
     Finish finish;
@@ -45,5 +56,8 @@ bool runs(Build build);
 Kernels kernels(Build build, DType dtype, Op op);
 // Of the best build that runs here.
 Kernels kernels(DType dtype, Op op);
+// Null for integers.
+Checks checks(Build build, DType dtype);
+Checks checks(DType dtype);
 
 }  // namespace gradwire

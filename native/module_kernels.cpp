@@ -1,4 +1,5 @@
-// gradwire._native.kernels: the kernels on their own, for tests and measurements. All arrays are contiguous buffers.
+// gradwire._native.kernels: the kernels on their own, for tests and measurements; and those that look at gradients. All
+// arrays are contiguous buffers.
 
 #include "module_kernels.hpp"
 
@@ -104,6 +105,33 @@ void reduce(const std::string& build, int dtype, int op, nb::handle result, nb::
     found.reduce(to.data(), from.terms.data(), from.terms.size(), count, divisor);
 }
 
+Checks find_checks(const std::string& name, int dtype) {
+    for (auto [known, build] : BUILDS) {
+        if (!name.empty() && (name != known || !runs(build))) continue;
+        const auto type = static_cast<DType>(dtype);
+        const Checks found = name.empty() ? checks(type) : checks(build, type);
+        if (!found.all_finite) throw std::invalid_argument("the dtype has numbers only");
+        return found;
+    }
+    throw std::invalid_argument("no kernels for " + name + " here");
+}
+
+bool all_finite(int dtype, nb::handle array, const std::string& build) {
+    const Checks found = find_checks(build, dtype);
+    const Buffer buffer(array, false);
+    const std::size_t count = buffer.count(found.element);
+    nb::gil_scoped_release released;
+    return found.all_finite(buffer.data(), count);
+}
+
+double sum_squares(int dtype, nb::handle array, const std::string& build) {
+    const Checks found = find_checks(build, dtype);
+    const Buffer buffer(array, false);
+    const std::size_t count = buffer.count(found.element);
+    nb::gil_scoped_release released;
+    return found.sum_squares(buffer.data(), count);
+}
+
 // Flush-to-zero and denormals-are-zero, as torch.set_flush_denormal and -ffast-math set them.
 #if defined(__SSE__)
 std::uint64_t float_state() { return _mm_getcsr() & ~0x3fu; }
@@ -126,6 +154,8 @@ constexpr std::uint64_t FLUSHES = 0, UPWARDS = 0;
 }  // namespace
 
 void register_kernels(nb::module_& module) {
+    module.def("all_finite", &all_finite, nb::arg("dtype"), nb::arg("array"), nb::arg("build") = "");
+    module.def("sum_squares", &sum_squares, nb::arg("dtype"), nb::arg("array"), nb::arg("build") = "");
     nb::module_ kernels = module.def_submodule("kernels");
     kernels.def("builds", &builds);
     kernels.def("fold", &fold);

@@ -29,7 +29,12 @@ EXPECTED = {
     "Topology",
     "Work",
     # training
+    "Contract",
+    "GradientSync",
     "Sampler",
+    "broadcast_named",
+    "check_replicas",
+    "weighted_mean",
     # errors
     "Aborted",
     "ArrayError",
@@ -44,8 +49,10 @@ EXPECTED = {
     "InvalidSize",
     "JournalError",
     "NoConnection",
+    "NotFinite",
     "PeerLost",
     "Refused",
+    "ReplicasDiverged",
     "SizeMismatch",
     "StateLost",
     "Step",

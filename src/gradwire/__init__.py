@@ -53,8 +53,10 @@ from gradwire.errors import (
     InvalidSize,
     JournalError,
     NoConnection,
+    NotFinite,
     PeerLost,
     Refused,
+    ReplicasDiverged,
     SizeMismatch,
     StateLost,
     Timeout,
@@ -67,8 +69,11 @@ from gradwire.job import init, local_group, loopback_pair
 from gradwire.launch.function import launch
 from gradwire.membership.worker import WorkerNode
 from gradwire.topology import Topology
+from gradwire.training.contract import Contract, broadcast_named, check_replicas
 from gradwire.training.elastic import Elastic, Step, elastic
+from gradwire.training.gradients import GradientSync
 from gradwire.training.sampler import Sampler
+from gradwire.training.weights import weighted_mean
 from gradwire.work import Stream, Work
 
 __version__ = "0.1.0"
@@ -81,16 +86,20 @@ __all__ = [
     "Closed",
     "CollectiveMismatch",
     "ConfigError",
+    "Contract",
     "Elastic",
     "Finished",
+    "GradientSync",
     "GradwireError",
     "Group",
     "InvalidRank",
     "InvalidSize",
     "JournalError",
     "NoConnection",
+    "NotFinite",
     "PeerLost",
     "Refused",
+    "ReplicasDiverged",
     "Sampler",
     "SizeMismatch",
     "StateLost",
@@ -104,9 +113,12 @@ __all__ = [
     "WorkerFailed",
     "WorkerNode",
     "__version__",
+    "broadcast_named",
+    "check_replicas",
     "elastic",
     "init",
     "launch",
     "local_group",
     "loopback_pair",
+    "weighted_mean",
 ]

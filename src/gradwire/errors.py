@@ -14,6 +14,8 @@
     ├── WorkerFailed                        a launched process ended badly
     ├── JournalError                        the coordinator's journal cannot be read or written
     ├── StateLost                           no sound copy of the training state is left
+    ├── NotFinite (ArithmeticError)         a rank's gradient is NaN or infinite; all ranks raise it, and may go on
+    ├── ReplicasDiverged                    ranks that should hold the same tensors do not
     ├── Closed (ConnectionError)            this process has closed the group, or inherited it through a fork
     └── Broken                              the group is broken on every rank of its generation
         ├── PeerLost (ConnectionError)      a rank died, left or was cut off while others needed it
@@ -124,6 +126,25 @@ class JournalError(GradwireError):
 
 class StateLost(GradwireError):
     """After a break no surviving rank holds a sound copy of the state; the message names the last checkpoint."""
+
+
+class NotFinite(GradwireError, ArithmeticError):
+    """A rank's gradient is NaN or infinite, raised on all ranks; `culprit` is that rank, `tensor` the gradient's name.
+
+    The group goes on: the step can be skipped, by all alike.
+    """
+
+    def __init__(self, message: str = "", *, tensor: str | None = None, **facts: Any) -> None:
+        super().__init__(message, **facts)
+        self.tensor = tensor
+
+
+class ReplicasDiverged(GradwireError):
+    """A rank no longer holds what the others hold; `culprit` is that rank, `tensor` its first tensor that differs."""
+
+    def __init__(self, message: str = "", *, tensor: str | None = None, **facts: Any) -> None:
+        super().__init__(message, **facts)
+        self.tensor = tensor
 
 
 class Closed(GradwireError, ConnectionError):

@@ -1,6 +1,7 @@
 """What a training loop needs around the collectives; it knows groups by their methods and no framework by name.
 
-`sampler` says which samples a rank sees.
+`gradients` averages gradients in `buckets` while backward runs; `contract` checks that replicas are the same; `elastic`
+goes on when ranks are lost; `sampler` says which samples a rank sees.
 """
 
 from __future__ import annotations

@@ -1,0 +1,120 @@
+"""Buckets: gradients side by side in one flat array, in memory that the group reduces without a copy.
+
+Backward makes gradients ready in about the reverse of the forward pass, so the first bucket holds the last tensors: it
+is full first, and travels while the rest is still computed. Which tensor lies where follows from names, shapes, dtypes
+and sizes alone, so all ranks find the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gradwire import arrays
+from gradwire.arrays import Array, DType, check_reduction
+from gradwire.errors import ArrayError, ConfigError, UnsupportedOp
+from gradwire.group import Group
+
+ALIGNMENT = 64  # bytes: each gradient begins on a cache line, whatever lies before it
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A gradient to be: what is known of it before there is one."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.name!r}: {self.dtype.name}[{', '.join(map(str, self.shape))}]"
+
+
+def tensors_like(like: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Names, dtypes and shapes of what gradients will be like; refuses what has no mean."""
+    if not isinstance(like, Mapping):
+        raise ArrayError(f"expected a dict of arrays by name, got {type(like).__name__}")
+    return {name: _tensor(name, one) for name, one in like.items()}
+
+
+def _tensor(name: Any, one: Any) -> Tensor:
+    if not isinstance(name, str):
+        raise ArrayError(f"the key {name!r} is a {type(name).__name__}: gradients are told apart by strings")
+    try:
+        dtype = arrays.parse_dtype(getattr(one, "dtype", None))
+        check_reduction("mean", dtype)
+        return Tensor(name, dtype, tuple(int(length) for length in one.shape))
+    except (ArrayError, UnsupportedOp) as error:
+        error.args = (f"{name!r}: {error.message}", *error.args[1:])
+        raise
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ArrayError(f"{name!r}: {type(one).__name__} has no shape and dtype: {error}") from error
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Some tensors in one flat array; `missing` are those whose gradient is not complete yet."""
+
+    index: int
+    dtype: DType
+    tensors: tuple[Tensor, ...]
+    flat: Array
+    views: dict[str, Array]
+    missing: set[str] = field(default_factory=set)
+
+
+def parts(order: Iterable[Tensor], bucket_bytes: int, first_bucket_bytes: int) -> list[list[Tensor]]:
+    """Tensors that share a bucket, in the order in which buckets are full; a bucket is of one dtype.
+
+    The first is small, so that something is on its way early. One that is larger than a bucket has one for itself.
+    """
+    filling: dict[DType, list[Tensor]] = {}
+    full: list[list[Tensor]] = []
+    for tensor in order:
+        limit = bucket_bytes if full else first_bucket_bytes
+        mine = filling.setdefault(tensor.dtype, [])
+        if mine and _nbytes(mine) + _nbytes([tensor]) > limit:
+            full.append(filling[tensor.dtype])
+            mine = filling[tensor.dtype] = []
+        mine.append(tensor)
+    place = {tensor.name: at for at, tensor in enumerate(order)}
+    rest = sorted(filling.values(), key=lambda part: place[part[-1].name])
+    return sorted([*full, *rest], key=lambda part: place[part[-1].name])
+
+
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    return sum(_room(tensor) * tensor.dtype.itemsize for tensor in tensors)
+
+
+def _room(tensor: Tensor) -> int:
+    """Elements up to the next tensor."""
+    line = ALIGNMENT // tensor.dtype.itemsize
+    return -(-tensor.count // line) * line
+
+
+def make(group: Group, order: Sequence[Tensor], bucket_bytes: int, first_bucket_bytes: int) -> list[Bucket]:
+    """The buckets for these tensors, in the group's memory, filled with zeros."""
+    return [_bucket(group, index, part) for index, part in enumerate(parts(order, bucket_bytes, first_bucket_bytes))]
+
+
+def _bucket(group: Group, index: int, part: Sequence[Tensor]) -> Bucket:
+    dtype = part[0].dtype
+    flat = group.empty(sum(map(_room, part)), dtype.storage)
+    flat.fill(0)  # what lies between tensors is reduced with them
+    views, at = {}, 0
+    for tensor in part:
+        views[tensor.name] = flat[at : at + tensor.count].reshape(tensor.shape)
+        at += _room(tensor)
+    return Bucket(index, dtype, tuple(part), flat, views)
+
+
+def check_bytes(name: str, nbytes: Any) -> int:
+    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
+        raise ConfigError(f"{name} is {nbytes!r}: a bucket has a whole number of bytes, at least 1")
+    return nbytes

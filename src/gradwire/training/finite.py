@@ -1,0 +1,33 @@
+"""Whether arrays hold nothing but numbers: in the core, without the interpreter's lock, or by NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gradwire import arrays, core
+from gradwire.arrays import Array
+
+_CHUNK = 1 << 16  # elements that NumPy looks at in one go: what it makes of them stays in the cache
+
+
+def all_finite(array: Array) -> bool:
+    """Whether no element of a contiguous array is NaN or infinite.
+
+    >>> all_finite(np.ones(3)), all_finite(np.array([1.0, np.inf]))
+    (True, False)
+    """
+    flat = array.reshape(-1)
+    if core.available():
+        return core.native.all_finite(arrays.dtype_of(flat).code, flat.view(np.uint8))
+    return all(bool(np.isfinite(flat[at : at + _CHUNK]).all()) for at in range(0, flat.size, _CHUNK))
+
+
+def faults(array: Array) -> str:
+    """What is not finite in an array, in words.
+
+    >>> faults(np.array([1.0, np.inf, np.nan, np.nan]))
+    '2 NaN and 1 infinite of 4 elements'
+    """
+    nans, infinite = int(np.isnan(array).sum()), int(np.isinf(array).sum())
+    found = [f"{number} {kind}" for number, kind in ((nans, "NaN"), (infinite, "infinite")) if number]
+    return f"{' and '.join(found)} of {array.size} element{'s' if array.size != 1 else ''}"

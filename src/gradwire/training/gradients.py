@@ -1,0 +1,407 @@
+"""GradientSync: gradients live in buckets, and the buckets are reduced while backward still runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from gradwire import arrays
+from gradwire.arrays import Array
+from gradwire.errors import ArrayError, ConfigError, NotFinite
+from gradwire.group import Group
+from gradwire.operations.call import Exchange, Operation, Shape
+from gradwire.training import alike, finite, norms
+from gradwire.training.buckets import Bucket, check_bytes, make, tensors_like
+from gradwire.training.contract import Contract
+from gradwire.training.weights import Weights
+from gradwire.work import Stream
+
+BUCKET_BYTES = 25 << 20
+FIRST_BUCKET_BYTES = 1 << 20
+
+
+class Waitable(Protocol):
+    """What is on its way: a `Work`, or anything that ends when it is waited for."""
+
+    def wait(self) -> Any: ...
+
+
+class Compression(Protocol):
+    """A way to reduce a bucket by moving fewer bytes; the same bits on all ranks."""
+
+    name: str
+
+    def exchange(self, stream: Stream, bucket: Array, mean_weight: float) -> Waitable:
+        """Leave the sum over ranks of mean_weight · bucket in the bucket, at the latest after `wait()`."""
+
+    def reset(self) -> None:
+        """Forget what was left over from earlier exchanges."""
+
+
+class Follows(Protocol):
+    """Something whose group changes: `gw.Elastic`."""
+
+    group: Group
+
+
+class GradientSync:
+    """Keeps the gradients of all ranks in step: they are averaged in buckets, while backward still runs.
+
+    `like` tells names, shapes and dtypes, in the order of the forward pass. `group` may be an elastic run: then the
+    sync goes on in its next generation by itself.
+
+    The short way, when all gradients are there:
+
+    >>> import gradwire as gw, numpy as np
+    >>> weights = {"w": np.ones((2, 3)), "b": np.zeros(3)}
+    >>> with gw.init() as group:
+    ...     sync = gw.GradientSync(group, weights)
+    ...     sync.sync({"w": np.ones((2, 3)), "b": np.arange(3.0)})["b"]
+    array([0., 1., 2.])
+
+    The long way: write each gradient where it is reduced, and say when it is complete.
+
+    >>> with gw.init() as group:
+    ...     sync = gw.GradientSync(group, weights)
+    ...     sync.begin()
+    ...     for name in ("b", "w"):
+    ...         sync.gradients[name][:] = 1
+    ...         sync.ready(name)
+    ...     sync.finish()
+    ...     sync.clip(1.0)
+    3.0
+
+    No call here but `rebind` may be left out on one rank: `begin` with a weight, `finish`, `clip` and `reorder` are
+    collective.
+    """
+
+    def __init__(
+        self,
+        group: Group | Follows,
+        like: Mapping[str, Any],
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        first_bucket_bytes: int = FIRST_BUCKET_BYTES,
+        compression: Compression | str | None = None,
+        check_finite: bool = True,
+        contract_every: int = 0,
+    ) -> None:
+        self._owner = group
+        self._tensors = tensors_like(like)
+        self._numbers = {name: number for number, name in enumerate(self._tensors)}
+        self._sizes = check_bytes("bucket_bytes", bucket_bytes), check_bytes("first_bucket_bytes", first_bucket_bytes)
+        self._compression = _resolved(compression)
+        self.check_finite = check_finite
+        self.ordered = False
+        """Whether the order of readiness was learned, here or by a rank that was there before."""
+        self._order = list(reversed(self._tensors))
+        self._lock = threading.Lock()
+        self.group = _group_of(group)
+        self.contract = Contract(self.group, contract_every)
+        self._bind(self.group)
+
+    def __repr__(self) -> str:
+        tensors, buckets = len(self._tensors), len(self._buckets)
+        nbytes = sum(bucket.flat.nbytes for bucket in self._buckets)
+        return f"<gradwire.GradientSync of {tensors} tensors, {nbytes} bytes in {buckets} buckets>"
+
+    # -- where gradients live -----------------------------------------------------------------------------------------
+
+    def _bind(self, group: Group) -> None:
+        """Buckets in the memory of a group; nothing is said to other ranks yet."""
+        self.group = group
+        self._stream = group.stream()
+        self._agreed = False
+        self._added: set[str] = set()
+        self._build()
+        if self._compression is not None:
+            self._compression.reset()
+        self.contract.rebind(group)
+        self.used: frozenset[str] = frozenset()
+        """Those that some rank had a gradient of, in the last backward; the others have none anywhere."""
+        self.total_weight = float(group.size)
+        """The sum of all ranks' weights in the last backward."""
+
+    def _build(self) -> None:
+        old = getattr(self, "gradients", {})
+        self._buckets = make(self.group, [self._tensors[name] for name in self._order], *self._sizes)
+        self._home = {tensor.name: bucket for bucket in self._buckets for tensor in bucket.tensors}
+        self.gradients: dict[str, Array] = {name: self._home[name].views[name] for name in self._tensors}
+        """Each gradient's place in its bucket: write it there. After `agree`, `reorder` and `rebind`, look again."""
+        for name, view in old.items():
+            self.gradients[name][...] = view
+        self._reset()
+
+    def _reset(self) -> None:
+        self._started = 0
+        self._works: list[Waitable] = []
+        self._weights: Weights | None = None
+        self._not_finite: dict[str, str] = {}
+        for bucket in self._buckets:
+            bucket.missing = set(bucket.views)
+
+    def rebind(self, group: Group) -> None:
+        """Go on with another group, of the next generation: the gradients move to its memory, with their contents."""
+        if group is not self.group:
+            self._heed_works()
+            self._bind(group)
+
+    def _follow(self) -> None:
+        self.rebind(_group_of(self._owner) if not isinstance(self._owner, Group) else self.group)
+
+    def agree(self) -> bool:
+        """Make sure that all ranks sync the same tensors in the same order; True if the gradients have moved.
+
+        The first `begin` or `finish` with a group does that, so that it need not be called; but whoever holds views
+        of `gradients` should call it first.
+        """
+        if self._agreed:
+            return False
+        compression = self._compression.name if self._compression else "no"
+        items = [f"{self._sizes} bytes with {compression} compression", *map(str, self._tensors.values())]
+        names = list(self._tensors)
+        mine = [self._numbers[name] for name in self._order] if self.ordered else None
+        orders = alike.tell(self.group, "GradientSync", items, mine)
+        self._agreed = True
+        order = next(([names[number] for number in one] for one in orders if one is not None), None)
+        if order is None:
+            return False
+        self.ordered = True
+        return self._adopt(order)
+
+    def _adopt(self, order: list[str]) -> bool:
+        if order == self._order:
+            return False
+        self._order = order
+        self._build()
+        return True
+
+    def reorder(self, names: Iterable[str]) -> None:
+        """Fill buckets in the order in which rank 0 saw gradients become ready; all ranks call it, between backwards.
+
+        Names that it does not know of come last.
+        """
+        self.agree()
+        told = list(dict.fromkeys(self.group.broadcast_value(list(names))))
+        if unknown := [name for name in told if name not in self._tensors]:
+            raise ConfigError(f"rank 0's order names {unknown[0]!r}, of which there is no gradient")
+        seen = set(told)
+        self.ordered = True
+        self._adopt([*told, *(name for name in self._order if name not in seen)])
+
+    # -- one backward -------------------------------------------------------------------------------------------------
+
+    def begin(self, weight: float | None = None) -> None:
+        """Begin a backward. Needed only for a weight: that of this rank in the mean, say its number of samples.
+
+        Either all ranks give one or none does. Weight 0 means "I have no data": this rank's gradients do not count,
+        whatever they are.
+        """
+        self._begin(weight, beside=True)
+
+    def _begin(self, weight: float | None, beside: bool) -> None:
+        self._follow()
+        if self._started:
+            raise ConfigError("the last backward was begun and not finished: call finish()")
+        self.agree()
+        self._reset()
+        if weight is not None:
+            self._weights = Weights(weight, self.group.size)
+            self._issue(self._weights.operation(), beside)
+
+    def ready(self, name: str) -> None:
+        """This gradient is complete, and not written until `finish`. Full buckets are reduced beside the program."""
+        self._ready(name, beside=True)
+
+    def _ready(self, name: str, beside: bool) -> None:
+        bucket = self._home.get(name)
+        if bucket is None:
+            raise ConfigError(f"there is no gradient {name!r}")
+        if not self._agreed and self.agree():
+            bucket = self._home[name]
+        with self._lock:
+            if bucket.index < self._started:
+                raise ConfigError(f"the gradient {name!r} was made ready before, and is on its way already")
+            bucket.missing.discard(name)
+            while self._started < len(self._buckets) and not self._buckets[self._started].missing:
+                self._start(self._buckets[self._started], beside)
+
+    def finish(self) -> None:
+        """Reduce what is left, wait for everything, and find out who used what. A gradient never ready is zeros.
+
+        If a gradient is not finite, every rank raises `NotFinite`, which names rank and tensor. The group goes on.
+        """
+        try:
+            self.agree()
+            for bucket in self._buckets[self._started :]:
+                for name in bucket.missing:
+                    bucket.views[name].fill(0)
+                self._start(bucket, beside=False)
+            for work in self._works:
+                work.wait()
+            self._vote()
+        finally:
+            self._heed_works()
+            self._added = set()
+            self._reset()
+
+    def _heed_works(self) -> None:
+        """Whoever raises one error has seen those that follow from it."""
+        for work in self._works:
+            heed = getattr(work, "heed", None)
+            if heed is not None:
+                heed()
+
+    # -- one bucket ---------------------------------------------------------------------------------------------------
+
+    def _start(self, bucket: Bucket, beside: bool) -> None:
+        self._started = bucket.index + 1
+        if self._compression is not None:
+            self._prepare(bucket)
+            if self._weights is not None and self._works:
+                self._works[0].wait()  # which told all ranks' weights
+            share = 1 / self.group.size if self._weights is None else self._weights.share
+            self._works.append(self._compression.exchange(self._stream, bucket.flat, share))
+            return
+        self._issue(self._reduction(bucket), beside)
+
+    def _issue(self, operation: Operation, beside: bool) -> None:
+        """Run an operation in the group's order: on the progress thread, or here where nothing is left to overlap."""
+        if beside and self.group.size > 1:
+            self._works.append(self._stream._later(operation, None))
+        else:
+            self.group._now(operation, None)
+
+    def _reduction(self, bucket: Bucket) -> Operation:
+        call = f"GradientSync(bucket {bucket.index + 1} of {len(self._buckets)})"
+        shape = Shape("all_reduce", bucket.dtype, bucket.flat.size, "mean", None, "auto", call)
+
+        def body(exchange: Exchange) -> None:
+            self._prepare(bucket)
+            if self._weights is not None:
+                self._weights.apply(bucket.flat)
+            if exchange.size > 1:
+                exchange(shape, bucket.flat, bucket.flat)
+
+        return Operation("GradientSync", body)
+
+    def _prepare(self, bucket: Bucket) -> None:
+        """Look at a bucket before it leaves this rank."""
+        if self._weights is not None and not self._weights.mine:
+            bucket.flat.fill(0)
+        elif self.check_finite and not finite.all_finite(bucket.flat):
+            spoiled = {name: view for name, view in bucket.views.items() if not finite.all_finite(view)}
+            self._not_finite.update({name: finite.faults(view) for name, view in spoiled.items()})
+
+    def _vote(self) -> None:
+        """Of every tensor, whether any rank used it; and whether all is well. On each rank the same comes out."""
+        ballot = np.zeros(len(self._tensors) + 1, np.uint8)
+        if self._weights is None or self._weights.mine:
+            here = (name for bucket in self._buckets for name in bucket.views if name not in bucket.missing)
+            ballot[[self._numbers[name] for name in here]] = 1
+        ballot[-1] = bool(self._not_finite)
+        self.group.all_reduce(ballot, op="max")
+        self.used = frozenset(name for name, number in self._numbers.items() if ballot[number])
+        self.total_weight = float(self.group.size) if self._weights is None else self._weights.total
+        if ballot[-1]:
+            found = [name for name in self._tensors if name in self._not_finite]
+            raise not_finite(self.group, [[name, self._not_finite[name]] for name in found])
+
+    # -- all at once --------------------------------------------------------------------------------------------------
+
+    def sync(self, gradients: Mapping[str, Any], weight: float | None = None) -> dict[str, Array]:
+        """The mean over all ranks of gradients that are all there, by name; views of the buckets, good until the next.
+
+        A gradient that is not given, or None, counts as zeros; one that no rank gives is not in the result.
+        """
+        self._begin(weight, beside=False)
+        given = self._given(gradients)
+        for name in self._order:
+            if name in given:
+                self._write(name, given[name])
+            if name in given or name in self._added:
+                self._ready(name, beside=False)
+        self.finish()
+        return {name: view for name, view in self.gradients.items() if name in self.used}
+
+    def add(self, gradients: Mapping[str, Any]) -> None:
+        """Keep gradients without a sync: the next `sync` takes in all that were added since the last one, summed.
+
+        >>> import gradwire as gw, numpy as np
+        >>> with gw.init() as group:
+        ...     sync = gw.GradientSync(group, {"w": np.zeros(2)})
+        ...     sync.add({"w": np.ones(2)})
+        ...     sync.sync({"w": np.ones(2)})
+        {'w': array([2., 2.])}
+        """
+        self._follow()
+        for name, gradient in self._given(gradients).items():
+            self._write(name, gradient)
+            self._added.add(name)
+
+    def _given(self, gradients: Mapping[str, Any]) -> dict[str, Array]:
+        """The gradients that are there, as arrays of the right shapes: found before anything is sent."""
+        given = {}
+        for name, gradient in gradients.items():
+            if name not in self._tensors:
+                raise ConfigError(f"there is no gradient {name!r}")
+            if gradient is None:
+                continue
+            array = np.asarray(gradient) if isinstance(gradient, np.generic) else arrays.as_array(gradient)
+            tensor = self._tensors[name]
+            if array.shape != tensor.shape or not np.can_cast(array.dtype, tensor.dtype.storage, "same_kind"):
+                raise ArrayError(f"the gradient {name!r} is {arrays.describe(array)}, not {tensor}")
+            given[name] = array
+        return given
+
+    def _write(self, name: str, gradient: Array) -> None:
+        place = self.gradients[name]
+        if name in self._added:
+            np.add(place, gradient, out=place, casting="same_kind")
+        elif gradient is not place:
+            np.copyto(place, gradient, casting="same_kind")
+
+    # -- after the reduce ---------------------------------------------------------------------------------------------
+
+    def clip(self, max_norm: float) -> float:
+        """Scale all gradients so that their global norm is at most max_norm; returns what it was. After `finish`.
+
+        The same on all ranks, bit for bit.
+        """
+        flats = [bucket.flat for bucket in self._buckets]
+        norm = norms.global_norm(self.group, flats)
+        factor = norms.clip_factor(norm, max_norm)
+        if factor < 1.0:
+            norms.scale(flats, factor)
+        return norm
+
+
+def not_finite(group: Group, found: list[list[str]]) -> NotFinite:
+    """The same error on all ranks, about the lowest rank that has found something, and its first tensor."""
+    everyones = group.all_gather_values(found)
+    rank, (tensor, faults) = next((rank, told[0]) for rank, told in enumerate(everyones) if told)
+    more = sum(map(len, everyones)) - 1
+    return NotFinite(
+        f"the gradient {tensor!r} of rank {rank} is not finite: {faults}"
+        + (f" ({more} more on ranks {', '.join(str(r) for r, told in enumerate(everyones) if told)})" if more else ""),
+        culprit=rank,
+        tensor=tensor,
+        operation="GradientSync",
+        generation=group.generation,
+    )
+
+
+def _group_of(owner: Group | Follows) -> Group:
+    return owner if isinstance(owner, Group) else owner.group
+
+
+def _resolved(compression: Compression | str | None) -> Compression | None:
+    if not isinstance(compression, str):
+        return compression
+    from gradwire.training import compression as known  # type: ignore[attr-defined]
+
+    found: Compression = known.by_name(compression)
+    return found

@@ -1,0 +1,57 @@
+"""The norm of what all ranks hold alike, and clipping by it: the same bits on all ranks, even if their CPUs differ.
+
+Sums round by the order in which they are made, which vector units choose differently. So each rank squares only its own
+share, and the shares' sums are all-reduced: all ranks see the same numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+from gradwire import arrays, core
+from gradwire.arrays import Array
+from gradwire.group import Group
+
+_CHUNK = 1 << 15  # elements that are squared in one go: in the cache
+_TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_, whose results ours equal
+
+
+def global_norm(group: Group, flats: Iterable[Array]) -> float:
+    """The 2-norm of all elements of flat arrays that are the same on all ranks."""
+    mine = sum(_squares(flat[_share(flat.size, group.rank, group.size)]) for flat in flats)
+    return math.sqrt(group.all_reduce(float(mine)))
+
+
+def _share(count: int, rank: int, size: int) -> slice:
+    return slice(count * rank // size, count * (rank + 1) // size)
+
+
+def _squares(flat: Array) -> float:
+    if core.available():
+        return core.native.sum_squares(arrays.dtype_of(flat).code, flat.view(np.uint8))
+    if flat.dtype.kind == "c":
+        flat = flat.view(flat.real.dtype)
+    total = 0.0
+    for at in range(0, flat.size, _CHUNK):
+        chunk = flat[at : at + _CHUNK].astype(np.float64)
+        total += float(chunk @ chunk)
+    return total
+
+
+def scale(flats: Iterable[Array], factor: float) -> None:
+    """Multiply in place, rounding once per element."""
+    for flat in flats:
+        parts = flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat
+        np.multiply(parts, parts.dtype.type(factor), out=parts)
+
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    """What to multiply by so that the norm is at most max_norm; 1 where it is.
+
+    >>> clip_factor(0.5, 1.0), round(clip_factor(4.0, 1.0), 3)
+    (1.0, 0.25)
+    """
+    return min(1.0, max_norm / (norm + _TINY))
