@@ -33,12 +33,15 @@ The layers, each importing only from those above it:
     job             init, local_group
     launch          starting and supervising processes
     training        what keeps replicas in step beyond the all-reduce
+    torch           DDP's and torch.distributed's interfaces to groups and training
     simulate        whole jobs in virtual time, with faults by seed; a pytest fixture
     bench           `gradwire bench`: the collectives measured, in turns with other engines
     cli             the command line
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from gradwire.errors import (
     Aborted,
@@ -122,3 +125,12 @@ __all__ = [
     "loopback_pair",
     "weighted_mean",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`gw.torch` loads PyTorch, which nobody pays for who does not use it."""
+    if name == "torch":
+        from importlib import import_module
+
+        return import_module("gradwire.torch")
+    raise AttributeError(f"module 'gradwire' has no attribute {name!r}")

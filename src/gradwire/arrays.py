@@ -7,6 +7,7 @@ where it is not (strided arrays): `load()` fills it, `store()` writes it back. N
 from __future__ import annotations
 
 import numbers
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -163,6 +164,8 @@ def _from_dlpack(x: SupportsDLPack) -> Array:
     if device not in _HOST_MEMORY:
         raise ArrayError(f"{type(x).__name__} is not in CPU memory (DLPack device type {device}); move it there first")
     try:
+        if str(getattr(x, "dtype", "")) == "torch.bfloat16":  # which NumPy does not know in DLPack
+            return np.from_dlpack(x.view(sys.modules["torch"].int16)).view(ml_dtypes.bfloat16)  # type: ignore[attr-defined]
         return np.from_dlpack(x)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise ArrayError(f"{type(x).__name__} cannot be viewed through DLPack: {error}") from error

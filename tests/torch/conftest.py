@@ -1,4 +1,4 @@
-"""For tests of gw.torch: ranks are threads that share two cores, and torch must not start a pool for each."""
+"""For tests of gw.torch: ranks share two cores, and torch must not start a pool for each."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """gradwire for PyTorch: `gw.torch.DistributedDataParallel`. Loaded when `gw.torch` is first used.
 
-    ddp         the wrapper around a model
-    reducer     hooks in backward: gradients into buckets, and the buckets around
-    join        ranks that run out of data before others
-    buffers     what a model holds beside its parameters
-    tensors     tensors as NumPy views, and back
+ddp         the wrapper around a model
+reducer     hooks in backward: gradients into buckets, and the buckets around
+join        ranks that run out of data before others
+buffers     what a model holds beside its parameters
+views       tensors as NumPy arrays, and back
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ try:
 except ModuleNotFoundError as missing:
     if missing.name != "torch":
         raise
-    raise ModuleNotFoundError("gw.torch needs PyTorch, which is not installed: pip install torch", name="torch") from None
+    raise ModuleNotFoundError(
+        "gw.torch needs PyTorch, which is not installed: pip install torch", name="torch"
+    ) from None
 
 from gradwire.torch.ddp import DistributedDataParallel
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from gradwire.arrays import Array
 from gradwire.group import Group
-from gradwire.torch.tensors import as_array
+from gradwire.torch.views import as_array
 
 _LINE = 16  # bytes: where an array may begin
 

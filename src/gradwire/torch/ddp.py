@@ -15,7 +15,7 @@ from gradwire.group import Group
 from gradwire.torch import join
 from gradwire.torch.buffers import Buffers
 from gradwire.torch.reducer import Reducer
-from gradwire.torch.tensors import as_array
+from gradwire.torch.views import as_array
 from gradwire.training import alike
 from gradwire.training.contract import broadcast_named
 from gradwire.training.gradients import Compression, Follows
@@ -46,6 +46,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]  # torch i
     contract_every  compare all parameters and buffers each so many backwards; 0: never
     broadcast_buffers  take over rank 0's buffers after each backward
     overlap         exchange gradients while backward still runs
+    algorithm       of the all-reduce; chosen by size, ranks and topology unless named
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]  # torch i
         contract_every: int = 0,
         broadcast_buffers: bool = True,
         overlap: bool = True,
+        algorithm: str = "auto",
     ) -> None:
         super().__init__()
         self.module = module
@@ -77,6 +79,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]  # torch i
             compression=compression,
             check_finite=check_finite,
             contract_every=contract_every,
+            algorithm=algorithm,
         )
         self._met: Group | None = None  # with whose ranks it is known to agree
         if isinstance(self._owner, Group):  # an elastic run brings the state, to those who join later too
@@ -257,7 +260,9 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]  # torch i
         return self.module.named_buffers(*args, **named)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("a DistributedDataParallel belongs to its group: copy or pickle its .module, or its state_dict()")
+        raise TypeError(
+            "a DistributedDataParallel belongs to its group: copy or pickle its .module, or its state_dict()"
+        )
 
 
 def _weakly(model: DistributedDataParallel) -> Callable[[bool], None]:

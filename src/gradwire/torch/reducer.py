@@ -22,7 +22,7 @@ import torch
 from gradwire.arrays import Array
 from gradwire.errors import ConfigError, UnsupportedOp
 from gradwire.group import Group
-from gradwire.torch.tensors import as_array, as_tensor, laid_out_like, tensors_in
+from gradwire.torch.views import as_array, as_tensor, laid_out_like, tensors_in
 from gradwire.training.gradients import GradientSync
 
 

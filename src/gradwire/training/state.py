@@ -171,8 +171,13 @@ def _number(text: str) -> float:
 
 def _in_library(array: Array, library: str) -> Any:
     """An array as the library has it that it came from, if this process uses that library too."""
-    from_dlpack = getattr(sys.modules.get(library), "from_dlpack", None)
-    return array if library == "numpy" or from_dlpack is None else from_dlpack(array)
+    module = sys.modules.get(library)
+    from_dlpack = getattr(module, "from_dlpack", None)
+    if library == "numpy" or module is None or from_dlpack is None:
+        return array
+    if array.dtype.name == "bfloat16":  # which NumPy does not know in DLPack
+        return from_dlpack(array.view(np.int16)).view(module.bfloat16)
+    return from_dlpack(array)
 
 
 def _restore(state: Any, found: Any) -> None:
