@@ -14,10 +14,10 @@ measured; blocks of steps take turns, because on a shared machine only what was 
     backend     torch's DistributedDataParallel on the backend "gradwire", if it is there
 
 *Beyond compute* is a step's time minus that of `off` in the same round. *Overlap* is the part of the exchange that is
-hidden behind backward: 1 - beyond(gradwire) / beyond(waiting). Memory is the sum over ranks of their highest PSS (memory
-that several processes share is counted once), looked at while no time is taken; here torch's is asked for
-gradient_as_bucket_view=True. At the end the weights must be the same bits on all ranks of an engine, and close to those of the
-others; otherwise the exit code is 1. It is 2 if a step beyond compute costs more than a third of Gloo's.
+hidden behind backward: 1 - beyond(gradwire) / beyond(waiting). Memory is the sum over ranks of their highest PSS
+(memory that several processes share is counted once), looked at while no time is taken; here torch's is asked for
+gradient_as_bucket_view=True. At the end the weights must be the same bits on all ranks of an engine, and close to those
+of the others; otherwise the exit code is 1. It is 2 if a step beyond compute costs more than a third of Gloo's.
 """
 
 from __future__ import annotations
@@ -274,9 +274,8 @@ def report(result: dict[str, Any]) -> bool:
     blocks, off = result["blocks"], statistics.median(result["blocks"]["off"])
     rival = statistics.median(beyond(result, "gloo")) if "gloo" in blocks else None
     print(f"\n{result['model']}: a step without exchange takes {1000 * off:.1f} ms")
-    print(
-        f"{'':10} {'step ms':>9} {'beyond ms':>10} {'of Gloo':>8} {'least … most ms':>18} {'peak PSS MB':>12}  same bits"
-    )
+    heads = f"{'step ms':>9} {'beyond ms':>10} {'of Gloo':>8} {'least … most ms':>18} {'peak PSS MB':>12}"
+    print(f"{'':10} {heads}  same bits")
     for engine, times in blocks.items():
         extra = beyond(result, engine)
         share = f"{statistics.median(extra) / rival:8.2f}" if rival and engine != "off" else f"{'':8}"

@@ -2,7 +2,7 @@
 
     gradwire run -n 3 --min 1 --restarts 1 examples/elastic_torch.py --lose 1   # rank 1 is killed half-way
     gradwire run -n 2 --min 1 --max 4 examples/elastic_torch.py                 # others may: gradwire join …
-    gradwire run -n 2 examples/elastic_torch.py                                 # of fixed size: a loss would be an error
+    gradwire run -n 2 examples/elastic_torch.py                                 # of fixed size: a loss is an error
     python examples/elastic_torch.py                                            # one process
 
 What replicas hold alike, the model and its optimizer, is the state of the run. A step is done by all ranks or by none:
@@ -82,11 +82,8 @@ def main() -> int:
         digest = gw.check_replicas(group, model.state_dict())
         right = accuracy(model, *spirals(seed=1))
         if group.rank == 0:
-            seconds, generation = time.monotonic() - began, group.generation
-            print(
-                f"generation {generation}: {group.size} ranks hold the same weights, {digest[:8]}, after {seconds:.1f} s"
-            )
-            print(f"{right:.1%} of {SAMPLES} other points right")
+            print(f"generation {group.generation}: {group.size} ranks hold the same weights, {digest[:8]}")
+            print(f"{right:.1%} of {SAMPLES} other points right, after {time.monotonic() - began:.1f} s")
         return 0 if right >= TARGET else 1
 
 

@@ -22,9 +22,8 @@ def filled(model: Any, seed: int) -> Any:
 
 
 def mlp(seed: int = 0, dtype: Any = torch.float64) -> Any:
-    return filled(nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 3)), seed).to(
-        dtype
-    )
+    layers = nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 3)
+    return filled(nn.Sequential(*layers), seed).to(dtype)
 
 
 def batch(seed: int, rank: int, samples: int = 5, dtype: Any = torch.float64) -> Batch:

@@ -1,4 +1,4 @@
-"""A torch model and its optimizer as the state of an elastic run: members are lost, others join without a checkpoint."""
+"""A torch model and its optimizer as the state of an elastic run: members are lost, others join."""
 
 from __future__ import annotations
 

@@ -14,9 +14,8 @@ try:
 except ModuleNotFoundError as missing:
     if missing.name != "torch":
         raise
-    raise ModuleNotFoundError(
-        "gw.torch needs PyTorch, which is not installed: pip install torch", name="torch"
-    ) from None
+    text = "gw.torch needs PyTorch, which is not installed: pip install torch"
+    raise ModuleNotFoundError(text, name="torch") from None
 
 from gradwire.torch.ddp import DistributedDataParallel
 

@@ -40,7 +40,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]  # torch i
     view of the memory that ranks exchange, so gradients are held once.
 
     group           whose ranks train together; by default that of `gw.init()`, which is called if it was not. Or an
-                    elastic run: the model then follows it from generation to generation, and begins with the run's state
+                    elastic run: the model follows it from generation to generation, and begins with the run's state
     compression     "f16", "bf16", "int8", "topk", or an object of `gradwire.training.compression`
     check_finite    a NaN or Inf on one rank raises `NotFinite` on all, naming rank and tensor
     contract_every  compare all parameters and buffers each so many backwards; 0: never
@@ -104,8 +104,8 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]  # torch i
             self._reducer.watch(output)
         return output
 
-    # torch.compile compiles what is inside, not this: as torch.compiler.disable(recursive=False), which would import the
-    # compiler for those who do not use it.
+    # torch.compile compiles what is inside, not this: as torch.compiler.disable(recursive=False), which would import
+    # the compiler for those who do not use it.
     forward._torchdynamo_disable = True  # type: ignore[attr-defined]
     torch._C._dynamo.eval_frame.skip_code(forward.__code__)
 
@@ -243,7 +243,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]  # torch i
         return self.module.state_dict(*args, **named)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Into the model; of a state that was saved with the prefix of torch's wrapper, too. All ranks load the same."""
+        """Into the model; states that were saved with the prefix of torch's wrapper, too. All ranks load the same."""
         if assign:
             raise ConfigError("assign=True puts other parameters into the model: load first, then wrap it")
         known = self.module.state_dict()
@@ -261,7 +261,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]  # torch i
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            "a DistributedDataParallel belongs to its group: copy or pickle its .module, or its state_dict()"
+            "a DistributedDataParallel belongs to its group: copy or pickle its .module or its state_dict()"
         )
 
 
