@@ -81,3 +81,22 @@ def test_an_accuracy_that_is_not_reached_fails_the_run() -> None:
     outcome = run(2, "digits.py", "--epochs", "1", "--target", "1")
     assert outcome.returncode == 1, said(outcome)
     assert re.search(r"^\[0\] ✗ FAILED: .* of 360 test images right \(wanted: 100%\)$", outcome.stdout, re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_torch_model_is_trained_alike_on_all_ranks(ranks: int) -> None:
+    outcome = run(ranks, "torch_ddp.py")
+    assert outcome.returncode == 0, said(outcome)
+    assert re.search(rf"^\[0\] {ranks} ranks hold the same weights, \w{{8}}", outcome.stdout, re.MULTILINE), said(
+        outcome
+    )
+
+
+@pytest.mark.slow
+def test_an_elastic_torch_run_loses_a_worker_and_takes_another_in() -> None:
+    elastic = ("--min", "1", "--restarts", "1")
+    outcome = call("-m", "gradwire", "run", "-n", "3", *elastic, str(EXAMPLES / "elastic_torch.py"), "--lose", "1")
+    assert outcome.returncode == 0, said(outcome)
+    assert "takes its place (restart 1 of 1)" in outcome.stdout + outcome.stderr, said(outcome)
+    assert re.search(r"generation [23]: [23] ranks hold the same weights", outcome.stdout), said(outcome)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 from typing import Any
 
@@ -367,7 +368,7 @@ def test_compiled(inside: bool) -> None:
         for seed in range(3):
             model.zero_grad()
             step(model, seed, 0)
-        return {name.replace("_orig_mod.", ""): one for name, one in gradients(model).items()}
+        return {re.sub(r"_orig_mod\.|module\.", "", name): one for name, one in gradients(model).items()}
 
     with gw.init() as group:
         compiled = (lambda: DDP(torch.compile(mlp()), group)) if inside else (lambda: torch.compile(DDP(mlp(), group)))

@@ -25,7 +25,9 @@ def joined(model: DistributedDataParallel, states: Sequence[Any]) -> Iterator[No
     reducer.uneven = True
     try:
         yield
+        model.zero_grad()
         while reducer.sit_out():
+            model.zero_grad()
             rounds += 1
     finally:
         reducer.uneven = False

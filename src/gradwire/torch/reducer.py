@@ -97,15 +97,17 @@ class Reducer:
         mine = weakref.ref(self)
         for tensor in tensors_in(output):
             if tensor.requires_grad:
-                tensor.register_hook(partial(_reached, mine, tensor.grad_fn))
+                tensor.register_hook(partial(_reached, mine))
 
-    def _reach(self, node: Any) -> None:
+    def _reach(self) -> None:
         """A backward came by an output; it may be one that accumulates nothing."""
-        if self.enabled and not self._busy and _accumulates(self._nodes, node):
+        if self.enabled and not self._busy and _accumulates(self._nodes):
             self._begin()
 
     def _begin(self) -> None:
         self._busy = True
+        if self._seen is not None:
+            self._seen = {}
         torch.autograd.Variable._execution_engine.queue_callback(partial(_ended, weakref.ref(self)))
         if self.weight is None and self.uneven:
             self.weight = 1.0
@@ -222,9 +224,9 @@ def _accumulated(reducer: weakref.ref[Reducer], index: int, parameter: Any) -> N
         mine._accumulate(index, parameter)
 
 
-def _reached(reducer: weakref.ref[Reducer], node: Any, _: Any) -> None:
+def _reached(reducer: weakref.ref[Reducer], _: Any) -> None:
     if (mine := reducer()) is not None:
-        mine._reach(node)
+        mine._reach()
 
 
 def _ended(reducer: weakref.ref[Reducer]) -> None:
@@ -232,22 +234,27 @@ def _ended(reducer: weakref.ref[Reducer]) -> None:
         mine.end()
 
 
-def _accumulates(parameters: list[Any], output: Any) -> bool:
+def _accumulates(parameters: list[Any]) -> bool:
     """Whether the engine, which is about to go on from an output, accumulates gradients: `autograd.grad` does not.
 
     If no parameter is among what it will run, this rank may have used none: any other leaf tells as much.
     """
-    if any(map(torch._C._will_engine_execute_node, parameters)):
-        return True
+    try:
+        return any(map(torch._C._will_engine_execute_node, parameters)) or _runs_a_leaf(
+            torch._C._current_autograd_node()
+        )
+    except RuntimeError:  # a leaf that `autograd.grad` was asked for
+        return False
+
+
+def _runs_a_leaf(output: Any) -> bool:
+    """Whether the engine accumulates into the first leaf that it finds on its way from here."""
     stack, known = [output], {output}
     while stack:
         node = stack.pop()
-        following = [one for one, _ in node.next_functions if one is not None and one not in known] if node else []
-        if node is not None and not node.next_functions and hasattr(node, "variable"):
-            try:
-                return bool(torch._C._will_engine_execute_node(node))
-            except RuntimeError:  # a leaf that `autograd.grad` was asked for
-                return False
+        if hasattr(node, "variable"):
+            return bool(torch._C._will_engine_execute_node(node))
+        following = [one for one, _ in node.next_functions if one is not None and one not in known]
         stack.extend(following)
         known.update(following)
     return True
