@@ -12,7 +12,7 @@ from gradwire import arrays
 from gradwire.arrays import Array
 from gradwire.errors import ArrayError, ConfigError, NotFinite
 from gradwire.group import Group
-from gradwire.operations.call import Exchange, Operation, Shape, check_algorithm
+from gradwire.operations.call import Exchange, Operation, Shape
 from gradwire.training import alike, finite, norms
 from gradwire.training.buckets import Bucket, check_bytes, make, tensors_like
 from gradwire.training.contract import Contract
@@ -88,7 +88,6 @@ class GradientSync:
         compression: Compression | str | None = None,
         check_finite: bool = True,
         contract_every: int = 0,
-        algorithm: str = "auto",
     ) -> None:
         self._owner = group
         self._tensors = tensors_like(like)
@@ -96,8 +95,6 @@ class GradientSync:
         self._sizes = check_bytes("bucket_bytes", bucket_bytes), check_bytes("first_bucket_bytes", first_bucket_bytes)
         self._compression = _resolved(compression)
         self.check_finite = check_finite
-        check_algorithm("all_reduce", algorithm)
-        self._algorithm = algorithm
         self.ordered = False
         """Whether the order of readiness was learned, here or by a rank that was there before."""
         self._order = list(reversed(self._tensors))
@@ -143,7 +140,6 @@ class GradientSync:
         self._works: list[Waitable] = []
         self._weights: Weights | None = None
         self._not_finite: dict[str, str] = {}
-        self._unchanged: set[str] = set()
         for bucket in self._buckets:
             bucket.missing = set(bucket.views)
 
@@ -216,20 +212,9 @@ class GradientSync:
             self._weights = Weights(weight, self.group.size)
             self._issue(self._weights.operation(), beside)
 
-    def ready(self, name: str, *, used: bool = True, beside: bool = True) -> None:
-        """This gradient is complete, and not written until `finish`. Full buckets are reduced beside the program.
-
-        What is there from an earlier backward, and was not added to in this one, takes part too, but is not `used`.
-        With `beside=False` they are reduced in this very call: there is nothing to overlap.
-        """
-        self._ready(name, beside)
-        if not used:
-            self._unchanged.add(name)
-
-    @property
-    def under_way(self) -> bool:
-        """Whether other ranks may have heard of a backward that is not finished."""
-        return bool(self._started or self._works)
+    def ready(self, name: str) -> None:
+        """This gradient is complete, and not written until `finish`. Full buckets are reduced beside the program."""
+        self._ready(name, beside=True)
 
     def _ready(self, name: str, beside: bool) -> None:
         bucket = self._home.get(name)
@@ -292,7 +277,7 @@ class GradientSync:
 
     def _reduction(self, bucket: Bucket) -> Operation:
         call = f"GradientSync(bucket {bucket.index + 1} of {len(self._buckets)})"
-        shape = Shape("all_reduce", bucket.dtype, bucket.flat.size, "mean", None, self._algorithm, call)
+        shape = Shape("all_reduce", bucket.dtype, bucket.flat.size, "mean", None, "auto", call)
 
         def body(exchange: Exchange) -> None:
             self._prepare(bucket)
@@ -315,8 +300,7 @@ class GradientSync:
         """Of every tensor, whether any rank used it; and whether all is well. On each rank the same comes out."""
         ballot = np.zeros(len(self._tensors) + 1, np.uint8)
         if self._weights is None or self._weights.mine:
-            absent = self._unchanged.union(*(bucket.missing for bucket in self._buckets))
-            here = (name for name in self._tensors if name not in absent)
+            here = (name for bucket in self._buckets for name in bucket.views if name not in bucket.missing)
             ballot[[self._numbers[name] for name in here]] = 1
         ballot[-1] = bool(self._not_finite)
         self.group.all_reduce(ballot, op="max")
