@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -291,6 +292,63 @@ def test_the_hook_really_changes_the_state() -> None:
         above = (one + np.float32(1e-30)).view(np.uint32).item()
     assert flushed == 0
     assert above == one.view(np.uint32).item() + 1
+
+
+# --- looking at gradients
+
+FLOATS = ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
+
+
+@builds
+@pytest.mark.parametrize("name", FLOATS)
+def test_what_is_not_finite_is_found_wherever_it_is(build: str, name: str) -> None:
+    dtype = parse_dtype(name)
+    part = np.empty(0, dtype.storage).real.dtype
+    info: Any = ml_dtypes.finfo(part)  # type: ignore[no-untyped-call]
+    good = np.resize(np.array([0.0, -0.0, info.max, info.min, info.smallest_subnormal, 1.0]).astype(part), 5000)
+    for count in [*COUNTS, 4, 8, 64, 2048 + 2]:
+        count -= count % (dtype.itemsize // part.itemsize)
+        for shift in (0, 1):
+            place = unaligned(good[:count], shift)
+            assert native.all_finite(dtype.code, place, build)
+            for at in {0, count // 2, count - 1} if count else ():
+                for bad in (np.nan, -np.nan, np.inf, -np.inf):
+                    spoiled = good[:count].copy()
+                    spoiled[at] = bad
+                    assert not native.all_finite(dtype.code, unaligned(spoiled, shift), build), (count, at, bad)
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_of_all_halves_those_are_finite_that_numpy_says(name: str) -> None:
+    halves = np.arange(2**16, dtype=np.uint16)
+    dtype = parse_dtype(name)
+    expected = np.isfinite(halves.view(dtype.storage))
+    for build in kernels.builds():
+        found = [native.all_finite(dtype.code, halves[i : i + 1], build) for i in range(0, 2**16, 7)]
+        assert found == expected[::7].tolist()
+
+
+@builds
+@pytest.mark.parametrize("name", FLOATS)
+def test_squares_are_summed_in_double(build: str, name: str) -> None:
+    dtype = parse_dtype(name)
+    for count in COUNTS:
+        values = np.random.default_rng(count).normal(size=count).astype(dtype.storage)
+        parts = values.view(values.real.dtype).astype(np.float64)
+        for shift in (0, 1):
+            found = native.sum_squares(dtype.code, unaligned(values, shift), build)
+            assert found == pytest.approx(math.fsum(parts * parts), rel=1e-14)
+    large = np.full(3, 1e30, np.float32)  # whose squares are too large for its own type
+    assert native.sum_squares(parse_dtype("float32").code, raw(large), build) == pytest.approx(3e60)
+
+
+def test_only_what_can_be_infinite_is_looked_at() -> None:
+    with pytest.raises(ValueError, match="numbers only"):
+        native.all_finite(parse_dtype("int32").code, np.zeros(4, np.uint8))
+    with pytest.raises(ValueError, match="within an element"):
+        native.sum_squares(parse_dtype("float32").code, np.zeros(3, np.uint8))
+    with pytest.raises(ValueError, match="no kernels for sse9"):
+        native.all_finite(parse_dtype("float32").code, np.zeros(4, np.uint8), "sse9")
 
 
 # --- the hooks themselves

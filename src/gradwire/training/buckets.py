@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from gradwire import arrays
 from gradwire.arrays import Array, DType, check_reduction
 from gradwire.errors import ArrayError, ConfigError, UnsupportedOp
@@ -55,6 +57,25 @@ def _tensor(name: Any, one: Any) -> Tensor:
         raise
     except (AttributeError, TypeError, ValueError) as error:
         raise ArrayError(f"{name!r}: {type(one).__name__} has no shape and dtype: {error}") from error
+
+
+def fitting(tensors: Mapping[str, Tensor], gradients: Mapping[str, Any]) -> dict[str, Array]:
+    """The gradients that are there (not None), as arrays of the right shapes; an error names the first that is not."""
+    given = {}
+    for name, gradient in gradients.items():
+        if name not in tensors:
+            raise ConfigError(f"there is no gradient {name!r}")
+        if gradient is None:
+            continue
+        array = np.asarray(gradient) if isinstance(gradient, np.generic) else arrays.as_array(gradient)
+        if array.shape != tensors[name].shape or not _casts(array.dtype, tensors[name].dtype.storage):
+            raise ArrayError(f"the gradient {name!r} is {arrays.describe(array)}, not {tensors[name]}")
+        given[name] = array
+    return given
+
+
+def _casts(given: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
+    return given == wanted or np.can_cast(given, wanted, "same_kind")
 
 
 @dataclass(slots=True)
@@ -105,13 +126,20 @@ def make(group: Group, order: Sequence[Tensor], bucket_bytes: int, first_bucket_
 
 def _bucket(group: Group, index: int, part: Sequence[Tensor]) -> Bucket:
     dtype = part[0].dtype
-    flat = group.empty(sum(map(_room, part)), dtype.storage)
-    flat.fill(0)  # what lies between tensors is reduced with them
+    flat = _zeros(group, sum(map(_room, part)), dtype)
     views, at = {}, 0
     for tensor in part:
         views[tensor.name] = flat[at : at + tensor.count].reshape(tensor.shape)
         at += _room(tensor)
     return Bucket(index, dtype, tuple(part), flat, views)
+
+
+def _zeros(group: Group, count: int, dtype: DType) -> Array:
+    """Zeros in the group's memory, which is fresh and so takes no room before it is written."""
+    flat = group.empty(count, dtype.storage)
+    shared = group._generation.shared
+    is_shared = shared is not None and shared.own.offset_of(flat.ctypes.data, flat.nbytes) is not None
+    return flat if is_shared else np.zeros(count, dtype.storage)
 
 
 def check_bytes(name: str, nbytes: Any) -> int:

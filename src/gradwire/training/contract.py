@@ -98,10 +98,8 @@ class Contract:
     >>> weights = {"w": np.ones(3)}
     >>> with gw.init() as group:
     ...     contract = gw.Contract(group, every=100)
-    ...     for step in range(200):
-    ...         contract.check(weights)   # of which two are checks
-    ...     contract.checks
-    2
+    ...     [step for step in range(1, 201) if contract.check(weights)]
+    [100, 200]
     """
 
     def __init__(self, group: Group, every: int = 1) -> None:
@@ -109,7 +107,6 @@ class Contract:
             raise ConfigError(f"every is {every!r}: a number of steps, or 0 for never")
         self.group = group
         self.every = every
-        self.checks = 0
         self._steps = 0
 
     def check(self, tensors: Mapping[str, Any]) -> bool:
@@ -118,7 +115,6 @@ class Contract:
         if not self.every or self._steps % self.every:
             return False
         check_replicas(self.group, tensors)
-        self.checks += 1
         return True
 
     def rebind(self, group: Group) -> None:

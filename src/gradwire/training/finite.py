@@ -6,6 +6,8 @@ import numpy as np
 
 from gradwire import arrays, core
 from gradwire.arrays import Array
+from gradwire.errors import NotFinite
+from gradwire.group import Group
 
 _CHUNK = 1 << 16  # elements that NumPy looks at in one go: what it makes of them stays in the cache
 
@@ -31,3 +33,18 @@ def faults(array: Array) -> str:
     nans, infinite = int(np.isnan(array).sum()), int(np.isinf(array).sum())
     found = [f"{number} {kind}" for number, kind in ((nans, "NaN"), (infinite, "infinite")) if number]
     return f"{' and '.join(found)} of {array.size} element{'s' if array.size != 1 else ''}"
+
+
+def not_finite(group: Group, found: list[list[str]]) -> NotFinite:
+    """The same error on all ranks, about the lowest rank that has found something, and its first tensor."""
+    everyones = group.all_gather_values(found)
+    rank, (tensor, faults) = next((rank, told[0]) for rank, told in enumerate(everyones) if told)
+    more = sum(map(len, everyones)) - 1
+    return NotFinite(
+        f"the gradient {tensor!r} of rank {rank} is not finite: {faults}"
+        + (f" ({more} more on ranks {', '.join(str(r) for r, told in enumerate(everyones) if told)})" if more else ""),
+        culprit=rank,
+        tensor=tensor,
+        operation="GradientSync",
+        generation=group.generation,
+    )

@@ -3,42 +3,37 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
 from typing import Any, Protocol
 
 import numpy as np
 
-from gradwire import arrays
 from gradwire.arrays import Array
-from gradwire.errors import ArrayError, ConfigError, NotFinite
+from gradwire.errors import ConfigError
 from gradwire.group import Group
-from gradwire.operations.call import Exchange, Operation, Shape
+from gradwire.operations.call import Exchange, Operation, Shape, check_algorithm
 from gradwire.training import alike, finite, norms
-from gradwire.training.buckets import Bucket, check_bytes, make, tensors_like
+from gradwire.training.buckets import Bucket, check_bytes, fitting, make, tensors_like
 from gradwire.training.contract import Contract
 from gradwire.training.weights import Weights
-from gradwire.work import Stream
+from gradwire.work import Work
 
 BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20
 
 
-class Waitable(Protocol):
-    """What is on its way: a `Work`, or anything that ends when it is waited for."""
-
-    def wait(self) -> Any: ...
-
-
 class Compression(Protocol):
-    """A way to reduce a bucket by moving fewer bytes; the same bits on all ranks."""
+    """A way to reduce a bucket by moving fewer bytes: those of `gradwire.training.compression`, or one's own."""
 
-    name: str
+    def describe(self) -> str:
+        """The name and every setting that ranks must share."""
 
-    def exchange(self, stream: Stream, bucket: Array, mean_weight: float) -> Waitable:
-        """Leave the sum over ranks of mean_weight · bucket in the bucket, at the latest after `wait()`."""
+    def operation(self, bucket: Array, scale: Callable[[], float]) -> Operation:
+        """Make the bucket the sum over all ranks of scale() · bucket, in place; asked when its turn has come."""
 
     def reset(self) -> None:
-        """Forget what was left over from earlier exchanges."""
+        """Forget what was not sent of earlier buckets."""
 
 
 class Follows(Protocol):
@@ -88,13 +83,17 @@ class GradientSync:
         compression: Compression | str | None = None,
         check_finite: bool = True,
         contract_every: int = 0,
+        algorithm: str = "auto",
     ) -> None:
         self._owner = group
         self._tensors = tensors_like(like)
+        self._names = frozenset(self._tensors)
         self._numbers = {name: number for number, name in enumerate(self._tensors)}
         self._sizes = check_bytes("bucket_bytes", bucket_bytes), check_bytes("first_bucket_bytes", first_bucket_bytes)
         self._compression = _resolved(compression)
         self.check_finite = check_finite
+        check_algorithm("all_reduce", algorithm)
+        self._algorithm = algorithm
         self.ordered = False
         """Whether the order of readiness was learned, here or by a rank that was there before."""
         self._order = list(reversed(self._tensors))
@@ -137,9 +136,10 @@ class GradientSync:
 
     def _reset(self) -> None:
         self._started = 0
-        self._works: list[Waitable] = []
+        self._works: list[Work] = []
         self._weights: Weights | None = None
         self._not_finite: dict[str, str] = {}
+        self._unchanged: set[str] = set()
         for bucket in self._buckets:
             bucket.missing = set(bucket.views)
 
@@ -160,17 +160,17 @@ class GradientSync:
         """
         if self._agreed:
             return False
-        compression = self._compression.name if self._compression else "no"
+        compression = self._compression.describe() if self._compression else "no"
         items = [f"{self._sizes} bytes with {compression} compression", *map(str, self._tensors.values())]
         names = list(self._tensors)
         mine = [self._numbers[name] for name in self._order] if self.ordered else None
         orders = alike.tell(self.group, "GradientSync", items, mine)
         self._agreed = True
-        order = next(([names[number] for number in one] for one in orders if one is not None), None)
-        if order is None:
+        learned = next((one for one in orders if one is not None), None)
+        if learned is None or sorted(learned) != list(range(len(names))):
             return False
         self.ordered = True
-        return self._adopt(order)
+        return self._adopt([names[number] for number in learned])
 
     def _adopt(self, order: list[str]) -> bool:
         if order == self._order:
@@ -212,9 +212,20 @@ class GradientSync:
             self._weights = Weights(weight, self.group.size)
             self._issue(self._weights.operation(), beside)
 
-    def ready(self, name: str) -> None:
-        """This gradient is complete, and not written until `finish`. Full buckets are reduced beside the program."""
-        self._ready(name, beside=True)
+    def ready(self, name: str, *, used: bool = True, beside: bool = True) -> None:
+        """This gradient is complete, and not written until `finish`. Full buckets are reduced beside the program.
+
+        What is there from an earlier backward, and was not added to in this one, takes part too, but is not `used`.
+        With `beside=False` they are reduced in this very call: there is nothing to overlap.
+        """
+        self._ready(name, beside)
+        if not used:
+            self._unchanged.add(name)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether other ranks may have heard of a backward that is not finished."""
+        return bool(self._started or self._works)
 
     def _ready(self, name: str, beside: bool) -> None:
         bucket = self._home.get(name)
@@ -251,21 +262,12 @@ class GradientSync:
     def _heed_works(self) -> None:
         """Whoever raises one error has seen those that follow from it."""
         for work in self._works:
-            heed = getattr(work, "heed", None)
-            if heed is not None:
-                heed()
+            work.heed()
 
     # -- one bucket ---------------------------------------------------------------------------------------------------
 
     def _start(self, bucket: Bucket, beside: bool) -> None:
         self._started = bucket.index + 1
-        if self._compression is not None:
-            self._prepare(bucket)
-            if self._weights is not None and self._works:
-                self._works[0].wait()  # which told all ranks' weights
-            share = 1 / self.group.size if self._weights is None else self._weights.share
-            self._works.append(self._compression.exchange(self._stream, bucket.flat, share))
-            return
         self._issue(self._reduction(bucket), beside)
 
     def _issue(self, operation: Operation, beside: bool) -> None:
@@ -277,16 +279,24 @@ class GradientSync:
 
     def _reduction(self, bucket: Bucket) -> Operation:
         call = f"GradientSync(bucket {bucket.index + 1} of {len(self._buckets)})"
-        shape = Shape("all_reduce", bucket.dtype, bucket.flat.size, "mean", None, "auto", call)
+        shape = Shape("all_reduce", bucket.dtype, bucket.flat.size, "mean", None, self._algorithm, call)
+        compressed = self._compression and self._compression.operation(bucket.flat, self._share)
 
         def body(exchange: Exchange) -> None:
             self._prepare(bucket)
-            if self._weights is not None:
+            if compressed is not None:
+                compressed.body(exchange)
+                return
+            if self._weights is not None and self._weights.mine:
                 self._weights.apply(bucket.flat)
             if exchange.size > 1:
                 exchange(shape, bucket.flat, bucket.flat)
 
         return Operation("GradientSync", body)
+
+    def _share(self) -> float:
+        """This rank's part of the mean; known when the first bucket's turn has come."""
+        return 1 / self.group.size if self._weights is None else self._weights.share
 
     def _prepare(self, bucket: Bucket) -> None:
         """Look at a bucket before it leaves this rank."""
@@ -298,17 +308,19 @@ class GradientSync:
 
     def _vote(self) -> None:
         """Of every tensor, whether any rank used it; and whether all is well. On each rank the same comes out."""
-        ballot = np.zeros(len(self._tensors) + 1, np.uint8)
-        if self._weights is None or self._weights.mine:
-            here = (name for bucket in self._buckets for name in bucket.views if name not in bucket.missing)
-            ballot[[self._numbers[name] for name in here]] = 1
+        ballot = np.ones(len(self._tensors) + 1, np.uint8)
+        absent = self._unchanged.union(*(bucket.missing for bucket in self._buckets))
+        if self._weights is not None and not self._weights.mine:
+            absent = set(self._tensors)
+        ballot[[self._numbers[name] for name in absent]] = 0
         ballot[-1] = bool(self._not_finite)
         self.group.all_reduce(ballot, op="max")
-        self.used = frozenset(name for name, number in self._numbers.items() if ballot[number])
+        nowhere = np.flatnonzero(ballot[:-1] == 0).tolist()
+        self.used = self._names if not nowhere else self._names.difference(list(self._tensors)[i] for i in nowhere)
         self.total_weight = float(self.group.size) if self._weights is None else self._weights.total
         if ballot[-1]:
             found = [name for name in self._tensors if name in self._not_finite]
-            raise not_finite(self.group, [[name, self._not_finite[name]] for name in found])
+            raise finite.not_finite(self.group, [[name, self._not_finite[name]] for name in found])
 
     # -- all at once --------------------------------------------------------------------------------------------------
 
@@ -318,7 +330,7 @@ class GradientSync:
         A gradient that is not given, or None, counts as zeros; one that no rank gives is not in the result.
         """
         self._begin(weight, beside=False)
-        given = self._given(gradients)
+        given = fitting(self._tensors, gradients)
         for name in self._order:
             if name in given:
                 self._write(name, given[name])
@@ -338,24 +350,9 @@ class GradientSync:
         {'w': array([2., 2.])}
         """
         self._follow()
-        for name, gradient in self._given(gradients).items():
+        for name, gradient in fitting(self._tensors, gradients).items():
             self._write(name, gradient)
             self._added.add(name)
-
-    def _given(self, gradients: Mapping[str, Any]) -> dict[str, Array]:
-        """The gradients that are there, as arrays of the right shapes: found before anything is sent."""
-        given = {}
-        for name, gradient in gradients.items():
-            if name not in self._tensors:
-                raise ConfigError(f"there is no gradient {name!r}")
-            if gradient is None:
-                continue
-            array = np.asarray(gradient) if isinstance(gradient, np.generic) else arrays.as_array(gradient)
-            tensor = self._tensors[name]
-            if array.shape != tensor.shape or not np.can_cast(array.dtype, tensor.dtype.storage, "same_kind"):
-                raise ArrayError(f"the gradient {name!r} is {arrays.describe(array)}, not {tensor}")
-            given[name] = array
-        return given
 
     def _write(self, name: str, gradient: Array) -> None:
         place = self.gradients[name]
@@ -379,21 +376,6 @@ class GradientSync:
         return norm
 
 
-def not_finite(group: Group, found: list[list[str]]) -> NotFinite:
-    """The same error on all ranks, about the lowest rank that has found something, and its first tensor."""
-    everyones = group.all_gather_values(found)
-    rank, (tensor, faults) = next((rank, told[0]) for rank, told in enumerate(everyones) if told)
-    more = sum(map(len, everyones)) - 1
-    return NotFinite(
-        f"the gradient {tensor!r} of rank {rank} is not finite: {faults}"
-        + (f" ({more} more on ranks {', '.join(str(r) for r, told in enumerate(everyones) if told)})" if more else ""),
-        culprit=rank,
-        tensor=tensor,
-        operation="GradientSync",
-        generation=group.generation,
-    )
-
-
 def _group_of(owner: Group | Follows) -> Group:
     return owner if isinstance(owner, Group) else owner.group
 
@@ -401,7 +383,5 @@ def _group_of(owner: Group | Follows) -> Group:
 def _resolved(compression: Compression | str | None) -> Compression | None:
     if not isinstance(compression, str):
         return compression
-    from gradwire.training import compression as known  # type: ignore[attr-defined]
-
-    found: Compression = known.by_name(compression)
+    found: Compression = import_module("gradwire.training.compression").compression_for(compression)
     return found

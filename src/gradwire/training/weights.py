@@ -56,9 +56,7 @@ class Weights:
 
     def apply(self, flat: Array) -> None:
         """Scale an array so that the plain mean over ranks is the weighted one; nothing to do if all weigh the same."""
-        if not self.mine:
-            flat.fill(0)
-        elif (self.everyones != self.mine).any():
+        if (self.everyones != self.mine).any():
             # Near 1 for most: half types lose less than if each rank scaled by its share and all were summed.
             norms.scale([flat], self.share * self.everyones.size)
 

@@ -1,0 +1,204 @@
+"""The contract: all replicas hold the same bits, and who does not is named on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import gradwire as gw
+from gradwire.training.contract import diverged
+from ranks import run_ranks
+
+
+@pytest.fixture(name="groups", params=[2, 3], ids=["two", "three"])
+def groups_fixture(request: pytest.FixtureRequest) -> Iterator[list[gw.Group]]:
+    made = gw.local_group(request.param)
+    yield made
+    for group in made:
+        group.close()
+
+
+def weights() -> dict[str, Any]:
+    return {
+        "w": np.arange(12, dtype=np.float32).reshape(3, 4),
+        "half": np.ones(5, ml_dtypes.bfloat16),
+        "strided": np.arange(10.0)[::2],
+        "steps": np.zeros((), np.int64),
+        "none": np.zeros((0, 3)),
+    }
+
+
+def test_replicas_that_are_the_same_have_one_digest(groups: list[gw.Group]) -> None:
+    digests = set(run_ranks(groups, lambda group: gw.check_replicas(group, weights())))
+    assert len(digests) == 1
+    with gw.init() as group:
+        assert {gw.check_replicas(group, weights())} == digests
+        assert gw.check_replicas(group, weights() | {"steps": np.ones((), np.int64)}) not in digests
+
+
+@pytest.mark.parametrize("name", ["w", "half", "strided", "steps"])
+def test_a_flipped_bit_is_found_and_named_on_all_ranks(groups: list[gw.Group], name: str) -> None:
+    last = len(groups) - 1
+
+    def body(group: gw.Group) -> tuple[Any, ...]:
+        mine = weights()
+        if group.rank == last:
+            whole = np.ascontiguousarray(mine[name])
+            whole.reshape(-1).view(np.uint8)[-1] ^= 1
+            mine[name] = whole
+        with pytest.raises(gw.ReplicasDiverged) as caught:
+            gw.check_replicas(group, mine)
+        gw.check_replicas(group, weights())  # the group goes on
+        error = caught.value
+        return error.culprit, error.tensor, error.generation, str(error)
+
+    most = "2 of 3 ranks" if last == 2 else "rank 0"
+    text = f"rank {last} holds another {name!r} than {most}: the replicas are no longer the same"
+    assert run_ranks(groups, body) == [(last, name, 1, text)] * len(groups)
+
+
+def test_the_minority_is_to_blame_even_if_it_is_rank_0() -> None:
+    usual, other = [["a", "1"], ["b", "2"]], [["a", "1"], ["b", "3"]]
+    assert diverged([other, usual, usual]).culprit == 0
+    assert diverged([usual, other]).culprit == 1
+    assert diverged([usual, usual, other, other]).culprit == 2
+    error = diverged([usual, other, usual, other, usual], 7)
+    assert (error.culprit, error.tensor, error.generation) == (1, "b", 7)
+    assert str(error).endswith("so do ranks 3")
+
+
+@pytest.mark.parametrize(
+    ("mine", "tensor"),
+    [
+        ({"w": np.ones(3), "b": np.ones(2)}, "b"),
+        ({}, "w"),
+        ({"v": np.ones(3)}, "v"),
+        ({"w": np.ones((3, 1))}, "w"),
+        ({"w": np.ones(3).view(np.int64)}, "w"),
+    ],
+    ids=["more", "none", "another name", "another shape", "another dtype"],
+)
+def test_other_tensors_are_a_difference_too(mine: dict[str, Any], tensor: str) -> None:
+    def body(group: gw.Group) -> tuple[Any, ...]:
+        with pytest.raises(gw.ReplicasDiverged) as caught:
+            gw.check_replicas(group, mine if group.rank else {"w": np.ones(3)})
+        return caught.value.culprit, caught.value.tensor
+
+    assert run_ranks(gw.local_group(2), body) == [(1, tensor)] * 2
+
+
+def test_a_contract_checks_every_so_many_steps() -> None:
+    def body(group: gw.Group) -> list[int]:
+        contract = gw.Contract(group, every=3)
+        seen = [step for step in range(1, 9) if contract.check({"w": np.full(2, step)})]
+        with pytest.raises(gw.ReplicasDiverged):
+            contract.check({"w": np.full(2, group.rank)})
+        return seen
+
+    assert run_ranks(gw.local_group(2), body) == [[3, 6]] * 2
+
+
+def test_all_count_from_the_beginning_of_a_generation() -> None:
+    one, two = gw.init(), gw.local_group(1)[0]
+    contract = gw.Contract(one, every=2)
+    assert [contract.check({}) for _ in range(3)] == [False, True, False]
+    contract.rebind(one)
+    assert contract.check({})
+    assert not contract.check({})
+    contract.rebind(two)
+    assert [contract.check({}) for _ in range(2)] == [False, True]
+    never = gw.Contract(one, every=0)
+    assert not any(never.check({"w": "no array"}) for _ in range(10))
+    one.close()
+    two.close()
+
+
+@pytest.mark.parametrize("every", [-1, 1.5, True, None])
+def test_every_is_a_number_of_steps(every: Any) -> None:
+    with gw.init() as group, pytest.raises(gw.ConfigError, match="every is"):
+        gw.Contract(group, every)
+
+
+def test_what_is_no_array_is_named() -> None:
+    with gw.init() as group:
+        with pytest.raises(gw.ArrayError, match="'w': expected an array, got str"):
+            gw.check_replicas(group, {"w": "words"})
+        with pytest.raises(gw.ArrayError, match="expected a dict of arrays by name, got list"):
+            gw.check_replicas(group, [np.ones(2)])  # type: ignore[arg-type]
+
+
+# --- beginning alike
+
+
+@pytest.mark.parametrize("root", [0, 1])
+def test_all_begin_with_the_root_s_tensors(groups: list[gw.Group], root: int) -> None:
+    def body(group: gw.Group) -> str:
+        mine = weights() | {"big": np.zeros(20_000)}
+        for name in mine:
+            mine[name][...] = mine[name] + mine[name].dtype.type(group.rank)
+        held = dict(mine)
+        assert gw.broadcast_named(group, mine, root) is mine
+        assert all(mine[name] is held[name] for name in held)
+        assert mine["big"][-1] == root
+        assert mine["strided"].tolist() == [root + 2.0 * i for i in range(5)]
+        return gw.check_replicas(group, mine)
+
+    run_ranks(groups, body)
+
+
+def test_tensors_that_differ_are_named_before_any_is_overwritten(groups: list[gw.Group]) -> None:
+    def body(group: gw.Group) -> None:
+        mine = {"w": np.full(3, group.rank), "b": np.zeros(2 + group.rank)}
+        with pytest.raises(gw.ConfigError, match=r"broadcast_named: number 2 is 'b': float64\[3\] on rank 1, 'b'") as e:
+            gw.broadcast_named(group, mine)
+        assert e.value.culprit == 1
+        assert (mine["w"] == group.rank).all()
+        group.barrier()
+
+    run_ranks(groups, body)
+
+
+def test_a_tensor_that_cannot_be_written_is_named() -> None:
+    def body(group: gw.Group) -> None:
+        mine = {"w": np.zeros(3)}
+        mine["w"].flags.writeable = False
+        if group.rank:
+            with pytest.raises(gw.ArrayError, match="'w': the array is read-only"):
+                gw.broadcast_named(group, mine)
+            mine["w"] = np.ones(3)
+        assert not gw.broadcast_named(group, mine)["w"].any()
+
+    run_ranks(gw.local_group(2), body)
+
+
+# --- the mean that is reported
+
+
+def test_the_loss_is_weighted_by_samples(groups: list[gw.Group]) -> None:
+    def body(group: gw.Group) -> Any:
+        rank, size = group.rank, group.size
+        mean = gw.weighted_mean(group, 10.0 * rank, weight=rank + 1)
+        assert mean == pytest.approx(sum(10 * r * (r + 1) for r in range(size)) / sum(range(1, size + 1)))
+        array = gw.weighted_mean(group, np.full((2, 2), rank, np.float32), weight=2)
+        assert array.dtype == np.float32
+        assert (array == (size - 1) / 2).all()
+        assert gw.weighted_mean(group, np.array([rank, 1]), weight=1).tolist() == [(size - 1) / 2, 1.0]
+        return mean
+
+    assert len(set(run_ranks(groups, body))) == 1
+
+
+def test_a_rank_without_samples_has_no_loss(groups: list[gw.Group]) -> None:
+    def body(group: gw.Group) -> None:
+        assert gw.weighted_mean(group, 3.0 if group.rank == 0 else float("nan"), 7 if group.rank == 0 else 0) == 3.0
+        assert np.isnan(gw.weighted_mean(group, 3.0, 0))
+        with pytest.raises(gw.ConfigError, match="a weight of -1"):
+            gw.weighted_mean(group, 3.0, -1)
+        with pytest.raises(gw.ArrayError, match="complex128"):
+            gw.weighted_mean(group, np.ones(2, complex), 1)
+
+    run_ranks(groups, body)

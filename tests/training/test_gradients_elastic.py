@@ -1,0 +1,150 @@
+"""GradientSync goes on in the next generation: with whoever is left, and with whoever has joined."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+from gradwire.threads import Threads
+from processes import Here, StartJob
+from processes import job_fixture as job_fixture
+from processes import zygote_fixture as zygote_fixture
+from ranks import run_ranks
+
+STEPS = 8
+LIKE = {"a": np.zeros(6), "b": np.zeros((2, 2)), "c": np.zeros(())}
+SMALL: dict[str, Any] = {"bucket_bytes": 64, "first_bucket_bytes": 64}
+
+
+class Left(Exception):
+    """This member is gone, as if its process had died."""
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def train(group: gw.Group, in_step: Callable[[gw.Elastic, gw.Step, gw.GradientSync], None]) -> dict[str, Any]:
+    """Steps whose gradients do not depend on how many ranks there are, if each counts by its samples."""
+    state = {name: one.copy() for name, one in LIKE.items()}
+    run = gw.Elastic(state, group, 1)
+    sync = gw.GradientSync(run, state, contract_every=2, **SMALL)
+    checks = 0
+    try:
+        for step in run.steps(STEPS):
+            with step:
+                sync.add({"b": np.full((2, 2), 1.0)})
+                in_step(run, step, sync)
+                size, rank = run.group.size, run.group.rank
+                sync.begin(weight=1 + rank)
+                for name in ("a", "b", "c"):
+                    if name == "b":
+                        sync.gradients["b"] += 1.0
+                    else:
+                        sync.gradients[name][...] = (step.index + 1) * size * (size + 1) / 2 / (1 + rank) / size
+                    sync.ready(name)
+                sync.finish()
+                if not sync.ordered:
+                    sync.reorder(["a", "b", "c"])
+                mean = {name: sync.gradients[name].round(9) for name in sync.used}
+                checks += sync.contract.check(state)
+                for name, gradient in mean.items():
+                    state[name] += gradient
+    except Left:
+        run.close()
+        return {"left": True}
+    return {
+        "state": {name: one.tolist() for name, one in state.items()},
+        "is": (run.group.size, run.group.generation),
+        "buckets": [list(bucket.views) for bucket in sync._buckets],
+        "checks": checks,
+        "digest": run.digest,
+    }
+
+
+TOTAL = float(sum(range(1, STEPS + 1)))
+EXPECTED = {"a": [TOTAL] * 6, "b": [[2.0 * STEPS] * 2] * 2, "c": TOTAL}
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("after", ["begin", "ready"])
+def test_gradients_go_on_without_who_was_lost(victim: int, after: str) -> None:
+    def live(group: gw.Group) -> dict[str, Any]:
+        me = group.rank
+
+        def die(run: gw.Elastic, step: gw.Step, sync: gw.GradientSync) -> None:
+            if me != victim or step.index != 3:
+                return
+            if after == "ready":  # in the middle of a backward
+                sync.begin(weight=1 + me)
+                sync.ready("a")
+            raise Left
+
+        return train(group, die)
+
+    results = run_ranks(gw.local_group(3), live)
+    assert results[victim] == {"left": True}
+    survivors = [result for result in results if "left" not in result]
+    assert survivors[0] == survivors[1]
+    assert survivors[0]["state"] == EXPECTED
+    assert survivors[0]["is"] == (2, 2)
+    assert survivors[0]["buckets"] == [["a"], ["b"], ["c"]]
+
+
+def test_a_joiner_adopts_the_order_and_counts_with_the_others() -> None:
+    threads = Threads(30.0)
+    groups = threads.begin(2)
+    held = threading.Event()
+    joined: list[Any] = []
+
+    def join() -> None:
+        held.wait(10)
+        joined.append(train(threads.join(), lambda *_: None))
+
+    def let_in(run: gw.Elastic, step: gw.Step, sync: gw.GradientSync) -> None:
+        if step.index == 2:
+            held.set()
+            wait_until(lambda: threads._news().joiners == 1)
+
+    joiner = threading.Thread(target=join, daemon=True)
+    joiner.start()
+    results = run_ranks(groups, lambda group: train(group, let_in))
+    joiner.join(30)
+    assert results[0] == results[1]
+    assert results[0]["state"] == joined[0]["state"] == EXPECTED
+    assert results[0]["is"] == joined[0]["is"] == (3, 2)
+    assert results[0]["buckets"] == joined[0]["buckets"] == [["a"], ["b"], ["c"]]  # which it did not see itself
+    assert results[0]["digest"] == joined[0]["digest"]
+    assert (results[0]["checks"], joined[0]["checks"]) == (3, 2)  # one before it came
+
+
+# --- processes
+
+
+def overlaps(here: Here) -> None:
+    """Two processes share memory: buckets are reduced beside the program, and come out right again and again."""
+    like = {f"w{number}": np.zeros((100, 100), np.float32) for number in range(12)}
+    with gw.init() as group:
+        sync = gw.GradientSync(group, like, bucket_bytes=100_000, first_bucket_bytes=40_000)
+        wrong = 0
+        for step in range(30):
+            for name in reversed(like):
+                sync.gradients[name][...] = group.rank + step
+                sync.ready(name)
+            sync.finish()
+            wrong += sum(not (one == step + 0.5).all() for one in sync.gradients.values())
+        here.tell(wrong=wrong, buckets=len(sync._buckets))
+
+
+def test_between_processes(job: StartJob) -> None:
+    with job(overlaps, 2) as ranks:
+        assert [rank.hear() for rank in ranks] == [{"wrong": 0, "buckets": 6}] * 2
