@@ -327,6 +327,7 @@ def test_frozen_layers_have_no_place_and_are_found_when_they_thaw() -> None:
     assert_close(found, expected)
 
 
+@pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.complex64])
 def test_dtypes(dtype: Any) -> None:
     def backward(model: Any, rank: int) -> None:
@@ -355,11 +356,11 @@ def test_several_dtypes_empty_parameters_and_channels_last() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.convolution = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
-            self.double = nn.Linear(4, 2).double()
+            self.head = nn.Linear(4, 2).double()
             self.empty = nn.Parameter(torch.empty(0, 3))
 
         def forward(self, x: Any) -> Any:
-            return {"out": [self.double(self.convolution(x).mean((2, 3)).double()).sum() + self.empty.sum()]}
+            return {"out": [self.head(self.convolution(x).mean((2, 3)).double()).sum() + self.empty.sum()]}
 
     def make() -> Any:
         return filled(Mixed(), 2)

@@ -27,6 +27,16 @@ class Buffers:
         found = {path: owner._buffers.get(name) for path, owner, name in self._places}
         return {path: as_array(path, tensor) for path, tensor in found.items() if tensor is not None}
 
+    def remember(self) -> dict[str, Array]:
+        """Copies of what they hold now, for `restore`."""
+        return {path: array.copy() for path, array in self.arrays().items()}
+
+    def restore(self, remembered: dict[str, Array]) -> None:
+        """Let them hold what they did then."""
+        for path, array in self.arrays().items():
+            if path in remembered and remembered[path].shape == array.shape:
+                array[...] = remembered[path]
+
     def broadcast(self, group: Group, root: int = 0) -> None:
         """Let all ranks have the root's."""
         arrays = list(self.arrays().values())

@@ -18,7 +18,8 @@ from gradwire.torch.reducer import Reducer
 from gradwire.torch.views import as_array
 from gradwire.training import alike
 from gradwire.training.contract import broadcast_named
-from gradwire.training.gradients import Compression, Follows
+from gradwire.training.elastic import Elastic
+from gradwire.training.gradients import Compression
 
 PREFIX = "module."
 
@@ -52,7 +53,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]  # torch i
     def __init__(
         self,
         module: Any,
-        group: Group | Follows | None = None,
+        group: Group | Elastic | None = None,
         *,
         bucket_mb: float = 25.0,
         first_bucket_mb: float = 1.0,
@@ -82,9 +83,12 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]  # torch i
             algorithm=algorithm,
         )
         self._met: Group | None = None  # with whose ranks it is known to agree
+        self._remembered: tuple[int, dict[str, Any]] | None = None  # buffers, as they were after a step
         if isinstance(self._owner, Group):  # an elastic run brings the state, to those who join later too
             self._meet()
             broadcast_named(self.group, self._arrays())
+        else:
+            self._owner.when_cut_short(_undoing(self))
         self._register_load_state_dict_pre_hook(_put_prefix)
 
     @property
@@ -96,6 +100,9 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]  # torch i
 
     # -- in each step -------------------------------------------------------------------------------------------------
 
+    # torch.compile compiles what is inside. torch.compiler.disable would import the compiler at once; this does when it
+    # is called, as every optimizer does that is made.
+    @torch._disable_dynamo(recursive=False)  # type: ignore[untyped-decorator]
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The model's own forward. Nothing is exchanged here."""
         self._prepare()
@@ -104,15 +111,11 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]  # torch i
             self._reducer.watch(output)
         return output
 
-    # torch.compile compiles what is inside, not this: as torch.compiler.disable(recursive=False), which would import
-    # the compiler for those who do not use it.
-    forward._torchdynamo_disable = True  # type: ignore[attr-defined]
-    torch._C._dynamo.eval_frame.skip_code(forward.__code__)
-
     def _prepare(self) -> None:
         if not torch.is_grad_enabled():
             return
         self._meet()
+        self._remember()
         reducer = self._reducer
         if reducer.busy and torch._C._current_graph_task_id() == -1:
             reducer.give_up()
@@ -122,6 +125,17 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]  # torch i
                     f"{name!r} was frozen when the model was wrapped, so nobody averages its gradient: "
                     "make a new DistributedDataParallel after unfreezing"
                 )
+
+    def _remember(self) -> None:
+        """Forward changes buffers. If the step of an elastic run is cut short, they must be what they were."""
+        owner = self._owner
+        if isinstance(owner, Group) or (self._remembered and self._remembered[0] == owner.completed):
+            return
+        self._remembered = owner.completed, self._buffers_of.remember()
+
+    def _undo(self) -> None:
+        if self._remembered and self._remembered[0] == self._owner.completed:
+            self._buffers_of.restore(self._remembered[1])
 
     def _meet(self) -> None:
         """Once in each generation: make sure that all ranks have the same model."""
@@ -274,6 +288,16 @@ def _weakly(model: DistributedDataParallel) -> Callable[[bool], None]:
             found._after_backward(had_data)
 
     return after
+
+
+def _undoing(model: DistributedDataParallel) -> Callable[[], None]:
+    mine = weakref.ref(model)
+
+    def undo() -> None:
+        if (found := mine()) is not None:
+            found._undo()
+
+    return undo
 
 
 def _trained(module: Any) -> dict[str, Any]:
