@@ -413,6 +413,8 @@ def test_buffers_are_those_of_rank_0_after_each_backward(broadcast: bool) -> Non
 
 def test_a_buffer_that_is_replaced_is_still_found() -> None:
     class Counter(nn.Linear):  # type: ignore[misc]  # torch is Any to mypy
+        seen: Any
+
         def forward(self, x: Any) -> Any:
             self.seen = self.seen + x.shape[0]
             return super().forward(x)
