@@ -30,11 +30,14 @@ using Reduce = void (*)(void* result, const Term* terms, std::size_t number, std
 
 // Whether no element is NaN or infinite; of types that can be.
 using AllFinite = bool (*)(const void* data, std::size_t count);
+// The same of what it copies; `to` and `from` do not overlap.
+using CopyFinite = bool (*)(void* to, const void* from, std::size_t count);
 // The sum of the squares of all elements, in double; of real types.
 using SumSquares = double (*)(const void* data, std::size_t count);
 
 struct Checks {
     AllFinite all_finite;
+    CopyFinite copy_finite;
     SumSquares sum_squares;
     std::size_t element;  // bytes: a complex number counts as two
 };

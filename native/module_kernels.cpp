@@ -124,6 +124,15 @@ bool all_finite(int dtype, nb::handle array, const std::string& build) {
     return found.all_finite(buffer.data(), count);
 }
 
+bool copy_finite(int dtype, nb::handle to, nb::handle from, const std::string& build) {
+    const Checks found = find_checks(build, dtype);
+    const Buffer target(to, true), source(from, false);
+    const std::size_t count = target.count(found.element);
+    source.check(count, found.element);
+    nb::gil_scoped_release released;
+    return found.copy_finite(target.data(), source.data(), count);
+}
+
 double sum_squares(int dtype, nb::handle array, const std::string& build) {
     const Checks found = find_checks(build, dtype);
     const Buffer buffer(array, false);
@@ -155,6 +164,7 @@ constexpr std::uint64_t FLUSHES = 0, UPWARDS = 0;
 
 void register_kernels(nb::module_& module) {
     module.def("all_finite", &all_finite, nb::arg("dtype"), nb::arg("array"), nb::arg("build") = "");
+    module.def("copy_finite", &copy_finite, nb::arg("dtype"), nb::arg("to"), nb::arg("source"), nb::arg("build") = "");
     module.def("sum_squares", &sum_squares, nb::arg("dtype"), nb::arg("array"), nb::arg("build") = "");
     nb::module_ kernels = module.def_submodule("kernels");
     kernels.def("builds", &builds);

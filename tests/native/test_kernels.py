@@ -311,11 +311,16 @@ def test_what_is_not_finite_is_found_wherever_it_is(build: str, name: str) -> No
         for shift in (0, 1):
             place = unaligned(good[:count], shift)
             assert native.all_finite(dtype.code, place, build)
+            target = unaligned(np.zeros_like(good[:count]), 1 - shift)
+            assert native.copy_finite(dtype.code, target, place, build)
+            assert (target == place).all()
             for at in {0, count // 2, count - 1} if count else ():
                 for bad in (np.nan, -np.nan, np.inf, -np.inf):
                     spoiled = good[:count].copy()
                     spoiled[at] = bad
                     assert not native.all_finite(dtype.code, unaligned(spoiled, shift), build), (count, at, bad)
+                    assert not native.copy_finite(dtype.code, target, unaligned(spoiled, shift), build)
+                    assert (target == spoiled.view(np.uint8)).all()
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
@@ -345,6 +350,8 @@ def test_squares_are_summed_in_double(build: str, name: str) -> None:
 def test_only_what_can_be_infinite_is_looked_at() -> None:
     with pytest.raises(ValueError, match="numbers only"):
         native.all_finite(parse_dtype("int32").code, np.zeros(4, np.uint8))
+    with pytest.raises(ValueError, match="differ in their number"):
+        native.copy_finite(parse_dtype("float32").code, np.zeros(4, np.uint8), np.zeros(8, np.uint8))
     with pytest.raises(ValueError, match="within an element"):
         native.sum_squares(parse_dtype("float32").code, np.zeros(3, np.uint8))
     with pytest.raises(ValueError, match="no kernels for sse9"):

@@ -82,7 +82,7 @@ def test_the_mean_over_ranks_in_the_same_bits_on_all(three: list[gw.Group], dtyp
 
 
 def test_dtypes_may_be_mixed(three: list[gw.Group]) -> None:
-    like = {"x": np.zeros(3), "y": np.zeros(3, np.float32), "z": np.zeros(2)}
+    like: dict[str, Array] = {"x": np.zeros(3), "y": np.zeros(3, np.float32), "z": np.zeros(2)}
     results = run_ranks(three, lambda group: copied(gw.GradientSync(group, like).sync(some(group.rank, like))))
     for name in like:
         np.testing.assert_allclose(results[2][name], np.mean([some(rank, like)[name] for rank in range(3)], axis=0))
@@ -260,6 +260,30 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(gradients: Any, re
         assert set(sync.sync({"b": np.zeros(7)})) == {"b"}
 
 
+def test_what_does_not_fit_on_one_rank_is_no_call_of_it(pair: list[gw.Group]) -> None:
+    def body(group: gw.Group) -> None:
+        sync = gw.GradientSync(group, LIKE)
+        if group.rank == 1:
+            with pytest.raises(gw.ArrayError, match="'b' is"):
+                sync.sync({"b": np.zeros(6)}, weight=2)
+        assert set(sync.sync({"b": np.zeros(7)}, weight=1)) == {"b"}
+
+    run_ranks(pair, body)
+
+
+def test_a_weight_that_was_told_is_not_taken_back(pair: list[gw.Group]) -> None:
+    def body(group: gw.Group) -> None:
+        sync = gw.GradientSync(group, LIKE)
+        sync.begin()
+        sync.begin()  # nobody has heard of it
+        sync.begin(weight=1)
+        with pytest.raises(gw.ConfigError, match="not finished"):
+            sync.begin(weight=2)
+        sync.finish()
+
+    run_ranks(pair, body)
+
+
 # --- weights
 
 
@@ -350,6 +374,37 @@ def test_all_ranks_are_told_who_has_a_nan(
         monkeypatch.setenv("GRADWIRE_PURE", "1")
     text = "the gradient 'b' of rank 1 is not finite: 1 NaN of 7 elements (3 more on ranks 1, 2)"
     assert run_ranks(three, body) == [(text, 1, "b", "GradientSync", 1)] * 3
+
+
+@pytest.mark.parametrize("how", ["written", "added", "strided", "other dtype", "in place"])
+def test_however_it_came_there_it_is_found(pair: list[gw.Group], how: str) -> None:
+    def body(group: gw.Group) -> None:
+        sync = gw.GradientSync(group, LIKE)
+        for spoiled in (False, True):
+            gradient = np.ones((3, 4), np.float32)
+            gradient[2, 1] = np.nan if spoiled and group.rank == 1 else 1
+            sync.begin()
+            if how == "written":
+                sync.write("a", gradient)
+            elif how == "added":
+                sync.write("a", np.ones((3, 4), np.float32))
+                sync.add({"a": np.zeros((3, 4))})
+                sync.add({"a": gradient})
+            elif how == "strided":
+                sync.write("a", np.asfortranarray(gradient))
+            elif how == "other dtype":
+                sync.write("a", gradient.astype(np.float64))
+            else:
+                sync.gradients["a"][...] = gradient
+            sync.ready("a")
+            if not spoiled:
+                sync.finish()
+                assert (sync.gradients["a"] == 1).all()
+                continue
+            with pytest.raises(gw.NotFinite, match="'a' of rank 1"):
+                sync.finish()
+
+    run_ranks(pair, body)
 
 
 def test_the_check_can_be_switched_off(pair: list[gw.Group]) -> None:

@@ -147,4 +147,4 @@ def overlaps(here: Here) -> None:
 
 def test_between_processes(job: StartJob) -> None:
     with job(overlaps, 2) as ranks:
-        assert [rank.hear() for rank in ranks] == [{"wrong": 0, "buckets": 6}] * 2
+        assert [rank.hear() for rank in ranks] == [{"wrong": 0, "buckets": 7}] * 2

@@ -24,6 +24,21 @@ def all_finite(array: Array) -> bool:
     return all(bool(np.isfinite(flat[at : at + _CHUNK]).all()) for at in range(0, flat.size, _CHUNK))
 
 
+def copy_finite(to: Array, source: Array) -> bool | None:
+    """Copy, and say whether all of it is finite; None if that would take a second look. `to` is contiguous.
+
+    >>> place = np.zeros(2)
+    >>> copy_finite(place, np.ones(2)) in (True, None), place
+    (True, array([1., 1.]))
+    """
+    if core.available() and source.flags.c_contiguous and source.dtype == to.dtype and source.size:
+        one, other = to.reshape(-1), source.reshape(-1)
+        if not np.may_share_memory(one, other):
+            return core.native.copy_finite(arrays.dtype_of(one).code, one.view(np.uint8), other.view(np.uint8))
+    np.copyto(to, source, casting="same_kind")
+    return None
+
+
 def faults(array: Array) -> str:
     """What is not finite in an array, in words.
 

@@ -140,6 +140,7 @@ class GradientSync:
         self._weights: Weights | None = None
         self._not_finite: dict[str, str] = {}
         self._unchanged: set[str] = set()
+        self._finite: set[str] = set()  # found so when they were written
         for bucket in self._buckets:
             bucket.missing = set(bucket.views)
 
@@ -204,7 +205,7 @@ class GradientSync:
 
     def _begin(self, weight: float | None, beside: bool) -> None:
         self._follow()
-        if self._started:
+        if self.under_way:
             raise ConfigError("the last backward was begun and not finished: call finish()")
         self.agree()
         self._reset()
@@ -280,7 +281,7 @@ class GradientSync:
     def _reduction(self, bucket: Bucket) -> Operation:
         call = f"GradientSync(bucket {bucket.index + 1} of {len(self._buckets)})"
         shape = Shape("all_reduce", bucket.dtype, bucket.flat.size, "mean", None, self._algorithm, call)
-        compressed = self._compression and self._compression.operation(bucket.flat, self._share)
+        compressed = None if self._compression is None else self._compression.operation(bucket.flat, self._share)
 
         def body(exchange: Exchange) -> None:
             self._prepare(bucket)
@@ -302,7 +303,7 @@ class GradientSync:
         """Look at a bucket before it leaves this rank."""
         if self._weights is not None and not self._weights.mine:
             bucket.flat.fill(0)
-        elif self.check_finite and not finite.all_finite(bucket.flat):
+        elif self.check_finite and not self._finite.issuperset(bucket.views) and not finite.all_finite(bucket.flat):
             spoiled = {name: view for name, view in bucket.views.items() if not finite.all_finite(view)}
             self._not_finite.update({name: finite.faults(view) for name, view in spoiled.items()})
 
@@ -329,8 +330,8 @@ class GradientSync:
 
         A gradient that is not given, or None, counts as zeros; one that no rank gives is not in the result.
         """
+        given = fitting(self._tensors, gradients)  # before anything is sent
         self._begin(weight, beside=False)
-        given = fitting(self._tensors, gradients)
         for name in self._order:
             if name in given:
                 self._write(name, given[name])
@@ -354,12 +355,20 @@ class GradientSync:
             self._write(name, gradient)
             self._added.add(name)
 
-    def _write(self, name: str, gradient: Array) -> None:
+    def write(self, name: str, gradient: Array) -> None:
+        """Copy a gradient into its place, and look on the way whether it is finite: then its bucket need not be read
+        once more. What is written there later, in another way, would not be looked at."""
         place = self.gradients[name]
+        if gradient is not place and finite.copy_finite(place, gradient):
+            self._finite.add(name)
+
+    def _write(self, name: str, gradient: Array) -> None:
         if name in self._added:
+            place = self.gradients[name]
             np.add(place, gradient, out=place, casting="same_kind")
-        elif gradient is not place:
-            np.copyto(place, gradient, casting="same_kind")
+            self._finite.discard(name)
+        else:
+            self.write(name, gradient)
 
     # -- after the reduce ---------------------------------------------------------------------------------------------
 
