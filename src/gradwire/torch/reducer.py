@@ -22,7 +22,7 @@ import torch
 from gradwire.arrays import Array
 from gradwire.errors import ConfigError, UnsupportedOp
 from gradwire.group import Group
-from gradwire.torch.views import as_array, as_tensor, laid_out_like, tensors_in
+from gradwire.torch.views import as_array, as_tensor, in_memory_order, laid_out_like, tensors_in
 from gradwire.training.gradients import GradientSync
 
 
@@ -150,16 +150,17 @@ class Reducer:
 
     def _place(self, index: int, parameter: Any) -> None:
         """Let the gradient live in its bucket."""
-        view = self._views[index]
-        gradient = parameter.grad
+        view, gradient, name = self._views[index], parameter.grad, self._names[index]
         if gradient is view:
+            self.sync.look_again(name)
             return
         if gradient.layout != torch.strided:
-            raise UnsupportedOp(
-                f"the gradient of {self._names[index]!r} is sparse: gradwire averages dense ones (sparse=False)"
-            )
+            raise UnsupportedOp(f"the gradient of {name!r} is sparse: gradwire averages dense ones (sparse=False)")
         with torch.no_grad():
-            view.copy_(gradient)
+            if gradient.stride() == view.stride() and gradient.dtype == view.dtype:
+                self.sync.write(name, as_array(name, in_memory_order(gradient)).reshape(view.shape))
+            else:
+                view.copy_(gradient)
         parameter.grad = view
 
     # -- a backward ends ----------------------------------------------------------------------------------------------

@@ -47,6 +47,11 @@ def laid_out_like(flat: Any, parameter: Any) -> Any:
     return flat.view(parameter.size())
 
 
+def in_memory_order(tensor: Any) -> Any:
+    """The elements of a tensor without gaps, flat, as they lie in memory."""
+    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+
+
 def tensors_in(value: Any) -> list[Any]:
     """All tensors in what a model returned: alone, in containers, in dataclasses."""
     if isinstance(value, torch.Tensor):
