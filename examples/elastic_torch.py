@@ -1,6 +1,7 @@
 """A PyTorch run that survives the loss of workers, and takes new ones in without a checkpoint.
 
-    gradwire run -n 3 --min 1 --restarts 1 examples/elastic_torch.py --lose 1   # rank 1 is killed half-way
+    gradwire run -n 3 --min 1 examples/elastic_torch.py --lose 1                # rank 1 dies half-way: the rest go on
+    gradwire run -n 2 --min 2 --restarts 1 examples/elastic_torch.py --lose 1   # or wait for the one that replaces it
     gradwire run -n 2 --min 1 --max 4 examples/elastic_torch.py                 # others may: gradwire join …
     gradwire run -n 2 examples/elastic_torch.py                                 # of fixed size: a loss is an error
     python examples/elastic_torch.py                                            # one process

@@ -91,7 +91,7 @@ def main() -> int:
                 optimizer.step()
             if group.rank == 0 and (epoch + 1) % 4 == 0:
                 right = accuracy(model, *test)
-                print(f"epoch {epoch + 1:3}  loss {float(loss):.4f}  accuracy {right:6.1%}", flush=True)
+                print(f"epoch {epoch + 1:3}  loss {loss.item():.4f}  accuracy {right:6.1%}", flush=True)
 
         digest = gw.check_replicas(group, model.state_dict())  # raises if the ranks do not hold the same bits
         right = accuracy(model, *test)
