@@ -17,7 +17,8 @@ measured; blocks of steps take turns, because on a shared machine only what was 
 hidden behind backward: 1 - beyond(gradwire) / beyond(waiting). Memory is the sum over ranks of their highest PSS
 (memory that several processes share is counted once), looked at while no time is taken; here torch's is asked for
 gradient_as_bucket_view=True. At the end the weights must be the same bits on all ranks of an engine, and close to those
-of the others; otherwise the exit code is 1. It is 2 if a step beyond compute costs more than a third of Gloo's.
+of the others; otherwise the exit code is 1. *CPU* is what a step costs a rank's threads together, which a busy machine
+changes less than the time. It is 2 if a step beyond compute costs more than a third of Gloo's.
 """
 
 from __future__ import annotations
@@ -150,13 +151,14 @@ def work(engine: str, name: str, lean: bool) -> None:
             loss_of(run).backward()
             optimizer.step()
 
-        def steps(count: int) -> list[float]:
-            took = []
+        def steps(count: int) -> tuple[list[float], list[float]]:
+            took, worked = [], []
             for _ in range(count + 1):  # the first of a block finds cold caches
-                began = time.perf_counter()
+                began, busy = time.perf_counter(), time.process_time()
                 step()
                 took.append(time.perf_counter() - began)
-            return took[1:]
+                worked.append(time.process_time() - busy)
+            return took[1:], worked[1:]
 
         def memory() -> int:
             peak = Peak()
@@ -242,17 +244,19 @@ def crews(engines: list[str], model: str, ranks: int, lean: bool = False) -> Ite
 def measure(model: str, engines: list[str], options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of a step by engine and block, and whether all came to the same weights."""
     blocks: dict[str, list[float]] = {engine: [] for engine in engines}
+    work: dict[str, list[float]] = {engine: [] for engine in engines}
     with crews(engines, model, options.ranks) as made:
         for number in range(options.blocks):
             for engine in turns(engines, number):
                 of_ranks = made[engine].ask(options.steps)
-                blocks[engine].append(statistics.mean(statistics.median(took) for took in of_ranks))
+                blocks[engine].append(statistics.mean(statistics.median(took) for took, _ in of_ranks))
+                work[engine].append(statistics.mean(statistics.median(worked) for _, worked in of_ranks))
         held = {engine: crew.ask("weights") for engine, crew in made.items()}
     in_step = {engine: told for engine, told in held.items() if engine != "off"}
     identical = {engine: all(one == told[0] for one in told) for engine, told in in_step.items()}
     first = next(iter(in_step.values()))[0][1:-1]
     far = {e: max(abs(a - b) for a, b in zip(first, told[0][1:-1], strict=True)) for e, told in in_step.items()}
-    return {"model": model, "blocks": blocks, "identical": identical, "distance": far}
+    return {"model": model, "blocks": blocks, "work": work, "identical": identical, "distance": far}
 
 
 def peaks(model: str, engines: list[str], options: argparse.Namespace) -> dict[str, int]:
@@ -274,7 +278,7 @@ def report(result: dict[str, Any]) -> bool:
     blocks, off = result["blocks"], statistics.median(result["blocks"]["off"])
     rival = statistics.median(beyond(result, "gloo")) if "gloo" in blocks else None
     print(f"\n{result['model']}: a step without exchange takes {1000 * off:.1f} ms")
-    heads = f"{'step ms':>9} {'beyond ms':>10} {'of Gloo':>8} {'least … most ms':>18} {'peak PSS MB':>12}"
+    heads = f"{'step ms':>9} {'beyond ms':>10} {'of Gloo':>8} {'least … most ms':>18} {'CPU ms':>8} {'peak PSS MB':>12}"
     print(f"{'':10} {heads}  same bits")
     for engine, times in blocks.items():
         extra = beyond(result, engine)
@@ -284,7 +288,8 @@ def report(result: dict[str, Any]) -> bool:
         span = f"{1000 * min(extra):.1f} … {1000 * max(extra):.1f}"
         same = {True: "yes", False: "NO", None: ""}[result["identical"].get(engine)]
         middle = f"{1000 * statistics.median(times):9.1f} {1000 * statistics.median(extra):10.1f} {share}"
-        print(f"{engine:10} {middle} {span:>18} {memory}  {same}")
+        busy = f"{1000 * statistics.median(result['work'][engine]):8.1f}"
+        print(f"{engine:10} {middle} {span:>18} {busy} {memory}  {same}")
     if "waiting" in blocks and "gradwire" in blocks:
         hidden = 1 - statistics.median(beyond(result, "gradwire")) / statistics.median(beyond(result, "waiting"))
         print(f"overlap: {hidden:.0%} of the exchange is hidden behind backward")
