@@ -290,6 +290,21 @@ def test_a_gradient_that_goes_on_after_it_was_complete_is_an_error() -> None:
             step(ddp, 1, 0)
 
 
+def test_a_rank_that_gives_up_is_told_out_of_backward() -> None:
+    def train(group: gw.Group) -> str:
+        ddp = DDP(mlp(), group)
+        step(ddp, 0, group.rank)
+        if group.rank == 1:
+            group.abort("no more")
+            return ""
+        with pytest.raises(gw.Aborted) as failure:
+            step(ddp, 1, group.rank)
+        assert failure.value.culprit == 1
+        return str(failure.value)
+
+    assert "no more" in run_ranks(gw.local_group(2), train)[0]
+
+
 def test_sparse_gradients_are_refused_by_name() -> None:
     with gw.init() as group:
         ddp = DDP(nn.Embedding(5, 3, sparse=True), group)
