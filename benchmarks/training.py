@@ -278,18 +278,16 @@ def report(result: dict[str, Any]) -> bool:
     blocks, off = result["blocks"], statistics.median(result["blocks"]["off"])
     rival = statistics.median(beyond(result, "gloo")) if "gloo" in blocks else None
     print(f"\n{result['model']}: a step without exchange takes {1000 * off:.1f} ms")
-    heads = f"{'step ms':>9} {'beyond ms':>10} {'of Gloo':>8} {'least … most ms':>18} {'CPU ms':>8} {'peak PSS MB':>12}"
+    heads = f"{'step ms':>9} {'beyond ms':>10} {'of Gloo':>8} {'least … most ms':>18} {'CPU ms':>8}"
     print(f"{'':10} {heads}  same bits")
     for engine, times in blocks.items():
         extra = beyond(result, engine)
         share = f"{statistics.median(extra) / rival:8.2f}" if rival and engine != "off" else f"{'':8}"
-        pss = result["pss"].get(engine)
-        memory = f"{pss / 1e6:12.0f}" if pss else f"{'':12}"
         span = f"{1000 * min(extra):.1f} … {1000 * max(extra):.1f}"
         same = {True: "yes", False: "NO", None: ""}[result["identical"].get(engine)]
         middle = f"{1000 * statistics.median(times):9.1f} {1000 * statistics.median(extra):10.1f} {share}"
         busy = f"{1000 * statistics.median(result['work'][engine]):8.1f}"
-        print(f"{engine:10} {middle} {span:>18} {busy} {memory}  {same}")
+        print(f"{engine:10} {middle} {span:>18} {busy}  {same}", flush=True)
     if "waiting" in blocks and "gradwire" in blocks:
         hidden = 1 - statistics.median(beyond(result, "gradwire")) / statistics.median(beyond(result, "waiting"))
         print(f"overlap: {hidden:.0%} of the exchange is hidden behind backward")
@@ -312,6 +310,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--blocks", type=int, default=8, help="of each engine, in turns (default: 8)")
     parser.add_argument("--steps", type=int, default=8, help="in a block (default: 8)")
+    parser.add_argument("--no-memory", action="store_true", help="time only")
     parser.add_argument("--json", metavar="FILE", help="write every block there")
     parser.add_argument("--work", nargs=2, metavar=("ENGINE", "MODEL"), help=argparse.SUPPRESS)
     parser.add_argument("--lean", action="store_true", help=argparse.SUPPRESS)
@@ -325,9 +324,12 @@ def main() -> int:
     results, sound, fast = [], True, True
     for model in options.models.split(","):
         result = measure(model, engines, options)
-        result["pss"] = peaks(model, [one for one in engines if one in ("off", "gradwire", "gloo")], options)
         results.append(result)
         fast = report(result) and fast
+        measured = [one for one in engines if one in ("off", "gradwire", "gloo")]
+        result["pss"] = peaks(model, measured if not options.no_memory else [], options)
+        told = ", ".join(f"{engine} {nbytes / 1e6:.0f} MB" for engine, nbytes in result["pss"].items())
+        print(f"peak PSS of all ranks together: {told or 'not measured'}", flush=True)
         sound = sound and all(result["identical"].values()) and max(result["distance"].values(), default=0) <= CLOSE
     if options.json:
         with open(options.json, "w") as file:
