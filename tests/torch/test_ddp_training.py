@@ -374,8 +374,8 @@ def test_a_model_that_is_let_go_is_freed() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # the compiler's own
-@pytest.mark.parametrize("inside", [True, False])
-def test_compiled(inside: bool) -> None:
+@pytest.mark.parametrize(("inside", "backend"), [(True, "aot_eager"), (False, "aot_eager"), (False, "inductor")])
+def test_compiled(inside: bool, backend: str) -> None:
     """In one thread: the compiler is not made for several."""
 
     def train(make: Any) -> dict[str, Any]:
@@ -386,5 +386,10 @@ def test_compiled(inside: bool) -> None:
         return {re.sub(r"_orig_mod\.|module\.", "", name): one for name, one in gradients(model).items()}
 
     with gw.init() as group:
-        compiled = (lambda: DDP(torch.compile(mlp()), group)) if inside else (lambda: torch.compile(DDP(mlp(), group)))
+
+        def compiled() -> Any:
+            if inside:
+                return DDP(torch.compile(mlp(), backend=backend), group)
+            return torch.compile(DDP(mlp(), group), backend=backend)
+
         assert_close(train(compiled), train(mlp))
