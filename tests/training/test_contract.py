@@ -29,6 +29,7 @@ def weights() -> dict[str, Any]:
         "strided": np.arange(10.0)[::2],
         "steps": np.zeros((), np.int64),
         "none": np.zeros((0, 3)),
+        "bias": np.full(4, 0.5),
     }
 
 
@@ -144,6 +145,7 @@ def test_all_begin_with_the_root_s_tensors(groups: list[gw.Group], root: int) ->
         assert gw.broadcast_named(group, mine, root) is mine
         assert all(mine[name] is held[name] for name in held)
         assert mine["big"][-1] == root
+        assert mine["bias"].tolist() == [root + 0.5] * 4
         assert mine["strided"].tolist() == [root + 2.0 * i for i in range(5)]
         return gw.check_replicas(group, mine)
 

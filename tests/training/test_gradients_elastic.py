@@ -42,13 +42,16 @@ def train(group: gw.Group, in_step: Callable[[gw.Elastic, gw.Step, gw.GradientSy
     try:
         for step in run.steps(STEPS):
             with step:
-                sync.add({"b": np.full((2, 2), 1.0)})
+                if step.index % 2:
+                    sync.add({"b": np.full((2, 2), 1.0)})
                 in_step(run, step, sync)
                 size, rank = run.group.size, run.group.rank
                 sync.begin(weight=1 + rank)
                 for name in ("a", "b", "c"):
-                    if name == "b":
+                    if name == "b" and step.index % 2:
                         sync.gradients["b"] += 1.0
+                    elif name == "b":
+                        sync.write("b", np.full((2, 2), 2.0))
                     else:
                         sync.gradients[name][...] = (step.index + 1) * size * (size + 1) / 2 / (1 + rank) / size
                     sync.ready(name)
@@ -82,7 +85,7 @@ def test_gradients_go_on_without_who_was_lost(victim: int, after: str) -> None:
         me = group.rank
 
         def die(run: gw.Elastic, step: gw.Step, sync: gw.GradientSync) -> None:
-            if me != victim or step.index != 3:
+            if me != victim or step.index != (4 if victim else 3):
                 return
             if after == "ready":  # in the middle of a backward
                 sync.begin(weight=1 + me)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from gradwire import arrays
 from gradwire.arrays import Array, DType, check_reduction
@@ -87,6 +88,7 @@ class Bucket:
     tensors: tuple[Tensor, ...]
     flat: Array
     views: dict[str, Array]
+    contents: str  # in words, and a digest: ranks whose buckets differ find out at the first one
     missing: set[str] = field(default_factory=set)
 
 
@@ -131,7 +133,9 @@ def _bucket(group: Group, index: int, part: Sequence[Tensor]) -> Bucket:
     for tensor in part:
         views[tensor.name] = flat[at : at + tensor.count].reshape(tensor.shape)
         at += _room(tensor)
-    return Bucket(index, dtype, tuple(part), flat, views)
+    digest = xxhash.xxh3_64_hexdigest("\n".join(map(str, part)).encode())
+    contents = f"{len(part)} tensors from {part[0].name!r} to {part[-1].name!r}, {digest[:8]}"
+    return Bucket(index, dtype, tuple(part), flat, views, contents)
 
 
 def _zeros(group: Group, count: int, dtype: DType) -> Array:

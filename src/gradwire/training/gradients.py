@@ -279,7 +279,7 @@ class GradientSync:
             self.group._now(operation, None)
 
     def _reduction(self, bucket: Bucket) -> Operation:
-        call = f"GradientSync(bucket {bucket.index + 1} of {len(self._buckets)})"
+        call = f"GradientSync(bucket {bucket.index + 1} of {len(self._buckets)}: {bucket.contents})"
         shape = Shape("all_reduce", bucket.dtype, bucket.flat.size, "mean", None, self._algorithm, call)
         compressed = None if self._compression is None else self._compression.operation(bucket.flat, self._share)
 

@@ -1,0 +1,41 @@
+"""Whether arrays are finite, with the core and without: the same answers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from gradwire.arrays import parse_dtype
+from gradwire.training import finite, norms
+
+
+@pytest.fixture(params=["core", "pure"], autouse=True, name="mode")
+def mode_fixture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "pure":
+        monkeypatch.setenv("GRADWIRE_PURE", "1")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
+def test_one_bad_element_is_found_anywhere(dtype: str) -> None:
+    array = np.ones(3 * finite._CHUNK // 2, parse_dtype(dtype).storage)
+    assert finite.all_finite(array)
+    for at in (0, finite._CHUNK - 1, finite._CHUNK, -1):
+        for bad in (np.nan, np.inf, -np.inf):
+            spoiled = array.copy()
+            spoiled[at] = bad
+            assert not finite.all_finite(spoiled)
+            assert not finite.copy_finite(array.copy(), spoiled)
+
+
+def test_nothing_is_finite_and_a_copy_may_be_of_its_own_memory() -> None:
+    assert finite.all_finite(np.zeros((0, 3)))
+    place = np.arange(6.0)
+    finite.copy_finite(place[1:], place[:-1])
+    assert place.tolist() == [0, 0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
+def test_squares_add_up_in_double(dtype: str) -> None:
+    array = np.full(2 * norms._CHUNK + 5, 3, parse_dtype(dtype).storage)
+    assert norms._squares(array) == 9 * array.size
+    assert norms._squares(np.full(2, 1e30, np.float32)) == pytest.approx(2e60)
