@@ -34,6 +34,7 @@ The layers, each importing only from those above it:
     launch          starting and supervising processes
     training        what keeps replicas in step beyond the all-reduce
     jax             trees of arrays for JAX; loaded when it is first used
+    torch           DDP's and torch.distributed's interfaces to groups and training
     simulate        whole jobs in virtual time, with faults by seed; a pytest fixture
     bench           `gradwire bench`: the collectives measured, in turns with other engines
     cli             the command line
@@ -130,7 +131,7 @@ __all__ = [
     "weighted_mean",
 ]
 
-_WHEN_ASKED = ("jax",)  # what needs a framework that nobody pays for who does not use it
+_WHEN_ASKED = ("jax", "torch")  # what needs a framework that nobody pays for who does not use it
 
 
 if not TYPE_CHECKING:  # who checks types should still find misspelt names

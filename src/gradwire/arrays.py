@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import numbers
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -164,6 +165,8 @@ def _from_dlpack(x: SupportsDLPack) -> Array:
     if device not in _HOST_MEMORY:
         raise ArrayError(f"{type(x).__name__} is not in CPU memory (DLPack device type {device}); move it there first")
     try:
+        if str(getattr(x, "dtype", "")) == "torch.bfloat16":  # which NumPy does not know in DLPack
+            return np.from_dlpack(x.view(sys.modules["torch"].int16)).view(ml_dtypes.bfloat16)  # type: ignore[attr-defined]
         return np.from_dlpack(x)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         with contextlib.suppress(TypeError, ValueError, RuntimeError):  # JAX shows NumPy its bfloat16 in another way

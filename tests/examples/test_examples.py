@@ -99,3 +99,29 @@ def test_gradients_in_fewer_bytes() -> None:
     fewer = [float(times) for times in re.findall(r" bytes +([\d.]+)x", outcome.stdout)]
     assert fewer == sorted(fewer), said(outcome)
     assert len(fewer) == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_torch_model_is_trained_alike_on_all_ranks(ranks: int) -> None:
+    outcome = run(ranks, "torch_ddp.py")
+    assert outcome.returncode == 0, said(outcome)
+    assert re.search(rf"^\[0\] {ranks} ranks hold the same weights, \w{{8}}", outcome.stdout, re.MULTILINE), said(
+        outcome
+    )
+
+
+@pytest.mark.slow
+def test_an_elastic_torch_run_loses_a_worker_and_takes_another_in() -> None:
+    elastic = ("--min", "2", "--restarts", "1")
+    outcome = call("-m", "gradwire", "run", "-n", "2", *elastic, str(EXAMPLES / "elastic_torch.py"), "--lose", "1")
+    assert outcome.returncode == 0, said(outcome)
+    assert "takes its place (restart 1 of 1)" in outcome.stdout + outcome.stderr, said(outcome)
+    assert re.search(r"generation \d: 2 ranks hold the same weights", outcome.stdout), said(outcome)
+
+
+@pytest.mark.slow
+def test_an_elastic_torch_run_goes_on_with_who_is_left() -> None:
+    outcome = call("-m", "gradwire", "run", "-n", "3", "--min", "1", str(EXAMPLES / "elastic_torch.py"), "--lose", "1")
+    assert outcome.returncode == 0, said(outcome)
+    assert re.search(r"generation 2: 2 ranks hold the same weights", outcome.stdout), said(outcome)

@@ -134,9 +134,12 @@ class CallLog:
 
 
 def call_site() -> tuple[CodeType, int]:
-    """Where in the user's code we are: the innermost frame outside this package."""
+    """Where in the user's code we are: the innermost frame outside this package, and outside torch, whose backward
+    calls us."""
     frame = sys._getframe(1)
-    while frame.f_code.co_filename.startswith(PACKAGE) and frame.f_back is not None:
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith(PACKAGE) or frame.f_globals.get("__name__", "").startswith("torch.")
+    ):
         frame = frame.f_back
     return frame.f_code, frame.f_lasti
 

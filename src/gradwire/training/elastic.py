@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, SupportsIndex
 
@@ -58,6 +58,7 @@ class Elastic:
         self.recoveries = 0
         self._completed, self._completed_in = NONE, 0
         self._settled: Group | None = None
+        self._undoing: list[Callable[[], None]] = []
 
     def steps(self, total: SupportsIndex) -> Iterator[Step]:
         """The steps up to `total` that are still to do, each to be used as `with step:`; begun again after a loss."""
@@ -77,9 +78,21 @@ class Elastic:
         """All work is done, before the last step: nobody joins the job any more. All ranks call it at the same step."""
         self.group._generation.finished = True
 
+    def when_cut_short(self, undo: Callable[[], None]) -> None:
+        """Call this when a step has broken, before ranks look whose state is still that of the last completed step.
+
+        For what a body changes even if it comes to nothing, like the running means of a model.
+        """
+        self._undoing.append(undo)
+
     def close(self) -> None:
         """Leave the job: the others go on without this rank."""
         self.group.close()
+
+    @property
+    def completed(self) -> int:
+        """The last step whose body has ended here; -1: none yet."""
+        return self._completed
 
     # -- the end of a step --------------------------------------------------------------------------------------------
 
@@ -123,6 +136,8 @@ class Elastic:
                 raise error
             began = time.monotonic()
             log.warning("generation %d broke after step %d: %s", self.group.generation, self._completed, error)
+            for undo in self._undoing:
+                undo()
             self.group = self.group.recover()
             try:
                 self._settle()

@@ -362,6 +362,10 @@ class GradientSync:
         if gradient is not place and finite.copy_finite(place, gradient):
             self._finite.add(name)
 
+    def look_again(self, name: str) -> None:
+        """What `write` has found finite was added to since."""
+        self._finite.discard(name)
+
     def _write(self, name: str, gradient: Array) -> None:
         if name in self._added:
             place = self.gradients[name]

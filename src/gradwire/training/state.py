@@ -172,9 +172,14 @@ def _number(text: str) -> float:
 
 def _in_library(array: Array, library: str) -> Any:
     """An array as the library has it that it came from, if this process uses that library too."""
-    module, maker = _MAKERS.get(library, (library, "from_dlpack"))
-    make = getattr(sys.modules.get(module), maker, None)
-    return array if library == "numpy" or make is None else make(array)
+    name, maker = _MAKERS.get(library, (library, "from_dlpack"))
+    module = sys.modules.get(name)
+    make = getattr(module, maker, None)
+    if library == "numpy" or make is None:
+        return array
+    if maker == "from_dlpack" and array.dtype.name == "bfloat16":  # which NumPy does not know in DLPack
+        return make(array.view(np.int16)).view(vars(module)["bfloat16"])
+    return make(array)
 
 
 def _restore(state: Any, found: Any) -> None:

@@ -1,0 +1,341 @@
+"""Whole training steps beside torch's own DistributedDataParallel: what does keeping replicas in step cost?
+
+    python benchmarks/training.py                            # MLP and GPT, 2 ranks, one thread each: some minutes
+    python benchmarks/training.py --models mlp --blocks 3    # a glance
+    python benchmarks/training.py --json out.json
+
+The same loop (forward, backward, SGD) runs in several ways, each with processes of its own that sleep while others are
+measured; blocks of steps take turns, because on a shared machine only what was measured side by side can be compared.
+
+    off         no exchange at all: what the computation takes
+    gradwire    gw.torch.DistributedDataParallel
+    waiting     the same with overlap=False: everything is exchanged after backward
+    gloo        torch's DistributedDataParallel on Gloo
+    backend     torch's DistributedDataParallel on the backend "gradwire", if it is there
+
+*Beyond compute* is a step's time minus that of `off` in the same round. *Overlap* is the part of the exchange that is
+hidden behind backward: 1 - beyond(gradwire) / beyond(waiting). Memory is the sum over ranks of their highest PSS
+(memory that several processes share is counted once), looked at while no time is taken; here torch's is asked for
+gradient_as_bucket_view=True. At the end the weights must be the same bits on all ranks of an engine, and close to those
+of the others; otherwise the exit code is 1. *CPU* is what a step costs a rank's threads together, which a busy machine
+changes less than the time. It is 2 if a step beyond compute costs more than a third of Gloo's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradwire.bench.conductor import turns
+
+ENGINES = ("off", "gradwire", "waiting", "gloo", "backend")
+MODELS = ("mlp", "gpt")
+ALLOWED = 1 / 3  # of Gloo's time beyond compute
+CLOSE = 1e-4  # float32 weights of two engines: their sums round differently
+PATIENCE = 120.0
+
+
+# ── what is trained ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Block(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.mix, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.grow, self.shrink = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Any) -> Any:
+        parts = self.mix(self.before(x)).chunk(3, dim=-1)
+        query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
+        return x + self.shrink(nn.functional.gelu(self.grow(self.between(x))))
+
+
+class GPT(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
+    """Decoder-only, with the embedding tied to the output."""
+
+    def __init__(self, words: int = 4096, width: int = 256, heads: int = 4, layers: int = 4, length: int = 128) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(words, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.after, self.output = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
+        self.output.weight = self.words.weight
+
+    def forward(self, text: Any) -> Any:
+        x = self.words(text) * 0.1 + self.places.weight[: text.shape[1]]
+        return self.output(self.after(self.blocks(x)))
+
+
+def make(name: str, rank: int) -> tuple[Any, Callable[[Any], Any]]:
+    """The model, the same on all ranks, and what computes its loss on this rank's data."""
+    torch.manual_seed(1)
+    model: Any = (
+        GPT() if name == "gpt" else nn.Sequential(*(m for _ in range(6) for m in (nn.Linear(2048, 2048), nn.ReLU())))
+    )
+    torch.manual_seed(100 + rank)
+    if name == "gpt":
+        text = torch.randint(0, 4096, (2, 129))
+        return model, lambda run: nn.functional.cross_entropy(run(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+    x, y = torch.randn(32, 2048), torch.randn(32, 2048)
+    return model, lambda run: nn.functional.mse_loss(run(x), y)
+
+
+# ── one rank of one engine ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextlib.contextmanager
+def wrapped(engine: str, model: Any, lean: bool) -> Iterator[Any]:
+    """The model as this engine trains it."""
+    if engine == "off":
+        yield model
+    elif engine in ("gradwire", "waiting"):
+        import gradwire as gw
+
+        with gw.init() as group:
+            yield gw.torch.DistributedDataParallel(model, group, overlap=engine == "gradwire")
+    else:
+        import torch.distributed as dist
+
+        if engine == "backend":
+            import gradwire.torch  # noqa: F401 — registers the backend
+        dist.init_process_group("gloo" if engine == "gloo" else "gradwire")
+        yield nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=lean)
+        dist.destroy_process_group()
+
+
+class Peak(threading.Thread):
+    """The highest PSS of this process, looked at again and again."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.nbytes, self._over = 0, threading.Event()
+
+    def run(self) -> None:
+        while not self._over.wait(0.002):
+            with open("/proc/self/smaps_rollup") as lines:
+                found = next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+            self.nbytes = max(self.nbytes, found * 1024)
+
+    def end(self) -> int:
+        self._over.set()
+        self.join()
+        return self.nbytes
+
+
+def work(engine: str, name: str, lean: bool) -> None:
+    """Do as told on stdin: a number of steps to time; "memory"; "weights"; the end."""
+    torch.set_num_threads(1)
+    model, loss_of = make(name, int(os.environ["RANK"]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    with wrapped(engine, model, lean) as run:
+
+        def step() -> None:
+            optimizer.zero_grad()
+            loss_of(run).backward()
+            optimizer.step()
+
+        def steps(count: int) -> tuple[list[float], list[float]]:
+            took, worked = [], []
+            for _ in range(count + 1):  # the first of a block finds cold caches
+                began, busy = time.perf_counter(), time.process_time()
+                step()
+                took.append(time.perf_counter() - began)
+                worked.append(time.process_time() - busy)
+            return took[1:], worked[1:]
+
+        def memory() -> int:
+            peak = Peak()
+            peak.start()
+            steps(10)
+            return peak.end()
+
+        def weights() -> list[float]:
+            flat = torch.cat([one.detach().flatten() for one in model.parameters()])
+            return [float(flat[::997].double().sum()), *flat[::99991].tolist(), int(flat.view(torch.int32).sum())]
+
+        steps(3)
+        print(json.dumps("ready"), flush=True)
+        for line in sys.stdin:
+            word = json.loads(line)
+            told = memory() if word == "memory" else weights() if word == "weights" else steps(word)
+            print(json.dumps(told), flush=True)
+
+
+# ── all of them in turns ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Crew:
+    """The ranks of one engine."""
+
+    def __init__(self, engine: str, model: str, ranks: int, lean: bool = False) -> None:
+        self.engine = engine
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+        common |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        command = [sys.executable, __file__, "--work", engine, model, *(["--lean"] if lean else [])]
+        self.processes = [
+            subprocess.Popen(
+                command,
+                env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(ranks)
+        ]
+
+    def hear(self) -> list[Any]:
+        """What each rank says next."""
+        lines = [process.stdout.readline() if process.stdout else "" for process in self.processes]
+        if not all(lines):
+            raise SystemExit(f"a rank of {self.engine} has ended")
+        return [json.loads(line) for line in lines]
+
+    def ask(self, word: object) -> list[Any]:
+        for process in self.processes:
+            if process.stdin:
+                process.stdin.write(json.dumps(word) + "\n")
+                process.stdin.flush()
+        return self.hear()
+
+    def end(self) -> None:
+        for process in self.processes:
+            if process.stdin:
+                process.stdin.close()
+        for process in self.processes:
+            try:
+                process.wait(PATIENCE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@contextlib.contextmanager
+def crews(engines: list[str], model: str, ranks: int, lean: bool = False) -> Iterator[dict[str, Crew]]:
+    made: dict[str, Crew] = {}
+    try:
+        for engine in engines:
+            made[engine] = Crew(engine, model, ranks, lean)
+            made[engine].hear()
+        yield made
+    finally:
+        for crew in made.values():
+            crew.end()
+
+
+def measure(model: str, engines: list[str], options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of a step by engine and block, and whether all came to the same weights."""
+    blocks: dict[str, list[float]] = {engine: [] for engine in engines}
+    work: dict[str, list[float]] = {engine: [] for engine in engines}
+    with crews(engines, model, options.ranks) as made:
+        for number in range(options.blocks):
+            for engine in turns(engines, number):
+                of_ranks = made[engine].ask(options.steps)
+                blocks[engine].append(statistics.mean(statistics.median(took) for took, _ in of_ranks))
+                work[engine].append(statistics.mean(statistics.median(worked) for _, worked in of_ranks))
+        held = {engine: crew.ask("weights") for engine, crew in made.items()}
+    in_step = {engine: told for engine, told in held.items() if engine != "off"}
+    identical = {engine: all(one == told[0] for one in told) for engine, told in in_step.items()}
+    first = next(iter(in_step.values()))[0][1:-1]
+    far = {e: max(abs(a - b) for a, b in zip(first, told[0][1:-1], strict=True)) for e, told in in_step.items()}
+    return {"model": model, "blocks": blocks, "work": work, "identical": identical, "distance": far}
+
+
+def peaks(model: str, engines: list[str], options: argparse.Namespace) -> dict[str, int]:
+    """Bytes at the highest, of all ranks of an engine together; one engine at a time."""
+    found = {}
+    for engine in engines:
+        with crews([engine], model, options.ranks, lean=True) as made:
+            found[engine] = sum(made[engine].ask("memory"))
+    return found
+
+
+def beyond(result: dict[str, Any], engine: str) -> list[float]:
+    """Seconds beyond compute, block by block."""
+    return [mine - off for mine, off in zip(result["blocks"][engine], result["blocks"]["off"], strict=True)]
+
+
+def report(result: dict[str, Any]) -> bool:
+    """Print a table; whether our target is met."""
+    blocks, off = result["blocks"], statistics.median(result["blocks"]["off"])
+    rival = statistics.median(beyond(result, "gloo")) if "gloo" in blocks else None
+    print(f"\n{result['model']}: a step without exchange takes {1000 * off:.1f} ms")
+    heads = f"{'step ms':>9} {'beyond ms':>10} {'of Gloo':>8} {'least … most ms':>18} {'CPU ms':>8}"
+    print(f"{'':10} {heads}  same bits")
+    for engine, times in blocks.items():
+        extra = beyond(result, engine)
+        share = f"{statistics.median(extra) / rival:8.2f}" if rival and engine != "off" else f"{'':8}"
+        span = f"{1000 * min(extra):.1f} … {1000 * max(extra):.1f}"
+        same = {True: "yes", False: "NO", None: ""}[result["identical"].get(engine)]
+        middle = f"{1000 * statistics.median(times):9.1f} {1000 * statistics.median(extra):10.1f} {share}"
+        busy = f"{1000 * statistics.median(result['work'][engine]):8.1f}"
+        print(f"{engine:10} {middle} {span:>18} {busy}  {same}", flush=True)
+    if "waiting" in blocks and "gradwire" in blocks:
+        hidden = 1 - statistics.median(beyond(result, "gradwire")) / statistics.median(beyond(result, "waiting"))
+        print(f"overlap: {hidden:.0%} of the exchange is hidden behind backward")
+    if rival is None or "gradwire" not in blocks:
+        return True
+    return statistics.median(beyond(result, "gradwire")) <= ALLOWED * rival
+
+
+def has_backend() -> bool:
+    """Whether torch.distributed can be given our backend."""
+    import importlib.util
+
+    return importlib.util.find_spec("gradwire.torch.backend") is not None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Whole training steps, in turns with torch's DistributedDataParallel.")
+    parser.add_argument("--models", default=",".join(MODELS), help="mlp (25 M parameters), gpt (4 M), or both")
+    parser.add_argument("--engines", help=f"some of {','.join(ENGINES)}; off is always among them")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--blocks", type=int, default=8, help="of each engine, in turns (default: 8)")
+    parser.add_argument("--steps", type=int, default=8, help="in a block (default: 8)")
+    parser.add_argument("--no-memory", action="store_true", help="time only")
+    parser.add_argument("--json", metavar="FILE", help="write every block there")
+    parser.add_argument("--work", nargs=2, metavar=("ENGINE", "MODEL"), help=argparse.SUPPRESS)
+    parser.add_argument("--lean", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        work(*options.work, options.lean)
+        return 0
+    known = [engine for engine in ENGINES if engine != "backend" or has_backend()]
+    wanted = options.engines.split(",") if options.engines else known
+    engines = [engine for engine in known if engine in wanted or engine == "off"]
+    results, sound, fast = [], True, True
+    for model in options.models.split(","):
+        result = measure(model, engines, options)
+        results.append(result)
+        fast = report(result) and fast
+        measured = [one for one in engines if one in ("off", "gradwire", "gloo")]
+        result["pss"] = peaks(model, measured if not options.no_memory else [], options)
+        told = ", ".join(f"{engine} {nbytes / 1e6:.0f} MB" for engine, nbytes in result["pss"].items())
+        print(f"peak PSS of all ranks together: {told or 'not measured'}", flush=True)
+        sound = sound and all(result["identical"].values()) and max(result["distance"].values(), default=0) <= CLOSE
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(results, file, indent=1)
+    return 1 if not sound else 0 if fast else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,22 @@
+"""gradwire for PyTorch: `gw.torch.DistributedDataParallel`. Loaded when `gw.torch` is first used.
+
+ddp         the wrapper around a model
+reducer     hooks in backward: gradients into buckets, and the buckets around
+join        ranks that run out of data before others
+buffers     what a model holds beside its parameters
+views       tensors as NumPy arrays, and back
+"""
+
+from __future__ import annotations
+
+try:
+    import torch as _torch  # noqa: F401 — is it there at all?
+except ModuleNotFoundError as missing:
+    if missing.name != "torch":
+        raise
+    text = "gw.torch needs PyTorch, which is not installed: pip install torch"
+    raise ModuleNotFoundError(text, name="torch") from None
+
+from gradwire.torch.ddp import DistributedDataParallel
+
+__all__ = ["DistributedDataParallel"]

@@ -1,0 +1,59 @@
+"""Ranks that run out of data before others."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gradwire.group import Group
+from gradwire.training.contract import broadcast_named
+from gradwire.training.state import State, memory_for
+
+if TYPE_CHECKING:
+    from gradwire.torch.ddp import DistributedDataParallel
+
+
+@contextlib.contextmanager
+def joined(model: DistributedDataParallel, states: Sequence[Any]) -> Iterator[None]:
+    """See `DistributedDataParallel.join`."""
+    travelling = [State(one) for one in states]  # complains now about what cannot be sent
+    reducer, rounds = model._reducer, 0
+    model._meet()
+    reducer.uneven = True
+    try:
+        yield
+        model.zero_grad()
+        while reducer.sit_out():
+            model.zero_grad()
+            rounds += 1
+    finally:
+        reducer.uneven = False
+    waited = model.group.all_gather_values(rounds)
+    if any(waited):
+        last = waited.index(0)
+        broadcast_named(model.group, model._arrays(), root=last)
+        for state in travelling:
+            broadcast_state(model.group, state, last)
+
+
+def first_with_data(group: Group, has_data: bool) -> int:
+    """The lowest rank that has data, or 0."""
+    lowest = int(group.all_reduce(group.rank if has_data else group.size, op="min"))
+    return lowest % group.size
+
+
+def broadcast_state(group: Group, state: State, root: int) -> None:
+    """Let all ranks have the root's."""
+    skeleton, leaves = state.take_apart()
+    size = group.broadcast_value(len(skeleton), root)
+    head = np.frombuffer(bytearray(skeleton), np.uint8) if group.rank == root else np.empty(size, np.uint8)
+    group.broadcast(head, root)
+    if group.rank != root:
+        leaves = memory_for(head.tobytes())
+    for leaf in leaves:
+        group.broadcast(leaf, root)
+    if group.rank != root:
+        state.put_together(head.tobytes(), leaves)

@@ -1,0 +1,261 @@
+"""Hooks in backward: each gradient moves into its bucket as it appears, and full buckets travel while backward runs.
+
+Two things make this more than a hook per parameter.
+
+*When is backward over?* The engine calls back at the end of a graph task, but checkpointing of the reentrant kind runs
+tasks inside of tasks. So the callback is asked for by a hook on the model's output, which fires in the outermost one.
+Such a hook also fires in `autograd.grad`, where no gradient is accumulated: the engine is asked what it will run.
+
+*When is a gradient complete?* A hook may fire twice in one backward: a weight that is used in two checkpointed parts.
+The first backward therefore overlaps nothing. It learns who fires twice, and the order in which buckets get full.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from gradwire.arrays import Array
+from gradwire.errors import ConfigError, UnsupportedOp
+from gradwire.group import Group
+from gradwire.torch.views import as_array, as_tensor, in_memory_order, laid_out_like, tensors_in
+from gradwire.training.gradients import GradientSync
+
+
+class Reducer:
+    """The gradients of some parameters, in step on all ranks at the end of each backward."""
+
+    def __init__(
+        self,
+        group: Group,
+        parameters: Mapping[str, Any],
+        after: Callable[[bool], None],
+        overlap: bool,
+        **options: Any,
+    ) -> None:
+        self._names = list(parameters)
+        self._parameters = list(parameters.values())
+        self._after = after  # what else is exchanged at the end of a backward; told whether there was data here
+        self._overlap = overlap
+        self.enabled = True
+        self.uneven = False  # whether ranks may be without data: then weights are told in each backward
+        self.weight: float | None = None  # of the next backward
+        like: dict[str, Array] = {name: as_array(name, one) for name, one in parameters.items()}
+        self.sync = GradientSync(group, like, **options)
+        self._views: list[Any] = []
+        self._look_up_views()
+        self._nodes = [torch.autograd.graph.get_gradient_edge(one).node for one in self._parameters]
+        self._twice: set[int] = set()  # hooks that fired more than once in a backward
+        self._seen: dict[int, None] | None = {}  # the order of the first backward, while it is being learned
+        self._changed = [False] * len(self._names)  # since the last exchange
+        self._forget()
+        mine = weakref.ref(self)  # a hook that held its reducer would keep the model alive
+        for index, parameter in enumerate(self._parameters):
+            parameter.register_post_accumulate_grad_hook(partial(_accumulated, mine, index))
+
+    @property
+    def busy(self) -> bool:
+        """Whether a backward was begun and has not ended."""
+        return self._busy
+
+    def _forget(self) -> None:
+        self._busy = False
+        self._done = [False] * len(self._names)  # those that were made ready in this backward
+
+    def _look_up_views(self) -> None:
+        """Have the present places of gradients in buckets, and move those that are there along."""
+        old = self._views
+        flat = [as_tensor(self.sync.gradients[name].reshape(-1)) for name in self._names]
+        self._views = [laid_out_like(one, parameter) for one, parameter in zip(flat, self._parameters, strict=True)]
+        for parameter, before, now in zip(self._parameters, old, self._views, strict=False):
+            if parameter.grad is before:
+                parameter.grad = now
+
+    def rebind(self, group: Group) -> None:
+        """Go on in another generation. Gradients end with their generation: the step that made them is repeated."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        self.sync.rebind(group)
+        self._changed = [False] * len(self._names)
+        self._seen = {}
+        self._forget()
+        self.agree()
+
+    def agree(self) -> None:
+        """Make sure that all ranks have the same gradients in the same order."""
+        self.sync.agree()
+        self._look_up_views()
+
+    # -- a backward begins --------------------------------------------------------------------------------------------
+
+    def watch(self, output: Any) -> None:
+        """Notice when a backward from this output begins."""
+        mine = weakref.ref(self)
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(_reached, mine))
+
+    def _reach(self) -> None:
+        """A backward came by an output; it may be one that accumulates nothing."""
+        if self.enabled and not self._busy and _accumulates(self._nodes):
+            self._begin()
+
+    def _begin(self) -> None:
+        self._busy = True
+        if self._seen is not None:
+            self._seen = {}
+        torch.autograd.Variable._execution_engine.queue_callback(partial(_ended, weakref.ref(self)))
+        if self.weight is None and self.uneven:
+            self.weight = 1.0
+        if self.weight is not None:
+            self.sync.begin(self.weight)
+
+    def give_up(self) -> None:
+        """Forget a backward that an error has cut short, if no other rank can know of it yet."""
+        if self.sync.under_way:
+            raise ConfigError(
+                "an error has cut the last backward short while gradients were on their way: "
+                "the other ranks wait for the rest of them. End this rank, so that they are told"
+            )
+        self.sync.begin()
+        self._forget()
+
+    def _accumulate(self, index: int, parameter: Any) -> None:
+        """A gradient is there, or more of it."""
+        if parameter.grad is None:  # another hook has taken it away
+            return
+        if self.enabled and not self._busy:
+            self._begin()
+        if self._done[index]:
+            raise ConfigError(
+                f"the gradient of {self._names[index]!r} was complete, and its exchange had begun, when backward "
+                "added to it: for such a model use DistributedDataParallel(…, overlap=False)"
+            )
+        self._place(index, parameter)
+        self._changed[index] = True
+        if not self.enabled:
+            return
+        if self._seen is not None:
+            if index in self._seen:
+                self._twice.add(index)
+            self._seen.pop(index, None)  # the last time counts
+            self._seen[index] = None
+        elif self._overlap and index not in self._twice:
+            self._done[index] = True
+            self.sync.ready(self._names[index])
+
+    def _place(self, index: int, parameter: Any) -> None:
+        """Let the gradient live in its bucket."""
+        view, gradient, name = self._views[index], parameter.grad, self._names[index]
+        if gradient is view:
+            self.sync.look_again(name)
+            return
+        if gradient.layout != torch.strided:
+            raise UnsupportedOp(f"the gradient of {name!r} is sparse: gradwire averages dense ones (sparse=False)")
+        with torch.no_grad():
+            if gradient.stride() == view.stride() and gradient.dtype == view.dtype:
+                self.sync.write(name, as_array(name, in_memory_order(gradient)).reshape(view.shape))
+            else:
+                view.copy_(gradient)
+        parameter.grad = view
+
+    # -- a backward ends ----------------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Exchange what is left of the gradients; afterwards all ranks have the same."""
+        try:
+            kept = self._complete()
+            self.sync.finish()
+            self._hand_out(kept)
+            self._changed = [False] * len(self._names)
+            self._after(self.weight != 0)
+            self._learn()
+        finally:
+            self.weight = None
+            self._forget()
+
+    def _complete(self) -> dict[int, Any]:
+        """Make ready what has changed since the last exchange. What has not, but is there from an earlier one, takes
+        part as it is, for where other ranks have added to it; returned for where nobody has."""
+        kept = {}
+        for index, parameter in enumerate(self._parameters):
+            if self._done[index] or parameter.grad is None:
+                continue
+            if not self._changed[index]:
+                kept[index] = parameter.grad.detach().clone()
+            self._place(index, parameter)
+            self.sync.ready(self._names[index], used=self._changed[index], beside=False)
+        return kept
+
+    def _hand_out(self, kept: dict[int, Any]) -> None:
+        """Gradients that other ranks had are there now; those that nobody had stay as they were."""
+        used = self.sync.used
+        for index, parameter in enumerate(self._parameters):
+            if index in kept and self._names[index] not in used:
+                self._views[index].copy_(kept[index])
+            elif parameter.grad is None and self._names[index] in used and parameter.requires_grad:
+                parameter.grad = self._views[index]
+
+    def _learn(self) -> None:
+        """After the first backward buckets are filled in the order in which rank 0 saw gradients become complete."""
+        if self._seen is None:
+            return
+        last = [self._names[index] for index in self._seen if index in self._twice]
+        self.sync.reorder([*(name for index in self._seen if (name := self._names[index]) not in last), *last])
+        self._seen = None
+        self._look_up_views()
+
+    def sit_out(self) -> bool:
+        """Take part in an exchange without data; False if no rank had any."""
+        self.weight = 0.0
+        self.sync.begin(0.0)
+        self.end()
+        return self.sync.total_weight > 0
+
+
+# Hooks know their reducer weakly.
+
+
+def _accumulated(reducer: weakref.ref[Reducer], index: int, parameter: Any) -> None:
+    if (mine := reducer()) is not None:
+        mine._accumulate(index, parameter)
+
+
+def _reached(reducer: weakref.ref[Reducer], _: Any) -> None:
+    if (mine := reducer()) is not None:
+        mine._reach()
+
+
+def _ended(reducer: weakref.ref[Reducer]) -> None:
+    if (mine := reducer()) is not None:
+        mine.end()
+
+
+def _accumulates(parameters: list[Any]) -> bool:
+    """Whether the engine, which is about to go on from an output, accumulates gradients: `autograd.grad` does not.
+
+    If no parameter is among what it will run, this rank may have used none: any other leaf tells as much.
+    """
+    try:
+        return any(map(torch._C._will_engine_execute_node, parameters)) or _runs_a_leaf(
+            torch._C._current_autograd_node()
+        )
+    except RuntimeError:  # a leaf that `autograd.grad` was asked for
+        return False
+
+
+def _runs_a_leaf(output: Any) -> bool:
+    """Whether the engine accumulates into the first leaf that it finds on its way from here."""
+    stack, known = [output], {output}
+    while stack:
+        node = stack.pop()
+        if hasattr(node, "variable"):
+            return bool(torch._C._will_engine_execute_node(node))
+        following = [one for one, _ in node.next_functions if one is not None and one not in known]
+        stack.extend(following)
+        known.update(following)
+    return True

@@ -1,0 +1,65 @@
+"""Tensors as NumPy views of the same memory, and back: bfloat16 too, which torch and NumPy do not share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from gradwire.arrays import Array
+from gradwire.errors import ArrayError
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def as_array(name: str, tensor: Any) -> Array:
+    """A NumPy view of a tensor's memory."""
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        where = str(tensor.device) if tensor.device.type != "cpu" else str(tensor.layout)
+        raise ArrayError(f"{name!r} is a tensor of {where}: gradwire exchanges dense tensors in CPU memory")
+    plain = tensor.detach()
+    try:
+        if plain.dtype is torch.bfloat16:
+            array: Array = plain.view(torch.int16).numpy().view(BFLOAT16)
+            return array
+        array = plain.numpy()
+    except (TypeError, RuntimeError) as error:
+        raise ArrayError(f"{name!r} cannot be exchanged: {error}") from error
+    return array
+
+
+def as_tensor(array: Array) -> Any:
+    """A tensor over the memory of an array."""
+    if array.dtype == BFLOAT16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def laid_out_like(flat: Any, parameter: Any) -> Any:
+    """A view of flat memory with a parameter's shape, and with its strides where these leave no gaps (channels_last).
+
+    Optimizers are fastest where a gradient lies as its parameter does.
+    """
+    if torch.empty_like(parameter, device="meta").stride() == parameter.stride():
+        return flat.as_strided(parameter.size(), parameter.stride())
+    return flat.view(parameter.size())
+
+
+def in_memory_order(tensor: Any) -> Any:
+    """The elements of a tensor without gaps, flat, as they lie in memory."""
+    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+
+
+def tensors_in(value: Any) -> list[Any]:
+    """All tensors in what a model returned: alone, in containers, in dataclasses."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    elif hasattr(value, "__dataclass_fields__"):
+        value = [getattr(value, name) for name in value.__dataclass_fields__]
+    if isinstance(value, (list, tuple)):
+        return [tensor for entry in value for tensor in tensors_in(entry)]
+    return []

@@ -1,0 +1,143 @@
+"""A torch model and its optimizer as the state of an elastic run: members are lost, others join."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gradwire as gw
+from gradwire.threads import Threads
+from gradwire.training.state import State, memory_for
+from ranks import run_ranks
+from small_models import assert_close, assert_same_bits, batch, filled, loss, weights
+
+DDP = gw.torch.DistributedDataParallel
+STEPS, SAMPLES = 8, 12
+
+
+class Left(Exception):
+    """This member is gone, as if its process had died."""
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def model_of(dtype: Any, seed: int) -> Any:
+    body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+    return filled(body, seed).to(dtype)
+
+
+def train(group: gw.Group, dtype: Any, dies_at: int | None = None, meanwhile: Any = None) -> Any:
+    model = model_of(dtype, group.rank + 10 * group.generation)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    run = gw.Elastic({"model": model, "optimizer": optimizer}, group, 1)
+    ddp = DDP(model, run)
+    seen = []
+    try:
+        for step in run.steps(STEPS):
+            with step:
+                if step.index == dies_at:
+                    raise Left
+                seen.append(step.index)
+                x, y = batch(step.index, 0, SAMPLES, dtype)
+                share = slice(run.group.rank, None, run.group.size)
+                ddp.weigh(len(x[share]))
+                loss(ddp(x[share]), y[share]).backward()
+                optimizer.step()
+                optimizer.zero_grad()  # at the end: what a broken step has left must not count
+                if meanwhile is not None:
+                    meanwhile(step.index)
+    except Left:
+        run.close()
+        return None
+    assert run.identical
+    return weights(model), run.digest, run.group.size, seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_member_is_lost_and_the_others_train_on(dtype: Any) -> None:
+    results = run_ranks(gw.local_group(3), lambda group: train(group, dtype, dies_at=3 if group.rank == 1 else None))
+    assert results.pop(1) is None
+    assert_same_bits([found for found, *_ in results])
+    assert len({digest for _, digest, *_ in results}) == 1
+    assert [size for *_, size, _ in results] == [2, 2]
+    assert int(results[0][0]["1.num_batches_tracked"]) == STEPS
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_joiner_needs_no_checkpoint(dtype: Any) -> None:
+    threads, held, joined = Threads(30.0), threading.Event(), []
+
+    def join() -> None:
+        held.wait(20)
+        joined.append(train(threads.join(), dtype))
+
+    def let_in(step: int) -> None:
+        if step == 3:
+            held.set()
+            wait_until(lambda: threads._news().joiners == 1)
+
+    joiner = threading.Thread(target=join, daemon=True)
+    joiner.start()
+    results = run_ranks(threads.begin(2), lambda group: train(group, dtype, meanwhile=let_in))
+    joiner.join(30)
+    assert_same_bits([found for found, *_ in [*results, *joined]])
+    assert {digest for _, digest, *_ in results} == {joined[0][1]}
+    assert joined[0][2:] == (3, list(range(4, STEPS)))
+
+
+def test_training_does_not_depend_on_who_takes_part() -> None:
+    """Without layers that look at a whole batch: as one process would have trained."""
+
+    def go(group: gw.Group, dies_at: int | None = None) -> Any:
+        model = filled(nn.Linear(6, 3), group.rank).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        run = gw.Elastic({"model": model, "optimizer": optimizer}, group, 1)
+        ddp = DDP(model, run)
+        try:
+            for step in run.steps(STEPS):
+                with step:
+                    x, y = batch(step.index, 0, SAMPLES)
+                    mine = slice(run.group.rank, None, run.group.size)
+                    optimizer.zero_grad()
+                    ddp.weigh(len(x[mine]))
+                    loss(ddp(x[mine]), y[mine]).backward()
+                    if step.index == dies_at:
+                        raise Left
+                    optimizer.step()
+        except Left:
+            run.close()
+            return None
+        return weights(model)
+
+    results = run_ranks(gw.local_group(3), lambda group: go(group, 4 if group.rank == 2 else None))
+    with gw.init() as group:
+        alone = go(group)
+    assert_same_bits(results[:2])
+    assert_close(results[0], alone, 1e-9)
+
+
+def test_bfloat16_travels_in_a_state() -> None:
+    ours = {"w": torch.arange(5, dtype=torch.bfloat16), "n": torch.tensor(3.0, dtype=torch.bfloat16)}
+    kept = ours["w"]
+    skeleton, leaves = State({"w": kept + 1, "n": ours["n"] + 1}).take_apart()
+    memory = memory_for(skeleton)
+    for mine, theirs in zip(memory, leaves, strict=True):
+        mine[...] = theirs.reshape(mine.shape)
+    State(ours).put_together(skeleton, memory)
+    assert ours["w"] is kept
+    assert kept.tolist() == [1, 2, 3, 4, 5]
+    assert (ours["n"].dtype, float(ours["n"])) == (torch.bfloat16, 4.0)
+    fresh: dict[str, Any] = {}
+    State(fresh).put_together(skeleton, memory)
+    assert fresh["w"].dtype is torch.bfloat16
