@@ -83,6 +83,7 @@ from gradwire.work import Stream, Work
 
 if TYPE_CHECKING:
     from gradwire import jax as jax
+    from gradwire import torch as torch
 
 __version__ = "0.1.0"
 
