@@ -122,3 +122,26 @@ def test_the_user_s_own_errors_pass() -> None:
 def test_a_run_needs_a_member(min_size: int) -> None:
     with gw.init() as group, pytest.raises(gw.InvalidSize, match="at least one member"):
         gw.Elastic({"w": np.zeros(1)}, group, min_size)
+
+
+@pytest.mark.parametrize(
+    ("version", "counted"),
+    [((0, 1), True), ((0, 2), False), ((7, 3), False), ((-1, 1), False)],
+    ids=["as it was", "done again by the others", "long past", "nobody had it"],
+)
+def test_a_pass_counts_only_if_the_others_went_on_from_it(
+    version: tuple[int, int], counted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one that was given up at the vote and has come back, whatever the others have done meanwhile."""
+    run = gw.elastic({"w": np.zeros(1)})
+
+    def vote() -> None:
+        run._completed, run._completed_in = version
+        run.committed = version[0]
+
+    monkeypatch.setattr(run, "_vote", vote)
+    step = next(run.steps(20))
+    with step:
+        pass
+    run.close()
+    assert step.committed is counted

@@ -85,6 +85,10 @@ class Elastic:
         """
         self._undoing.append(undo)
 
+    def _holds(self, step: int, generation: int) -> bool:
+        """Whether the state is that after a step as it was done in a generation, and all ranks have it."""
+        return self.committed == step and (self._completed, self._completed_in) == (step, generation)
+
     def close(self) -> None:
         """Leave the job: the others go on without this rank."""
         self.group.close()
@@ -198,8 +202,9 @@ class Elastic:
 class Step:
     """One step: `with step:` around its body. `index` counts from 0, and the step itself can be used as that number.
 
-    `committed` is true afterwards if this very pass through the body counted: all ranks have done the step. After a
-    loss it is false, and the step comes again, unless a survivor had completed it.
+    `committed` is true afterwards if this very pass through the body is known to have counted: all ranks have done the
+    step, and this rank's state is the one after it. After a loss it is false, and the step comes again, unless a
+    survivor had completed it. A rank that the others went on without, and that has come back, is told of later steps.
     """
 
     def __init__(self, run: Elastic, index: int) -> None:
@@ -224,8 +229,9 @@ class Step:
     ) -> bool:
         self.ended = True
         if error is None:
+            generation = self._run.group.generation
             self._run._end(self.index)
-            self.committed = self._run.committed >= self.index
+            self.committed = self._run._holds(self.index, generation)
             return False
         if isinstance(error, Broken):
             try:
