@@ -33,6 +33,7 @@ The layers, each importing only from those above it:
     job             init, local_group
     launch          starting and supervising processes
     training        what keeps replicas in step beyond the all-reduce
+    torch           DDP's and torch.distributed's interfaces to groups and training
     simulate        whole jobs in virtual time, with faults by seed; a pytest fixture
     bench           `gradwire bench`: the collectives measured, in turns with other engines
     cli             the command line

@@ -38,6 +38,8 @@ class Work:
     def __init__(self, operation: str) -> None:
         self.operation = operation
         self._done = threading.Event()
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[Work], object]] = []
         self._result: Any = None
         self._error: BaseException | None = None
         self._heeded = True
@@ -83,6 +85,31 @@ class Work:
         """
         return self.wait()
 
+    def add_done_callback(self, callback: Callable[[Work], object]) -> None:
+        """Call this with the work when it is done, on the thread that does it; at once if it is done already.
+
+        The group's next work begins when it returns. What it raises is logged.
+
+        >>> import gradwire as gw
+        >>> with gw.init() as group:
+        ...     work = group.stream().all_reduce(3)
+        ...     work.wait()
+        3
+        >>> work.add_done_callback(print)
+        <gradwire.Work all_reduce, done>
+        """
+        with self._lock:
+            if not self._done.is_set():
+                self._callbacks.append(callback)
+                return
+        self._call(callback)
+
+    def _call(self, callback: Callable[[Work], object]) -> None:
+        try:
+            callback(self)
+        except Exception:
+            log.exception("a callback of %s failed", self.operation)
+
     def heed(self) -> BaseException | None:
         """The error, if there is one; from now on somebody knows of it."""
         self._heeded = True
@@ -98,7 +125,11 @@ class Work:
             goes_on = False
         if isinstance(self._result, Declined):
             self._error, self._heeded, self._result = self._result.error, False, None
-        self._done.set()
+        with self._lock:
+            self._done.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            self._call(callback)
         return goes_on
 
     def __repr__(self) -> str:
