@@ -1,10 +1,6 @@
-"""gradwire for PyTorch: thin adapters of its interfaces to groups and training.
+"""gradwire for PyTorch. Importing it makes `torch.distributed.init_process_group("gradwire")` known to torch.
 
-    tensors     tensors as arrays, reduce ops as ours
-    works       torch's handles of running collectives
-    mail        send and recv as torch's handles
-    backend     the backend "gradwire" of torch.distributed: a process group on a Group
-    meeting     how the ranks of a torch process group find each other, through its store
+    backend     the backend "gradwire" of torch.distributed
 """
 
 from __future__ import annotations

@@ -25,10 +25,10 @@ from gradwire.liveness.calls import call_site
 from gradwire.operations import Exchange, Operation
 from gradwire.operations.call import settled
 from gradwire.operations.into import Strip, all_gather_into, all_to_all_into, gather_into, scatter_into
-from gradwire.torch import meeting, reductions, sparse
-from gradwire.torch.mail import Receiving, Sending
-from gradwire.torch.tensors import array_of, arrays_of, describe, reduction
-from gradwire.torch.works import Done, Handle, seconds
+from gradwire.torch.backend import meeting, reductions, sparse
+from gradwire.torch.backend.mail import Receiving, Sending
+from gradwire.torch.backend.tensors import array_of, arrays_of, describe, reduction
+from gradwire.torch.backend.works import Done, Handle, seconds
 
 NAME = "gradwire"
 Tensors = Sequence[torch.Tensor]

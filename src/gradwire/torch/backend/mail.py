@@ -12,8 +12,8 @@ from torch.futures import Future
 from gradwire.arrays import raw, view
 from gradwire.group import Group
 from gradwire.group.messaging import checked_tag
-from gradwire.torch.tensors import array_of
-from gradwire.torch.works import seconds, settle
+from gradwire.torch.backend.tensors import array_of
+from gradwire.torch.backend.works import seconds, settle
 
 
 class Message(TorchWork):  # type: ignore[misc]

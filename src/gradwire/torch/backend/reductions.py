@@ -12,7 +12,7 @@ from gradwire import operations
 from gradwire.arrays import Array
 from gradwire.operations import Exchange, Operation
 from gradwire.operations.into import Strip, all_gather_into, reduce_scatter_into
-from gradwire.torch.tensors import Reduction
+from gradwire.torch.backend.tensors import Reduction
 
 
 def all_reduce(x: Array, how: Reduction, size: int) -> Operation:

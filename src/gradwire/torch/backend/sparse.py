@@ -10,7 +10,7 @@ import torch
 from gradwire import operations
 from gradwire.errors import UnsupportedOp
 from gradwire.operations import Exchange, Operation
-from gradwire.torch.tensors import array_of, describe, reduction
+from gradwire.torch.backend.tensors import array_of, describe, reduction
 
 
 def all_reduce(tensor: torch.Tensor, op: Any, size: int) -> Operation:
