@@ -35,8 +35,10 @@ class Work:
     2.5
     """
 
-    def __init__(self, operation: str) -> None:
+    def __init__(self, operation: str, hurry: Callable[[Work], None] | None = None) -> None:
+        """`hurry` is told by a thread that has nothing to do but wait for this work."""
         self.operation = operation
+        self._hurry = hurry
         self._done = threading.Event()
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[Work], object]] = []
@@ -53,6 +55,8 @@ class Work:
         >>> with gw.init() as group: group.stream().all_reduce(np.ones(2)).wait(timeout=60)
         array([1., 1.])
         """
+        if timeout is None and self._hurry is not None and not self._done.is_set():
+            self._hurry(self)
         if not self._done.wait(bounded(timeout)):
             raise Timeout(
                 f"{self.operation} was not done in {timeout:g} s; it goes on", operation=self.operation, seconds=timeout
@@ -88,7 +92,7 @@ class Work:
     def add_done_callback(self, callback: Callable[[Work], object]) -> None:
         """Call this with the work when it is done, on the thread that does it; at once if it is done already.
 
-        The group's next work begins when it returns. What it raises is logged.
+        The group goes on meanwhile, and may be called. What it raises is logged.
 
         >>> import gradwire as gw
         >>> with gw.init() as group:
@@ -127,10 +131,13 @@ class Work:
             self._error, self._heeded, self._result = self._result.error, False, None
         with self._lock:
             self._done.set()
-            callbacks, self._callbacks = self._callbacks, []
+        return goes_on
+
+    def call_back(self) -> None:
+        """Tell those who wanted to know that it is done."""
+        callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             self._call(callback)
-        return goes_on
 
     def __repr__(self) -> str:
         state = "pending" if not self.done else "failed" if self._error is not None else "done"

@@ -9,6 +9,7 @@ all of them in the group's one order.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -21,7 +22,7 @@ from torch.distributed import ProcessGroup
 from gradwire import operations
 from gradwire.errors import InvalidSize, UnsupportedOp
 from gradwire.group import Group
-from gradwire.liveness.calls import call_site
+from gradwire.liveness.calls import call_site, count_as_inside
 from gradwire.operations import Exchange, Operation
 from gradwire.operations.call import settled
 from gradwire.operations.into import Strip, all_gather_into, all_to_all_into, gather_into, scatter_into
@@ -31,6 +32,7 @@ from gradwire.torch.backend.tensors import array_of, arrays_of, describe, reduct
 from gradwire.torch.backend.works import Done, Handle, seconds
 
 NAME = "gradwire"
+count_as_inside(os.path.dirname(torch.__file__))  # errors name the line that called torch
 Tensors = Sequence[torch.Tensor]
 
 
