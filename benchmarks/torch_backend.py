@@ -15,6 +15,8 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ ENGINES = ("gradwire", "gloo")
 def mlp() -> tuple[nn.Module, Tensor]:
     """25 M parameters in layers of several sizes."""
     sizes = (1024, 4096, 2048, 4096, 1024)
-    layers = [layer for a, b in zip(sizes, sizes[1:], strict=False) for layer in (nn.Linear(a, b), nn.ReLU())]
+    layers = [layer for a, b in pairwise(sizes) for layer in (nn.Linear(a, b), nn.ReLU())]
     return nn.Sequential(*layers), torch.randn(32, sizes[0])
 
 
@@ -69,7 +71,7 @@ def latencies(groups: dict[str, Any], rounds: int) -> None:
             found: dict[str, list[float]] = {engine: [] for engine in groups}
             for _ in range(rounds):
                 for engine, group in groups.items():
-                    found[engine].append(timed(lambda group=group: call(group, x), times) * 1e6)
+                    found[engine].append(timed(partial(call, group, x), times) * 1e6)
             medians = [statistics.median(found[engine]) for engine in groups]
             if dist.get_rank() == 0:
                 print(f"{name:12} {4 * count:9} " + " ".join(f"{one:12.1f}" for one in medians), end="")
@@ -96,8 +98,8 @@ def steps(groups: dict[str, Any], build: Callable[[], tuple[nn.Module, Tensor]],
     found: dict[str, list[float]] = {"alone": [], **{name: [] for name in groups}}
     for number in range(rounds + 2):
         for engine in groups:
-            alone = timed(lambda engine=engine: step(engine, synced=False), 1)
-            synced = timed(lambda engine=engine: step(engine), 1)
+            alone = timed(partial(step, engine, synced=False), 1)
+            synced = timed(partial(step, engine), 1)
             if number >= 2:  # the first ones warm up
                 found["alone"].append(alone)
                 found[engine].append(synced)

@@ -1,11 +1,11 @@
-"""FSDP2 on gradwire: each rank holds a share of the weights and of the optimizer's state, and a checkpoint brings them back.
+"""FSDP2 on gradwire: each rank holds a share of weights and optimizer's state, and a checkpoint brings them back.
 
     torchrun --nproc-per-node 2 examples/fsdp2.py
     gradwire run -n 2 examples/fsdp2.py
 
-The same functions as on any other backend: `fully_shard` gathers the weights of a layer before it is used and scatters the
-gradients after it; `torch.distributed.checkpoint` writes each rank's share. Here the training is interrupted half-way, goes
-on in a new model from the checkpoint, and must end with the weights of a run that was not interrupted.
+The same functions as on any other backend: `fully_shard` gathers the weights of a layer before it is used and scatters
+the gradients after it; `torch.distributed.checkpoint` writes each rank's share. Here the training is interrupted
+half-way, goes on in a new model from the checkpoint, and must end with the weights of a run without interruption.
 """
 
 from __future__ import annotations

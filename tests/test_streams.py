@@ -383,9 +383,7 @@ def test_a_dropped_helper_thread_is_no_lost_rank() -> None:
 # -- callbacks ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_callback_is_told_once_of_success_and_failure(
-    pair: list[gw.Group], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_callback_is_told_once_of_success_and_failure(pair: list[gw.Group], caplog: pytest.LogCaptureFixture) -> None:
     told: list[object] = []
 
     def note(work: gw.Work) -> None:

@@ -1,11 +1,11 @@
-"""Runs torch's own tests of a backend, `torch.testing._internal.distributed.distributed_test`, against gradwire or Gloo.
+"""Runs torch's own tests of a backend, `torch.testing._internal.distributed.distributed_test`, on gradwire or Gloo.
 
     python tests/torch/own_suite.py --backend gradwire --ranks 2           # as torch ships it
     python tests/torch/own_suite.py --backend gradwire --ranks 2 --open    # with what it reserves for Gloo and MPI
 
 Many tests are for named backends only. `--open` reads the module's text with our name beside Gloo's (and MPI's, which
-alone is asked for all-to-all on the CPU) in each such condition; nothing else is changed. Processes are forked, which is
-quicker than starting each of them anew. Prints a line of JSON for each test, and one with the counts.
+alone is asked for all-to-all on the CPU) in each such condition; nothing else is changed. Processes are forked, which
+is quicker than starting each of them anew. Prints a line of JSON for each test, and one with the counts.
 """
 
 from __future__ import annotations

@@ -255,4 +255,6 @@ def test_frameworks_give_what_they_give_on_gloo(job: StartJob, tmp_path: Path, s
     for file in sorted((tmp_path / "gloo").glob("*.pt")):
         ours, theirs = torch.load(tmp_path / "gradwire" / file.name), torch.load(file)
         # Sums of more than two numbers depend on their order.
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9, msg=lambda text, file=file: f"{file.name} {text}")
+        torch.testing.assert_close(
+            ours, theirs, rtol=1e-6, atol=1e-9, msg=lambda text, file=file: f"{file.name} {text}"
+        )

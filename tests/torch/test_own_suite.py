@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -33,10 +34,8 @@ def outcomes(*arguments: str) -> dict[str, dict[str, Any]]:
     try:
         output, _ = process.communicate(timeout=580)
     finally:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         process.wait()
     lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     assert "passed" in lines[-1], f"the suite did not end: {output[-3000:]}"

@@ -1,6 +1,6 @@
 """gradwire for PyTorch. Importing it makes `torch.distributed.init_process_group("gradwire")` known to torch.
 
-    backend     the backend "gradwire" of torch.distributed
+backend     the backend "gradwire" of torch.distributed
 """
 
 from __future__ import annotations

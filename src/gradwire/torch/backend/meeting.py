@@ -74,6 +74,7 @@ def _master(store: Any) -> str:
         store = store.underlying_store
     host = getattr(store, "host", None) or os.environ.get(MASTER)
     if not host:
-        raise NoConnection(f"the ranks are on several hosts, and neither torch's store nor {MASTER} tells that of rank 0")
+        raise NoConnection(
+            f"the ranks are on several hosts, and neither torch's store nor {MASTER} tells that of rank 0"
+        )
     return str(host)
-

@@ -124,4 +124,3 @@ def seconds(timeout: timedelta | None) -> float | None:
         return None
     amount = timeout.total_seconds()
     return amount if amount > 0 else None
-
