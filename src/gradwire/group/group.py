@@ -379,7 +379,7 @@ class Group(Messaging):
         identity = group_identity(self._identity, ranks, instance)
         group = Group(self._generation, [self._members[rank] for rank in ranks], identity, timeout)
         try:
-            group._runner.dial(time.monotonic() + timeout)
+            group._runner.dial(time.monotonic() + max(timeout, self._timeout))
         except BaseException:
             group.close()
             raise

@@ -17,6 +17,7 @@ from gradwire.group import Group
 from gradwire.seat import HOST, Seat
 from gradwire.wire import fingerprint
 
+MEETING_SECONDS = 30.0  # at least, however short the timeout of each call is
 _UNUSED_PORT = 1  # the ranks agree on another one
 _LOOPBACK = "127.0.0.1"
 
@@ -29,7 +30,7 @@ def meet(store: Any, rank: int, size: int, timeout: float) -> Group:
     """
     if size == 1:
         return job.alone(timeout)
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + max(timeout, MEETING_SECONDS)
     # A store may serve one group after another under the same name: each rank counts its own.
     board = _Board(store, f"gradwire/{store.add(f'gradwire/{rank}', 1)}", size)
     board.write(f"host/{rank}", os.environ.get(HOST) or machine.identity())
@@ -42,9 +43,8 @@ def meet(store: Any, rank: int, size: int, timeout: float) -> Group:
         return board.read("address", "rank 0 has not told where to meet")
 
     heeded = {name: value for name in (TRANSPORT, INSECURE) if (value := os.environ.get(name))}
-    left = max(1.0, deadline - time.monotonic())
     config = resolve(rank, size, Address(place, _UNUSED_PORT), timeout=timeout, environ=heeded)
-    return Seat(dataclasses.replace(config, address_taken=True), agree).take(time.monotonic() + left)
+    return Seat(dataclasses.replace(config, address_taken=True), agree).take(max(deadline, time.monotonic() + 1.0))
 
 
 def part(world: Group, ranks: Sequence[int], name: str, times: int, timeout: float) -> Group:
