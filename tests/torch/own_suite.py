@@ -26,6 +26,7 @@ MODULE = "torch.testing._internal.distributed.distributed_test"
 REPLACEMENTS = {
     'BACKEND != "gloo"': 'BACKEND not in ("gloo", "gradwire")',
     'BACKEND != "mpi"': 'BACKEND not in ("mpi", "gradwire")',
+    'BACKEND == "mpi" or BACKEND == "gloo"': 'BACKEND in ("mpi", "gloo", "gradwire")',
     'require_backend_is_available({"gloo"})': 'require_backend_is_available({"gloo", "gradwire"})',
 }
 
@@ -54,7 +55,7 @@ def load(opened: bool) -> types.ModuleType:
         return __import__(MODULE, fromlist=["TestDistBackend"])
     from torch.testing._internal import common_distributed
 
-    for feature in ("ddp", "subgroup"):
+    for feature in ("ddp", "subgroup", "gpu", "plugin"):
         common_distributed.DistTestCases.backend_feature[feature].add("gradwire")
     spec = find_spec(MODULE)
     assert spec is not None
@@ -66,12 +67,16 @@ def load(opened: bool) -> types.ModuleType:
     module = types.ModuleType(MODULE)
     module.__file__ = spec.origin
     sys.modules[MODULE] = module
-    exec(compile(text, spec.origin, "exec"), module.__dict__)
+    exec(compile(text, spec.origin, "exec", dont_inherit=True), module.__dict__)
     return module
 
 
 def run(arguments: argparse.Namespace) -> int:
     import torch
+
+    import gradwire.membership.client
+    import gradwire.membership.service
+    import gradwire.torch  # noqa: F401 — before processes are forked, not by each of them
 
     module = load(arguments.open)
 

@@ -17,6 +17,8 @@ from torch.distributed import ReduceOp
 
 import gradwire as gw
 from processes import Here, StartJob
+from processes import job_fixture as job_fixture
+from processes import zygote_fixture as zygote_fixture
 
 Group = Any
 

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from processes import Here, StartJob
+from processes import job_fixture as job_fixture
+from processes import zygote_fixture as zygote_fixture
 
 pytestmark = pytest.mark.slow
 

@@ -201,8 +201,11 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
         self, output_lists: Sequence[Tensors], input_list: Tensors, opts: Any = None
     ) -> Done | Handle:
         opts = _options(opts, None, c10d.AllgatherOptions)
-        # torch hands in a list for each tensor, of a result for each rank.
-        parts = [self._gathering(outs, tensor) for outs, tensor in zip(output_lists, input_list, strict=True)]
+        # torch hands in a list for each rank, of a result for each tensor.
+        if len(output_lists) != self._size or any(len(outs) != len(input_list) for outs in output_lists):
+            raise InvalidSize(f"lists for {len(output_lists)} ranks where {self._size} bring {len(input_list)} tensors")
+        outputs = zip(*output_lists, strict=True)
+        parts = [self._gathering(list(outs), tensor) for outs, tensor in zip(outputs, input_list, strict=True)]
         return self._run(_one_after_another("all_gather", parts), opts, [one for outs in output_lists for one in outs])
 
     def _gathering(self, outputs: Tensors, tensor: torch.Tensor) -> Operation:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any, NoReturn
 
+import torch
+from torch.autograd import Variable
 from torch.distributed import Work as TorchWork
 from torch.futures import Future
 
 from gradwire import work
+
+NO_BACKWARD = -1  # torch's number of the backward pass, where there is none
 
 
 class Handle(TorchWork):  # type: ignore[misc]
@@ -45,6 +49,10 @@ class Handle(TorchWork):  # type: ignore[misc]
             self._future = future = Future()
             tensors = self._tensors
             self._running.add_done_callback(lambda running: settle(future, tensors, running.heed()))
+            if torch._C._current_graph_task_id() != NO_BACKWARD:
+                # DDP waits for this future at the end of the backward pass, but cannot pass on what Python raises: it
+                # becomes a RuntimeError with that text. So wait here first.
+                Variable._execution_engine.queue_callback(self._running.wait)
         return self._future
 
     def source_rank(self) -> int:
@@ -93,7 +101,7 @@ class Failed:
     """The value of a future that failed.
 
     A future of C++ cannot be given an error from Python, only a value. DDP takes the tensors out of the values that it
-    waits for by pickling them, and so meets the error itself, and not a complaint about a missing tensor.
+    waits for by pickling them, and so meets the error's text, and not a complaint about a missing tensor.
     """
 
     def __init__(self, error: BaseException) -> None:
