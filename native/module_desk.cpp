@@ -301,8 +301,8 @@ class Desk {
 void register_desk(nb::module_& module) {
     if (PyArray_ImportNumPyAPI() < 0) throw nb::python_error();
     nb::class_<Desk>(module, "Desk")
-        .def(nb::init<nb::object, nb::object, nb::object, std::size_t, nb::object, nb::object, nb::object, nb::dict, nb::str,
-                      bool>())
+        .def(nb::init<nb::object, nb::object, nb::object, std::size_t, nb::object, nb::object, nb::object, nb::dict,
+                      nb::tuple, bool>())
         .def("learn", &Desk::learn, nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
              nb::arg(), nb::arg())
         .def("halt", &Desk::halt)
