@@ -29,6 +29,7 @@ from gradwire.operations.into import Strip, all_gather_into, all_to_all_into, ga
 from gradwire.torch.backend import meeting, reductions, sparse
 from gradwire.torch.backend.mail import Receiving, Sending
 from gradwire.torch.backend.tensors import array_of, arrays_of, describe, reduction
+from gradwire.torch.backend.untraced import untraced
 from gradwire.torch.backend.works import Done, Handle, seconds
 
 NAME = "gradwire"
@@ -142,6 +143,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
+    @untraced
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Done | Handle:
         if isinstance(tensors, torch.Tensor):  # DDP's join() passes a bare tensor
             tensors = [tensors]
@@ -155,6 +157,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
             return Done(tensors)
         return self._run(reductions.all_reduce(array, how, self._size), opts, tensors)
 
+    @untraced
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Done | Handle:
         opts = _options(opts, None, c10d.AllreduceCoalescedOptions)
         hows = [reduction(opts.reduceOp, tensor) for tensor in tensors]
@@ -166,6 +169,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
         ]
         return self._run(_one_after_another("all_reduce", parts), opts, tensors)
 
+    @untraced
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Done | Handle:
         if isinstance(tensors, torch.Tensor):
             tensors = [tensors]
@@ -177,6 +181,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
             return Done(tensors)
         return self._run(operations.broadcast(array, root, self._size, self._rank, "auto"), opts, tensors)
 
+    @untraced
     def reduce(self, tensors: Any, opts: Any = None, *more: Any) -> Done | Handle:
         if isinstance(tensors, torch.Tensor):
             tensors = [tensors]
@@ -188,6 +193,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
         operation = reductions.reduce(array_of(tensor), how, opts.rootRank, self._rank, self._size)
         return self._run(operation, opts, tensors)
 
+    @untraced
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Done | Handle:
         if isinstance(input_tensors, torch.Tensor):
             output_tensors, input_tensors = [output_tensors], [input_tensors]
@@ -197,6 +203,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
         opts = _options(opts, None, c10d.AllgatherOptions)
         return self._run(self._gathering(outputs, tensor), opts, list(outputs))
 
+    @untraced
     def allgather_coalesced(
         self, output_lists: Sequence[Tensors], input_list: Tensors, opts: Any = None
     ) -> Done | Handle:
@@ -214,9 +221,11 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
         counts = out.counts if len(outputs) == self._size else (x.size,) * self._size
         return all_gather_into(out, x, counts)
 
+    @untraced
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Done | Handle:
         return self._run(self._gathering([output], tensor), _options(opts, None, c10d.AllgatherOptions), [output])
 
+    @untraced
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Done | Handle:
         opts = _options(opts, None, c10d.AllgatherOptions)
         parts = [self._gathering([output], tensor) for output, tensor in zip(outputs, inputs, strict=True)]
@@ -225,6 +234,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
+    @untraced
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Done | Handle:
         tensor = _only(input_tensors)
         opts = _options(opts, None, c10d.GatherOptions)
@@ -237,6 +247,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
         x = Strip.of([array_of(tensor)], writable=False)
         return self._run(gather_into(out, x, opts.rootRank, self._size), opts, output_tensors)
 
+    @untraced
     def scatter(self, output_tensors: Tensors, input_tensors: Any, opts: Any = None) -> Done | Handle:
         output = _only(output_tensors)
         opts = _options(opts, None, c10d.ScatterOptions)
@@ -249,6 +260,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
         out = Strip.of([array_of(output)], writable=True)
         return self._run(scatter_into(out, x, opts.rootRank, self._size), opts, output_tensors)
 
+    @untraced
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Done | Handle:
         if isinstance(output_tensors, torch.Tensor):
             output_tensors, input_tensors = [output_tensors], [input_tensors]
@@ -263,11 +275,13 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
         how = reduction(opts.reduceOp, output)
         return reductions.reduce_scatter(array_of(output), arrays_of(inputs), how, counts, self._rank, self._size)
 
+    @untraced
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Done | Handle:
         opts = _options(opts, None, c10d.ReduceScatterOptions)
         operation = self._scattering(output, [tensor], (output.numel(),) * self._size, opts)
         return self._run(operation, opts, [output])
 
+    @untraced
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Done | Handle:
         opts = _options(opts, None, c10d.ReduceScatterOptions)
         parts = [
@@ -279,6 +293,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
+    @untraced
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -295,6 +310,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
 
     alltoall_base = all_to_all_single
 
+    @untraced
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Done | Handle:
         if len(outputs) != self._size or len(inputs) != self._size:
             raise InvalidSize(f"{len(outputs)} and {len(inputs)} tensors for {self._size} ranks")
@@ -302,18 +318,22 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
         operation = all_to_all_into(out, x, out.counts, x.counts, even=False)
         return self._run(operation, _options(opts, None, c10d.AllToAllOptions), list(outputs))
 
+    @untraced
     def barrier(self, opts: Any = None, timeout: Any = None) -> Done | Handle:
         opts = _options(opts, timeout, c10d.BarrierOptions)
         return self._run(operations.barrier("auto"), opts, [])
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
+    @untraced
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Sending:
         return Sending(self.group, _only(tensors), dst, tag)
 
+    @untraced
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> Receiving:
         return Receiving(self.group, _only(tensors), src, tag)
 
+    @untraced
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Receiving:
         return Receiving(self.group, _only(tensors), None, tag)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,16 +14,23 @@ from torch.distributed import ReduceOp
 from gradwire.arrays import Array
 from gradwire.errors import ArrayError, UnsupportedOp
 
-# What NumPy has no name for travels as something of the same width. Of these only bfloat16 can be reduced.
-_STAND_INS: dict[torch.dtype, tuple[torch.dtype, Any]] = {torch.bfloat16: (torch.int16, ml_dtypes.bfloat16)}
-_STAND_INS |= {
-    kind: (torch.uint8, np.uint8)
-    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
-    if (kind := getattr(torch, name, None)) is not None
-}
-if hasattr(torch, "complex32"):
-    _STAND_INS[torch.complex32] = (torch.int32, np.int32)
 
+
+def _types() -> dict[torch.dtype, np.dtype[Any]]:
+    same = "float16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool complex64 complex128"
+    types = {getattr(torch, name): np.dtype(name) for name in same.split()}
+    types[torch.bfloat16] = np.dtype(ml_dtypes.bfloat16)
+    # What cannot be reduced can be moved, as something of the same width.
+    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "complex32"):
+        if hasattr(torch, name):
+            kind = getattr(torch, name)
+            _ONLY_MOVED.add(kind)
+            types[kind] = np.dtype(f"u{kind.itemsize}")
+    return types
+
+
+_ONLY_MOVED: set[torch.dtype] = set()
+_TYPES = _types()
 _NAMES = {"SUM": "sum", "AVG": "mean", "PRODUCT": "prod", "MIN": "min", "MAX": "max"}
 _FOLDS: dict[str, Callable[[Array, Array], Array]] = {
     "BAND": np.bitwise_and,
@@ -31,18 +39,30 @@ _FOLDS: dict[str, Callable[[Array, Array], Array]] = {
 }
 
 
+class _Memory(ctypes.c_char * (1 << 62)):  # type: ignore[misc]  # NumPy asks only whether it is long enough
+    """Bytes from an address on; keeps the tensor they belong to.
+
+    `tensor.numpy()` would do, but for good forbids that the tensor's memory is given back early, as FSDP does.
+    """
+
+    tensor: torch.Tensor
+
+
 def array_of(tensor: torch.Tensor) -> Array:
     """The memory of a tensor as an array."""
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    stand_in = _STAND_INS.get(tensor.dtype)
-    try:
-        if stand_in is None:
-            return tensor.numpy()  # type: ignore[no-any-return]
-        array: Array = tensor.view(stand_in[0]).numpy()
-        return array.view(stand_in[1])
-    except (TypeError, RuntimeError) as error:
-        raise ArrayError(f"{describe(tensor)} cannot be exchanged: {error}") from error
+    dtype = _TYPES.get(tensor.dtype)
+    if dtype is None or tensor.layout is not torch.strided or not tensor.is_cpu:
+        raise ArrayError(f"{describe(tensor)} cannot be exchanged: only plain tensors in the CPU's memory")
+    if tensor.is_conj() or tensor.is_neg():
+        raise ArrayError(f"{describe(tensor)} is a view that negates on reading: pass x.resolve_conj().resolve_neg()")
+    shape = tuple(tensor.shape)
+    if not tensor.numel():
+        return np.empty(shape, dtype)
+    memory = _Memory.from_address(tensor.data_ptr())
+    memory.tensor = tensor
+    if tensor.is_contiguous():
+        return np.ndarray(shape, dtype, memory)
+    return np.ndarray(shape, dtype, memory, strides=tuple(step * dtype.itemsize for step in tensor.stride()))
 
 
 def arrays_of(tensors: Sequence[torch.Tensor]) -> list[Array]:
@@ -84,7 +104,7 @@ def reduction(op: Any, tensor: torch.Tensor) -> Reduction:
     name = _KINDS.get(getattr(op, "op", op))
     if name is None:
         raise UnsupportedOp(f"gradwire has no reduce op {op!r}", operation="reduce")
-    if tensor.dtype in _STAND_INS and tensor.dtype is not torch.bfloat16:
+    if tensor.dtype in _ONLY_MOVED:
         raise UnsupportedOp(f"{describe(tensor)} cannot be reduced, only moved", operation="reduce")
     if name in _FOLDING:
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex:

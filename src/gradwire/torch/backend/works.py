@@ -11,6 +11,7 @@ from torch.distributed import Work as TorchWork
 from torch.futures import Future
 
 from gradwire import work
+from gradwire.torch.backend.untraced import untraced
 
 NO_BACKWARD = -1  # torch's number of the backward pass, where there is none
 
@@ -24,6 +25,7 @@ class Handle(TorchWork):  # type: ignore[misc]
         self._tensors = tensors
         self._future: Future | None = None
 
+    @untraced
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         self._running.wait(seconds(timeout))
         return True
@@ -44,6 +46,7 @@ class Handle(TorchWork):  # type: ignore[misc]
         self.wait()
         return self._tensors
 
+    @untraced
     def get_future(self) -> Future:
         if self._future is None:
             self._future = future = Future()
