@@ -120,7 +120,9 @@ def test_a_process_that_is_stuck_is_named_and_told_from_a_lost_one(job: StartJob
         for rank in (ranks[0], ranks[2]):
             told = rank.hear()
             assert (told["error"], told["culprit"]) == ("Timeout", 1), told
-            assert re.fullmatch(rf"all_reduce #2 did not finish within its timeout of 0.6 s: {expected}", told["text"]), told["text"]
+            assert re.fullmatch(
+                rf"all_reduce #2 did not finish within its timeout of 0.6 s: {expected}", told["text"]
+            ), told["text"]
             where = place(waits_for_rank_1, "timeout=seconds")
             logged = rf"rank {rank.number} has waited 0 s during all_reduce #2, {where}: {expected}"
             assert re.search(logged, rank.output()), rank.output()

@@ -28,6 +28,7 @@ from gradwire.operations.call import settled
 from gradwire.operations.into import Strip, all_gather_into, all_to_all_into, gather_into, scatter_into
 from gradwire.torch.backend import meeting, reductions, sparse
 from gradwire.torch.backend.mail import Receiving, Sending
+from gradwire.torch.backend.roll_call import roll_call
 from gradwire.torch.backend.tensors import array_of, arrays_of, describe, reduction
 from gradwire.torch.backend.untraced import untraced
 from gradwire.torch.backend.works import Done, Handle, seconds
@@ -322,6 +323,11 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
     def barrier(self, opts: Any = None, timeout: Any = None) -> Done | Handle:
         opts = _options(opts, timeout, c10d.BarrierOptions)
         return self._run(operations.barrier("auto"), opts, [])
+
+    @untraced
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        limit = self.group._timeout if timeout is None else timeout.total_seconds()
+        roll_call(self.group, limit, everybody=wait_all_ranks)
 
     # -- messages -----------------------------------------------------------------------------------------------------
 

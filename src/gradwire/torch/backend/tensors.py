@@ -15,7 +15,6 @@ from gradwire.arrays import Array
 from gradwire.errors import ArrayError, UnsupportedOp
 
 
-
 def _types() -> dict[torch.dtype, np.dtype[Any]]:
     same = "float16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool complex64 complex128"
     types = {getattr(torch, name): np.dtype(name) for name in same.split()}
