@@ -50,7 +50,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> f
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return loss.item()
+    return float(loss.item())
 
 
 def whole(model: nn.Module) -> Tensor:

@@ -29,7 +29,7 @@ WIDTH, HEADS, LAYERS = 64, 4, 2
 BATCH = 128  # of all ranks together
 
 
-class Block(nn.Module):
+class Block(nn.Module):  # type: ignore[misc]
     """Attention to what came before, then a little network on each place."""
 
     def __init__(self) -> None:
@@ -39,19 +39,21 @@ class Block(nn.Module):
         self.think = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = self.look(self.before(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        seen = functional.scaled_dot_product_attention(*parts, is_causal=True)
+        query, key, value = self.look(self.before(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.mix(seen.transpose(1, 2).flatten(2))
         return x + self.think(self.between(x))
 
 
-class GPT(nn.Module):
+class GPT(nn.Module):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(DIGITS + 1, WIDTH), nn.Embedding(2 * LENGTH + 1, WIDTH)
         self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, DIGITS + 1, bias=False)
         self.head.weight = self.words.weight  # tied: one parameter, one gradient
+        for embedding in (self.words, self.places):
+            nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, text: Tensor) -> Tensor:
         x = self.words(text) + self.places(torch.arange(text.shape[1]))
@@ -76,7 +78,7 @@ def answers(model: nn.Module, asked: Tensor) -> Tensor:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--backend", default="gradwire")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=400)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
@@ -86,7 +88,7 @@ def main() -> int:
 
     torch.manual_seed(0)
     model = DistributedDataParallel(GPT())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     random = torch.Generator().manual_seed(1 + rank)  # other questions on each rank
     began = time.perf_counter()
     for step in range(arguments.steps):

@@ -85,7 +85,7 @@ class Runner:
         self._turn = threading.Condition(threading.Lock())
         self._turns = core.native.Turns() if core.available() else Turns()
         self._skipped: set[int] = set()
-        self._queue: deque[tuple[int, Work, Callable[[], Any]]] = deque()
+        self._queue: deque[tuple[int, Work, Callable[..., Any]]] = deque()
         self._progress: threading.Thread | None = None
         self._failed = False
         self._spins = False

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +81,9 @@ def reductions(rank: int) -> Iterator[tuple[str, Callable[[Group], Any]]]:
     kinds = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8]
     for dtype in kinds:
         for op in ("SUM", "PRODUCT", "MIN", "MAX"):
-            yield f"all_reduce {dtype} {op}", lambda group, dtype=dtype, op=op: all_reduced(group, rank, dtype, op)
+            yield f"all_reduce {dtype} {op}", partial(all_reduced, rank, dtype, op)
     for op in ("BAND", "BOR", "BXOR"):
-        yield f"all_reduce {op}", lambda group, op=op: all_reduced(group, rank, torch.int32, op)
+        yield f"all_reduce {op}", partial(all_reduced, rank, torch.int32, op)
 
     def strided(group: Group) -> torch.Tensor:
         x = numbers(rank, 12).reshape(3, 4)
@@ -123,7 +124,7 @@ def reductions(rank: int) -> Iterator[tuple[str, Callable[[Group], Any]]]:
     yield "all_reduce, sparse", sparse
 
 
-def all_reduced(group: Group, rank: int, dtype: torch.dtype, op: str) -> torch.Tensor:
+def all_reduced(rank: int, dtype: torch.dtype, op: str, group: Group) -> torch.Tensor:
     x = numbers(rank, 10, dtype)
     dist.all_reduce(x, getattr(ReduceOp, op), group=group)
     return x
@@ -245,9 +246,9 @@ def beyond(here: Here, file: str) -> None:
     whole = torch.tensor([-3 * (rank + 1), 4])
     dist.all_reduce(whole, ReduceOp.AVG)
     scaled = torch.ones(2)
-    dist.all_reduce(scaled, ReduceOp.PREMUL_SUM(0.5))  # type: ignore[operator]
+    dist.all_reduce(scaled, ReduceOp.PREMUL_SUM(0.5))
     part = torch.zeros(2)
-    dist.reduce_scatter_single(part, torch.ones(2 * size), ReduceOp.PREMUL_SUM(0.25))  # type: ignore[operator]
+    dist.reduce_scatter_single(part, torch.ones(2 * size), ReduceOp.PREMUL_SUM(0.25))
     ragged = [torch.zeros(n + 1) for n in range(size)]
     dist.all_gather(ragged, torch.full((rank + 1,), float(rank)))
     eighths = torch.full((4,), rank).to(torch.float8_e4m3fn)

@@ -90,5 +90,5 @@ def _by_all_reduce(name: str, xs: Sequence[Array], how: Reduction, size: int, ho
 
 def divided(x: Array, n: int) -> Array:
     """Integers divided, towards zero as in C."""
-    quotient = np.abs(x) // x.dtype.type(n)
+    quotient: Array = np.abs(x) // x.dtype.type(n)
     return np.where(x < 0, -quotient, quotient) if x.dtype.kind == "i" else quotient

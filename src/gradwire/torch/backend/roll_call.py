@@ -44,7 +44,8 @@ def roll_call(group: Group, seconds: float, *, everybody: bool) -> None:
 
 def _missing(group: Group, seconds: float, everybody: bool) -> list[int]:
     """Who has not come in time: the first, or all."""
-    deadline, missing = time.monotonic() + seconds, []
+    deadline = time.monotonic() + seconds
+    missing: list[int] = []
     for rank in range(1, group.size):
         left = deadline - time.monotonic()
         if left <= 0 and not missing:

@@ -13,7 +13,7 @@ try:
 
     _SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)  # the function, and all that it calls
 except ImportError:  # an older torch, which does not look here
-    set_code_exec_strategy = None
+    set_code_exec_strategy = None  # type: ignore[assignment]
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 
