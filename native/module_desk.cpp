@@ -62,7 +62,7 @@ class Desk {
     // complete(x, rows, sequence) ends an all_gather whose rows are known but new;
     // wake() lets others know that a turn is over; `events` is the dictionary of the events' module.
     Desk(nb::object engine, nb::object turns, nb::object ring, std::size_t size, nb::object resume, nb::object complete,
-         nb::object wake, nb::dict events, nb::str package, bool spins)
+         nb::object wake, nb::dict events, nb::tuple inside, bool spins)
         : kept_(nb::make_tuple(engine, turns, ring)),
           engine_(nb::cast<Engine&>(engine)),
           turns_(nb::cast<Turns&>(turns)),
@@ -71,7 +71,7 @@ class Desk {
           complete_(std::move(complete)),
           wake_(std::move(wake)),
           events_(std::move(events)),
-          package_(std::move(package)),
+          inside_(std::move(inside)),
           spins_(spins),
           rows_(size) {}
 
@@ -252,7 +252,7 @@ class Desk {
         return sequence;
     }
 
-    // The innermost frame outside this package is where the user made the call.
+    // The innermost frame outside of these folders is where the user made the call.
     std::uint64_t record(const Known& known) {
         PyFrameObject* frame = PyThreadState_GetFrame(PyThreadState_Get());
         while (frame) {
@@ -272,9 +272,12 @@ class Desk {
         static std::unordered_set<PyObject*> ours;  // kept for good, so that their addresses stay theirs
         if (ours.count(code.ptr())) return true;
         nb::object file = owned(PyObject_GetAttr(code.ptr(), filename_.ptr()));
-        if (PyUnicode_Tailmatch(file.ptr(), package_.ptr(), 0, PY_SSIZE_T_MAX, -1) != 1) return false;
-        ours.insert(nb::object(code).release().ptr());
-        return true;
+        for (nb::handle folder : inside_) {
+            if (PyUnicode_Tailmatch(file.ptr(), folder.ptr(), 0, PY_SSIZE_T_MAX, -1) != 1) continue;
+            ours.insert(nb::object(code).release().ptr());
+            return true;
+        }
+        return false;
     }
 
     static nb::object interned(const char* text) { return owned(PyUnicode_InternFromString(text)); }
@@ -285,7 +288,7 @@ class Desk {
     CallRing& ring_;
     nb::object resume_, complete_, wake_;
     nb::dict events_;
-    nb::str package_;
+    nb::tuple inside_;
     bool spins_;
     std::vector<std::int64_t> rows_;
     std::uint8_t token_ = 0;
@@ -298,8 +301,8 @@ class Desk {
 void register_desk(nb::module_& module) {
     if (PyArray_ImportNumPyAPI() < 0) throw nb::python_error();
     nb::class_<Desk>(module, "Desk")
-        .def(nb::init<nb::object, nb::object, nb::object, std::size_t, nb::object, nb::object, nb::object, nb::dict, nb::str,
-                      bool>())
+        .def(nb::init<nb::object, nb::object, nb::object, std::size_t, nb::object, nb::object, nb::object, nb::dict,
+                      nb::tuple, bool>())
         .def("learn", &Desk::learn, nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
              nb::arg(), nb::arg())
         .def("halt", &Desk::halt)

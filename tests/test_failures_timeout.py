@@ -58,7 +58,7 @@ def test_a_rank_that_never_comes_is_named_with_its_last_call(groups: list[gw.Gro
     number = 3 if called else 1
     for text in said:
         expected = (
-            rf"all_reduce #{number} did not finish in 0.3 s: "
+            rf"all_reduce #{number} did not finish within its timeout of 0.3 s: "
             rf"rank {late} is alive but stuck outside of any call, its last call was {last}"
         )
         assert re.fullmatch(expected, text), text
@@ -71,7 +71,7 @@ def test_a_time_out_of_one_rank_breaks_all(groups: list[gw.Group]) -> None:
     def play(group: gw.Group) -> float:
         began = time.monotonic()
         if group.rank != late:
-            with pytest.raises(gw.Timeout, match=r"did not finish in 0.2 s") as told:
+            with pytest.raises(gw.Timeout, match=r"did not finish within its timeout of 0.2 s") as told:
                 group.barrier(timeout=0.2 if group.rank == 0 else 60)
             assert told.value.culprit == late
         return time.monotonic() - began
@@ -120,7 +120,9 @@ def test_a_process_that_is_stuck_is_named_and_told_from_a_lost_one(job: StartJob
         for rank in (ranks[0], ranks[2]):
             told = rank.hear()
             assert (told["error"], told["culprit"]) == ("Timeout", 1), told
-            assert re.fullmatch(rf"all_reduce #2 did not finish in 0.6 s: {expected}", told["text"]), told["text"]
+            assert re.fullmatch(
+                rf"all_reduce #2 did not finish within its timeout of 0.6 s: {expected}", told["text"]
+            ), told["text"]
             where = place(waits_for_rank_1, "timeout=seconds")
             logged = rf"rank {rank.number} has waited 0 s during all_reduce #2, {where}: {expected}"
             assert re.search(logged, rank.output()), rank.output()

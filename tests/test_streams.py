@@ -378,3 +378,82 @@ def test_a_dropped_helper_thread_is_no_lost_rank() -> None:
     finally:
         for group in groups:
             group.close()
+
+
+# -- callbacks ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_callback_is_told_once_of_success_and_failure(pair: list[gw.Group], caplog: pytest.LogCaptureFixture) -> None:
+    told: list[object] = []
+
+    def note(work: gw.Work) -> None:
+        told.append(work.heed() or work.result)
+
+    stream = pair[0].stream()
+    work = stream.all_reduce(1)
+    works = [work]
+    work.add_done_callback(note)
+    work.add_done_callback(lambda work: 1 / 0)
+    assert pair[1].all_reduce(1) == 2
+    stream.synchronize(SOON)
+    works.append(stream.barrier(timeout=0.05))
+    works[1].add_done_callback(note)
+    with pytest.raises(gw.Timeout) as caught:
+        works[1].wait()
+    end_progress(pair[0])
+    assert told == [2, caught.value]
+    work.add_done_callback(note)  # at once
+    assert told == [2, caught.value, 2]
+    assert "a callback of all_reduce failed" in caplog.text
+
+
+def test_a_callback_may_call_the_group_and_wait(crew: Crew) -> None:
+    """The thread that runs it steps aside: otherwise it would wait for itself."""
+    added = threading.Barrier(crew.size)
+
+    def program(group: gw.Group) -> list[int]:
+        stream, told = group.stream(), []
+        ended = threading.Event()
+
+        def go_on(work: gw.Work) -> None:
+            told.append(work.result)
+            told.append(stream.all_reduce(10).wait(SOON))
+            told.append(group.all_reduce(100))
+            ended.set()
+
+        if group.rank:
+            added.wait(SOON)  # that of rank 0 is there before the work is done
+        stream.all_reduce(1).add_done_callback(go_on)
+        if not group.rank:
+            added.wait(SOON)
+        assert ended.wait(SOON)
+        told.append(stream.all_reduce(1000).wait(SOON))
+        return told
+
+    assert crew.run(program) == [[crew.size * 10**power for power in range(4)]] * crew.size
+
+
+def test_who_waits_does_the_work_that_nobody_has_begun(pair: list[gw.Group]) -> None:
+    """The thread of the stream is busy elsewhere, and no one else would do it."""
+    added = threading.Event()
+
+    def program(group: gw.Group) -> list[int]:
+        if group.rank:
+            assert added.wait(SOON)
+            return [group.all_reduce(number) for number in range(4)]
+        stream, busy, free = group.stream(), threading.Event(), threading.Event()
+        first = stream.all_reduce(0)
+
+        def block(work: gw.Work) -> None:
+            busy.set()
+            assert free.wait(SOON)
+
+        first.add_done_callback(block)
+        added.set()
+        assert busy.wait(SOON)
+        works = [stream.all_reduce(number) for number in (1, 2, 3)]
+        works[2].wait()
+        free.set()
+        return [work.result for work in (first, *works)]
+
+    assert run_ranks(pair, program) == [[0, 2, 4, 6]] * 2

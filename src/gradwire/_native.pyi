@@ -52,7 +52,7 @@ class Desk:
         complete: Callable[[Any, list[int], int], Any],
         wake: Callable[[], None],
         events: dict[str, Any],
-        package: str,
+        inside: tuple[str, ...],
         spins: bool,
         /,
     ) -> None: ...

@@ -24,7 +24,8 @@ from gradwire.executors.native import Descriptor, NativeExecutor
 from gradwire.executors.plan import Plan, even_bounds, ragged_bounds
 from gradwire.executors.python import PythonExecutor, Sheet
 from gradwire.generation import Generation
-from gradwire.liveness.calls import PACKAGE, CallLog, Meaning
+from gradwire.liveness import calls
+from gradwire.liveness.calls import CallLog, Meaning
 from gradwire.liveness.control import disagreement
 from gradwire.liveness.watch import Watch
 from gradwire.operations import Form, Operation, Shape, all_gather_rows
@@ -84,7 +85,7 @@ class Runner:
         self._turn = threading.Condition(threading.Lock())
         self._turns = core.native.Turns() if core.available() else Turns()
         self._skipped: set[int] = set()
-        self._queue: deque[tuple[int, Work, Callable[[], Any]]] = deque()
+        self._queue: deque[tuple[int, Work, Callable[..., Any]]] = deque()
         self._progress: threading.Thread | None = None
         self._failed = False
         self._spins = False
@@ -164,7 +165,7 @@ class Runner:
                 self._complete,
                 self._wake,
                 vars(events),
-                PACKAGE,
+                calls.inside,
                 spins,
             )
         )
@@ -176,6 +177,7 @@ class Runner:
         """Run an operation on this thread, after everything that was called before it."""
         self._check_open(operation.name)  # before the lock: in a forked child nobody may be there to release it
         with self._turn:
+            self._step_aside()
             ticket = self._turns.take()
             try:
                 while self._turns.serving != ticket:
@@ -193,28 +195,58 @@ class Runner:
     def later(self, operation: Operation, timeout: float, site: Site) -> Work:
         """Queue an operation for the progress thread."""
         self.check(operation.name)
-        work = Work(operation.name)
+        work = Work(operation.name, self._hurry)
         with self._turn:
-            body = partial(self._run, operation, timeout, site, beside=True)
-            self._queue.append((self._turns.take(), work, body))
-            if self._progress is None:
-                self._progress = threading.Thread(target=self._work, name="gradwire-progress", daemon=True)
-                self._progress.start()
+            self._step_aside()
+            self._queue.append((self._turns.take(), work, partial(self._run, operation, timeout, site)))
+            self._have_progress()
             self._turn.notify_all()
         return work
 
+    def _have_progress(self) -> None:
+        if self._progress is None:
+            self._progress = threading.Thread(target=self._work, name="gradwire-progress", daemon=True)
+            self._progress.start()
+
+    def _step_aside(self) -> None:
+        """If this is the progress thread, a callback makes a call, and may wait for it: another has to take over."""
+        if self._progress is not None and self._progress is threading.current_thread():
+            self._progress = None
+            if self._queue:
+                self._have_progress()
+
     def _work(self) -> None:
+        own = threading.current_thread()
         while True:
             with self._turn:
-                while not self._queue or self._turns.serving != self._queue[0][0]:
+                while self._progress is own and not self._is_next_queued():
                     if self.closed and not self._queue:
                         return
                     self._turn.wait()
+                if self._progress is not own:
+                    return
                 _, work, body = self._queue.popleft()
-            went_well = work.run(body, first_error=not self._failed)
-            self._failed = self._failed or not went_well
+            self._do(work, partial(body, beside=True))
             del work, body  # the last reference may be ours: an error that nobody waits for is logged now
-            self._next()
+
+    def _is_next_queued(self) -> bool:
+        return bool(self._queue) and self._turns.serving == self._queue[0][0]
+
+    def _hurry(self, work: Work) -> None:
+        """Do what is queued up to this work, which somebody waits for, where nobody has begun it: here, since to wake
+        another thread takes longer than most calls."""
+        while not work.done:
+            with self._turn:
+                if not self._is_next_queued():
+                    return
+                _, first, body = self._queue.popleft()
+            self._do(first, body)
+
+    def _do(self, work: Work, body: Callable[[], Any]) -> None:
+        went_well = work.run(body, first_error=not self._failed)
+        self._failed = self._failed or not went_well
+        self._next()
+        work.call_back()
 
     def _next(self) -> None:
         with self._turn:

@@ -46,14 +46,15 @@ def init(
         text = f"transport {config.transport!r} is not built yet; there are 'shm' and 'tcp'"
         raise UnsupportedOp(text, operation="init")
     if config.size == 1 and config.address is None and not config.elastic:
-        return lifetime.keep(_alone(config.timeout))
+        return lifetime.keep(alone(config.timeout))
     deadline = time.monotonic() + config.timeout
     if core.native is None and (reason := core.why_pure()) and not core.is_unwanted():
         log.warning("collectives run in Python, which is slower: gradwire has no native core here, %s", reason)
     return Seat(config).take(deadline)
 
 
-def _alone(timeout: float) -> Group:
+def alone(timeout: float) -> Group:
+    """The group of a job of one."""
     job = int.from_bytes(secrets.token_bytes(8), "little")
     identity = Identity(job, 1, 0, ("rank 0 (this process)",), Topology.single(1))
     generation = Generation(identity, Hub(1).transports[0])

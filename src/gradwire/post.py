@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gradwire.errors import Broken, Closed, GradwireError, PeerLost, Timeout
 from gradwire.executors.python import after
@@ -23,6 +24,19 @@ log = logging.getLogger("gradwire")
 _TAG_MASK = (1 << 64) - 1
 
 
+class Promised(NamedTuple):
+    """A long message that was offered, and is not delivered yet."""
+
+    outbox: Outbox
+    offer: Offer
+    data: memoryview
+    dst: int
+    tag: int
+    deadline: float
+    timeout: float
+    operation: str
+
+
 @dataclass(frozen=True, slots=True)
 class Post:
     """One group's post office; ranks are the group's, `members` their world ranks."""
@@ -34,20 +48,31 @@ class Post:
 
     def send(self, data: memoryview, dst: int, tag: int, timeout: float, operation: str = "send") -> None:
         """Deliver bytes: at once up to the eager bound, else when the receiver has a buffer for them."""
+        promised = self.begin_send(data, dst, tag, timeout, operation)
+        if promised is not None:
+            self.finish_send(promised)
+
+    def begin_send(
+        self, data: memoryview, dst: int, tag: int, timeout: float, operation: str = "send"
+    ) -> Promised | None:
+        """Give bytes their place among the messages to a rank; None if nothing is left to do for them."""
         deadline = time.monotonic() + timeout
         self._check(operation)
+        outbox = self._outbox(dst, deadline, operation)
         if len(data) <= MAX_EAGER:
-            self._send_eagerly(data, dst, tag, deadline, timeout, operation)
-        else:
-            self._send_on_offer(data, dst, tag, deadline, timeout, operation)
+            self._send_eagerly(outbox, data, dst, tag, deadline, timeout, operation)
+            return None
+        offer = self.generation.mailbox.offer()
+        size = {"tile": len(data) & 0xFFFFFFFF, "round": len(data) >> 32}
+        self._tell(outbox, dst, operation, self._frame(Kind.OFFER, b"", tag, sequence=offer.identity, **size))
+        return Promised(outbox, offer, data, dst, tag, deadline, timeout, operation)
 
     def _outbox(self, dst: int, deadline: float, operation: str) -> Outbox:
         return self.generation.message_outbox(self.members[dst], deadline, operation)
 
     def _send_eagerly(
-        self, data: memoryview, dst: int, tag: int, deadline: float, timeout: float, operation: str
+        self, outbox: Outbox, data: memoryview, dst: int, tag: int, deadline: float, timeout: float, operation: str
     ) -> None:
-        outbox = self._outbox(dst, deadline, operation)
         changed = self.generation.mailbox.changed
         while outbox.full:
             with changed:
@@ -63,13 +88,9 @@ class Post:
                 )
         self._tell(outbox, dst, operation, self._frame(Kind.EAGER, bytes(data), tag))
 
-    def _send_on_offer(
-        self, data: memoryview, dst: int, tag: int, deadline: float, timeout: float, operation: str
-    ) -> None:
-        outbox = self._outbox(dst, deadline, operation)
-        offer = self.generation.mailbox.offer()
-        size = {"tile": len(data) & 0xFFFFFFFF, "round": len(data) >> 32}
-        self._tell(outbox, dst, operation, self._frame(Kind.OFFER, b"", tag, sequence=offer.identity, **size))
+    def finish_send(self, promised: Promised) -> None:
+        """Deliver a long message when the receiver has a buffer for it."""
+        outbox, offer, data, dst, tag, deadline, timeout, operation = promised
         try:
             self._await_acceptance(offer, dst, deadline, operation)
         except BaseException:  # Ctrl-C too: a recv there must not wait for what nobody sends

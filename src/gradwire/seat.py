@@ -11,6 +11,7 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from gradwire import agreement, lifetime, machine
@@ -41,16 +42,22 @@ LEAVE_SECONDS = 1.0  # for the coordinator to hear that a member has left
 SET_UP_SECONDS = 10.0  # in which the members of an elastic job's generation must have found each other
 TELL_SECONDS = 5.0  # between two lines about what a member waits for
 
+Agree = Callable[[str | None, float], str]
+"""The address at which the ranks meet, from the one that offers it, within so many seconds."""
+
 
 class Seat:
     """What stays the same from one generation to the next: the member's id, the coordinator, the secret."""
 
-    def __init__(self, config: JobConfig) -> None:
+    def __init__(self, config: JobConfig, agree: Agree | None = None) -> None:
+        """`agree` is how ranks tell each other where to meet, where the address in the configuration is taken."""
         assert config.address is not None
         self.config = config
         self._address = config.address
+        self._agree = agree or self._agree_under_torchrun
         if config.address_taken:  # by torchrun's store, through which the ranks agree on another port
-            self._address = Address("127.0.0.1" if torchrun.on_one_host(os.environ) else config.address.host, 0)
+            here = agree is None and torchrun.on_one_host(os.environ)
+            self._address = Address("127.0.0.1" if here else config.address.host, 0)
         loopback = self._address.is_loopback()
         self._credentials = Credentials.from_environ(os.environ)
         if not loopback and not config.insecure and self._credentials is None:
@@ -146,7 +153,8 @@ class Seat:
         with self._coordinator() as coordinator:
             left = max(0.1, deadline - time.monotonic())
             if config.address_taken:
-                self._address = self._agreed(coordinator, left)
+                agreed = self._agree(coordinator.address if coordinator else None, left)
+                self._address = Address.parse(agreed, "the address that the ranks agreed on")
             first = self._generation == 0
             self._place = self._member(transport, config.rank if first else None)
             return client.register(
@@ -179,12 +187,9 @@ class Seat:
                 credentials=self._credentials,
             )
 
-    def _agreed(self, coordinator: Coordinator | None, timeout: float) -> Address:
+    def _agree_under_torchrun(self, offered: str | None, timeout: float) -> str:
         assert self.config.address is not None
-        host, port = self.config.address.host, self.config.address.port
-        offered = coordinator.address if coordinator else None
-        agreed = torchrun.agree(host, port, offered, timeout, os.environ)
-        return Address.parse(agreed, "the address in torchrun's store")
+        return torchrun.agree(self.config.address.host, self.config.address.port, offered, timeout, os.environ)
 
     def _coordinator(self) -> contextlib.AbstractContextManager[Coordinator | None]:
         """Rank 0 of a job that nobody else serves is its own coordinator, until all have come."""

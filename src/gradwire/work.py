@@ -35,9 +35,13 @@ class Work:
     2.5
     """
 
-    def __init__(self, operation: str) -> None:
+    def __init__(self, operation: str, hurry: Callable[[Work], None] | None = None) -> None:
+        """`hurry` is told by a thread that has nothing to do but wait for this work."""
         self.operation = operation
+        self._hurry = hurry
         self._done = threading.Event()
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[Work], object]] = []
         self._result: Any = None
         self._error: BaseException | None = None
         self._heeded = True
@@ -51,6 +55,8 @@ class Work:
         >>> with gw.init() as group: group.stream().all_reduce(np.ones(2)).wait(timeout=60)
         array([1., 1.])
         """
+        if timeout is None and self._hurry is not None and not self._done.is_set():
+            self._hurry(self)
         if not self._done.wait(bounded(timeout)):
             raise Timeout(
                 f"{self.operation} was not done in {timeout:g} s; it goes on", operation=self.operation, seconds=timeout
@@ -83,6 +89,31 @@ class Work:
         """
         return self.wait()
 
+    def add_done_callback(self, callback: Callable[[Work], object]) -> None:
+        """Call this with the work when it is done, on the thread that does it; at once if it is done already.
+
+        The group goes on meanwhile, and may be called. What it raises is logged.
+
+        >>> import gradwire as gw
+        >>> with gw.init() as group:
+        ...     work = group.stream().all_reduce(3)
+        ...     work.wait()
+        3
+        >>> work.add_done_callback(print)
+        <gradwire.Work all_reduce, done>
+        """
+        with self._lock:
+            if not self._done.is_set():
+                self._callbacks.append(callback)
+                return
+        self._call(callback)
+
+    def _call(self, callback: Callable[[Work], object]) -> None:
+        try:
+            callback(self)
+        except Exception:
+            log.exception("a callback of %s failed", self.operation)
+
     def heed(self) -> BaseException | None:
         """The error, if there is one; from now on somebody knows of it."""
         self._heeded = True
@@ -98,8 +129,15 @@ class Work:
             goes_on = False
         if isinstance(self._result, Declined):
             self._error, self._heeded, self._result = self._result.error, False, None
-        self._done.set()
+        with self._lock:
+            self._done.set()
         return goes_on
+
+    def call_back(self) -> None:
+        """Tell those who wanted to know that it is done."""
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            self._call(callback)
 
     def __repr__(self) -> str:
         state = "pending" if not self.done else "failed" if self._error is not None else "done"

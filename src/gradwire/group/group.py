@@ -384,16 +384,20 @@ class Group(Messaging):
             if known is not None and not known._closed:
                 return known
             instance = self._instances[wanted] = self._instances.get(wanted, 0) + 1
-            identity = group_identity(self._identity, wanted, instance)
-            members = [self._members[rank] for rank in wanted]
-            group = Group(self._generation, members, identity, self._timeout)
-            try:
-                group._runner.dial(time.monotonic() + self._timeout)
-            except BaseException:
-                group.close()
-                raise
-            self._subgroups[wanted] = group
+            group = self._subgroups[wanted] = self._form(wanted, instance, self._timeout)
             return group
+
+    def _form(self, ranks: Sequence[int], instance: int, timeout: float) -> Group:
+        """A group of these ranks in this order, told by its instance from others of the same ranks."""
+        self._runner.check("subgroup")
+        identity = group_identity(self._identity, ranks, instance)
+        group = Group(self._generation, [self._members[rank] for rank in ranks], identity, timeout)
+        try:
+            group._runner.dial(time.monotonic() + max(timeout, self._timeout))
+        except BaseException:
+            group.close()
+            raise
+        return group
 
     def _chosen(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """The ranks of a subgroup, sorted, if they can be one of which this rank is a member."""

@@ -37,7 +37,7 @@ class Messaging:
         >>> one.close(); two.close()
         """
         peer = self._peer(dst)
-        self._post.send(raw(view(x, writable=False).load()), peer, _tag(tag), self._seconds(timeout))
+        self._post.send(raw(view(x, writable=False).load()), peer, checked_tag(tag), self._seconds(timeout))
 
     def recv(self, x: Any, src: int | None = None, tag: int = 0, timeout: float | None = None) -> int:
         """Receive into x from a rank (None: anyone) and return who sent it; a `recv` that timed out can be repeated.
@@ -52,7 +52,7 @@ class Messaging:
         """
         source = None if src is None else self._peer(src)
         target = view(x, writable=True)
-        request = self._post.post_request(raw(target.flat), source, _tag(tag))
+        request = self._post.post_request(raw(target.flat), source, checked_tag(tag))
         sender = self._post.finish_request(request, self._seconds(timeout))
         target.store()
         return sender
@@ -74,9 +74,9 @@ class Messaging:
         if arrays.overlap(given, target):
             raise ArrayError("y overlaps x: it would be overwritten while it is sent")
         deadline = time.monotonic() + seconds
-        request = self._post.post_request(raw(target.flat), source, _tag(tag))
+        request = self._post.post_request(raw(target.flat), source, checked_tag(tag))
         try:
-            self._post.send(raw(given.load()), to, _tag(tag), seconds, "sendrecv")
+            self._post.send(raw(given.load()), to, checked_tag(tag), seconds, "sendrecv")
         except BaseException:
             self._post.cancel_request(request)
             raise
@@ -131,7 +131,7 @@ def _copy_here(x: Any, y: Any) -> None:
     target.store()
 
 
-def _tag(tag: int) -> int:
+def checked_tag(tag: int) -> int:
     if isinstance(tag, bool) or not isinstance(tag, (int, np.integer)) or not 0 <= tag <= MAX_TAG:
         raise InvalidSize(f"tag {tag!r} is not a number from 0 to 2**62 - 1")
     return int(tag)

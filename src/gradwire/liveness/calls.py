@@ -19,7 +19,8 @@ from gradwire import core
 KEPT = 1024  # calls; a rank that is further ahead than this is compared at its next call
 SHOWN = 32  # calls sent to the peers when something is disputed
 
-PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+# The folders whose code is not the user's. A framework that calls us adds its own.
+inside: tuple[str, ...] = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,)
 _MASK = (1 << 64) - 1
 
 
@@ -134,14 +135,18 @@ class CallLog:
 
 
 def call_site() -> tuple[CodeType, int]:
-    """Where in the user's code we are: the innermost frame outside this package, and outside torch, whose backward
-    calls us."""
+    """Where in the user's code we are: the innermost frame outside this package and the framework that calls it."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and (
-        frame.f_code.co_filename.startswith(PACKAGE) or frame.f_globals.get("__name__", "").startswith("torch.")
-    ):
+    while frame.f_code.co_filename.startswith(inside) and frame.f_back is not None:
         frame = frame.f_back
     return frame.f_code, frame.f_lasti
+
+
+def count_as_inside(folder: str) -> None:
+    """Do not take the code in this folder for the user's."""
+    global inside
+    if folder + os.sep not in inside:
+        inside = (*inside, folder + os.sep)
 
 
 def place(code: CodeType, instruction: int) -> str:

@@ -145,7 +145,8 @@ class Watch:
     def _timed_out(self) -> GradwireError:
         late = self.late()
         culprit = late[0][0] if late else None
-        reason = f"{self.operation} #{self.sequence} did not finish in {self.timeout:g} s: {self._describe(late)}"
+        what = f"{self.operation} #{self.sequence} did not finish within its timeout of {self.timeout:g} s"
+        reason = f"{what}: {self._describe(late)}"
         finding = Finding("timeout", reason[:4000], culprit, self.timeout, self.operation)
         self._generation.control.report(finding, time.monotonic())
         self._generation.wake()

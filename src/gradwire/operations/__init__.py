@@ -8,6 +8,7 @@ on the caller's thread; a stream runs it in its turn. Both use the same `Exchang
     named           all_reduce_named
     values          JSON-like values
     rows            collectives that split or join the first axis
+    into            the same into memory that the caller has
     capabilities    what can be asked before
 """
 

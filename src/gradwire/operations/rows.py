@@ -69,7 +69,7 @@ def _joined(dtype: DType, rows: int, tail: tuple[int, ...]) -> Array:
         raise ArrayError(f"no memory for the result, {dtype.name}[{rows}, …]: {error}") from error
 
 
-def _learn_counts(exchange: Exchange, own: Sequence[int], call: str, form: Form | None = None) -> Array:
+def learn_counts(exchange: Exchange, own: Sequence[int], call: str, form: Form | None = None) -> Array:
     """Everybody's numbers, in rank order."""
     mine = np.asarray(own, np.int64)
     everyones = np.empty((exchange.size, mine.size), np.int64)
@@ -91,7 +91,7 @@ def all_gather(x: Any, algorithm: str) -> Operation:
 
     def body(exchange: Exchange) -> Array:
         call = f"all_gather({source.text()}{algorithm_text(algorithm)})"
-        rows = [int(n) for n in _learn_counts(exchange, [source.rows], call, form)[:, 0]]
+        rows = [int(n) for n in learn_counts(exchange, [source.rows], call, form)[:, 0]]
         return _gather_rows(exchange, source, rows, algorithm)
 
     return Operation("all_gather", body)
@@ -125,7 +125,7 @@ def gather(x: Any, root: int, size: int, algorithm: str) -> Operation:
     call = f"gather({source.text()}, root={root}{algorithm_text(algorithm)})"
 
     def body(exchange: Exchange) -> Array | None:
-        rows = [int(n) for n in _learn_counts(exchange, [source.rows], call)[:, 0]]
+        rows = [int(n) for n in learn_counts(exchange, [source.rows], call)[:, 0]]
         result = _joined(source.dtype, sum(rows), source.tail) if exchange.rank == root else None
         counts = tuple(n * source.width for n in rows)
         shape = Shape("gather", source.dtype, counts, None, root, algorithm, call)
@@ -233,7 +233,7 @@ def all_to_all(x: Any, send_counts: Counts | None, recv_counts: Counts | None, s
     call = f"all_to_all({source.text(rows)}{'' if even else ', counts'}{algorithm_text(algorithm)})"
 
     def body(exchange: Exchange) -> Array:
-        table = np.tile(np.asarray(sent, np.int64), (size, 1)) if even else _learn_counts(exchange, sent, call)
+        table = np.tile(np.asarray(sent, np.int64), (size, 1)) if even else learn_counts(exchange, sent, call)
         got = [int(n) for n in table[:, exchange.rank]]
         if wanted is not None and list(wanted) != got:
             reason = f"rank {exchange.rank} expects recv_counts={list(wanted)}, the others send it {got}"

@@ -1,10 +1,13 @@
-"""gradwire for PyTorch: `gw.torch.DistributedDataParallel`. Loaded when `gw.torch` is first used.
+"""gradwire for PyTorch: `gw.torch.DistributedDataParallel`, and the backend "gradwire" of torch.distributed.
+
+Loaded when `gw.torch` is first used; from then on torch knows `torch.distributed.init_process_group("gradwire")`.
 
 ddp         the wrapper around a model
 reducer     hooks in backward: gradients into buckets, and the buckets around
 join        ranks that run out of data before others
 buffers     what a model holds beside its parameters
 views       tensors as NumPy arrays, and back
+backend     torch.distributed's process groups on gradwire's groups
 """
 
 from __future__ import annotations
@@ -17,6 +20,9 @@ except ModuleNotFoundError as missing:
     text = "gw.torch needs PyTorch, which is not installed: pip install torch"
     raise ModuleNotFoundError(text, name="torch") from None
 
+from gradwire.torch import backend
 from gradwire.torch.ddp import DistributedDataParallel
 
-__all__ = ["DistributedDataParallel"]
+__all__ = ["DistributedDataParallel", "backend"]
+
+backend.register()

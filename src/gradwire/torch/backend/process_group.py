@@ -1,0 +1,397 @@
+"""The backend "gradwire" of torch.distributed: a process group that calls a `Group`.
+
+torch calls a process group written in Python by two kinds of names. Its own Python code (`dist.all_reduce` …) calls the
+methods here directly; its C++ code (DDP's reducer, functional collectives) calls those that its trampoline knows. Calls
+that nobody wants to outlive (`async_op=False`) run on the caller's thread, the others on the group's progress thread,
+all of them in the group's one order.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+from torch.distributed import ProcessGroup
+
+from gradwire import operations
+from gradwire.errors import InvalidSize, UnsupportedOp
+from gradwire.group import Group
+from gradwire.liveness.calls import call_site, count_as_inside
+from gradwire.operations import Exchange, Operation
+from gradwire.operations.call import settled
+from gradwire.operations.into import Strip, all_gather_into, all_to_all_into, gather_into, scatter_into
+from gradwire.torch.backend import meeting, reductions, sparse
+from gradwire.torch.backend.mail import Receiving, Sending
+from gradwire.torch.backend.roll_call import roll_call
+from gradwire.torch.backend.tensors import array_of, arrays_of, describe, reduction
+from gradwire.torch.backend.untraced import untraced
+from gradwire.torch.backend.works import Done, Handle, seconds
+
+NAME = "gradwire"
+count_as_inside(os.path.dirname(torch.__file__))  # errors name the line that called torch
+Tensors = Sequence[torch.Tensor]
+
+
+def register() -> None:
+    """Make the name known to torch; again is harmless."""
+    if dist.is_available() and NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
+
+
+def create(options: Any, backend_options: Any) -> GradwireProcessGroup:
+    """What torch calls in `init_process_group` and `new_group`, on the members of the group."""
+    timeout: float = options.timeout.total_seconds()
+    ranks = list(options.global_ranks_in_group)
+    world = _world() if ranks else None
+    if world is None:
+        group = meeting.meet(options.store, options.group_rank, options.group_size, timeout)
+    else:
+        group = world.part(ranks, options.group_id, timeout)
+    return GradwireProcessGroup(options.store, group)
+
+
+def _world() -> GradwireProcessGroup | None:
+    """torch's default group, if it is one of ours and goes on: new groups are then parts of it."""
+    world = dist.group.WORLD
+    return world if isinstance(world, GradwireProcessGroup) and not world.group._closed else None
+
+
+class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
+    """A group as torch sees it; `group` is the `Group` itself."""
+
+    def __init__(self, store: Any, group: Group) -> None:
+        super().__init__(group.rank, group.size)
+        self.group = group
+        self._store = store
+        self._rank, self._size = group.rank, group.size
+        self._name = self._description = ""
+        self._parts: dict[str, int] = {}
+
+    # -- who and how --------------------------------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:  # noqa: N802  # torch's names, here and below
+        return NAME
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        self._description = description
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> GradwireProcessGroup:
+        """Elsewhere a process group has a backend for each device; this one is its own."""
+        if torch.device(device).type != "cpu":
+            raise RuntimeError(f"the backend {NAME!r} is for tensors on the CPU, not on {device}")
+        return self
+
+    def get_group_store(self) -> Any:
+        return self._store
+
+    supports_splitting = supports_coalescing = supports_time_estimate = False
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return False
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.group._runner.calls.sequence
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Both sides of a call know its number anyway."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.group._timeout = self.group._runner.timeout = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    def part(self, ranks: Sequence[int], name: str, timeout: float) -> Group:
+        """A group of some of these ranks; names come again when the group that had one is destroyed."""
+        times = self._parts[name] = self._parts.get(name, 0) + 1
+        return meeting.part(self.group, ranks, name, times, timeout)
+
+    def shutdown(self) -> None:
+        self.group.close()
+
+    def abort(self) -> None:
+        """Break the group on all ranks: whoever waits in it stops waiting."""
+        self.group.abort("torch's abort() was called")
+
+    # -- running ------------------------------------------------------------------------------------------------------
+
+    def _run(self, operation: Operation, options: Any, tensors: Any) -> Done | Handle:
+        limit = None if options is None else seconds(options.timeout)
+        timeout = limit or self.group._timeout
+        runner = self.group._runner
+        if options is not None and not options.asyncOp:
+            settled(runner.now(operation, timeout, call_site()))
+            return Done(tensors)
+        return Handle(runner.later(operation, timeout, call_site()), tensors)
+
+    # -- collectives --------------------------------------------------------------------------------------------------
+
+    @untraced
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Done | Handle:
+        if isinstance(tensors, torch.Tensor):  # DDP's join() passes a bare tensor
+            tensors = [tensors]
+        tensor = _only(tensors)
+        opts = _options(opts, timeout, c10d.AllreduceOptions)
+        if tensor.layout is not torch.strided:
+            return self._run(sparse.all_reduce(tensor, opts.reduceOp, self._size), opts, tensors)
+        how, array = reduction(opts.reduceOp, tensor), array_of(tensor)
+        if how.plain and not opts.asyncOp and opts.timeout < timedelta(0):
+            self.group.all_reduce(array, how.op)
+            return Done(tensors)
+        return self._run(reductions.all_reduce(array, how, self._size), opts, tensors)
+
+    @untraced
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Done | Handle:
+        opts = _options(opts, None, c10d.AllreduceCoalescedOptions)
+        hows = [reduction(opts.reduceOp, tensor) for tensor in tensors]
+        if len(tensors) > 1 and all(how.plain for how in hows):
+            named = {f"{number:06}": array_of(tensor) for number, tensor in enumerate(tensors)}
+            return self._run(operations.all_reduce_named(named, hows[0].op, "auto"), opts, tensors)
+        parts = [
+            reductions.all_reduce(array_of(tensor), how, self._size) for tensor, how in zip(tensors, hows, strict=True)
+        ]
+        return self._run(_one_after_another("all_reduce", parts), opts, tensors)
+
+    @untraced
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Done | Handle:
+        if isinstance(tensors, torch.Tensor):
+            tensors = [tensors]
+        tensor = _only(tensors)
+        opts = _options(opts, timeout, c10d.BroadcastOptions)
+        array, root = array_of(tensor), opts.rootRank
+        if not opts.asyncOp and opts.timeout < timedelta(0):
+            self.group.broadcast(array, root)
+            return Done(tensors)
+        return self._run(operations.broadcast(array, root, self._size, self._rank, "auto"), opts, tensors)
+
+    @untraced
+    def reduce(self, tensors: Any, opts: Any = None, *more: Any) -> Done | Handle:
+        if isinstance(tensors, torch.Tensor):
+            tensors = [tensors]
+        if isinstance(opts, int):
+            opts = _filled(c10d.ReduceOptions(), rootRank=opts, reduceOp=more[0] if more else None)
+        tensor = _only(tensors)
+        opts = _options(opts, None, c10d.ReduceOptions)
+        how = reduction(opts.reduceOp, tensor)
+        operation = reductions.reduce(array_of(tensor), how, opts.rootRank, self._rank, self._size)
+        return self._run(operation, opts, tensors)
+
+    @untraced
+    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Done | Handle:
+        if isinstance(input_tensors, torch.Tensor):
+            output_tensors, input_tensors = [output_tensors], [input_tensors]
+        outputs, tensor = _only(output_tensors), _only(input_tensors)
+        if len(outputs) != self._size:
+            raise InvalidSize(f"a list of {len(outputs)} tensors for what {self._size} ranks bring")
+        opts = _options(opts, None, c10d.AllgatherOptions)
+        return self._run(self._gathering(outputs, tensor), opts, list(outputs))
+
+    @untraced
+    def allgather_coalesced(
+        self, output_lists: Sequence[Tensors], input_list: Tensors, opts: Any = None
+    ) -> Done | Handle:
+        opts = _options(opts, None, c10d.AllgatherOptions)
+        # torch hands in a list for each rank, of a result for each tensor.
+        if len(output_lists) != self._size or any(len(outs) != len(input_list) for outs in output_lists):
+            raise InvalidSize(f"lists for {len(output_lists)} ranks where {self._size} bring {len(input_list)} tensors")
+        outputs = zip(*output_lists, strict=True)
+        parts = [self._gathering(list(outs), tensor) for outs, tensor in zip(outputs, input_list, strict=True)]
+        return self._run(_one_after_another("all_gather", parts), opts, [one for outs in output_lists for one in outs])
+
+    def _gathering(self, outputs: Tensors, tensor: torch.Tensor) -> Operation:
+        """All-gather into a tensor for each rank, or into one for all of them."""
+        out, x = Strip.of(arrays_of(outputs), writable=True), Strip.of([array_of(tensor)], writable=False)
+        counts = out.counts if len(outputs) == self._size else (x.size,) * self._size
+        return all_gather_into(out, x, counts)
+
+    @untraced
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Done | Handle:
+        return self._run(self._gathering([output], tensor), _options(opts, None, c10d.AllgatherOptions), [output])
+
+    @untraced
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Done | Handle:
+        opts = _options(opts, None, c10d.AllgatherOptions)
+        parts = [self._gathering([output], tensor) for output, tensor in zip(outputs, inputs, strict=True)]
+        return self._run(_one_after_another("all_gather", parts), opts, list(outputs))
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    @untraced
+    def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Done | Handle:
+        tensor = _only(input_tensors)
+        opts = _options(opts, None, c10d.GatherOptions)
+        out = None
+        if self._rank == opts.rootRank:
+            outputs = _only(output_tensors)
+            if len(outputs) != self._size:
+                raise InvalidSize(f"a list of {len(outputs)} tensors for what {self._size} ranks bring")
+            out = Strip.of(arrays_of(outputs), writable=True)
+        x = Strip.of([array_of(tensor)], writable=False)
+        return self._run(gather_into(out, x, opts.rootRank, self._size), opts, output_tensors)
+
+    @untraced
+    def scatter(self, output_tensors: Tensors, input_tensors: Any, opts: Any = None) -> Done | Handle:
+        output = _only(output_tensors)
+        opts = _options(opts, None, c10d.ScatterOptions)
+        x = None
+        if self._rank == opts.rootRank:
+            inputs = _only(input_tensors)
+            if len(inputs) != self._size:
+                raise InvalidSize(f"a list of {len(inputs)} tensors for {self._size} ranks")
+            x = Strip.of(arrays_of(inputs), writable=False)
+        out = Strip.of([array_of(output)], writable=True)
+        return self._run(scatter_into(out, x, opts.rootRank, self._size), opts, output_tensors)
+
+    @untraced
+    def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Done | Handle:
+        if isinstance(output_tensors, torch.Tensor):
+            output_tensors, input_tensors = [output_tensors], [input_tensors]
+        opts = _options(opts, None, c10d.ReduceScatterOptions)
+        output, inputs = _only(output_tensors), _only(input_tensors)
+        counts = [tensor.numel() for tensor in inputs]
+        return self._run(self._scattering(output, inputs, counts, opts), opts, output_tensors)
+
+    def _scattering(self, output: torch.Tensor, inputs: Tensors, counts: Sequence[int], opts: Any) -> Operation:
+        if len(counts) != self._size:
+            raise InvalidSize(f"a list of {len(counts)} tensors for {self._size} ranks")
+        how = reduction(opts.reduceOp, output)
+        return reductions.reduce_scatter(array_of(output), arrays_of(inputs), how, counts, self._rank, self._size)
+
+    @untraced
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Done | Handle:
+        opts = _options(opts, None, c10d.ReduceScatterOptions)
+        operation = self._scattering(output, [tensor], (output.numel(),) * self._size, opts)
+        return self._run(operation, opts, [output])
+
+    @untraced
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Done | Handle:
+        opts = _options(opts, None, c10d.ReduceScatterOptions)
+        parts = [
+            self._scattering(output, [tensor], (output.numel(),) * self._size, opts)
+            for output, tensor in zip(outputs, inputs, strict=True)
+        ]
+        return self._run(_one_after_another("reduce_scatter", parts), opts, list(outputs))
+
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    @untraced
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        opts: Any = None,
+    ) -> Done | Handle:
+        received, even_out = _split(output, output_split_sizes, self._size)
+        sent, even_in = _split(tensor, input_split_sizes, self._size)
+        out, x = Strip.of([array_of(output)], writable=True), Strip.of([array_of(tensor)], writable=False)
+        operation = all_to_all_into(out, x, received, sent, even=even_out and even_in)
+        return self._run(operation, _options(opts, None, c10d.AllToAllOptions), [output])
+
+    alltoall_base = all_to_all_single
+
+    @untraced
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Done | Handle:
+        if len(outputs) != self._size or len(inputs) != self._size:
+            raise InvalidSize(f"{len(outputs)} and {len(inputs)} tensors for {self._size} ranks")
+        out, x = Strip.of(arrays_of(outputs), writable=True), Strip.of(arrays_of(inputs), writable=False)
+        operation = all_to_all_into(out, x, out.counts, x.counts, even=False)
+        return self._run(operation, _options(opts, None, c10d.AllToAllOptions), list(outputs))
+
+    @untraced
+    def barrier(self, opts: Any = None, timeout: Any = None) -> Done | Handle:
+        opts = _options(opts, timeout, c10d.BarrierOptions)
+        return self._run(operations.barrier("auto"), opts, [])
+
+    @untraced
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        limit = self.group._timeout if timeout is None else timeout.total_seconds()
+        roll_call(self.group, limit, everybody=wait_all_ranks)
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    @untraced
+    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Sending:
+        return Sending(self.group, _only(tensors), dst, tag)
+
+    @untraced
+    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> Receiving:
+        return Receiving(self.group, _only(tensors), src, tag)
+
+    @untraced
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Receiving:
+        return Receiving(self.group, _only(tensors), None, tag)
+
+
+def _only(tensors: Any) -> Any:
+    """The one entry of a list: torch once had several per process."""
+    if len(tensors) != 1:
+        raise UnsupportedOp(f"a list of {len(tensors)} where torch passes one tensor for each process")
+    return tensors[0]
+
+
+def _options(given: Any, timeout: Any, kind: Any) -> Any:
+    """The options of a call: as they are, or made from a bare reduce op, or none."""
+    if isinstance(given, kind):
+        return given
+    values: dict[str, Any] = {}
+    if given is not None and hasattr(kind, "reduceOp"):
+        values["reduceOp"] = getattr(given, "reduceOp", given)
+    elif given is not None and hasattr(kind, "rootRank"):
+        values["rootRank"] = given
+    elif isinstance(given, timedelta):
+        timeout = given
+    if timeout is not None:
+        values["timeout"] = timeout
+    return _filled(kind(), **values)
+
+
+def _filled(options: Any, **values: Any) -> Any:
+    for name, value in values.items():
+        if value is not None:
+            setattr(options, name, value)
+    return options
+
+
+def _one_after_another(name: str, parts: Sequence[Operation]) -> Operation:
+    """Several exchanges as one call."""
+
+    def body(exchange: Exchange) -> None:
+        for part in parts:
+            part.body(exchange)
+
+    return Operation(name, body)
+
+
+def _split(tensor: torch.Tensor, sizes: Sequence[int], size: int) -> tuple[tuple[int, ...], bool]:
+    """How many elements go to each rank, and whether they are equal parts because nobody said otherwise."""
+    if sizes:
+        if len(sizes) != size or sum(sizes) != tensor.shape[0]:
+            raise InvalidSize(f"{describe(tensor)} cannot be split by {list(sizes)} over {size} ranks")
+        width = math.prod(tensor.shape[1:])
+        return tuple(n * width for n in sizes), False
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if rows % size:
+        raise InvalidSize(f"{describe(tensor)} cannot be split evenly over {size} ranks")
+    return (tensor.numel() // size,) * size, True

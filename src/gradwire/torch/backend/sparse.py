@@ -1,0 +1,34 @@
+"""All-reduce of sparse tensors: everybody's indices and values are gathered and added up, on each rank alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradwire import operations
+from gradwire.errors import UnsupportedOp
+from gradwire.operations import Exchange, Operation
+from gradwire.torch.backend.tensors import array_of, describe, reduction
+
+
+def all_reduce(tensor: torch.Tensor, op: Any, size: int) -> Operation:
+    """The sum of sparse COO tensors of one shape, in place."""
+    if tensor.layout is not torch.sparse_coo:
+        raise UnsupportedOp(f"{describe(tensor)} cannot be reduced", operation="all_reduce")
+    if reduction(op, tensor).op != "sum" or not reduction(op, tensor).plain:
+        raise UnsupportedOp("sparse tensors can only be added up", operation="all_reduce")
+
+    def body(exchange: Exchange) -> None:
+        own = tensor.detach().coalesce()
+        indices = operations.all_gather(array_of(own.indices().t().contiguous()), "auto").body(exchange)
+        values = operations.all_gather(array_of(own.values().contiguous()), "auto").body(exchange)
+        there = torch.from_numpy(np.ascontiguousarray(indices.T))
+        brought = torch.from_numpy(values)
+        # Each rank adds in rank order: the same bits everywhere.
+        total = torch.sparse_coo_tensor(there, brought, own.shape, check_invariants=False).coalesce()
+        with torch.no_grad():
+            tensor.copy_(total)
+
+    return Operation("all_reduce", body)

@@ -1,0 +1,123 @@
+"""Tensors as NumPy arrays over the same memory, and torch's reduce ops as ours."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch.distributed import ReduceOp
+
+from gradwire.arrays import Array
+from gradwire.errors import ArrayError, UnsupportedOp
+
+
+def _types() -> dict[torch.dtype, np.dtype[Any]]:
+    same = "float16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool complex64 complex128"
+    types = {getattr(torch, name): np.dtype(name) for name in same.split()}
+    types[torch.bfloat16] = np.dtype(ml_dtypes.bfloat16)
+    # What cannot be reduced can be moved, as something of the same width.
+    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "complex32"):
+        if hasattr(torch, name):
+            kind = getattr(torch, name)
+            _ONLY_MOVED.add(kind)
+            types[kind] = np.dtype(f"u{kind.itemsize}")
+    return types
+
+
+_ONLY_MOVED: set[torch.dtype] = set()
+_TYPES = _types()
+_NAMES = {"SUM": "sum", "AVG": "mean", "PRODUCT": "prod", "MIN": "min", "MAX": "max"}
+_FOLDS: dict[str, Callable[[Array, Array], Array]] = {
+    "BAND": np.bitwise_and,
+    "BOR": np.bitwise_or,
+    "BXOR": np.bitwise_xor,
+}
+
+
+class _Memory(ctypes.c_char * (1 << 62)):  # type: ignore[misc]  # NumPy asks only whether it is long enough
+    """Bytes from an address on; keeps the tensor they belong to.
+
+    `tensor.numpy()` would do, but for good forbids that the tensor's memory is given back early, as FSDP does.
+    """
+
+    tensor: torch.Tensor
+
+
+def array_of(tensor: torch.Tensor) -> Array:
+    """The memory of a tensor as an array."""
+    dtype = _TYPES.get(tensor.dtype)
+    if dtype is None or tensor.layout is not torch.strided or not tensor.is_cpu:
+        raise ArrayError(f"{describe(tensor)} cannot be exchanged: only plain tensors in the CPU's memory")
+    if tensor.is_conj() or tensor.is_neg():
+        raise ArrayError(f"{describe(tensor)} is a view that negates on reading: pass x.resolve_conj().resolve_neg()")
+    shape = tuple(tensor.shape)
+    if not tensor.numel():
+        return np.empty(shape, dtype)
+    memory = _Memory.from_address(tensor.data_ptr())
+    memory.tensor = tensor
+    if tensor.is_contiguous():
+        return np.ndarray(shape, dtype, memory)
+    return np.ndarray(shape, dtype, memory, strides=tuple(step * dtype.itemsize for step in tensor.stride()))
+
+
+def arrays_of(tensors: Sequence[torch.Tensor]) -> list[Array]:
+    return [array_of(tensor) for tensor in tensors]
+
+
+def describe(tensor: torch.Tensor) -> str:
+    """A tensor as error messages show it."""
+    kind = str(tensor.dtype).removeprefix("torch.")
+    where = "" if tensor.device.type == "cpu" else f" on {tensor.device}"
+    layout = "" if tensor.layout == torch.strided else f" ({tensor.layout})"
+    return f"{kind}[{', '.join(map(str, tensor.shape))}]{layout}{where}"
+
+
+class Reduction(NamedTuple):
+    """A reduce op of torch: what to do before, our op, and what to do after.
+
+    `fold`, where there is one, says how gathered arrays are combined instead: our collectives know no bitwise ops.
+    """
+
+    op: str
+    factor: Any = None  # each rank's part is multiplied by it first
+    divides: bool = False  # the sum of integers is divided in the end
+    fold: Callable[[Array, Array], Array] | None = None
+
+    @property
+    def plain(self) -> bool:
+        return self.factor is None and not self.divides and self.fold is None
+
+
+_PLAIN = {name: Reduction(op) for name, op in _NAMES.items()}
+_FOLDING = {name: Reduction("sum", fold=fold) for name, fold in _FOLDS.items()}
+_DIVIDING = Reduction("sum", divides=True)
+_KINDS = {getattr(ReduceOp, name): name for name in (*_NAMES, *_FOLDS, "PREMUL_SUM")}
+
+
+def reduction(op: Any, tensor: torch.Tensor) -> Reduction:
+    """What torch's op means for tensors like this one."""
+    name = _KINDS.get(getattr(op, "op", op))
+    if name is None:
+        raise UnsupportedOp(f"gradwire has no reduce op {op!r}", operation="reduce")
+    if tensor.dtype in _ONLY_MOVED:
+        raise UnsupportedOp(f"{describe(tensor)} cannot be reduced, only moved", operation="reduce")
+    if name in _FOLDING:
+        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+            raise UnsupportedOp(f"{name} has no meaning for {describe(tensor)}", operation="reduce")
+        return _FOLDING[name]
+    if name == "PREMUL_SUM":
+        return Reduction("sum", factor=_factor(op))
+    if name == "AVG" and not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
+        return _DIVIDING
+    return _PLAIN[name]
+
+
+def _factor(op: Any) -> Any:
+    """The factor of PREMUL_SUM, a number or a tensor; only pickling tells it."""
+    state = op.__getstate__()
+    factor = state[1]
+    return factor.item() if isinstance(factor, torch.Tensor) and factor.numel() == 1 else factor

@@ -1,0 +1,28 @@
+"""What torch runs of gradwire whenever it is imported: the name of a backend, and nothing else.
+
+A package of its own, because importing anything of gradwire imports gradwire, which torch's users have not asked for.
+Whatever went wrong here would make `import torch` fail, so nothing may.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+NAME = "gradwire"
+
+
+def register() -> None:
+    """Tell torch of the backend, whose code is imported when a process group is made of it."""
+    try:
+        from torch.distributed import Backend
+
+        if NAME not in Backend.backend_list:
+            Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    except Exception:  # torch without torch.distributed, or one that names things differently
+        return
+
+
+def _create(options: Any, backend_options: Any) -> Any:
+    from gradwire.torch.backend import create
+
+    return create(options, backend_options)
