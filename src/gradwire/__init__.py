@@ -24,7 +24,7 @@ The layers, each importing only from those above it:
     group           what users call
     lifetime        what begins and ends with this process
     agreement       what ranks settle before the first call
-    membership      the rendezvous of a job's processes
+    membership      who is in a job: rendezvous, generations, coordinator
     environments    one small file for each way of being started
     address         addresses as users write them
     config          who am I, where is the coordinator
@@ -33,8 +33,8 @@ The layers, each importing only from those above it:
     job             init, local_group
     launch          starting and supervising processes
     training        what keeps replicas in step beyond the all-reduce
-    jax             trees of arrays for JAX; loaded when it is first used
     torch           DDP's and torch.distributed's interfaces to groups and training
+    jax             trees of arrays for JAX; loaded when it is first used
     simulate        whole jobs in virtual time, with faults by seed; a pytest fixture
     bench           `gradwire bench`: the collectives measured, in turns with other engines
     cli             the command line
