@@ -245,11 +245,12 @@ def measure(model: str, engines: list[str], options: argparse.Namespace) -> dict
     """Seconds of a step by engine and block, and whether all came to the same weights."""
     blocks: dict[str, list[float]] = {engine: [] for engine in engines}
     work: dict[str, list[float]] = {engine: [] for engine in engines}
+    middle: Callable[[list[float]], float] = min if options.least else statistics.median
     with crews(engines, model, options.ranks) as made:
         for number in range(options.blocks):
             for engine in turns(engines, number):
                 of_ranks = made[engine].ask(options.steps)
-                blocks[engine].append(statistics.mean(statistics.median(took) for took, _ in of_ranks))
+                blocks[engine].append(statistics.mean(middle(took) for took, _ in of_ranks))
                 work[engine].append(statistics.mean(statistics.median(worked) for _, worked in of_ranks))
         held = {engine: crew.ask("weights") for engine, crew in made.items()}
     in_step = {engine: told for engine, told in held.items() if engine != "off"}
@@ -310,6 +311,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--blocks", type=int, default=8, help="of each engine, in turns (default: 8)")
     parser.add_argument("--steps", type=int, default=8, help="in a block (default: 8)")
+    parser.add_argument("--least", action="store_true", help="of each block the least, not the median: a busy machine")
     parser.add_argument("--no-memory", action="store_true", help="time only")
     parser.add_argument("--json", metavar="FILE", help="write every block there")
     parser.add_argument("--work", nargs=2, metavar=("ENGINE", "MODEL"), help=argparse.SUPPRESS)
