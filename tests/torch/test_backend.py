@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # DDP wants it: once, before ranks are forked
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
@@ -22,6 +23,7 @@ from processes import job_fixture as job_fixture
 from processes import zygote_fixture as zygote_fixture
 
 Group = Any
+VERY_LONG = 100.0  # seconds: a bound for what takes a few, on a machine that is busy
 
 
 def join(here: Here, file: str, rank: int, size: int, seconds: float = 60) -> None:
@@ -38,7 +40,7 @@ def environ_of(size: int) -> Callable[[int], dict[str, str]]:
 def run(job: StartJob, body: Callable[..., None], size: int, place: Path, *args: Any) -> list[dict[str, Any]]:
     """What each rank of a job told before it ended well."""
     with job(body, size, str(place / "store"), *args, environ=environ_of(size)) as ranks:
-        told = [rank.hear() for rank in ranks]
+        told = [rank.hear(VERY_LONG) for rank in ranks]
         for rank in ranks:
             assert rank.ended() == 0, rank.output()
     return told
@@ -386,7 +388,7 @@ def train(here: Here, file: str) -> None:
 def test_a_killed_rank_is_an_error_of_the_others_in_plain_ddp(job: StartJob, tmp_path: Path) -> None:
     with job(train, 3, str(tmp_path / "store"), environ=environ_of(3)) as ranks:
         for rank in ranks:
-            assert rank.hear()["training"]
+            assert rank.hear(VERY_LONG)["training"]
         killed = ranks[1].signal()
         for rank in (ranks[0], ranks[2]):
             told = rank.hear()
@@ -422,7 +424,7 @@ def late(here: Here, file: str) -> None:
 
 def test_a_timeout_of_torch_is_one_of_ours(job: StartJob, tmp_path: Path) -> None:
     with job(late, 2, str(tmp_path / "store"), environ=environ_of(2)) as ranks:
-        assert "0.2 s" in ranks[0].hear()["error"]
+        assert "0.2 s" in ranks[0].hear(VERY_LONG)["error"]
         for rank in ranks:
             rank.tell()
             assert rank.ended() == 0, rank.output()

@@ -17,8 +17,6 @@ pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parent / "own_suite.py"
 PARTS = 3
-# What asks for Gloo by its name inside torch, or for things that Gloo alone does.
-GLOOS_OWN: set[str] = set()
 
 
 def outcomes(*arguments: str) -> dict[str, dict[str, Any]]:
@@ -50,7 +48,7 @@ def failed(found: dict[str, dict[str, Any]]) -> dict[str, str]:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_no_test_of_torch_fails(ranks: int, part: int) -> None:
     found = outcomes("--ranks", str(ranks), "--open", "--part", f"{part}/{PARTS}")
-    bad = {name: text for name, text in failed(found).items() if name not in GLOOS_OWN}
+    bad = failed(found)
     if bad:  # torch's own engine is the judge of what must pass here
         gloos = failed(outcomes("--backend", "gloo", "--ranks", str(ranks), "--open", "--only", *bad))
         bad = {name: text for name, text in bad.items() if name not in gloos}
