@@ -88,6 +88,7 @@ def test_a_gate_that_was_restored_remembers() -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "gwj1.", "gwj1.x.y", "gwj1.a", "gwj1.é.é", "secret secret secret", make(SECRET, job="j", expires_in=9)[:-5]],
+    ids=range(7),
 )
 def test_a_damaged_token(text: str) -> None:
     with pytest.raises(ConfigError, match="the join token is damaged"):
