@@ -246,7 +246,7 @@ class Runner:
         went_well = work.run(body, first_error=not self._failed)
         self._failed = self._failed or not went_well
         self._next()
-        work.call_back()
+        work._call_back()
 
     def _next(self) -> None:
         with self._turn:

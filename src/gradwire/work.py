@@ -133,7 +133,7 @@ class Work:
             self._done.set()
         return goes_on
 
-    def call_back(self) -> None:
+    def _call_back(self) -> None:
         """Tell those who wanted to know that it is done."""
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
