@@ -256,7 +256,6 @@ def test_frameworks_give_what_they_give_on_gloo(job: StartJob, tmp_path: Path, s
                 assert rank.ended(MINUTES) == 0, rank.output()
     for file in sorted((tmp_path / "gloo").glob("*.pt")):
         ours, theirs = torch.load(tmp_path / "gradwire" / file.name), torch.load(file)
-        # Sums of more than two numbers depend on their order.
-        torch.testing.assert_close(
-            ours, theirs, rtol=1e-6, atol=1e-9, msg=lambda text, file=file: f"{file.name} {text}"
-        )
+        # Sums of more than two numbers depend on their order; float16 is summed in float32 here, and not by Gloo.
+        close = {"rtol": 1e-6, "atol": 1e-4 if file.name.startswith("ddp_hooks") else 1e-9}
+        torch.testing.assert_close(ours, theirs, **close, msg=lambda text, file=file: f"{file.name} {text}")
