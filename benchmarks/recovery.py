@@ -120,6 +120,12 @@ def pauses(directory: Path) -> list[float]:
     return found
 
 
+def steps(directory: Path) -> list[float]:
+    """How long steps took in which nothing happened."""
+    seen = [itertools.pairwise(of_one) for of_one in rows(directory).values()]
+    return [b.at - a.at for pairs in seen for a, b in pairs if a.generation == b.generation]
+
+
 def measure(workers: int, megabytes: float, times: int, chance: random.Random) -> None:
     """The whole run, and its table."""
     with tempfile.TemporaryDirectory() as name:
@@ -142,8 +148,9 @@ def measure(workers: int, megabytes: float, times: int, chance: random.Random) -
             finally:
                 (directory / "stop").touch()
                 launcher.wait(PATIENCE)
-        held = pauses(directory)
+        held, calm = pauses(directory), steps(directory)
     print(f"{workers} workers, a state of {megabytes:g} MB, {times} kills")
+    print(f"  {'a step takes':40} median {statistics.median(calm):.3f} s")
     for what, found in (("from SIGKILL to the next committed step", seconds), ("a join pauses the others for", held)):
         print(f"  {what:40} median {statistics.median(found):.3f} s, worst {max(found):.3f} s")
     print(f"  {'sending so many bytes takes':40} median {copying(megabytes):.3f} s")

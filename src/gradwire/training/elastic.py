@@ -175,7 +175,8 @@ class Elastic:
             self._exchange(group, settlement, standings)
             # The digest too, before anything can break: a state that was just pulled must not count as spoiled.
             self._completed, self._completed_in = settlement.version
-            self.digest = self._state.digest() if self.group.rank in settlement.pulls else digest
+            giver = settlement.pulls.get(self.group.rank)
+            self.digest = digest if giver is None else standings[giver].digest
             group.barrier()
         self.committed = settlement.completed  # now all are known to have it
         self.group._generation.stranger = False
