@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import mmap
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -150,3 +152,22 @@ def test_a_state_that_is_no_dict_does_not_replace_one() -> None:
     state = State({"w": np.zeros(3)})
     with pytest.raises(ValueError, match="malformed state: list"):
         state.put_together(b"[1]", [])
+
+
+def test_memory_is_there_before_it_is_needed() -> None:
+    """np.zeros promises memory; each page comes when it is first written."""
+    state: dict[str, Any] = {
+        "w": np.zeros((64, 1 << 18), np.float32),
+        "n": np.arange(3),
+        "none": np.zeros((0, 4)),
+        "x": np.float32(1),
+    }
+    before, expected = resident(), {name: np.array(value) for name, value in state.items() if name != "w"}
+    State(state).touch()
+    assert resident() - before > 60 << 20
+    assert not state["w"].any()
+    assert all((state[name] == value).all() for name, value in expected.items())
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE

@@ -40,6 +40,7 @@ def elastic(state: Any, *, min_size: int = 1) -> Elastic:
     (array([5., 5., 5.]), 4)
     >>> run.close()
     """
+    State(state).touch()  # what cannot travel is found, and memory is there, before the others wait for this rank
     return Elastic(state, lifetime.current() or job.init(), min_size)
 
 
