@@ -112,6 +112,8 @@ def test_killed_and_started_again_it_goes_on(coordinate: Callable[..., Process],
         assert second.line == first.line, "the same job, at the same address"
         news = told.get(timeout=30)
         assert (news.generation, news.evicted, news.checkpoint) == (1, ("b",), 7)
+        while not heartbeat(second.address, "ac", secret=SECRET).joiners:  # who waits has to find it again, too
+            pass
     finally:
         beats.close()
     assert end_checkpoint(second.address, "c", 7, secret=SECRET).complete
