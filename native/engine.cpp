@@ -6,6 +6,10 @@
 
 namespace gradwire {
 
+namespace {
+constexpr std::size_t SMALLEST_STREAMED = 16 << 20;  // 4 MiB are slower that way, 8 as fast
+}
+
 // --- links
 
 bool Engine::open(std::byte* arena, std::size_t nbytes, std::uint64_t region, std::size_t staging) {
@@ -140,7 +144,7 @@ bool Engine::next_wave() {
 }
 
 void Engine::begin_wave() {
-    for (const Moving& moving : wave_->moves) move(moving);
+    moved_ = false;
     sendings_ = receivings_ = next_post_ = 0;
     posting_.clear();
     all_folded_ = false;
@@ -207,6 +211,10 @@ void Engine::begin_wave() {
 
 bool Engine::exchange_once(bool& progress) {
     if (next_post_ < posting_.size()) post_messages(progress);
+    if (!moved_) {  // after the messages, for which others wait
+        for (const Moving& moving : wave_->moves) move(moving);
+        moved_ = true;
+    }
     for (std::size_t i = 0; pending_sockets_ && i < sendings_; ++i)
         if (sending_[i].at < sending_[i].parts.size() && !push_socket(sending_[i], progress)) return false;
     bool arrived = false;
@@ -293,6 +301,12 @@ void Engine::fold(const Folding& folding) {
     }
 }
 
+// One that does not fit into the caches passes them by. Where results are folded that is slower: they are at hand.
+void Engine::copy_result(std::byte* to, const std::byte* from, std::size_t nbytes) const {
+    if (!program_->reduces && program_->out_bytes >= SMALLEST_STREAMED) stream_bytes(to, from, nbytes);
+    else copy_bytes(to, from, nbytes);
+}
+
 void Engine::move(const Moving& moving) {
     const std::size_t to_size = program_->element();
     const std::size_t from_size = moving.finishes ? program_->accumulator() : to_size;
@@ -303,7 +317,7 @@ void Engine::move(const Moving& moving) {
         std::byte* to = at(moving.dst[d]) + d_done * to_size;
         const std::byte* from = at(moving.src[s]) + s_done * from_size;
         if (moving.finishes) program_->kernels.finish(to, from, stretch, program_->divisor);
-        else if (to != from) copy_bytes(to, from, stretch * to_size);
+        else if (to != from) copy_result(to, from, stretch * to_size);
         d_done += stretch;
         s_done += stretch;
         if (d_done * to_size == moving.dst[d].nbytes) ++d, d_done = 0;

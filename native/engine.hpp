@@ -105,6 +105,7 @@ class Engine {
     bool pull_socket(Receiving& receiving, bool& progress);
     bool pull_memory(Receiving& receiving, bool& progress);
     bool expects(std::uint32_t peer, const Entry& entry, std::uint32_t tile, std::uint32_t round, std::size_t nbytes);
+    void copy_result(std::byte* to, const std::byte* from, std::size_t nbytes) const;
     bool fail(Status status, std::uint32_t peer, const Header& header = {});
     void copy_in(const Incoming& message, const std::byte* data);
     bool was_read();
@@ -146,6 +147,7 @@ class Engine {
     std::vector<std::uint32_t> posting_;                     // messages that go through memory
     std::size_t next_post_ = 0;
     std::vector<std::uint32_t> targets_;
+    bool moved_ = false;
     bool all_folded_ = false;
     std::vector<const std::byte*> staged_;                   // where each message that a fold waits for lies
     std::vector<char> arrived_, folded_;

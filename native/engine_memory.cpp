@@ -223,7 +223,7 @@ bool Engine::expects(std::uint32_t peer, const Entry& entry, std::uint32_t tile,
 
 void Engine::copy_in(const Incoming& message, const std::byte* data) {
     for (const Piece& piece : message.pieces) {
-        copy_bytes(at(piece), data, piece.nbytes);
+        copy_result(at(piece), data, piece.nbytes);
         data += piece.nbytes;
     }
 }

@@ -59,7 +59,7 @@ nb::object owned(PyObject* object) {
 class Desk {
   public:
     // resume(status, operation, sequence) goes on where the core would have to wait for long, or has failed;
-    // complete(x, rows, sequence) ends an all_gather whose rows are known but new;
+    // complete(x, rows, out, sequence) ends an all_gather whose rows are known but new;
     // wake() lets others know that a turn is over; `events` is the dictionary of the events' module.
     Desk(nb::object engine, nb::object turns, nb::object ring, std::size_t size, nb::object resume, nb::object complete,
          nb::object wake, nb::dict events, nb::tuple inside, bool spins)
@@ -119,13 +119,15 @@ class Desk {
         return nb::borrow(x);
     }
 
-    nb::object reduce_scatter(nb::handle x, nb::handle op, nb::handle counts, nb::handle algorithm, nb::handle timeout) {
+    nb::object reduce_scatter(nb::handle x, nb::handle op, nb::handle counts, nb::handle out, nb::handle algorithm,
+                              nb::handle timeout) {
         PyArrayObject* array = usable(x, NPY_ARRAY_CARRAY_RO);
         if (!array || !counts.is_none() || !is_default(algorithm, timeout)) return nb::none();
         if (PyArray_NDIM(array) < 1 || PyArray_DIM(array, 0) % static_cast<npy_intp>(rows_.size())) return nb::none();
         const Known* known = find(REDUCE_SCATTER, array, op);
         if (!known) return nb::none();
-        nb::object result = empty(array, PyArray_DIM(array, 0) / static_cast<npy_intp>(rows_.size()));
+        nb::object result = room(array, PyArray_DIM(array, 0) / static_cast<npy_intp>(rows_.size()), out);
+        if (!result.is_valid()) return nb::none();
         Turn turn(*this);
         run(REDUCE_SCATTER, *known, PyArray_DATA(array), data(result));
         return result;
@@ -139,7 +141,7 @@ class Desk {
         return nb::bool_(true);
     }
 
-    nb::object all_gather(nb::handle x, nb::handle algorithm, nb::handle timeout) {
+    nb::object all_gather(nb::handle x, nb::handle out, nb::handle algorithm, nb::handle timeout) {
         PyArrayObject* array = usable(x, NPY_ARRAY_CARRAY_RO);
         if (!array || !is_default(algorithm, timeout) || PyArray_NDIM(array) < 1 || PyArray_NDIM(array) > 4) return nb::none();
         Form form{ALL_GATHER, reinterpret_cast<PyObject*>(PyArray_DESCR(array)), Py_None, 0, {-1, -1, -1}};
@@ -154,12 +156,13 @@ class Desk {
         form.count = 0;
         for (std::int64_t rows : rows_) form.count += rows;
         const auto found = known_.find(form);
-        if (found == known_.end() || found->second.rows != rows_) {
+        const bool knows = found != known_.end() && found->second.rows == rows_;
+        nb::object result = knows ? room(array, form.count, out) : nb::object();
+        if (!result.is_valid()) {
             nb::list rows;
             for (std::int64_t one : rows_) rows.append(one);
-            return complete_(x, rows, sequence);
+            return complete_(x, rows, out, sequence);
         }
-        nb::object result = empty(array, form.count);
         run(ALL_GATHER_ROWS, found->second, PyArray_DATA(array), data(result));
         return result;
     }
@@ -187,8 +190,7 @@ class Desk {
     }
     static bool overlap(PyArrayObject* a, PyArrayObject* b) {
         const auto x = reinterpret_cast<std::uintptr_t>(PyArray_DATA(a)), y = reinterpret_cast<std::uintptr_t>(PyArray_DATA(b));
-        const auto nbytes = static_cast<std::uintptr_t>(PyArray_NBYTES(a));  // of both
-        return x < y + nbytes && y < x + nbytes;
+        return x < y + static_cast<std::uintptr_t>(PyArray_NBYTES(b)) && y < x + static_cast<std::uintptr_t>(PyArray_NBYTES(a));
     }
     // An array of rows like those of `like`. New memory costs more than what is written there, because the system has to
     // clear it: so the last results serve again, if they are as large and nobody refers to them any more. There are two,
@@ -207,6 +209,16 @@ class Desk {
         const npy_intp nbytes = PyArray_NBYTES(reinterpret_cast<PyArrayObject*>(made.ptr()));
         if (nbytes >= SMALLEST_KEPT && nbytes <= LARGEST_KEPT) last_[0] = made;
         return made;
+    }
+    // Where so many rows like those of `like` go: `out`, if there is one, which is not valid if it may not serve.
+    nb::object room(PyArrayObject* like, npy_intp rows, nb::handle out) {
+        if (out.is_none()) return empty(like, rows);
+        PyArrayObject* array = usable(out, NPY_ARRAY_CARRAY);
+        const npy_intp width = PyArray_DIM(like, 0) ? PyArray_SIZE(like) / PyArray_DIM(like, 0) : -1;
+        if (!array || PyArray_DESCR(array) != PyArray_DESCR(like) || PyArray_SIZE(array) != rows * width ||
+            overlap(array, like))
+            return nb::object();
+        return nb::borrow(out);
     }
     static bool is_free(const nb::object& array) {
         const Py_ssize_t weak = Py_TYPE(array.ptr())->tp_weaklistoffset;
@@ -310,9 +322,9 @@ void register_desk(nb::module_& module) {
              nb::arg().none())
         .def("broadcast", &Desk::broadcast, nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none())
         .def("reduce_scatter", &Desk::reduce_scatter, nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(),
-             nb::arg().none())
+             nb::arg().none(), nb::arg().none())
         .def("barrier", &Desk::barrier, nb::arg().none(), nb::arg().none())
-        .def("all_gather", &Desk::all_gather, nb::arg().none(), nb::arg().none(), nb::arg().none());
+        .def("all_gather", &Desk::all_gather, nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none());
 }
 
 }  // namespace gradwire

@@ -21,6 +21,8 @@ def three(request: pytest.FixtureRequest) -> Iterator[Crew]:
 
 
 X = np.zeros(6)
+READ_ONLY = np.zeros(18)
+READ_ONLY.flags.writeable = False
 COUNTS: list[Any] = [[2, 2], [2, 2, 2, 2], [7, -1, 0], [3, 3, 3], [1.5, 2.5, 2], "222", 6, [[2], [2], [2]], [None] * 3]
 
 NONSENSE: dict[str, tuple[Callable[[gw.Group], Any], type[Exception], str]] = {
@@ -59,6 +61,14 @@ NONSENSE: dict[str, tuple[Callable[[gw.Group], Any], type[Exception], str]] = {
     "rows that do not divide": (lambda g: g.reduce_scatter(np.zeros(7)), gw.InvalidSize, "say how with counts="),
     "rows that do not divide either": (lambda g: g.all_to_all(np.zeros(7)), gw.InvalidSize, "with send_counts="),
     "a number to scatter": (lambda g: g.reduce_scatter(np.array(1.0)), gw.InvalidSize, "1 rows cannot be split"),
+    "an out of another type": (lambda g: g.all_gather(X, out=np.zeros(18, int)), gw.ArrayError, "x is float64"),
+    "an out on top of x": (lambda g: g.reduce_scatter(X, out=X[:2]), gw.ArrayError, "out overlaps x"),
+    "an out that is too large": (
+        lambda g: g.reduce_scatter(X, out=np.zeros(3)),
+        gw.ArrayError,
+        "and this rank's part float64",
+    ),
+    "an out that is read-only": (lambda g: g.all_gather(X, out=READ_ONLY), gw.ArrayError, "read-only"),
     "a timeout in words": (lambda g: g.all_reduce(X, timeout="1"), gw.InvalidSize, "a timeout of '1'"),  # type: ignore[arg-type]
     "a queued mean of integers": (
         lambda g: g.stream().all_reduce(np.ones(3, int), "mean"),
@@ -108,6 +118,36 @@ def test_refusal_on_one_rank_keeps_the_others_in_step(three: Crew) -> None:
         return group.all_reduce(np.array([1.0])).tolist()
 
     assert three.run(program) == [[3.0]] * 3
+
+
+def test_results_go_where_the_caller_says(three: Crew) -> None:
+    def program(group: gw.Group) -> None:
+        gathered, part = np.zeros((3, 4)), np.zeros(2)
+        for turn in range(3):  # the first is made the long way
+            row = np.full((1, 4), 10.0 * turn + group.rank)
+            assert group.all_gather(row, out=gathered) is gathered
+            assert gathered.tolist() == [[10.0 * turn + rank] * 4 for rank in range(3)]
+            assert group.reduce_scatter(np.arange(6.0) + turn, out=part) is part
+            assert part.tolist() == [3.0 * (2 * group.rank + i + turn) for i in range(2)]
+        assert group.stream().all_gather(row, out=gathered[::-1]).wait()[0, 0] == 20.0
+
+    three.run(program)
+
+
+def test_an_out_too_small_for_what_is_gathered_harms_only_its_owner(three: Crew) -> None:
+    """How much comes is known only when all have said how much they bring."""
+
+    def program(group: gw.Group) -> None:
+        for _ in range(2):
+            if group.rank == 1:
+                room = np.full(5, -1.0)
+                with pytest.raises(gw.ArrayError, match=r"out is float64\[5\], and the result float64\[6\]"):
+                    group.all_gather(np.zeros(2), out=room)
+                assert room.tolist() == [-1.0] * 5
+            else:
+                assert group.all_gather(np.full(2, 3.0)).tolist() == [3.0, 3.0, 0.0, 0.0, 3.0, 3.0]
+
+    three.run(program)
 
 
 # -- scatter: only the root knows -------------------------------------------------------------------------------------

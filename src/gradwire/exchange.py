@@ -332,11 +332,11 @@ class Runner:
             self.generation.interrupt(operation, error)
             raise
 
-    def _complete(self, x: Any, rows: list[int], sequence: int) -> Any:
+    def _complete(self, x: Any, rows: list[int], out: Any, sequence: int) -> Any:
         """Go on with an all_gather that was begun at the desk."""
         called = self.calls.ring.call(sequence)
         assert called is not None
-        return self._run(all_gather_rows(x, rows), self.timeout, called[2:])
+        return self._run(all_gather_rows(x, rows, out), self.timeout, called[2:])
 
     def disagree(self, name: str, timeout: float, reason: str) -> GradwireError:
         sequence = self.calls.sequence

@@ -257,14 +257,14 @@ class Stream:
         group = self._group
         return self._later(operations.reduce(x, op, root, out, group.size, group.rank, algorithm), timeout)
 
-    def all_gather(self, x: Any, *, algorithm: str = "auto", timeout: float | None = None) -> Work:
+    def all_gather(self, x: Any, *, out: Any = None, algorithm: str = "auto", timeout: float | None = None) -> Work:
         """`Group.all_gather`, queued.
 
         >>> import gradwire as gw, numpy as np
         >>> with gw.init() as group: group.stream().all_gather(np.ones((2, 3))).wait().shape
         (2, 3)
         """
-        return self._later(operations.all_gather(x, algorithm), timeout)
+        return self._later(operations.all_gather(x, out, algorithm), timeout)
 
     def gather(self, x: Any, root: int = 0, *, algorithm: str = "auto", timeout: float | None = None) -> Work:
         """`Group.gather`, queued.
@@ -281,6 +281,7 @@ class Stream:
         op: str = "sum",
         *,
         counts: Counts | None = None,
+        out: Any = None,
         algorithm: str = "auto",
         timeout: float | None = None,
     ) -> Work:
@@ -291,7 +292,7 @@ class Stream:
         array([1., 1.])
         """
         group = self._group
-        return self._later(operations.reduce_scatter(x, op, counts, group.size, group.rank, algorithm), timeout)
+        return self._later(operations.reduce_scatter(x, op, counts, out, group.size, group.rank, algorithm), timeout)
 
     def scatter(
         self,

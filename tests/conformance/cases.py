@@ -79,8 +79,9 @@ class Case:
         if self.collective == "all_to_all" and self.told:
             named["send_counts"] = self.rows[rank * size : (rank + 1) * size]
             named["recv_counts"] = self.rows[rank::size]
-        if self.out and self.collective in ("all_reduce", "reduce") and x is not None:
-            named["out"] = np.zeros_like(x)
+        if self.out and x is not None and self.collective in (*REDUCING, "all_gather"):
+            rows = self.rows[rank] if self.collective == "reduce_scatter" else sum(self.rows)
+            named["out"] = laid_out(np.zeros((rows, *self.tail), x.dtype), self.layout)
         return getattr(on, self.collective)(x, **named)
 
     def expected(self, inputs: Sequence[Array], topology: Topology, inside: str) -> list[Array | None]:

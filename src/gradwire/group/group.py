@@ -241,15 +241,17 @@ class Group(Messaging):
         """
         return self._now(operations.reduce(x, op, root, out, self.size, self.rank, algorithm), timeout)
 
-    def all_gather(self, x: Any, *, algorithm: str = "auto", timeout: float | None = None) -> Array:
+    def all_gather(self, x: Any, *, out: Any = None, algorithm: str = "auto", timeout: float | None = None) -> Any:
         """Every rank's x joined along the first axis, in rank order; first axes may differ in length.
+
+        The result is a new array, or `out`, which must have room for exactly as many elements.
 
         >>> import gradwire as gw, numpy as np
         >>> with gw.init() as group: group.all_gather(np.zeros((2, 3))).shape
         (2, 3)
         """
-        done: Array | None = self._runner.desk.all_gather(x, algorithm, timeout)
-        return done if done is not None else self._now(operations.all_gather(x, algorithm), timeout)
+        done = self._runner.desk.all_gather(x, out, algorithm, timeout)
+        return done if done is not None else self._now(operations.all_gather(x, out, algorithm), timeout)
 
     def gather(self, x: Any, root: int = 0, *, algorithm: str = "auto", timeout: float | None = None) -> Array | None:
         """As `all_gather`, but only the root gets the result; None elsewhere.
@@ -267,18 +269,21 @@ class Group(Messaging):
         op: str = "sum",
         *,
         counts: Counts | None = None,
+        out: Any = None,
         algorithm: str = "auto",
         timeout: float | None = None,
-    ) -> Array:
+    ) -> Any:
         """Reduce x over all ranks and return this rank's part of the first axis: an equal one, or as `counts` says.
+
+        The result is a new array, or `out`, which must have room for exactly as many elements.
 
         >>> import gradwire as gw, numpy as np
         >>> with gw.init() as group: group.reduce_scatter(np.arange(3), counts=[3])
         array([0, 1, 2])
         """
-        done: Array | None = self._runner.desk.reduce_scatter(x, op, counts, algorithm, timeout)
+        done = self._runner.desk.reduce_scatter(x, op, counts, out, algorithm, timeout)
         if done is None:
-            done = self._now(operations.reduce_scatter(x, op, counts, self.size, self.rank, algorithm), timeout)
+            done = self._now(operations.reduce_scatter(x, op, counts, out, self.size, self.rank, algorithm), timeout)
         return done
 
     def scatter(

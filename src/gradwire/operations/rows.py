@@ -69,6 +69,18 @@ def _joined(dtype: DType, rows: int, tail: tuple[int, ...]) -> Array:
         raise ArrayError(f"no memory for the result, {dtype.name}[{rows}, …]: {error}") from error
 
 
+def _room(x: _Rows, out: Any) -> View | None:
+    """The caller's memory for the result. How large it must be may be known only later."""
+    if out is None:
+        return None
+    room = view(out, writable=True)
+    if room.dtype != x.dtype:
+        raise ArrayError(f"out is {arrays.describe(room.array)}, x is {x.text(x.rows)}")
+    if arrays.overlap(room, x.view):
+        raise ArrayError("out overlaps x: pass memory of its own")
+    return room
+
+
 def learn_counts(exchange: Exchange, own: Sequence[int], call: str, form: Form | None = None) -> Array:
     """Everybody's numbers, in rank order."""
     mine = np.asarray(own, np.int64)
@@ -84,37 +96,47 @@ def _check_rows(rows: Iterable[int]) -> None:
         raise InvalidSize(f"a peer announced {min(rows)} rows")
 
 
-def all_gather(x: Any, algorithm: str) -> Operation:
+def all_gather(x: Any, out: Any, algorithm: str) -> Operation:
     check_algorithm("all_gather", algorithm)
     source = _rows(x)
+    room = _room(source, out)
     form = Form("all_gather", source.dtype, row=source.tail) if algorithm == "auto" else None
 
-    def body(exchange: Exchange) -> Array:
+    def body(exchange: Exchange) -> Any:
         call = f"all_gather({source.text()}{algorithm_text(algorithm)})"
         rows = [int(n) for n in learn_counts(exchange, [source.rows], call, form)[:, 0]]
-        return _gather_rows(exchange, source, rows, algorithm)
+        result = _gather_rows(exchange, source, rows, room, algorithm)
+        return result if out is None else out
 
     return Operation("all_gather", body)
 
 
-def all_gather_rows(x: Any, rows: Sequence[int]) -> Operation:
+def all_gather_rows(x: Any, rows: Sequence[int], out: Any) -> Operation:
     """The second half of an all_gather: all ranks know how many rows each of them brings."""
     source = _rows(x)
+    room = _room(source, out)
 
-    def body(exchange: Exchange) -> Array:
+    def body(exchange: Exchange) -> Any:
         _check_rows(rows)
-        return _gather_rows(exchange, source, rows, "auto")
+        result = _gather_rows(exchange, source, rows, room, "auto")
+        return result if out is None else out
 
     return Operation("all_gather", body)
 
 
-def _gather_rows(exchange: Exchange, source: _Rows, rows: Sequence[int], algorithm: str) -> Array:
-    result = _joined(source.dtype, sum(rows), source.tail)
+def _gather_rows(exchange: Exchange, source: _Rows, rows: Sequence[int], room: View | None, algorithm: str) -> Array:
     counts = tuple(n * source.width for n in rows)
     call = f"all_gather({source.text()}{algorithm_text(algorithm)})"
     shape = Shape("all_gather", source.dtype, counts, None, None, algorithm, call)
     form = Form("all_gather_rows", source.dtype, None, tuple(rows), source.tail) if algorithm == "auto" else None
+    if room is not None and room.array.size == sum(counts):
+        exchange(shape, source.view.load(), room.flat, form)
+        room.store()
+        return room.array
+    result = _joined(source.dtype, sum(rows), source.tail)
     exchange(shape, source.view.load(), result.reshape(-1), form)
+    if room is not None:  # of another size, which the others could not know: they have their result
+        raise ArrayError(f"out is {arrays.describe(room.array)}, and the result {source.text(sum(rows))}")
     return result
 
 
@@ -157,17 +179,24 @@ def _counts(counts: Counts, size: int, name: str) -> tuple[int, ...]:
     return parts
 
 
-def reduce_scatter(x: Any, op: str, counts: Counts | None, size: int, rank: int, algorithm: str) -> Operation:
+def reduce_scatter(x: Any, op: str, counts: Counts | None, out: Any, size: int, rank: int, algorithm: str) -> Operation:
     check_algorithm("reduce_scatter", algorithm)
     source = _rows(x)
     check_reduction(op, source.dtype)
     parts = _split(source.rows, size, counts, "counts")
     elements = tuple(n * source.width for n in parts)
+    room = _room(source, out)
+    if room is not None and room.array.size != elements[rank]:
+        raise ArrayError(f"out is {arrays.describe(room.array)}, and this rank's part {source.text(parts[rank])}")
     shape = Shape("reduce_scatter", source.dtype, elements, op, None, algorithm)
     evenly = counts is None and algorithm == "auto"
     form = Form("reduce_scatter", source.dtype, op, sum(elements)) if evenly else None
 
-    def body(exchange: Exchange) -> Array:
+    def body(exchange: Exchange) -> Any:
+        if room is not None:
+            exchange(shape, source.view.load(), room.flat, form)
+            room.store()
+            return out
         result = _joined(source.dtype, parts[rank], source.tail)
         exchange(shape, source.view.load(), result.reshape(-1), form)
         return result

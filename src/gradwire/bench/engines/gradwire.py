@@ -41,6 +41,8 @@ class Gradwire:
         match case.collective:
             case "reduce":
                 return Call(partial(group.reduce, x, out=out if root else None, **options))
+            case "all_gather" | "reduce_scatter":
+                return Call(partial(getattr(group, case.collective), x, out=out, **options))
             case "scatter":
                 return Call(partial(group.scatter, x if root else None, **options))
             case "sendrecv":

@@ -22,8 +22,8 @@ def all_reduce(tensor: torch.Tensor, op: Any, size: int) -> Operation:
 
     def body(exchange: Exchange) -> None:
         own = tensor.detach().coalesce()
-        indices = operations.all_gather(array_of(own.indices().t().contiguous()), "auto").body(exchange)
-        values = operations.all_gather(array_of(own.values().contiguous()), "auto").body(exchange)
+        indices = operations.all_gather(array_of(own.indices().t().contiguous()), None, "auto").body(exchange)
+        values = operations.all_gather(array_of(own.values().contiguous()), None, "auto").body(exchange)
         there = torch.from_numpy(np.ascontiguousarray(indices.T))
         brought = torch.from_numpy(values)
         # Each rank adds in rank order: the same bits everywhere.
