@@ -29,6 +29,7 @@ from gradwire.liveness.calls import CallLog, Meaning
 from gradwire.liveness.control import disagreement
 from gradwire.liveness.watch import Watch
 from gradwire.operations import Form, Operation, Shape, all_gather_rows
+from gradwire.operations.call import settled
 from gradwire.topology import Topology
 from gradwire.transports.base import Link
 from gradwire.wire import fingerprint
@@ -336,7 +337,7 @@ class Runner:
         """Go on with an all_gather that was begun at the desk."""
         called = self.calls.ring.call(sequence)
         assert called is not None
-        return self._run(all_gather_rows(x, rows, out), self.timeout, called[2:])
+        return settled(self._run(all_gather_rows(x, rows, out), self.timeout, called[2:]))
 
     def disagree(self, name: str, timeout: float, reason: str) -> GradwireError:
         sequence = self.calls.sequence

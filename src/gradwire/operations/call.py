@@ -63,9 +63,9 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Declined:
-    """What a body returns when one rank had nothing sound to send and all ranks know it.
+    """What a body returns when a rank has nothing sound to send, or no room, and all are done with the call.
 
-    Each of them raises `error`, and the group goes on: they are all at the same call still.
+    It raises `error`, and the group goes on.
     """
 
     error: GradwireError

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,14 +69,34 @@ def _joined(dtype: DType, rows: int, tail: tuple[int, ...]) -> Array:
         raise ArrayError(f"no memory for the result, {dtype.name}[{rows}, …]: {error}") from error
 
 
-def _room(x: _Rows, out: Any) -> View | None:
-    """The caller's memory for the result. How large it must be may be known only later."""
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """The caller's memory for a result."""
+
+    out: Any
+    view: View
+
+    @property
+    def elements(self) -> int:
+        return self.view.array.size
+
+    def filled(self, fill: Callable[[Array], None]) -> Any:
+        fill(self.view.flat)
+        self.view.store()
+        return self.out
+
+    def __str__(self) -> str:
+        return arrays.describe(self.view.array)
+
+
+def _room(x: _Rows, out: Any) -> _Room | None:
+    """How large it must be may be known only later."""
     if out is None:
         return None
-    room = view(out, writable=True)
-    if room.dtype != x.dtype:
-        raise ArrayError(f"out is {arrays.describe(room.array)}, x is {x.text(x.rows)}")
-    if arrays.overlap(room, x.view):
+    room = _Room(out, view(out, writable=True))
+    if room.view.dtype != x.dtype:
+        raise ArrayError(f"out is {room}, x is {x.text(x.rows)}")
+    if arrays.overlap(room.view, x.view):
         raise ArrayError("out overlaps x: pass memory of its own")
     return room
 
@@ -105,8 +125,7 @@ def all_gather(x: Any, out: Any, algorithm: str) -> Operation:
     def body(exchange: Exchange) -> Any:
         call = f"all_gather({source.text()}{algorithm_text(algorithm)})"
         rows = [int(n) for n in learn_counts(exchange, [source.rows], call, form)[:, 0]]
-        result = _gather_rows(exchange, source, rows, room, algorithm)
-        return result if out is None else out
+        return _gather_rows(exchange, source, rows, room, algorithm)
 
     return Operation("all_gather", body)
 
@@ -118,25 +137,22 @@ def all_gather_rows(x: Any, rows: Sequence[int], out: Any) -> Operation:
 
     def body(exchange: Exchange) -> Any:
         _check_rows(rows)
-        result = _gather_rows(exchange, source, rows, room, "auto")
-        return result if out is None else out
+        return _gather_rows(exchange, source, rows, room, "auto")
 
     return Operation("all_gather", body)
 
 
-def _gather_rows(exchange: Exchange, source: _Rows, rows: Sequence[int], room: View | None, algorithm: str) -> Array:
+def _gather_rows(exchange: Exchange, source: _Rows, rows: Sequence[int], room: _Room | None, algorithm: str) -> Any:
     counts = tuple(n * source.width for n in rows)
     call = f"all_gather({source.text()}{algorithm_text(algorithm)})"
     shape = Shape("all_gather", source.dtype, counts, None, None, algorithm, call)
     form = Form("all_gather_rows", source.dtype, None, tuple(rows), source.tail) if algorithm == "auto" else None
-    if room is not None and room.array.size == sum(counts):
-        exchange(shape, source.view.load(), room.flat, form)
-        room.store()
-        return room.array
+    if room is not None and room.elements == sum(counts):
+        return room.filled(lambda flat: exchange(shape, source.view.load(), flat, form))
     result = _joined(source.dtype, sum(rows), source.tail)
     exchange(shape, source.view.load(), result.reshape(-1), form)
     if room is not None:  # of another size, which the others could not know: they have their result
-        raise ArrayError(f"out is {arrays.describe(room.array)}, and the result {source.text(sum(rows))}")
+        return Declined(ArrayError(f"out is {room}, and the result {source.text(sum(rows))}"))
     return result
 
 
@@ -186,17 +202,15 @@ def reduce_scatter(x: Any, op: str, counts: Counts | None, out: Any, size: int, 
     parts = _split(source.rows, size, counts, "counts")
     elements = tuple(n * source.width for n in parts)
     room = _room(source, out)
-    if room is not None and room.array.size != elements[rank]:
-        raise ArrayError(f"out is {arrays.describe(room.array)}, and this rank's part {source.text(parts[rank])}")
+    if room is not None and room.elements != elements[rank]:
+        raise ArrayError(f"out is {room}, and this rank's part {source.text(parts[rank])}")
     shape = Shape("reduce_scatter", source.dtype, elements, op, None, algorithm)
     evenly = counts is None and algorithm == "auto"
     form = Form("reduce_scatter", source.dtype, op, sum(elements)) if evenly else None
 
     def body(exchange: Exchange) -> Any:
         if room is not None:
-            exchange(shape, source.view.load(), room.flat, form)
-            room.store()
-            return out
+            return room.filled(lambda flat: exchange(shape, source.view.load(), flat, form))
         result = _joined(source.dtype, parts[rank], source.tail)
         exchange(shape, source.view.load(), result.reshape(-1), form)
         return result
