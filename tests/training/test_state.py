@@ -44,6 +44,23 @@ def test_arrays_are_written_where_the_user_s_own_lie() -> None:
     np.testing.assert_array_equal(mine, theirs)
 
 
+def test_memory_of_one_s_own_serves_if_it_is_alike() -> None:
+    mine = {"w": np.zeros((2, 3)), "turned": np.zeros((3, 2)).T}
+    theirs = {"w": np.ones((2, 3)), "turned": np.ones((3, 2)).T}
+    skeleton, leaves = State(theirs).take_apart()
+    own = State(mine).own_memory(skeleton)
+    assert own is not None
+    assert own[0] is mine["w"]
+    for place, leaf in zip(own, leaves, strict=True):
+        place[...] = leaf
+    State(mine).put_together(skeleton, own)
+    assert State(mine).digest() == State(theirs).digest()
+    read_only = np.zeros((2, 3))
+    read_only.flags.writeable = False
+    for other in ({"w": np.zeros((3, 2)), "turned": mine["turned"]}, {"w": read_only, "turned": mine["turned"]}):
+        assert State(other).own_memory(skeleton) is None
+
+
 def test_dicts_in_dicts_keep_their_arrays_and_what_is_stateful_in_them() -> None:
     mine, inner = np.zeros(3), Optimizer({"lr": 1.0})
     state: dict[str, Any] = {"weights": {"w": mine}, "others": {"optimizer": inner}}

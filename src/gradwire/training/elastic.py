@@ -58,6 +58,7 @@ class Elastic:
         self.identical = True  # whether all ranks held the same state at the last vote
         self.recoveries = 0
         self._completed, self._completed_in = NONE, 0
+        self._overwritten = False  # the state is neither this rank's own nor yet another's
         self._settled: Group | None = None
         self._undoing: list[Callable[[], None]] = []
 
@@ -168,7 +169,7 @@ class Elastic:
         while self.group.size < self.min_size:
             self._await_others()
         digest = self._state.digest()
-        sound = digest == self.digest or self._completed == NONE
+        sound = not self._overwritten if self._completed == NONE else digest == self.digest
         mine = Standing(self._completed, self._completed_in, self.committed, digest, sound)
         with transfer.beside(self.group) as group:
             standings = [Standing.from_wire(told) for told in group.all_gather_values(mine.to_wire())]
@@ -184,12 +185,18 @@ class Elastic:
         self._settled = self.group
 
     def _exchange(self, group: Group, settlement: Settlement, standings: list[Standing]) -> None:
-        giver = settlement.pulls.get(group.rank)
-        if giver is not None:
-            nbytes = transfer.take(group, self._state, giver, standings[giver].digest)
-            log.info("rank %d has got the state of step %d (%d bytes)", group.rank, settlement.completed, nbytes)
-        for taker in settlement.gives(group.rank):
-            transfer.give(group, self._state, taker)
+        rank, step = group.rank, settlement.completed
+        giver = settlement.pulls.get(rank, rank)
+        takers = settlement.gives(giver)
+        if not takers:
+            return
+        # Who has completed something keeps it until the new state is whole: the others may not survive this.
+        self._overwritten = giver != rank and self._completed == NONE and step != NONE
+        digest = standings[giver].digest
+        nbytes = transfer.hand_over(group, self._state, giver, takers, digest, overwrite=self._overwritten)
+        self._overwritten = False
+        if giver != rank:
+            log.info("rank %d has got the state of step %d (%d bytes)", rank, step, nbytes)
 
     def _await_others(self) -> None:
         """Too few members: wait, visibly, until others ask to join, and let them in."""

@@ -70,6 +70,12 @@ class State:
                 pages = leaf.reshape(-1).view(np.uint8)[:: mmap.PAGESIZE]
                 pages[...] = pages.copy()
 
+    def own_memory(self, skeleton: bytes) -> list[Array] | None:
+        """The state's own arrays, to be overwritten, if they are such as the skeleton speaks of."""
+        own, leaves = self.take_apart()
+        fits = own == skeleton and all(leaf.flags.writeable for leaf in leaves)
+        return leaves if fits else None
+
     def put_together(self, skeleton: bytes, leaves: list[Array]) -> None:
         """Become the state that was taken apart on another rank; `memory_for` has found nothing wrong with it."""
         found = _unpack(parse_json(skeleton), iter(leaves))
@@ -214,5 +220,6 @@ def _written(known: Any, value: Any) -> bool:
         return False
     if target.shape != source.shape or target.dtype != source.dtype or not target.flags.writeable:
         return False
-    np.copyto(target, source)
+    if target.ctypes.data != source.ctypes.data:
+        np.copyto(target, source)
     return True

@@ -82,10 +82,13 @@ def settle(standings: Sequence[Standing], checkpoint: str | None = None) -> Sett
     latest = max((standing.version for standing in sound), default=(NONE, 0))
     if not sound or latest[0] < committed:
         where = f"go back to the last checkpoint, {checkpoint}" if checkpoint else "no checkpoint is known"
-        raise StateLost(
-            f"step {committed} was committed, and every copy of its state that is left was changed by the step after "
-            f"it, which was cut short; {where}"
+        what = (
+            "whoever had the state is gone, and nobody got a whole copy of it"
+            if committed == NONE
+            else f"step {committed} was committed, and every copy of its state that is left was changed by the step "
+            "after it, which was cut short"
         )
+        raise StateLost(f"{what}; {where}")
     holders = [rank for rank, one in enumerate(standings) if one.sound and one.version == latest]
     if latest[0] == NONE:  # nothing is completed yet: all begin with what the first of them has
         holders = [rank for rank in holders if standings[rank].digest == standings[holders[0]].digest]

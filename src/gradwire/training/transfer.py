@@ -1,10 +1,10 @@
-"""State on its way from one rank to another: in chunks over a link of its own, and checked at the end."""
+"""State on its way from one rank to others: in chunks over links of its own, and checked at the end."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from gradwire.errors import StateLost
 from gradwire.group import SETTLING, Group
 from gradwire.training.state import MAX_SKELETON, State, memory_for
 
-CHUNK = 4 << 20
+CHUNK = 16 << 20
 
 
 @contextlib.contextmanager
@@ -29,42 +29,49 @@ def beside(group: Group) -> Iterator[Group]:
         private.close()
 
 
-def give(group: Group, state: State, taker: int) -> int:
-    """Send the state to a rank; how many bytes that were."""
+def hand_over(group: Group, state: State, giver: int, takers: Sequence[int], digest: str, *, overwrite: bool) -> int:
+    """Make the takers' state the giver's, whose digest was told before; how many bytes that were. They all call it.
+
+    With `overwrite` a taker may lose its own state when this breaks.
+    """
+    circle = group.subgroup([giver, *takers])
+    root = sorted([giver, *takers]).index(giver)
+    return _give(circle, state, root) if group.rank == giver else _take(circle, state, root, giver, digest, overwrite)
+
+
+def _give(circle: Group, state: State, root: int) -> int:
     skeleton, leaves = state.take_apart()
     head = np.frombuffer(skeleton, np.uint8)
-    group.send(np.array([head.size], np.int64), taker)
-    for part in (head, *leaves):
-        for chunk in _chunks(part):
-            group.send(chunk, taker)
+    circle.broadcast(np.array([head.size], np.int64), root)
+    _spread(circle, [head, *leaves], root)
     return head.size + sum(leaf.nbytes for leaf in leaves)
 
 
-def take(group: Group, state: State, giver: int, digest: str) -> int:
-    """Become the giver's state, whose digest was told before; how many bytes that were."""
-    length = np.zeros(1, np.int64)
-    group.recv(length, giver)
-    if not 0 < int(length[0]) <= MAX_SKELETON:
-        raise StateLost(f"rank {giver} announces a state whose description has {int(length[0])} bytes", peer=giver)
-    head = np.empty(int(length[0]), np.uint8)
-    _fill(group, head, giver)
-    try:
-        leaves = memory_for(head.tobytes())
-    except ValueError as error:
-        raise StateLost(f"the state of rank {giver} cannot be taken in here: {error}", peer=giver) from error
-    for leaf in leaves:
-        _fill(group, leaf, giver)
-    state.put_together(head.tobytes(), leaves)
+def _take(circle: Group, state: State, root: int, giver: int, digest: str, overwrite: bool) -> int:
+    length = int(circle.broadcast(np.zeros(1, np.int64), root)[0])
+    if not 0 < length <= MAX_SKELETON:
+        raise StateLost(f"rank {giver} announces a state whose description has {length} bytes", peer=giver)
+    head = np.empty(length, np.uint8)
+    _spread(circle, [head], root)
+    skeleton = head.tobytes()
+    leaves = state.own_memory(skeleton) if overwrite else None
+    if leaves is None:
+        try:
+            leaves = memory_for(skeleton)
+        except ValueError as error:
+            raise StateLost(f"the state of rank {giver} cannot be taken in here: {error}", peer=giver) from error
+    _spread(circle, leaves, root)
+    state.put_together(skeleton, leaves)
     if (found := state.digest()) != digest:
         raise StateLost(f"the state that came from rank {giver} has the digest {found}, not {digest}", peer=giver)
-    return head.size + sum(leaf.nbytes for leaf in leaves)
+    return length + sum(leaf.nbytes for leaf in leaves)
 
 
-def _fill(group: Group, part: Array, giver: int) -> None:
-    for chunk in _chunks(part):
-        group.recv(chunk, giver)
-
-
-def _chunks(part: Array) -> Iterator[Array]:
-    flat = np.frombuffer(arrays.raw(part.reshape(-1)), np.uint8) if part.size else np.empty(0, np.uint8)
-    return (flat[start : start + CHUNK] for start in range(0, flat.size, CHUNK))
+def _spread(circle: Group, parts: Sequence[Array], root: int) -> None:
+    """The root's bytes to all, in chunks: so that a large state needs no longer timeout than a small one."""
+    for part in parts:
+        if not part.size:
+            continue
+        flat = np.frombuffer(arrays.raw(part.reshape(-1)), np.uint8)
+        for start in range(0, flat.size, CHUNK):
+            circle.broadcast(flat[start : start + CHUNK], root)
