@@ -79,7 +79,7 @@ def until(true: Callable[[], bool], what: str) -> None:
     while not true():
         if time.monotonic() > deadline:
             raise SystemExit(f"after {PATIENCE:g} s: {what}")
-        time.sleep(0.002)
+        time.sleep(0.05)  # looking takes time from the workers; they write down when things happened
 
 
 def strike(directory: Path, workers: int, chance: random.Random) -> float:
@@ -111,12 +111,15 @@ def strike(directory: Path, workers: int, chance: random.Random) -> float:
 
 
 def pauses(directory: Path) -> list[float]:
-    """By how much a step took longer when somebody joined, than steps take that worker in the middle."""
+    """By how much longer it took when somebody joined, than steps take that worker in the middle.
+
+    Who joins comes in at the vote of one step, and takes part in the next: both are looked at.
+    """
     found = []
     for seen in rows(directory).values():
-        gaps = [(b.at - a.at, b.size - a.size) for a, b in itertools.pairwise(seen)]
-        calm = [gap for gap, grown in gaps if not grown]
-        found += [gap - statistics.median(calm) for gap, grown in gaps if grown > 0]
+        calm = statistics.median([b.at - a.at for a, b in itertools.pairwise(seen)] or [0.0])
+        trios = zip(seen, seen[1:], seen[2:], strict=False)
+        found += [c.at - a.at - 2 * calm for a, b, c in trios if c.size > b.size]
     return found
 
 

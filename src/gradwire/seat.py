@@ -92,9 +92,11 @@ class Seat:
             present = lifetime.current()
             if generation.identity.number < self._generation and present is not None:
                 return present
+            broken = not generation.control.sound
             self._leave(generation)
             del generation
-            gc.collect()  # a generation refers to itself in many ways, and holds memory that it shared
+            if broken:  # the error and the frames that raised it refer to each other, and to arrays in shared memory
+                gc.collect()
             return self.take(time.monotonic() + timeout)
 
     def _leave(self, generation: Generation) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, SupportsIndex
 
@@ -120,6 +121,7 @@ class Elastic:
         self.committed = self._completed
         if tally.renew:
             self.group = self.group.recover()
+            self._settle(self.digest)
 
     def _others_wait(self) -> bool:
         """Whether members wait to join this very generation; news of an earlier one is old."""
@@ -163,16 +165,23 @@ class Elastic:
         own = isinstance(error, Aborted) and error.culprit == control.rank and not control.given_up
         return not control.sound and not own
 
-    def _settle(self) -> None:
-        """Agree with all ranks of a new generation where to go on, and have or hand over the state of that step."""
+    def _settle(self, digest: str | None = None) -> None:
+        """Agree with all ranks of a new generation where to go on, and have or hand over the state of that step.
+
+        `digest` is the state's, if nothing can have changed it since.
+        """
         self.group._generation.stranger = self.group._generation.joined
         while self.group.size < self.min_size:
             self._await_others()
-        digest = self._state.digest()
-        sound = not self._overwritten if self._completed == NONE else digest == self.digest
+        begun = self._completed != NONE
+        digest = digest or (self._state.digest() if begun else "")
+        sound = digest == self.digest if begun else not self._overwritten
         mine = Standing(self._completed, self._completed_in, self.committed, digest, sound)
         with transfer.beside(self.group) as group:
-            standings = [Standing.from_wire(told) for told in group.all_gather_values(mine.to_wire())]
+            standings = _compared(group, mine)
+            if all(one.completed == NONE for one in standings):  # else nobody asks for the digest of who has just come
+                digest = self._state.digest()
+                standings = _compared(group, replace(mine, digest=digest))
             settlement = settle(standings)
             self._exchange(group, settlement, standings)
             # The digest too, before anything can break: a state that was just pulled must not count as spoiled.
@@ -206,6 +215,11 @@ class Elastic:
                 self.group = self.group.recover()
                 return
             time.sleep(WAIT_SECONDS)
+
+
+def _compared(group: Group, mine: Standing) -> list[Standing]:
+    """Where all ranks stand."""
+    return [Standing.from_wire(told) for told in group.all_gather_values(mine.to_wire())]
 
 
 class Step:
