@@ -214,7 +214,8 @@ class GradientSync:
             self._issue(self._weights.operation(), beside)
 
     def ready(self, name: str, *, used: bool = True, beside: bool = True) -> None:
-        """This gradient is complete, and not written until `finish`. Full buckets are reduced beside the program.
+        """This gradient is complete, and not written until `finish`. Full buckets are reduced beside the program; but
+        the last one in `finish`, where there is nothing left to overlap and another thread would only have to be woken.
 
         What is there from an earlier backward, and was not added to in this one, takes part too, but is not `used`.
         With `beside=False` they are reduced in this very call: there is nothing to overlap.
@@ -238,7 +239,8 @@ class GradientSync:
             if bucket.index < self._started:
                 raise ConfigError(f"the gradient {name!r} was made ready before, and is on its way already")
             bucket.missing.discard(name)
-            while self._started < len(self._buckets) and not self._buckets[self._started].missing:
+            waiting = self._buckets[: -1 if beside else None]
+            while self._started < len(waiting) and not waiting[self._started].missing:
                 self._start(self._buckets[self._started], beside)
 
     def finish(self) -> None:
