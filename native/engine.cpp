@@ -47,6 +47,7 @@ void Engine::begin(const Program& program, void* in, void* out, std::uint64_t se
     patience_.spins = spins;
     patience_.refresh();
     status_ = Status::waiting;
+    manner_.begin();
     memories_[IN] = static_cast<std::byte*>(in);
     memories_[OUT] = static_cast<std::byte*>(out);
     shot_ = Shot::tell;
@@ -151,6 +152,7 @@ void Engine::begin_wave() {
     folded_.assign(wave_->folds.size(), 0);
     arrived_.assign(wave_->receives.size(), 0);
     staged_.assign(wave_->receives.size(), nullptr);
+    places_.assign(wave_->receives.size(), Place::away);
 
     auto sending_to = [&](std::uint32_t peer) -> Sending& {
         for (std::size_t i = 0; i < sendings_; ++i)
@@ -260,7 +262,16 @@ void Engine::fold_ready() {
                                        [&](const WaveTerm& term) { return term.message < 0 || arrived_[term.message]; });
         if (!ready) continue;
         folded_[i] = 1;
+        // Terms that were staged in different ways tell nothing about either.
+        auto all = [&](Place place) {
+            return std::all_of(terms.begin(), terms.end(),
+                               [&](const WaveTerm& term) { return term.message < 0 || places_[term.message] == place; });
+        };
+        const std::size_t nbytes = wave_->folds[i].bytes();
+        const bool streamed = all(Place::streamed);
+        const Stopwatch watch(nbytes >= Manner::SMALLEST && (streamed || all(Place::staged)));
         fold(wave_->folds[i]);
+        if (watch.runs()) manner_.has_read(streamed, nbytes, watch.nanoseconds());
     }
 }
 

@@ -21,9 +21,11 @@
 #include <vector>
 
 #include "inbox.hpp"
+#include "manner.hpp"
 #include "outbox.hpp"
 #include "patience.hpp"
 #include "program.hpp"
+#include "stopwatch.hpp"
 #include "wire.hpp"
 
 namespace gradwire {
@@ -150,7 +152,9 @@ class Engine {
     bool moved_ = false;
     bool all_folded_ = false;
     std::vector<const std::byte*> staged_;                   // where each message that a fold waits for lies
+    std::vector<Place> places_;                              // and how it came there
     std::vector<char> arrived_, folded_;
+    Manner manner_;
     std::vector<Term> terms_;
     struct Cursor {
         std::size_t piece, element;

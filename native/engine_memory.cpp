@@ -190,11 +190,15 @@ bool Engine::post(const Outgoing& message) {
     }
     targets_.erase(kept, targets_.end());
     if (staging) {
+        const bool streamed = manner_.streams(message.nbytes);
+        const Stopwatch watch(message.nbytes >= Manner::SMALLEST);
         for (const Piece& piece : message.pieces) {
-            copy_bytes(staging, at(piece), piece.nbytes);
+            if (streamed) stream_bytes(staging, at(piece), piece.nbytes);
+            else copy_bytes(staging, at(piece), piece.nbytes);
             staging += piece.nbytes;
         }
-        outbox_->post_reserved(targets_, what);
+        if (watch.runs()) manner_.wrote(streamed, message.nbytes, watch.nanoseconds());
+        outbox_->post_reserved(targets_, what, streamed ? Place::streamed : Place::staged);
         return true;
     }
     for (std::uint32_t peer : targets_) {
@@ -238,9 +242,13 @@ bool Engine::pull_memory(Receiving& receiving, bool& progress) {
         if (!expects(receiving.peer, *entry, message.tile, message.round, message.nbytes)) return false;
         if (message.pieces.empty()) {
             staged_[index] = inbox.bytes(*entry);
+            places_[index] = entry->place;
             receiving.holds = true;
         } else if (entry->place != Place::there) {
+            const bool streamed = entry->place == Place::streamed;
+            const Stopwatch watch(message.nbytes >= Manner::SMALLEST && (streamed || entry->place == Place::staged));
             copy_in(message, inbox.bytes(*entry));
+            if (watch.runs()) manner_.has_read(streamed, message.nbytes, watch.nanoseconds());
         }
         inbox.take();
         if (!receiving.holds) inbox.release();

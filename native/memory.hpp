@@ -30,8 +30,9 @@ constexpr std::size_t RESERVED_BYTES = 64 << 10;  // at the beginning of each ar
 
 inline std::size_t padded(std::size_t nbytes) { return (nbytes + LINE - 1) / LINE * LINE; }
 
-// Where the bytes of a message lie: `here` in the entry; `away` in the owner's arena; `there` already where they belong.
-enum class Place : std::uint16_t { here = 0, away = 1, there = 2 };
+// Where the bytes of a message lie: `here` in the entry; `away` where the owner's program keeps them in its arena; `there`
+// already where they belong; in its staging, `staged` as usual or `streamed` past the caches.
+enum class Place : std::uint16_t { here = 0, away = 1, there = 2, staged = 3, streamed = 4 };
 
 struct alignas(LINE) Entry {
     std::atomic<std::uint32_t> turn;  // how many entries the lane has had, this one included, when it is complete

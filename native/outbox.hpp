@@ -50,10 +50,10 @@ class Outbox {
     }
     // Tell these peers of it; the memory is free again when all of them have read it.
     template <class Peers>
-    void post_reserved(const Peers& peers, const Letter& letter) {
+    void post_reserved(const Peers& peers, const Letter& letter, Place place = Place::staged) {
         std::uint32_t readers = 0;
         for (std::uint32_t peer : peers) {
-            claims_.push({peer, post(peer, letter, Place::away, staging_ + begin_)});
+            claims_.push({peer, post(peer, letter, place, staging_ + begin_)});
             ++readers;
         }
         held_.push({begin_, readers});

@@ -62,6 +62,11 @@ struct WaveTerm {
 struct Folding {
     std::vector<Piece> dst;
     std::vector<WaveTerm> terms;
+    std::size_t bytes() const {  // of the result
+        std::size_t sum = 0;
+        for (const Piece& piece : dst) sum += piece.nbytes;
+        return sum;
+    }
 };
 struct Moving {
     std::vector<Piece> dst, src;

@@ -20,7 +20,11 @@ void every_byte_arrives_and_no_other_is_touched() {
             for (std::byte& one : target) one = std::byte(random.below(256));
             expected = target;
             for (std::size_t i = 0; i < nbytes; ++i) expected[to + i] = source[from + i];
+            const std::vector<std::byte> before = target;
             copy_bytes(target.data() + to, source.data() + from, nbytes);
+            CHECK(target == expected);
+            target = before;
+            stream_bytes(target.data() + to, source.data() + from, nbytes);
             CHECK(target == expected);
         }
 }
