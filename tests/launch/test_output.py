@@ -209,8 +209,7 @@ def test_a_screen_that_is_gone_is_given_up() -> None:
     screen.show("0", OUT, ["two"])
     screen.show("0", ERR, ["three"])
     assert err.getvalue() == "[0] three\n"
-    with pytest.raises(BrokenPipeError):
-        gone.close()
+    gone.close()  # without an error, as when the interpreter ends: nothing is left in its buffer
 
 
 def test_a_screen_that_lacks_letters_shows_them_escaped() -> None:

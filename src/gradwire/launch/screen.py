@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 from collections.abc import Sequence
 from typing import TextIO
@@ -68,8 +70,16 @@ class Screen:
                 encoding = stream.encoding or "ascii"
                 stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
             stream.flush()
-        except (OSError, ValueError):  # ValueError: somebody closed it
+        except (OSError, ValueError) as error:  # ValueError: somebody closed it
             self._streams[number] = None
+            if isinstance(error, BrokenPipeError):
+                _drain(stream)
+
+
+def _drain(stream: TextIO) -> None:
+    """Nobody reads this any more: what is left in its buffer must not fail the program when it ends."""
+    with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), stream.fileno())
 
 
 def _is_terminal(stream: TextIO) -> bool:

@@ -122,7 +122,7 @@ def _pack(value: Any, leaves: list[Array], path: str) -> Any:
         row = arrays.dtype_of(array)
     except ArrayError as error:
         raise ArrayError(f"{path} cannot be sent to another rank: {error}") from error
-    leaves.append(np.ascontiguousarray(array))
+    leaves.append(np.ascontiguousarray(array).reshape(array.shape))  # it gives a number an axis
     return {"a": [row.name, list(array.shape), type(value).__module__.partition(".")[0]]}
 
 
