@@ -109,11 +109,16 @@ bool Engine::sleep() {
     if (one_shot_) {
         const bool hears = shot_ == Shot::hear || shot_ == Shot::collect;
         if (hears) patience_.wake_by_end(peers_[collected_].socket);
-        else std::for_each(others_.begin(), others_.end(), until_read);
+        else {
+            patience_.look_at_memory();
+            std::for_each(others_.begin(), others_.end(), until_read);
+        }
         return patience_.sleep();
     }
-    if (outbox_ && (exposing_ || (wave_ && next_post_ < posting_.size())))
+    if (outbox_ && (exposing_ || (wave_ && next_post_ < posting_.size()))) {
+        patience_.look_at_memory();
         std::for_each(others_.begin(), others_.end(), until_read);
+    }
     for (std::size_t i = 0; wave_ && i < sendings_; ++i)
         if (sending_[i].at < sending_[i].parts.size()) patience_.wake_by(peers_[sending_[i].peer].socket, POLLOUT);
     for (std::size_t i = 0; wave_ && i < receivings_; ++i) {

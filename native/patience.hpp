@@ -72,8 +72,10 @@ class Patience {
     void wake_by(int socket, short events) { polled_.push_back({socket, events, 0}); }
     void wake_by_end(int socket) {
         polled_.push_back({socket, POLLRDHUP, 0});
-        by_memory_ = true;
+        look_at_memory();
     }
+    // What is waited for is in memory, and may have come since the last look.
+    void look_at_memory() { by_memory_ = true; }
     // True if the alarm has rung. What woke this rank up is forgotten, but for `ended`: a socket that has, or −1.
     bool sleep() {
         double pause = awake() ? 0 : left_;
