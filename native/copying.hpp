@@ -32,7 +32,8 @@ inline void copy_bytes(void* to, const void* from, std::size_t nbytes) {
     std::memcpy(target + done, source + done, nbytes - done);
 }
 
-// A copy that passes the caches by: for a result that is larger than they are, so that nothing is read only to be overwritten.
+// A copy that passes the caches by, whole lines at a time: nothing is read only to be overwritten, and nothing is driven out.
+// Who is told of it afterwards, by a store with release, sees all of it.
 inline void stream_bytes(void* to, const void* from, std::size_t nbytes) {
 #if defined(__SSE2__)
     constexpr std::size_t LINE_BYTES = 64;

@@ -65,7 +65,7 @@ class Operation(NamedTuple):
 class Declined:
     """What a body returns when a rank has nothing sound to send, or no room, and all are done with the call.
 
-    It raises `error`, and the group goes on.
+    Its caller gets `error`, and the group goes on.
     """
 
     error: GradwireError
