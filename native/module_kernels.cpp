@@ -116,12 +116,14 @@ Checks find_checks(const std::string& name, int dtype) {
     throw std::invalid_argument("no kernels for " + name + " here");
 }
 
-bool all_finite(int dtype, nb::handle array, const std::string& build) {
+// What a check says of one array.
+template <auto check>
+auto look(int dtype, nb::handle array, const std::string& build) {
     const Checks found = find_checks(build, dtype);
     const Buffer buffer(array, false);
     const std::size_t count = buffer.count(found.element);
     nb::gil_scoped_release released;
-    return found.all_finite(buffer.data(), count);
+    return (found.*check)(buffer.data(), count);
 }
 
 bool copy_finite(int dtype, nb::handle to, nb::handle from, const std::string& build) {
@@ -131,14 +133,6 @@ bool copy_finite(int dtype, nb::handle to, nb::handle from, const std::string& b
     source.check(count, found.element);
     nb::gil_scoped_release released;
     return found.copy_finite(target.data(), source.data(), count);
-}
-
-double sum_squares(int dtype, nb::handle array, const std::string& build) {
-    const Checks found = find_checks(build, dtype);
-    const Buffer buffer(array, false);
-    const std::size_t count = buffer.count(found.element);
-    nb::gil_scoped_release released;
-    return found.sum_squares(buffer.data(), count);
 }
 
 // Flush-to-zero and denormals-are-zero, as torch.set_flush_denormal and -ffast-math set them.
@@ -163,9 +157,9 @@ constexpr std::uint64_t FLUSHES = 0, UPWARDS = 0;
 }  // namespace
 
 void register_kernels(nb::module_& module) {
-    module.def("all_finite", &all_finite, nb::arg("dtype"), nb::arg("array"), nb::arg("build") = "");
+    module.def("all_finite", &look<&Checks::all_finite>, nb::arg("dtype"), nb::arg("array"), nb::arg("build") = "");
     module.def("copy_finite", &copy_finite, nb::arg("dtype"), nb::arg("to"), nb::arg("source"), nb::arg("build") = "");
-    module.def("sum_squares", &sum_squares, nb::arg("dtype"), nb::arg("array"), nb::arg("build") = "");
+    module.def("sum_squares", &look<&Checks::sum_squares>, nb::arg("dtype"), nb::arg("array"), nb::arg("build") = "");
     nb::module_ kernels = module.def_submodule("kernels");
     kernels.def("builds", &builds);
     kernels.def("fold", &fold);

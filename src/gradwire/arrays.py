@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import numbers
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -252,4 +252,8 @@ def number_as_array(x: Any) -> Array:
 
 def describe(array: Array) -> str:
     """An array as error messages show it: float32[3, 4]."""
-    return f"{array.dtype.name}[{', '.join(map(str, array.shape))}]"
+    return shape_text(array.dtype.name, array.shape)
+
+
+def shape_text(dtype: str, shape: Iterable[object]) -> str:
+    return f"{dtype}[{', '.join(map(str, shape))}]"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from gradwire import arrays
 from gradwire.errors import ArrayError
 from gradwire.jax import trees
 
@@ -73,7 +74,7 @@ def _like(name: str, own: Any, came: Any) -> Any:
     array = jnp.asarray(came)
     expected = jax.random.key_data(own) if trees.is_key(own) else own
     if (array.shape, array.dtype) != (expected.shape, expected.dtype):
-        raise ArrayError(f"{name}: {trees.describe(array)} came where {trees.describe(expected)} is kept")
+        raise ArrayError(f"{name}: {arrays.describe(array)} came where {arrays.describe(expected)} is kept")
     if trees.is_key(own):
         return jax.random.wrap_key_data(array, impl=jax.random.key_impl(own))
     return jax.device_put(array, own.sharding)

@@ -95,8 +95,3 @@ def copied(group: Group, leaves: Sequence[Array]) -> list[Array]:
 def as_jax(copies: Sequence[Array], likes: Sequence[Any]) -> list[Any]:
     """Jax arrays where `likes` are. On the CPU the memory is taken over, not copied: nobody else holds it."""
     return [jax.device_put(copy, like.sharding) for copy, like in zip(copies, likes, strict=True)]
-
-
-def describe(leaf: Any) -> str:
-    """A leaf as error messages show it: float32[3, 4]."""
-    return f"{leaf.dtype.name}[{', '.join(map(str, leaf.shape))}]"

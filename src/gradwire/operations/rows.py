@@ -53,7 +53,7 @@ class _Rows:
         return math.prod(self.tail)
 
     def text(self, rows: object = "?") -> str:
-        return f"{self.dtype.name}[{', '.join(map(str, (rows, *self.tail)))}]"
+        return arrays.shape_text(self.dtype.name, (rows, *self.tail))
 
 
 def _rows(x: Any) -> _Rows:

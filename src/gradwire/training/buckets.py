@@ -36,7 +36,7 @@ class Tensor:
         return math.prod(self.shape)
 
     def __str__(self) -> str:
-        return f"{self.name!r}: {self.dtype.name}[{', '.join(map(str, self.shape))}]"
+        return f"{self.name!r}: {arrays.shape_text(self.dtype.name, self.shape)}"
 
 
 def tensors_like(like: Mapping[str, Any]) -> dict[str, Tensor]:
