@@ -116,8 +116,8 @@ def test_a_lost_worker_is_replaced_under_a_new_number(tmp_path: Path, ready: Rea
         ended = job.ended()
     _, lost, successor_pid = job.pids()
     assert ended.err == (
-        f"gradwire: worker 1 (pid {lost}) was killed by SIGKILL (signal 9), as happens when the machine is out of "
-        f"memory; worker 2 (pid {successor_pid}) takes its place (restart 1 of 1)\n"
+        f"gradwire: worker 1 (pid {lost}) was killed by SIGKILL (signal 9), which the kernel also sends when "
+        f"memory runs out; worker 2 (pid {successor_pid}) takes its place (restart 1 of 1)\n"
     )
     assert sorted(ended.out.splitlines()) == ["[0] done", "[2] done"]
     assert (ended.outcome.root, ended.outcome.exit_code) == (None, 0)

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 
 import pytest
 
 from gradwire.launch.rootcause import Ending, Report, consequences, describe, explain, find
+from gradwire.launch.trouble import BY_CHAOS
 
 
 def report(
@@ -104,7 +106,12 @@ def test_equal_fates_are_told_together() -> None:
 
 
 def test_sigkill_hints_at_memory() -> None:
-    assert "out of memory" in describe(ending(0, -9))
+    text = "rank 0 (pid 400) was killed by SIGKILL (signal 9), which the kernel also sends when memory runs out"
+    assert describe(ending(0, -9)) == text
+
+
+def test_who_was_killed_on_purpose_is_said_to_be() -> None:
+    assert describe(replace(ending(0, -9), doom=BY_CHAOS)) == "rank 0 (pid 400) was killed by chaos"
 
 
 def test_the_cause_in_full_ends_with_its_traceback_or_its_last_words() -> None:

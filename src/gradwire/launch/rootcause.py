@@ -171,4 +171,5 @@ def _signal_name(number: int) -> str:
 
 
 def _hint(number: int) -> str:
-    return ", as happens when the machine is out of memory" if number == signal.SIGKILL else ""
+    """Nobody tells who has sent a signal: only where it can also come from."""
+    return ", which the kernel also sends when memory runs out" if number == signal.SIGKILL else ""
