@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
 import threading
@@ -11,33 +12,45 @@ import pytest
 
 import gradwire as gw
 from conformance.crews import TRANSPORTS
+from ranks import closing
+
+SOON = 30.0  # seconds: a bound for what takes milliseconds, on a machine that is busy
 
 
 @pytest.fixture(params=["tcp", "local"], name="pair")
 def pair_fixture(request: pytest.FixtureRequest) -> Iterator[list[gw.Group]]:
     """Two ranks."""
-    made = list(gw.loopback_pair()) if request.param == "tcp" else gw.local_group(2)
-    yield made
-    for group in made:
-        group.close()
+    with closing(list(gw.loopback_pair()) if request.param == "tcp" else gw.local_group(2)) as groups:
+        yield groups
 
 
 @pytest.fixture(params=["tcp", "local", "tls"], name="pair")
 def any_pair_fixture(request: pytest.FixtureRequest) -> Iterator[list[gw.Group]]:
     """Two ranks, also with TLS between them: for tests of what links have to bear."""
-    made = TRANSPORTS[request.param](gw.Topology.single(2))
-    yield made
-    for group in made:
-        group.close()
+    with closing(TRANSPORTS[request.param](gw.Topology.single(2))) as groups:
+        yield groups
+
+
+@pytest.fixture(params=list(TRANSPORTS), name="pair")
+def every_pair_fixture(request: pytest.FixtureRequest) -> Iterator[list[gw.Group]]:
+    """Two ranks, over every transport."""
+    with closing(TRANSPORTS[request.param](gw.Topology.single(2))) as groups:
+        yield groups
 
 
 @pytest.fixture(params=["tcp", "local"], name="groups")
 def groups_fixture(request: pytest.FixtureRequest) -> Iterator[list[gw.Group]]:
     """Two ranks over TCP, or three in memory: enough for a majority."""
-    made = list(gw.loopback_pair()) if request.param == "tcp" else gw.local_group(3)
-    yield made
-    for group in made:
-        group.close()
+    with closing(list(gw.loopback_pair()) if request.param == "tcp" else gw.local_group(3)) as groups:
+        yield groups
+
+
+def end_progress(group: gw.Group) -> None:
+    """Close a group and wait for its progress thread, which may be the last to hold a work."""
+    group.close()
+    assert group._runner._progress is not None
+    group._runner._progress.join(SOON)
+    gc.collect()
 
 
 class Journal(logging.Handler):

@@ -1,4 +1,4 @@
-"""Running ranks as threads: most tests of collectives need nothing more."""
+"""Running ranks as threads: most tests of collectives need nothing more. And waiting for what nobody tells."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 import gradwire as gw
@@ -20,6 +20,7 @@ class Abortable(Protocol):
 
 G = TypeVar("G", bound=Abortable)
 T = TypeVar("T")
+Groups = TypeVar("Groups", bound=Sequence[gw.Group])
 
 
 def run_ranks(groups: Sequence[G], fn: Callable[[G], T], *, timeout: float = 30.0) -> list[T]:
@@ -58,12 +59,27 @@ def run_ranks(groups: Sequence[G], fn: Callable[[G], T], *, timeout: float = 30.
 
 def run_group(n: int, fn: Callable[[gw.Group], T]) -> list[T]:
     """Run fn(group) on n ranks of a group in memory, which is closed afterwards."""
-    groups = gw.local_group(n)
-    try:
+    with closing(gw.local_group(n)) as groups:
         return run_ranks(groups, fn)
+
+
+@contextlib.contextmanager
+def closing(groups: Groups) -> Iterator[Groups]:
+    try:
+        yield groups
     finally:
         for group in groups:
             group.close()
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    """For what nobody tells: asks again and again, but not for ever."""
+    deadline = time.monotonic() + 60.0
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
 
 
 def _first(failures: Sequence[tuple[int, BaseException]], stuck: Sequence[threading.Thread]) -> BaseException:

@@ -14,7 +14,7 @@ import pytest
 import gradwire as gw
 from gradwire import core
 from gradwire.collectives import COLLECTIVES
-from ranks import run_ranks
+from ranks import closing, run_ranks
 
 
 @pytest.fixture
@@ -25,10 +25,8 @@ def alone() -> Iterator[gw.Group]:
 
 @pytest.fixture
 def pair() -> Iterator[tuple[gw.Group, gw.Group]]:
-    groups = gw.loopback_pair()
-    yield groups
-    for group in groups:
-        group.close()
+    with closing(gw.loopback_pair()) as groups:
+        yield groups
 
 
 # -- properties --------------------------------------------------------------------------------------------------------

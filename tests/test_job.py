@@ -23,6 +23,7 @@ from gradwire.transports import tcp
 from processes import Here, StartJob
 from processes import job_fixture as job_fixture
 from processes import zygote_fixture as zygote_fixture
+from ranks import eventually
 
 TOKEN = "a token that is long enough"
 Environ = Callable[[int], Mapping[str, str]]
@@ -133,7 +134,7 @@ def test_who_does_not_belong_is_told_so_and_harms_nobody(
     with job(waits_and_joins, 4, environ=environs.__getitem__) as ranks:
         for number in (0, 1):
             ranks[number].tell()
-        wait_until(lambda: re.search("rank 1 .* has come", ranks[0].output()) is not None)
+        assert eventually(lambda: re.search("rank 1 .* has come", ranks[0].output()) is not None)
         ranks[2].tell()
         told = ranks[2].hear()
         assert told["error"] == "Refused", told
@@ -149,13 +150,6 @@ def waits_and_joins(here: Here) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     here.hear()
     joins(here)
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to that"
-        time.sleep(0.01)
 
 
 def test_a_duplicate_that_comes_when_the_job_is_complete(job: StartJob, static: Callable[..., Environ]) -> None:

@@ -13,17 +13,15 @@ import pytest
 import gradwire as gw
 from gradwire.wire import MAX_EAGER
 from in_process import pair_fixture as pair_fixture
-from ranks import run_ranks
+from ranks import closing, run_ranks
 
 LARGE = 4 << 20  # bytes: more than any socket takes without a reader
 
 
 @pytest.fixture
 def trio() -> Iterator[list[gw.Group]]:
-    groups = gw.local_group(3)
-    yield groups
-    for group in groups:
-        group.close()
+    with closing(gw.local_group(3)) as groups:
+        yield groups
 
 
 def in_background(call: Callable[[], Any]) -> threading.Thread:

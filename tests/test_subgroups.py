@@ -13,9 +13,8 @@ import pytest
 import gradwire as gw
 from conformance.crews import TRANSPORTS, Crew, crew_of
 from gradwire.topology import Topology
-from ranks import run_ranks
-
-SOON = 30.0
+from in_process import SOON
+from ranks import closing, run_ranks
 
 
 @pytest.fixture(scope="module", params=list(TRANSPORTS))
@@ -28,10 +27,8 @@ def five(request: pytest.FixtureRequest) -> Iterator[Crew]:
 @pytest.fixture(params=list(TRANSPORTS))
 def three(request: pytest.FixtureRequest) -> Iterator[list[gw.Group]]:
     """Three ranks that a test may break."""
-    groups = TRANSPORTS[request.param](Topology.single(3))
-    yield groups
-    for group in groups:
-        group.close()
+    with closing(TRANSPORTS[request.param](Topology.single(3))) as groups:
+        yield groups
 
 
 def test_only_members_call_and_are_numbered_anew(five: Crew) -> None:

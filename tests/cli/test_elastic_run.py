@@ -15,7 +15,8 @@ import pytest
 from click.testing import CliRunner
 
 from gradwire.cli import main
-from launch.jobs import LONG, Watched, eventually, written
+from launch.jobs import LONG, Watched, written
+from ranks import eventually
 
 Start = Callable[..., subprocess.Popen[str]]
 

@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ import pytest
 from gradwire import tuning
 from gradwire.collectives import DEFAULTS
 from launch.jobs import LONG
+from ranks import eventually
 
 
 def tune(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
@@ -69,7 +68,7 @@ def test_an_interrupt_leaves_nothing(number: int, tmp_path: Path) -> None:
     environ = os.environ | {"TMPDIR": str(tmp_path), "GRADWIRE_TUNING": str(tmp_path / "tuning.json")}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, text=True, env=environ, **pipes) as process:  # type: ignore[call-overload]
-        until(lambda: len(children(process.pid)) >= 2)
+        assert eventually(lambda: len(children(process.pid)) >= 2)
         workers = children(process.pid)
         process.send_signal(number)
         _, err = process.communicate(timeout=LONG)
@@ -77,14 +76,7 @@ def test_an_interrupt_leaves_nothing(number: int, tmp_path: Path) -> None:
     assert not any(line.startswith("Traceback") for line in err.splitlines())  # of a worker there may be one
     assert list(tmp_path.iterdir()) == []
     # One that was only just being started ends by itself.
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LONG
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
 
 
 def children(pid: int) -> list[int]:

@@ -8,8 +8,7 @@ import os
 import select
 import socket
 import textwrap
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,16 +91,6 @@ def written(folder: Path, code: str, name: str = "script.py") -> str:
     path = folder / name
     path.write_text(textwrap.dedent(code))
     return str(path)
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    """For what no descriptor tells: asks again and again, but not for ever."""
-    deadline = time.monotonic() + LONG
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.005)
-    return True
 
 
 class Watched:

@@ -21,7 +21,8 @@ from gradwire.launch.restarts import Restarts
 from gradwire.launch.supervisor import Supervisor
 from gradwire.launch.worker import Task
 from gradwire.membership.answers import News
-from launch.jobs import LONG, WAIT, Ended, Job, Ready, Watched, eventually, run, written
+from launch.jobs import LONG, WAIT, Ended, Job, Ready, Watched, run, written
+from ranks import eventually
 
 NUMBER = "import os\nnumber = int(os.environ['GRADWIRE_MEMBER'].removeprefix('box/'))\n"
 

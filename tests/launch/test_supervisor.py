@@ -16,7 +16,8 @@ from gradwire.launch.rootcause import describe
 from gradwire.launch.stage import StaticStage
 from gradwire.launch.supervisor import Supervisor
 from gradwire.launch.worker import Task
-from launch.jobs import LONG, WAIT, Job, NoCoordinator, Ready, Watched, eventually, nowhere, run, written
+from launch.jobs import LONG, WAIT, Job, NoCoordinator, Ready, Watched, nowhere, run, written
+from ranks import eventually
 
 RANK = "import os\nrank = int(os.environ['RANK'])\n"
 
