@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,24 +9,13 @@ import torch
 from torch import nn
 
 import gradwire as gw
-from gradwire.threads import Threads
+from elastic_ranks import Joiner, Left
 from gradwire.training.state import State, memory_for
 from ranks import run_ranks
 from small_models import assert_close, assert_same_bits, batch, filled, loss, weights
 
 DDP = gw.torch.DistributedDataParallel
 STEPS, SAMPLES = 8, 12
-
-
-class Left(Exception):
-    """This member is gone, as if its process had died."""
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def model_of(dtype: Any, seed: int) -> Any:
@@ -76,24 +62,16 @@ def test_a_member_is_lost_and_the_others_train_on(dtype: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_joiner_needs_no_checkpoint(dtype: Any) -> None:
-    threads, held, joined = Threads(30.0), threading.Event(), []
-
-    def join() -> None:
-        held.wait(20)
-        joined.append(train(threads.join(), dtype))
+    joiner = Joiner(lambda group: train(group, dtype))
 
     def let_in(step: int) -> None:
         if step == 3:
-            held.set()
-            wait_until(lambda: threads._news().joiners == 1)
+            joiner.let_in()
 
-    joiner = threading.Thread(target=join, daemon=True)
-    joiner.start()
-    results = run_ranks(threads.begin(2), lambda group: train(group, dtype, meanwhile=let_in))
-    joiner.join(30)
-    assert_same_bits([found for found, *_ in [*results, *joined]])
-    assert {digest for _, digest, *_ in results} == {joined[0][1]}
-    assert joined[0][2:] == (3, list(range(4, STEPS)))
+    results, joined = joiner.run(lambda group: train(group, dtype, meanwhile=let_in))
+    assert_same_bits([found for found, *_ in [*results, joined]])
+    assert {digest for _, digest, *_ in results} == {joined[1]}
+    assert joined[2:] == (3, list(range(4, STEPS)))
 
 
 def test_training_does_not_depend_on_who_takes_part() -> None:

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 import gradwire as gw
-from gradwire.threads import Threads
+from elastic_ranks import Joiner, Left
 from ranks import run_ranks
 
 STEPS = 6
-
-
-class Left(Exception):
-    """This member is gone, as if its process had died."""
 
 
 def work(run: gw.Elastic, state: dict[str, Any], dies_at: int | None = None, dies_after: bool = False) -> int:
@@ -35,13 +28,6 @@ def work(run: gw.Elastic, state: dict[str, Any], dies_at: int | None = None, die
             if step.index == dies_at:
                 raise Left
     return bodies
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def train(group: gw.Group, **fate: Any) -> dict[str, Any]:
@@ -91,14 +77,7 @@ def test_all_but_one_are_lost_one_after_another() -> None:
 
 
 def test_a_joiner_gets_the_state_at_a_vote() -> None:
-    threads = Threads(30.0)
-    groups = threads.begin(2)
-    held = threading.Event()
-    joined: list[Any] = []
-
-    def join() -> None:
-        held.wait(10)
-        joined.append(train(threads.join()))
+    joiner = Joiner(train)
 
     def old(group: gw.Group) -> dict[str, Any]:
         state = {"w": np.full(3, 0.0)}
@@ -107,19 +86,15 @@ def test_a_joiner_gets_the_state_at_a_vote() -> None:
             with step:
                 state["w"] += run.group.all_reduce(np.full(3, (step.index + 1) / run.group.size)).round(9)
                 if step.index == 3:
-                    held.set()
-                    wait_until(lambda: threads._news().joiners == 1)
+                    joiner.let_in()
         return {"w": state["w"].tolist(), "is": (run.group.size, run.group.generation), "digest": run.digest}
 
-    joiner = threading.Thread(target=join, daemon=True)
-    joiner.start()
-    results = run_ranks(groups, old)
-    joiner.join(30)
+    results, joined = joiner.run(old)
     assert [result["is"] for result in results] == [(3, 2), (3, 2)]
-    assert joined[0]["w"] == results[0]["w"] == EXPECTED
-    assert joined[0]["rank"] == 2
-    assert joined[0]["bodies"] == STEPS - 4  # it came after step 3
-    assert {joined[0]["digest"]} == {result["digest"] for result in results}
+    assert joined["w"] == results[0]["w"] == EXPECTED
+    assert joined["rank"] == 2
+    assert joined["bodies"] == STEPS - 4  # it came after step 3
+    assert {joined["digest"]} == {result["digest"] for result in results}
 
 
 def test_a_state_that_was_changed_in_an_interrupted_step_is_pulled_again() -> None:
@@ -221,10 +196,7 @@ def test_one_s_own_abort_is_raised_here_and_recovered_from_elsewhere() -> None:
 
 
 def test_below_its_minimum_a_run_waits_for_others_and_goes_on() -> None:
-    threads = Threads(30.0)
-    groups = threads.begin(2)
-    alone = threading.Event()
-    results: list[Any] = []
+    successor = Joiner(train)
 
     def lose(group: gw.Group) -> Any:
         state = {"w": np.zeros(3)}
@@ -236,18 +208,10 @@ def test_below_its_minimum_a_run_waits_for_others_and_goes_on() -> None:
                         run.close()
                         break
                     state["w"] += run.group.all_reduce(np.full(3, 1 / run.group.size)).round(9)
-            alone.set()
+            successor.call()
             return None
         return work(run, state) and (state["w"].tolist(), run.group.size)
 
-    def replace() -> None:
-        alone.wait(10)
-        results.append(train(threads.join()))
-
-    joiner = threading.Thread(target=replace, daemon=True)
-    joiner.start()
-
-    found = run_ranks(groups, lose)
-    joiner.join(30)
+    found, joined = successor.run(lose)
     assert found[0][1] == 2
-    assert results[0]["w"] == found[0][0]
+    assert joined["w"] == found[0][0]

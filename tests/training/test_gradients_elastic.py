@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,26 +9,15 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from gradwire.threads import Threads
+from elastic_ranks import Joiner, Left
 from processes import Here, StartJob
 from processes import job_fixture as job_fixture
 from processes import zygote_fixture as zygote_fixture
 from ranks import run_ranks
+from training.gradients import SMALL
 
 STEPS = 8
 LIKE = {"a": np.zeros(6), "b": np.zeros((2, 2)), "c": np.zeros(())}
-SMALL: dict[str, Any] = {"bucket_bytes": 64, "first_bucket_bytes": 64}
-
-
-class Left(Exception):
-    """This member is gone, as if its process had died."""
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def train(group: gw.Group, in_step: Callable[[gw.Elastic, gw.Step, gw.GradientSync], None]) -> dict[str, Any]:
@@ -104,30 +91,19 @@ def test_gradients_go_on_without_who_was_lost(victim: int, after: str) -> None:
 
 
 def test_a_joiner_adopts_the_order_and_counts_with_the_others() -> None:
-    threads = Threads(30.0)
-    groups = threads.begin(2)
-    held = threading.Event()
-    joined: list[Any] = []
-
-    def join() -> None:
-        held.wait(10)
-        joined.append(train(threads.join(), lambda *_: None))
+    joiner = Joiner(lambda group: train(group, lambda *_: None))
 
     def let_in(run: gw.Elastic, step: gw.Step, sync: gw.GradientSync) -> None:
         if step.index == 2:
-            held.set()
-            wait_until(lambda: threads._news().joiners == 1)
+            joiner.let_in()
 
-    joiner = threading.Thread(target=join, daemon=True)
-    joiner.start()
-    results = run_ranks(groups, lambda group: train(group, let_in))
-    joiner.join(30)
+    results, joined = joiner.run(lambda group: train(group, let_in))
     assert results[0] == results[1]
-    assert results[0]["state"] == joined[0]["state"] == EXPECTED
-    assert results[0]["is"] == joined[0]["is"] == (3, 2)
-    assert results[0]["buckets"] == joined[0]["buckets"] == [["a"], ["b"], ["c"]]  # which it did not see itself
-    assert results[0]["digest"] == joined[0]["digest"]
-    assert (results[0]["checks"], joined[0]["checks"]) == (3, 2)  # one before it came
+    assert results[0]["state"] == joined["state"] == EXPECTED
+    assert results[0]["is"] == joined["is"] == (3, 2)
+    assert results[0]["buckets"] == joined["buckets"] == [["a"], ["b"], ["c"]]  # which it did not see itself
+    assert results[0]["digest"] == joined["digest"]
+    assert (results[0]["checks"], joined["checks"]) == (3, 2)  # one before it came
 
 
 # --- processes

@@ -1,0 +1,83 @@
+"""GradientSync finds what is not a number, and all ranks are told whose it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+from ranks import run_ranks
+from training.gradients import LIKE, SMALL, some
+from training.gradients import pair_fixture as pair_fixture
+from training.gradients import three_fixture as three_fixture
+
+
+@pytest.mark.parametrize("pure", [False, True], ids=["core", "pure"])
+@pytest.mark.parametrize("beside", [False, True], ids=["at once", "beside"])
+def test_all_ranks_are_told_who_has_a_nan(
+    three: list[gw.Group], beside: bool, pure: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def body(group: gw.Group) -> tuple[Any, ...]:
+        sync = gw.GradientSync(group, LIKE, **SMALL)
+        gradients = some(group.rank)
+        if group.rank > 0:
+            gradients["b"][3] = np.nan if group.rank == 1 else np.inf
+            gradients["c"][...] = np.inf
+        with pytest.raises(gw.NotFinite) as caught:
+            if beside:
+                for name, gradient in gradients.items():
+                    sync.gradients[name][...] = gradient
+                    sync.ready(name)
+                sync.finish()
+            else:
+                sync.sync(gradients)
+        assert set(sync.sync(some(group.rank))) == set(LIKE)  # the group goes on
+        error = caught.value
+        return str(error), error.culprit, error.tensor, error.operation, error.generation
+
+    if pure:
+        run_ranks(three, lambda group: group.barrier())  # links are made as ever
+        monkeypatch.setenv("GRADWIRE_PURE", "1")
+    text = "the gradient 'b' of rank 1 is not finite: 1 NaN of 7 elements (3 more on ranks 1, 2)"
+    assert run_ranks(three, body) == [(text, 1, "b", "GradientSync", 1)] * 3
+
+
+@pytest.mark.parametrize("how", ["written", "added", "strided", "other dtype", "in place"])
+def test_however_it_came_there_it_is_found(pair: list[gw.Group], how: str) -> None:
+    def body(group: gw.Group) -> None:
+        sync = gw.GradientSync(group, LIKE)
+        for spoiled in (False, True):
+            gradient = np.ones((3, 4), np.float32)
+            gradient[2, 1] = np.nan if spoiled and group.rank == 1 else 1
+            sync.begin()
+            if how == "written":
+                sync.write("a", gradient)
+            elif how == "added":
+                sync.write("a", np.ones((3, 4), np.float32))
+                sync.add({"a": np.zeros((3, 4))})
+                sync.add({"a": gradient})
+            elif how == "strided":
+                sync.write("a", np.asfortranarray(gradient))
+            elif how == "other dtype":
+                sync.write("a", gradient.astype(np.float64))
+            else:
+                sync.gradients["a"][...] = gradient
+            sync.ready("a")
+            if not spoiled:
+                sync.finish()
+                assert (sync.gradients["a"] == 1).all()
+                continue
+            with pytest.raises(gw.NotFinite, match="'a' of rank 1"):
+                sync.finish()
+
+    run_ranks(pair, body)
+
+
+def test_the_check_can_be_switched_off(pair: list[gw.Group]) -> None:
+    def body(group: gw.Group) -> None:
+        sync = gw.GradientSync(group, LIKE, check_finite=False)
+        assert np.isnan(sync.sync({"c": np.float32(np.nan)})["c"])
+
+    run_ranks(pair, body)

@@ -1,0 +1,74 @@
+"""GradientSync where ranks count by their samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+from gradwire.arrays import Array
+from gradwire.training.weights import Weights
+from ranks import run_ranks
+from training.gradients import LIKE, SMALL, bits, copied, some
+from training.gradients import three_fixture as three_fixture
+
+
+def test_ranks_count_by_their_samples(three: list[gw.Group]) -> None:
+    def body(group: gw.Group) -> dict[str, Array]:
+        sync = gw.GradientSync(group, LIKE, **SMALL)
+        result = copied(sync.sync(some(group.rank), weight=1 + 2 * group.rank))
+        assert sync.total_weight == 9
+        sync.begin(weight=1 + 2 * group.rank)
+        for name, gradient in some(group.rank).items():
+            sync.gradients[name][...] = gradient
+            sync.ready(name)
+        sync.finish()
+        assert bits(result) == bits(sync.gradients)
+        return result
+
+    results = run_ranks(three, body)
+    assert bits(results[0]) == bits(results[1]) == bits(results[2])
+    for name in LIKE:
+        expected = sum((1 + 2 * rank) * some(rank)[name].astype(float) for rank in range(3)) / 9
+        np.testing.assert_allclose(results[0][name], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_equal_weights_are_no_weights(three: list[gw.Group]) -> None:
+    def body(group: gw.Group) -> None:
+        sync = gw.GradientSync(group, LIKE)
+        plain = copied(sync.sync(some(group.rank)))
+        assert bits(sync.sync(some(group.rank), weight=0.1)) == bits(plain)
+
+    run_ranks(three, body)
+    untouched = np.ones(3)
+    untouched.flags.writeable = False
+    Weights(0.1, 3).apply(untouched)
+
+
+def test_a_rank_without_data_does_not_count_whatever_it_has(three: list[gw.Group]) -> None:
+    def body(group: gw.Group) -> None:
+        sync = gw.GradientSync(group, LIKE, **SMALL)
+        empty = {name: np.full(one.shape, np.nan, np.float32) for name, one in LIKE.items()}
+        given = some(0) if group.rank == 0 else empty
+        result = sync.sync(given, weight=5 if group.rank == 0 else 0)
+        for name, gradient in some(0).items():
+            np.testing.assert_allclose(result[name], gradient, rtol=1e-6)
+        sync.begin(weight=0 if group.rank else 1)
+        if group.rank == 0:
+            sync.ready("b")
+        else:
+            sync.ready("c")
+        sync.finish()
+        assert sync.used == {"b"}
+        assert sync.sync({}, weight=0) == {}
+        assert sync.total_weight == 0
+
+    run_ranks(three, body)
+
+
+@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), "many", True])
+def test_a_weight_is_a_number_from_0_on(weight: Any) -> None:
+    with gw.init() as group, pytest.raises(gw.ConfigError, match="a weight of"):
+        gw.GradientSync(group, LIKE).sync({}, weight=weight)
