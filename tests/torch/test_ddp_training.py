@@ -13,22 +13,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gradwire as gw
+from ddp_ranks import DDP, averaged, normed, step
 from ranks import run_ranks
 from small_models import assert_close, assert_same_bits, batch, filled, gradients, loss, mean_gradients, mlp, weights
 
-DDP = gw.torch.DistributedDataParallel
-
-
-def step(model: Any, seed: int, rank: int) -> None:
-    x, y = batch(seed, rank)
-    loss(model(x), y).backward()
-
-
 # -- uneven data ------------------------------------------------------------------------------------------------------
-
-
-def normed() -> Any:
-    return filled(nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)), 4).double()
 
 
 @pytest.mark.parametrize("batches", [[3, 1, 5], [5, 1, 3], [2, 2, 2], [0, 2, 1]])
@@ -144,16 +133,7 @@ def test_a_whole_wrapped_model_can_be_checkpointed() -> None:
         x, y = batch(0, rank)
         loss(checkpoint(model, x, use_reentrant=False, preserve_rng_state=False), y).backward()
 
-    def train(group: gw.Group) -> dict[str, Any]:
-        ddp = DDP(mlp(), group)
-        for _ in range(2):
-            ddp.zero_grad()
-            backward(ddp, group.rank)
-        return gradients(ddp.module)
-
-    of_ranks = run_ranks(gw.local_group(2), train)
-    assert_same_bits(of_ranks)
-    assert_close(of_ranks[0], mean_gradients(mlp, 2, backward))
+    assert_close(averaged(mlp, 2, backward), mean_gradients(mlp, 2, backward))
 
 
 def test_autocast() -> None:
@@ -167,17 +147,9 @@ def test_autocast() -> None:
         assert out.dtype is torch.bfloat16
         loss(out.float(), y).backward()
 
-    def train(group: gw.Group) -> dict[str, Any]:
-        ddp = DDP(make(), group)
-        for _ in range(2):
-            ddp.zero_grad()
-            backward(ddp, group.rank)
-        return gradients(ddp.module)
-
-    of_ranks = run_ranks(gw.local_group(2), train)
-    assert_same_bits(of_ranks)
-    assert of_ranks[0]["0.weight"].dtype is torch.float32
-    assert_close(of_ranks[0], mean_gradients(make, 2, backward), 1e-6)
+    found = averaged(make, 2, backward)
+    assert found["0.weight"].dtype is torch.float32
+    assert_close(found, mean_gradients(make, 2, backward), 1e-6)
 
 
 def test_autograd_grad_exchanges_nothing_and_a_penalty_on_it_is_trained() -> None:
