@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from backend_ranks import environ_of, meet
 from processes import Here, StartJob
 from processes import job_fixture as job_fixture
 from processes import zygote_fixture as zygote_fixture
@@ -220,15 +219,8 @@ EVERY: dict[str, Callable[[Path], Tensor]] = {
 
 
 def outcomes(here: Here, backend: str, place: str) -> None:
-    torch.set_num_threads(1)
-    folder, rank = Path(place), int(os.environ["RANK"])
-    dist.init_process_group(
-        backend,
-        f"file://{folder}/store",
-        rank=rank,
-        world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(seconds=MINUTES),
-    )
+    folder = Path(place)
+    rank, _ = meet(f"{folder}/store", backend, MINUTES)
     for name, body in EVERY.items():
         if name == "compiled" and shutil.which("c++") is None:
             continue
@@ -245,8 +237,7 @@ def test_frameworks_give_what_they_give_on_gloo(job: StartJob, tmp_path: Path, s
         folder.mkdir()
 
         def environ(rank: int, folder: Path = folder) -> dict[str, str]:
-            here = {"RANK": str(rank), "WORLD_SIZE": str(size), "GLOO_SOCKET_IFNAME": "lo"}
-            return here | {"TORCHINDUCTOR_CACHE_DIR": str(folder / f"cache-{rank}")}
+            return environ_of(size)(rank) | {"TORCHINDUCTOR_CACHE_DIR": str(folder / f"cache-{rank}")}
 
         with job(outcomes, size, backend, str(folder), environ=environ) as ranks:
             for rank in ranks:
