@@ -1,68 +1,63 @@
 """What the ranks of a job settle before its first call: the table that algorithms are chosen by, who shares memory, and
-how each shows that it lives.
-
-They speak through a group of their own, which leaves no trace among the user's calls.
-"""
+how each shows that it lives."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from gradwire import core, tuning
 from gradwire.collectives import Table
 from gradwire.errors import ConfigError, UnsupportedOp
 from gradwire.generation import Generation
-from gradwire.group import SETTING_UP, Group
-from gradwire.liveness.calls import call_site
 from gradwire.liveness.lifeline import Nature
-from gradwire.operations import all_gather_values
-from gradwire.operations.call import settled
-from gradwire.transports import shm
+from gradwire.transports.shm import Sharing
 
-TellAll = Callable[[Any], list[Any]]
+
+class Entry(NamedTuple):
+    """What a rank tells first: its wish of a transport, its table if it is rank 0, its nature, and an offer to share
+    memory."""
+
+    wish: str
+    table: Any
+    nature: Any
+    offer: Any
+
+    @classmethod
+    def of(cls, rank: int, told: object) -> Entry:
+        if not isinstance(told, list) or len(told) != len(cls._fields) or not isinstance(told[0], str):
+            raise ConfigError(f"rank {rank} settles things in another way: is it the same gradwire?", peer=rank)
+        return cls(*told)
 
 
 def agree(generation: Generation, transport: str, deadline: float) -> None:
     """Settle everything; all ranks of the job call it together, before they use the generation."""
-    size, rank = generation.identity.size, generation.identity.rank
-    own = tuning.load(os.environ) if rank == 0 else None
-    if size == 1:
-        generation.table = own or generation.table
+    identity = generation.identity
+    table = tuning.load(os.environ) if identity.rank == 0 else None
+    if identity.size == 1:
+        generation.table = table or generation.table
         return
-    with _private_group(generation, deadline) as tell_all:
-        told = _entries(tell_all([transport, own and tuning.encode(own), Nature.own().to_wire()]))
-        generation.table = _table(told[0][1])
-        _share_memory(generation, [wish for wish, _, _ in told], tell_all, deadline)
-        _begin_lifeline(generation, [Nature.from_wire(nature) for _, _, nature in told], tell_all, deadline)
-
-
-@contextmanager
-def _private_group(generation: Generation, deadline: float) -> Iterator[TellAll]:
-    group = Group(generation, range(generation.identity.size), SETTING_UP, max(0.1, deadline - time.monotonic()))
 
     def tell_all(value: Any) -> list[Any]:
-        left = max(0.1, deadline - time.monotonic())
-        operation = all_gather_values(value)._replace(name="init")
-        told: list[Any] = settled(group._runner.now(operation, left, call_site()))
-        return told
+        return generation.parley.tell_all(value, "init", max(0.1, deadline - time.monotonic()))
 
-    try:
-        group._runner.dial(deadline)
-        yield tell_all
-    finally:
-        group.close()
-
-
-def _entries(told: list[Any]) -> list[tuple[str, Any, Any]]:
-    """What each rank has told: its wish of a transport, its table, its nature."""
-    for rank, entry in enumerate(told):
-        if not isinstance(entry, list) or len(entry) != 3 or not isinstance(entry[0], str):
-            raise ConfigError(f"rank {rank} settles things in another way: is it the same gradwire?", peer=rank)
-    return [(wish, table, nature) for wish, table, nature in told]
+    own = Nature.own()
+    hosts = [identity.topology.host_of(rank) for rank in range(identity.size)]
+    with Sharing(identity.rank, hosts, transport != "tcp" and core.available()) as sharing:
+        told = tell_all([transport, table and tuning.encode(table), own.to_wire(), sharing.offer()])
+        entries = [Entry.of(rank, entry) for rank, entry in enumerate(told)]
+        generation.table = _table(entries[0].table)
+        dialled = tell_all(sharing.dial([entry.offer for entry in entries], deadline))
+        complete = sharing.answer(dialled)
+        generation.begin_to_beat(own, sharing.arena)
+        generation.share_memory(*sharing.keep(tell_all(complete)))
+    _check_wishes(generation, [entry.wish for entry in entries])
+    generation.connect_lifeline(deadline)
+    if len(identity.topology.hosts) > 1 or not all(generation.sharing):  # then somebody has links to make
+        tell_all(None)
+    generation.lifeline.expect([Nature.from_wire(entry.nature) for entry in entries])  # all beat
+    generation.wake()
 
 
 def _table(value: Any) -> Table:
@@ -73,12 +68,8 @@ def _table(value: Any) -> Table:
         raise ConfigError(f"rank 0's tuning cannot be used here, {error}: is it the same gradwire?") from error
 
 
-def _share_memory(generation: Generation, wishes: list[str], tell_all: TellAll, deadline: float) -> None:
-    """Find out which ranks can share memory; those that cannot or will not go on with sockets."""
-    identity = generation.identity
-    hosts = [identity.topology.host_of(rank) for rank in range(identity.size)]
-    wanted = wishes[identity.rank] != "tcp" and core.available()
-    generation.share_memory(*shm.share(identity.rank, hosts, wanted, tell_all, deadline))
+def _check_wishes(generation: Generation, wishes: list[str]) -> None:
+    """Ranks that cannot or will not share memory go on with sockets, unless somebody insists."""
     missing = [rank for rank, shares in enumerate(generation.sharing) if not shares]
     if "shm" in wishes and missing:  # an error on every rank, so that none has to guess why others left
         raise UnsupportedOp(
@@ -86,12 +77,3 @@ def _share_memory(generation: Generation, wishes: list[str], tell_all: TellAll, 
             "the native core, and others on the same host; 'auto' shares memory where it can and uses TCP elsewhere",
             operation="init",
         )
-
-
-def _begin_lifeline(generation: Generation, natures: list[Nature], tell_all: TellAll, deadline: float) -> None:
-    """Beat; and when all do, expect them to go on."""
-    identity = generation.identity
-    generation.begin_lifeline(natures[identity.rank], deadline)
-    tell_all(None)
-    generation.lifeline.expect(natures)
-    generation.wake()

@@ -19,6 +19,7 @@ from gradwire.collectives import DEFAULTS
 from gradwire.errors import Closed, CollectiveMismatch, GradwireError, NoConnection
 from gradwire.liveness.control import Control, ControlSink
 from gradwire.liveness.lifeline import BeatSink, Lifeline, Nature
+from gradwire.liveness.parley import Parley
 from gradwire.liveness.verdict import Finding
 from gradwire.liveness.watch import ANSWER_SECONDS
 from gradwire.messages import Letter, Mailbox, MessageSink
@@ -34,7 +35,7 @@ from gradwire.transports.base import (
     Transport,
 )
 from gradwire.transports.frames import FrameReader, Outbox
-from gradwire.transports.shm import Life, SharedMemory
+from gradwire.transports.shm import Life, OwnArena, SharedMemory
 from gradwire.wire import Header, Kind, WireError
 
 log = logging.getLogger("gradwire")
@@ -84,6 +85,7 @@ class Generation:
         self.shared: SharedMemory | None = None  # with the neighbours on this rank's host
         self.sharing = (False,) * identity.size  # by world rank: who shares memory with its neighbours
         self.control = Control(identity.rank, identity.names, identity.number, self._post_control, self._wake_all)
+        self.parley = Parley(self)
         self._control_sink = ControlSink(self.control, self.check_header)
         self.lifeline = Lifeline(self.control, self.frame(Kind.BEAT), BeatSink(self.check_header), self._pump)
         self.table = DEFAULTS  # by which algorithms are chosen; agreed before the first call of a user
@@ -175,14 +177,18 @@ class Generation:
                 self._readers = [*self._readers, *lives]
             self._bell.ring()
 
-    def begin_lifeline(self, own: Nature, deadline: float) -> None:
-        """Show the others that this rank lives; it is known by now who shares memory."""
+    def begin_to_beat(self, own: Nature, arena: OwnArena | None) -> None:
+        """Show the others that this rank lives, in memory that some of them may come to see."""
         self.belongings.append(self.lifeline)
+        self.lifeline.begin(own.native, arena)
+
+    def connect_lifeline(self, deadline: float) -> None:
+        """Show it to those as well who share no memory with this rank; it is known by now who does."""
 
         def dial(peer: int) -> Link:
             return self.connect(peer, LIFELINE_CHANNEL, deadline, "init")
 
-        self.lifeline.begin(own, self.shared, self.identity.size, self.transport, dial)
+        self.lifeline.connect(self.shared, self.identity.size, self.transport, dial)
 
     def shares(self, world: int) -> bool:
         """Whether a world rank shares memory with all others on its host."""
@@ -338,6 +344,7 @@ class Generation:
         self._halt()
         self.alarm.ring()
         self._bell.ring()
+        self.parley.wake()
         self.mailbox.wake_waits()
 
     def wake(self) -> None:

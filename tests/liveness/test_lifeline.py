@@ -102,7 +102,8 @@ class Stage:
         self.lifeline = Lifeline(self.control, frame(), BeatSink(lambda header: None), self.pump)
         self.doors: Any = Doors()
         self.nature = Nature(core.available() if native is None else native, os.getpid(), "")
-        self.lifeline.begin(self.nature, None, 3, self.doors, self.links.__getitem__)  # type: ignore[arg-type]
+        self.lifeline.begin(self.nature.native, None)
+        self.lifeline.connect(None, 3, self.doors, self.links.__getitem__)  # type: ignore[arg-type]
         self.doors.taker(self.links[2])
 
     def pump(self, reader: FrameReader) -> None:

@@ -20,7 +20,8 @@ import pytest
 from gradwire.transports import shm
 from gradwire.transports.arena import PAGE, RESERVED, OwnArena
 from gradwire.transports.base import LinkClosed
-from gradwire.transports.shm import Life, SharedMemory, share
+from gradwire.transports.shm import Life, SharedMemory
+from neighbours import share
 from ranks import run_ranks
 
 LONG = 30.0

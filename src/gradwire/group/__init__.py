@@ -7,7 +7,7 @@ messaging       send, recv, sendrecv and copy, outside the order of the collecti
 
 from __future__ import annotations
 
-from gradwire.group.group import SETTING_UP, SETTLING, WORLD, Group
+from gradwire.group.group import WORLD, Group
 from gradwire.operations import Capabilities
 
-__all__ = ["SETTING_UP", "SETTLING", "WORLD", "Capabilities", "Group"]
+__all__ = ["WORLD", "Capabilities", "Group"]

@@ -27,8 +27,6 @@ from gradwire.work import Stream
 
 CONFER_SECONDS = 0.25  # that leaving `with group` may take to learn whether the last calls agreed
 WORLD = 1
-SETTING_UP = 2  # the same ranks, before anything is called
-SETTLING = 3  # the same ranks, when they settle whose state counts
 
 
 class Group(Messaging):

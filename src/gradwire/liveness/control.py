@@ -7,6 +7,7 @@
     at        how far a rank has got in a group, with its chain     → compared with one's own calls
     where     a question: what have you called last?
     here      its answer
+    tell      a rank's word in a round in which all tell all        → the parley
 
 All are small JSON objects. The thread that reads them hands them to `hear`, and calls `tick` now and then with the
 time. Any thread may `report`.
@@ -38,7 +39,7 @@ MAX_DISPUTES = 16
 MAX_SHOWN = 16  # ranks, in one line
 MAX_ITEM_BYTES = MAX_CONTROL // 2
 MOST_CALLS = 1 << 63
-KINDS = frozenset(("finding", "verdict", "calls", "bye", "at", "where", "here"))
+KINDS = frozenset(("finding", "verdict", "calls", "bye", "at", "where", "here", "tell"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,7 @@ class Control:
         self._settled = threading.Event()
         self._lost: set[int] = set()
         self.given_up = False  # the others go on without this rank
+        self.told: Callable[[int, int, Any], None] = lambda peer, number, value: None
 
     # -- what this rank finds -----------------------------------------------------------------------------------------
 
@@ -105,7 +107,7 @@ class Control:
         """This rank found a reason to break the generation."""
         with self._lock:
             if self._verdict.find(finding, now):
-                self._tell_all({"t": "finding", "finding": finding.to_wire()})
+                self.tell_all({"t": "finding", "finding": finding.to_wire()})
                 self._broke()
             self._dispute(now)
             self._decide(now)
@@ -149,7 +151,7 @@ class Control:
                 self._tell(peer, {"t": "finding", "finding": finding.to_wire()})
 
     def goodbye(self) -> None:
-        self._tell_all({"t": "bye"})
+        self.tell_all({"t": "bye"})
 
     def confer(self, calls: CallLog, now: float, seconds: float) -> None:
         """Wait a little until all members of a group have told how far they are, or left: they may have disagreed."""
@@ -188,6 +190,8 @@ class Control:
                     if group in self._logs:
                         self._positions[group, peer] = Position(sequence, finished, last[:MAX_TEXT])
                         self._answered.notify_all()
+                case {"t": "tell", "n": int(number), "v": value}:
+                    self.told(peer, number, value)
                 case {"t": str(kind)} if kind in KINDS:
                     raise ValueError(f"malformed control message {str(message)[:200]}")
                 case _ if not isinstance(message, dict):
@@ -282,7 +286,7 @@ class Control:
         recent = _bounded(calls.recent(dispute.sequence))
         self._verdict.add_calls(calls.group, calls.members, self.rank, recent)
         shown = [asdict(call) for call in recent]
-        self._tell_all({"t": "calls", "g": calls.group, "among": calls.members, "calls": shown})
+        self.tell_all({"t": "calls", "g": calls.group, "among": calls.members, "calls": shown})
 
     def _decide(self, now: float) -> None:
         if self._verdict.open and self._verdict.decide(now):
@@ -299,7 +303,7 @@ class Control:
         assert decided is not None
         known = decided.culprit == self.rank and decided.kind in ("aborted", "given up")  # by everybody
         if decided.kind != "mismatch" and not known:  # a mismatch each rank explains by itself, from all the calls
-            self._tell_all({"t": "verdict", "finding": decided.to_wire()})
+            self.tell_all({"t": "verdict", "finding": decided.to_wire()})
         self._settled.set()
 
     # -- asking -------------------------------------------------------------------------------------------------------
@@ -359,7 +363,8 @@ class Control:
             who = self._names[finding.culprit] if finding.culprit is not None else "a rank"
             return self._verdict.error(operation=operation, during=during, who=who)
 
-    def _tell_all(self, message: dict[str, Any]) -> None:
+    def tell_all(self, message: dict[str, Any]) -> None:
+        """Post a message to all peers."""
         for peer in range(len(self._names)):
             self._tell(peer, message)
 

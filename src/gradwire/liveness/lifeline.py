@@ -34,7 +34,7 @@ from gradwire.liveness.detector import (
 )
 from gradwire.transports.base import LIFE_CHANNEL, LIFELINE_CHANNEL, Link, LinkClosed, Transport
 from gradwire.transports.frames import FrameReader, Outbox
-from gradwire.transports.shm import SharedMemory
+from gradwire.transports.shm import OwnArena, SharedMemory
 from gradwire.wire import HEADER_BYTES, Header, Kind, WireError
 
 DEATH_SECONDS = 0.05  # in which the last messages of a process that has ended are read
@@ -90,6 +90,7 @@ class Lifeline:
         self._lock = threading.Lock()
         self._begun = self._closed = False
         self._thread: Any = None  # that beats; the core's
+        self._arena: OwnArena | None = None
         self._shared: SharedMemory | None = None
         self._linked: set[int] = set()  # ranks with which there is a link
         self._missing: set[int] = set()  # of these, until there is
@@ -101,17 +102,21 @@ class Lifeline:
         self._dead: dict[int, float] = {}  # ranks whose process ended, and until when their goodbye may come
         self._beat_at = -math.inf
 
-    def begin(self, own: Nature, shared: SharedMemory | None, size: int, transport: Transport, dial: Dial) -> None:
-        """Beat, and make links where they are needed: of each pair the higher rank dials."""
+    def begin(self, native: bool, arena: OwnArena | None) -> None:
+        """Beat, in memory that ranks of this host may come to share; without the core only where there are links."""
+        self._arena = arena  # which must be there as long as the thread writes to it
+        if native:
+            self._thread = core.native.Lifeline(BEAT_SECONDS)
+            if arena is not None:
+                self._thread.write_to(arena.address)
+            self._thread.start()
+
+    def connect(self, shared: SharedMemory | None, size: int, transport: Transport, dial: Dial) -> None:
+        """Hear those who share memory, and make links to those who do not: of each pair the higher rank dials."""
         rank = self._control.rank
         self._shared = shared
         self._linked = linked(rank, size, set(shared.peers) if shared is not None else set())
         self._missing = set(self._linked)
-        if own.native:
-            self._thread = core.native.Lifeline(BEAT_SECONDS)
-            if shared is not None:
-                self._thread.write_to(shared.own.address)
-            self._thread.start()
         self._begun = True
         transport.adopt(LIFELINE_CHANNEL, self.add_link)
         for peer in sorted(self._linked):

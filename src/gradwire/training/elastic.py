@@ -177,24 +177,30 @@ class Elastic:
         digest = digest or (self._state.digest() if begun else "")
         sound = digest == self.digest if begun else not self._overwritten
         mine = Standing(self._completed, self._completed_in, self.committed, digest, sound)
-        with transfer.beside(self.group) as group:
-            standings = _compared(group, mine)
-            if all(one.completed == NONE for one in standings):  # else nobody asks for the digest of who has just come
-                digest = self._state.digest()
-                standings = _compared(group, replace(mine, digest=digest))
-            settlement = settle(standings)
-            self._exchange(group, settlement, standings)
-            # The digest too, before anything can break: a state that was just pulled must not count as spoiled.
-            self._completed, self._completed_in = settlement.version
-            giver = settlement.pulls.get(self.group.rank)
-            self.digest = digest if giver is None else standings[giver].digest
-            group.barrier()
+        standings = self._compared(mine)
+        if all(one.completed == NONE for one in standings):  # else nobody asks for the digest of who has just come
+            digest = self._state.digest()
+            standings = self._compared(replace(mine, digest=digest))
+        settlement = settle(standings)
+        self._exchange(settlement, standings)
+        # The digest too, before anything can break: a state that was just pulled must not count as spoiled.
+        self._completed, self._completed_in = settlement.version
+        giver = settlement.pulls.get(self.group.rank)
+        self.digest = digest if giver is None else standings[giver].digest
+        self._tell_all(None)
         self.committed = settlement.completed  # now all are known to have it
         self.group._generation.stranger = False
         self._settled = self.group
 
-    def _exchange(self, group: Group, settlement: Settlement, standings: list[Standing]) -> None:
-        rank, step = group.rank, settlement.completed
+    def _compared(self, mine: Standing) -> list[Standing]:
+        """Where all ranks stand."""
+        return [Standing.from_wire(told) for told in self._tell_all(mine.to_wire())]
+
+    def _tell_all(self, value: Any) -> list[Any]:
+        return self.group._generation.parley.tell_all(value, "settling", self.group._timeout)
+
+    def _exchange(self, settlement: Settlement, standings: list[Standing]) -> None:
+        rank, step = self.group.rank, settlement.completed
         giver = settlement.pulls.get(rank, rank)
         takers = settlement.gives(giver)
         if not takers:
@@ -202,7 +208,7 @@ class Elastic:
         # Who has completed something keeps it until the new state is whole: the others may not survive this.
         self._overwritten = giver != rank and self._completed == NONE and step != NONE
         digest = standings[giver].digest
-        nbytes = transfer.hand_over(group, self._state, giver, takers, digest, overwrite=self._overwritten)
+        nbytes = transfer.hand_over(self.group, self._state, giver, takers, digest, overwrite=self._overwritten)
         self._overwritten = False
         if giver != rank:
             log.info("rank %d has got the state of step %d (%d bytes)", rank, step, nbytes)
@@ -215,11 +221,6 @@ class Elastic:
                 self.group = self.group.recover()
                 return
             time.sleep(WAIT_SECONDS)
-
-
-def _compared(group: Group, mine: Standing) -> list[Standing]:
-    """Where all ranks stand."""
-    return [Standing.from_wire(told) for told in group.all_gather_values(mine.to_wire())]
 
 
 class Step:

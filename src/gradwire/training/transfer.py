@@ -1,32 +1,19 @@
-"""State on its way from one rank to others: in chunks over links of its own, and checked at the end."""
+"""State on its way from one rank to others: in chunks, in a group of their own, and checked at the end."""
 
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from gradwire import arrays
 from gradwire.arrays import Array
 from gradwire.errors import StateLost
-from gradwire.group import SETTLING, Group
+from gradwire.group import Group
 from gradwire.training.state import MAX_SKELETON, State, memory_for
 
 CHUNK = 16 << 20
-
-
-@contextlib.contextmanager
-def beside(group: Group) -> Iterator[Group]:
-    """A group of the same ranks in which they settle things, beside the user's calls."""
-    generation, timeout = group._generation, group._timeout
-    private = Group(generation, range(generation.identity.size), SETTLING, timeout)
-    try:
-        private._runner.dial(time.monotonic() + timeout)
-        yield private
-    finally:
-        private.close()
 
 
 def hand_over(group: Group, state: State, giver: int, takers: Sequence[int], digest: str, *, overwrite: bool) -> int:
@@ -34,9 +21,12 @@ def hand_over(group: Group, state: State, giver: int, takers: Sequence[int], dig
 
     With `overwrite` a taker may lose its own state when this breaks.
     """
-    circle = group.subgroup([giver, *takers])
-    root = sorted([giver, *takers]).index(giver)
-    return _give(circle, state, root) if group.rank == giver else _take(circle, state, root, giver, digest, overwrite)
+    members = sorted([giver, *takers])
+    root, round_of_settling = members.index(giver), group._generation.parley.rounds
+    with contextlib.closing(group._form(members, -round_of_settling, group._timeout)) as circle:
+        if group.rank == giver:
+            return _give(circle, state, root)
+        return _take(circle, state, root, giver, digest, overwrite)
 
 
 def _give(circle: Group, state: State, root: int) -> int:

@@ -18,13 +18,12 @@ import socket
 import stat
 import struct
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from gradwire.transports.arena import ARENA_BYTES, RESERVED, SEALS, Arena, OwnArena
 from gradwire.transports.base import LIFE_CHANNEL, Buffer, LinkClosed
 
-__all__ = ["Arena", "Life", "OwnArena", "SharedMemory", "share"]
+__all__ = ["Arena", "Life", "OwnArena", "SharedMemory", "Sharing"]
 
 TOKEN_BYTES = 16
 WAITING = 4096  # connections that may wait to be looked at; strangers' among them
@@ -32,8 +31,6 @@ CONNECT_SECONDS = 10.0  # a Unix socket connects at once, unless strangers crowd
 _GREETING = struct.Struct(f"<I{TOKEN_BYTES}s")
 _CREDENTIALS = struct.Struct("3i")
 _OFFER = re.compile(rf"[0-9a-f]{{{2 * TOKEN_BYTES}}}")
-
-TellAll = Callable[[Any], list[Any]]
 
 
 class SharedMemory:
@@ -87,31 +84,55 @@ class Life:
         """Nothing: the descriptor is the shared memory's, and closed with it."""
 
 
-def share(
-    rank: int, hosts: Sequence[object], wanted: bool, tell_all: TellAll, deadline: float
-) -> tuple[SharedMemory | None, tuple[bool, ...]]:
-    """Exchange arenas with the ranks of this host; all ranks of the job call it together.
+class Sharing:
+    """How a rank comes to share memory with its neighbours, the other ranks of its host.
 
-    `tell_all` gathers a value of every rank. A host shares memory if all its ranks can and want to. The result: this
-    rank's share, and for each rank whether it has one.
+    All ranks of a job take these steps together, and each tells all others what a step gave before the next one: so no
+    socket is ever waited for. Whatever a neighbour has to say is there, and who has nothing to say is no neighbour. A
+    host shares memory if all its ranks can and want to.
     """
-    neighbours = [peer for peer, host in enumerate(hosts) if host == hosts[rank] and peer != rank]
-    with contextlib.ExitStack() as ends:
-        door = None
-        if wanted and neighbours:
+
+    def __init__(self, rank: int, hosts: Sequence[object], wanted: bool) -> None:
+        self._rank = rank
+        self._hosts = hosts
+        self._neighbours = [peer for peer, host in enumerate(hosts) if host == hosts[rank] and peer != rank]
+        self._door: _Door | None = None
+        if wanted and self._neighbours:
             with contextlib.suppress(OSError, AttributeError):  # systems that have no such thing
-                door = ends.enter_context(_Door(rank))
-        # Everybody is told when all have come one step further. So no socket is ever waited for: whatever a neighbour
-        # has to say is there, and who has nothing to say is no neighbour.
-        offers = tell_all(door.offer if door is not None else None)
-        dialled = door is not None and door.dial(neighbours, offers, deadline)
-        ready = tell_all(dialled)
-        if door is not None and all(ready[peer] is True for peer in (rank, *neighbours)):
-            door.answer(neighbours)
-        complete = tell_all(door is not None and len(door.peers) == len(neighbours))
-        lacking = {host for peer, host in enumerate(hosts) if complete[peer] is not True}
-        sharing = tuple(host not in lacking for host in hosts)
-        return (door.keep() if door is not None and sharing[rank] else None), sharing
+                self._door = _Door(rank)
+
+    @property
+    def arena(self) -> OwnArena | None:
+        """This rank's own, if it has one to share."""
+        return self._door.arena if self._door is not None else None
+
+    def offer(self) -> list[str] | None:
+        """First: what neighbours need to come here."""
+        return self._door.offer if self._door is not None else None
+
+    def dial(self, offers: Sequence[object], deadline: float) -> bool:
+        """Second: with all ranks' offers, hand the own arena to the neighbours; whether it reached them."""
+        return self._door is not None and self._door.dial(self._neighbours, offers, deadline)
+
+    def answer(self, dialled: Sequence[object]) -> bool:
+        """Third: take in the neighbours' arenas, if all have dialled; whether they were all there."""
+        if self._door is None or not all(dialled[peer] is True for peer in (self._rank, *self._neighbours)):
+            return False
+        self._door.answer(self._neighbours)
+        return len(self._door.peers) == len(self._neighbours)
+
+    def keep(self, complete: Sequence[object]) -> tuple[SharedMemory | None, tuple[bool, ...]]:
+        """Last: this rank's share, and for each rank whether it has one."""
+        lacking = {host for peer, host in enumerate(self._hosts) if complete[peer] is not True}
+        sharing = tuple(host not in lacking for host in self._hosts)
+        return (self._door.keep() if self._door is not None and sharing[self._rank] else None), sharing
+
+    def __enter__(self) -> Sharing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._door is not None:
+            self._door.close()
 
 
 class _Door:
@@ -123,9 +144,9 @@ class _Door:
         self._pidfds: dict[int, int] = {}
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._sockets = contextlib.ExitStack()
-        self._arena = OwnArena()
+        self.arena = OwnArena()
         with contextlib.ExitStack() as trouble:
-            trouble.callback(self._close)
+            trouble.callback(self.close)
             self._listener = self._sockets.enter_context(_unix_socket())
             # Names of abstract sockets are for everybody to see; the token is not.
             self._name = secrets.token_hex(TOKEN_BYTES)
@@ -148,7 +169,7 @@ class _Door:
                 sock.settimeout(max(0.001, deadline - time.monotonic()))
                 sock.connect(_address(name))
                 _check_user(sock)
-                socket.send_fds(sock, [_GREETING.pack(self.rank, token)], [self._arena.descriptor])
+                socket.send_fds(sock, [_GREETING.pack(self.rank, token)], [self.arena.descriptor])
         except (OSError, ValueError):
             return False
         return True
@@ -187,17 +208,12 @@ class _Door:
 
     def keep(self) -> SharedMemory:
         """What was exchanged."""
-        shared = SharedMemory(self._arena, self.peers, self._pidfds)
+        shared = SharedMemory(self.arena, self.peers, self._pidfds)
         self._pidfds = {}
         return shared
 
-    def __enter__(self) -> _Door:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._close()
-
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Let nobody in any more; what was kept stays."""
         self._sockets.close()
         for pidfd in self._pidfds.values():
             os.close(pidfd)

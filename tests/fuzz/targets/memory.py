@@ -13,6 +13,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+import neighbours
 from fuzz.target import VALUES, Target, altered, encoded
 from gradwire.operations import values
 from gradwire.transports import shm
@@ -70,7 +71,7 @@ def _open_memory() -> int:
 
 def knock(data: bytes) -> bool:
     """Visitors, 22 bytes each: what they hand over, whether they know the token, and their greeting."""
-    with shm._Door(0) as door:
+    with contextlib.closing(shm._Door(0)) as door:
         genuine = set()
         for start in range(0, len(data) - 1, 22):
             thing, knows, *greeting = data[start : start + 22]
@@ -101,7 +102,7 @@ def share(data: bytes) -> bool:
     def tell_all(own: object) -> list[object]:
         return [own, next(told, None)]
 
-    shared, sharing = shm.share(0, ["host", "host"], True, tell_all, time.monotonic() + 1.0)
+    shared, sharing = neighbours.share(0, ["host", "host"], True, tell_all, time.monotonic() + 1.0)
     assert shared is None
     assert sharing == (False, False)
     return True

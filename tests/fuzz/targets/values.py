@@ -69,9 +69,9 @@ def settle(data: bytes) -> bool:
     """What ranks tell each other before the first call, as the other one's entry."""
     told = values.decode(data)
     try:
-        entries = agreement._entries([["tcp", tuning.encode(DEFAULTS), Nature.own().to_wire()], told])
-        Nature.from_wire(entries[1][2])
-        agreement._table(entries[1][1])
+        entry = agreement.Entry.of(1, told)
+        Nature.from_wire(entry.nature)
+        agreement._table(entry.table)
     except ConfigError:
         return False
     return True
@@ -112,7 +112,7 @@ _SCATTERED = _framed(encoded(_ANNOUNCED))[0] + bytes(16)
 _SKELETON = parse_json(
     State({"w": np.ones(2), "n": 3, "lr": 0.5, 7: (None, [True, "x"]), "e": np.ones((0, 2))}).take_apart()[0]
 )
-_TOLD = json.loads(encoded(["auto", tuning.encode(DEFAULTS), [True, 7, "4026531836"]]))
+_TOLD = json.loads(encoded(["auto", tuning.encode(DEFAULTS), [True, 7, "4026531836"], None]))
 _CLAIMED = values.MAX_VALUE_BYTES + MIB  # one may claim that much, and what is not written takes no memory
 TARGETS = (
     Target("broadcast_value", broadcast_value, _framed(b"[1,2]", b'{"a":null}'), memory=_CLAIMED),

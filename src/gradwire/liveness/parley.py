@@ -1,0 +1,95 @@
+"""What all ranks of a generation tell each other outside of any group: who they are, and where they stand.
+
+Everybody's value goes to everybody over the control links, which are there before anything else is; so this needs no
+links of its own, no memory and no schedule. Rounds are numbered, and one is over when all have told. They are on record
+like calls: a rank that does not come is named, and so are ranks that speak of different things.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from gradwire.errors import InvalidSize
+from gradwire.liveness.calls import CallLog, Meaning, call_site
+from gradwire.liveness.watch import Watch
+from gradwire.wire import MAX_CONTROL, fingerprint
+
+if TYPE_CHECKING:
+    from gradwire.generation import Generation
+
+PARLEY = 2  # as a group; the first one is the world
+LAST_WORDS_SECONDS = 0.02  # for what an in-process rank has said before its thread ended
+ENVELOPE_BYTES = 64  # of a control message, around a value
+
+
+class Parley:
+    """This rank's part in the rounds; one at a time."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._size = generation.identity.size
+        self._calls = CallLog(PARLEY, range(self._size))
+        self._told: dict[int, dict[int, Any]] = {}  # what was heard, by round and rank
+        self._changed = threading.Condition()
+        generation.control.watch(self._calls)
+        generation.control.told = self._hear
+
+    @property
+    def rounds(self) -> int:
+        """How many have begun; the same on all ranks that have come as far."""
+        return self._calls.sequence
+
+    def tell_all(self, value: Any, operation: str, timeout: float) -> list[Any]:
+        """Everybody's value, by rank; all call it together. `operation` is what errors call it."""
+        rank, control = self._generation.identity.rank, self._generation.control
+        if len(json.dumps(value)) > MAX_CONTROL - ENVELOPE_BYTES:
+            raise InvalidSize(f"{operation} cannot tell all ranks so much: more than {MAX_CONTROL} bytes")
+        meaning = Meaning(operation, f"{operation}()", fingerprint("parley", operation))
+        with self._changed:
+            number = self._calls.record(meaning, call_site())
+            told = self._told.setdefault(number, {})
+            told[rank] = value
+        if not control.sound:
+            control.called(time.monotonic())
+            self._generation.check(operation)
+        control.tell_all({"t": "tell", "n": number, "v": value})
+        self._await(told, Watch(self._generation, self._calls, operation, number, timeout))
+        self._calls.finished = number
+        with self._changed:
+            del self._told[number]
+        return [told[peer] for peer in range(self._size)]
+
+    def _await(self, told: dict[int, Any], watch: Watch) -> None:
+        generation = self._generation
+        gone: set[int] = set()
+        while True:
+            left = {peer for peer in range(self._size) if generation.control.has_left(peer)} | gone
+            missing = [peer for peer in range(self._size) if peer not in told]
+            if not missing:
+                return
+            if lost := left.intersection(missing):
+                raise watch.lost(min(lost))
+            pause = watch.look()
+            gone = {peer for peer in missing if generation.transport.gone(peer)}
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: len(told) == self._size or generation.closed or not generation.control.sound,
+                    LAST_WORDS_SECONDS if gone else pause,
+                )
+
+    def _hear(self, peer: int, number: int, value: Any) -> None:
+        """A rank has told something: of this round, or, having heard everybody, of the next."""
+        with self._changed:
+            rounds = self._calls.sequence
+            if not max(rounds, self._calls.finished + 1) <= number <= rounds + 1 or peer in self._told.get(number, {}):
+                raise ValueError(f"it tells of round {number} out of turn, this is round {rounds}")
+            self._told.setdefault(number, {})[peer] = value
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Let who waits look around: the generation has broken or ended."""
+        with self._changed:
+            self._changed.notify_all()
