@@ -29,9 +29,9 @@ class Stage:
         patch.setenv("GRADWIRE_TOKEN", "a token for this test only")
         patch.setattr(client, "register", self._register)
         patch.setattr(client, "unregister", lambda *place, **facts: self.left.append(facts))
-        patch.setattr(lifetime, "start", self._start)
+        patch.setattr(lifetime, "meet", self._start)
         patch.setattr(lifetime, "keep", lambda group: group)
-        patch.setattr(agreement, "agree", lambda *_: None)
+        patch.setattr(agreement, "agree", lambda *_, **__: None)
         patch.setattr("gradwire.membership.lease.Lease.start", lambda lease: None)
 
     def _register(self, address: str, member: Member, **facts: Any) -> Assembly:

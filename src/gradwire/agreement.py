@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from gradwire import core, tuning
@@ -31,31 +32,38 @@ class Entry(NamedTuple):
         return cls(*told)
 
 
-def agree(generation: Generation, transport: str, deadline: float) -> None:
-    """Settle everything; all ranks of the job call it together, before they use the generation."""
+def agree(
+    generation: Generation, transport: str, deadline: float, meanwhile: Callable[[], None] = lambda: None
+) -> None:
+    """Settle everything; all ranks of the job call it together, before they use the generation.
+
+    `meanwhile` is something to do while the others' first words are on their way.
+    """
     identity = generation.identity
     table = tuning.load(os.environ) if identity.rank == 0 else None
     if identity.size == 1:
         generation.table = table or generation.table
+        meanwhile()
         return
 
-    def tell_all(value: Any) -> list[Any]:
-        return generation.parley.tell_all(value, "init", max(0.1, deadline - time.monotonic()))
+    def tell(value: Any) -> Callable[[], list[Any]]:
+        return generation.parley.tell(value, "init", max(0.1, deadline - time.monotonic()))
 
     own = Nature.own()
     hosts = [identity.topology.host_of(rank) for rank in range(identity.size)]
     with Sharing(identity.rank, hosts, transport != "tcp" and core.available()) as sharing:
-        told = tell_all([transport, table and tuning.encode(table), own.to_wire(), sharing.offer()])
-        entries = [Entry.of(rank, entry) for rank, entry in enumerate(told)]
+        hear = tell([transport, table and tuning.encode(table), own.to_wire(), sharing.offer()])
+        meanwhile()
+        entries = [Entry.of(rank, told) for rank, told in enumerate(hear())]
         generation.table = _table(entries[0].table)
-        dialled = tell_all(sharing.dial([entry.offer for entry in entries], deadline))
-        complete = sharing.answer(dialled)
+        hear = tell(sharing.dial([entry.offer for entry in entries], deadline))
         generation.begin_to_beat(own, sharing.arena)
-        generation.share_memory(*sharing.keep(tell_all(complete)))
+        complete = sharing.answer(hear())
+        generation.share_memory(*sharing.keep(tell(complete)()))
     _check_wishes(generation, [entry.wish for entry in entries])
     generation.connect_lifeline(deadline)
     if len(identity.topology.hosts) > 1 or not all(generation.sharing):  # then somebody has links to make
-        tell_all(None)
+        tell(None)()
     generation.lifeline.expect([Nature.from_wire(entry.nature) for entry in entries])  # all beat
     generation.wake()
 

@@ -120,8 +120,8 @@ class Runner:
 
     def dial(self, deadline: float) -> None:
         """Open the links to the lower ranks; those of the higher ones come by themselves."""
-        for rank in range(self.rank):
-            self._links[rank] = self.generation.connect(self.members[rank], self._channel, deadline, "subgroup")
+        links = self.generation.connect_all(self.members[: self.rank], self._channel, deadline, "subgroup")
+        self._links.update(enumerate(links))
 
     def _await_links(self, watch: Watch) -> None:
         for rank in range(self.rank + 1, self.size):

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,8 +109,8 @@ class Generation:
         self.transport.adopt(MESSAGE_CHANNEL, self._adopt_message_link)
         self.transport.adopt(CONTROL_CHANNEL, self._add_control_link)
         self._thread.start()
-        for peer in range(self.identity.rank):
-            self._add_control_link(self.connect(peer, CONTROL_CHANNEL, deadline, "init"))
+        for link in self.connect_all(range(self.identity.rank), CONTROL_CHANNEL, deadline, "init"):
+            self._add_control_link(link)
 
     def serve(self, deadline: float) -> None:
         """Wait for the ranks above to have dialled. One that is lost meanwhile ends the wait."""
@@ -134,17 +134,23 @@ class Generation:
 
     def connect(self, peer: int, channel: int, deadline: float, operation: str) -> Link:
         """A link to a world rank; fails as soon as it is known that the rank has left or the generation is broken."""
+        return self.connect_all([peer], channel, deadline, operation)[0]
+
+    def connect_all(self, peers: Sequence[int], channel: int, deadline: float, operation: str) -> list[Link]:
+        """The same, to several ranks at a time."""
 
         def check() -> None:
             self.check(operation)
-            if self.control.has_left(peer):
-                raise self.lost(peer, operation, f" during {operation}")
+            for peer in peers:
+                if self.control.has_left(peer):
+                    raise self.lost(peer, operation, f" during {operation}")
 
         check()
         try:
-            return self.transport.dial(peer, channel, deadline, check)
-        except NoConnection:
-            self._await_reason(peer)
+            return self.transport.dial_all(peers, channel, deadline, check)
+        except NoConnection as error:
+            if error.peer is not None:
+                self._await_reason(error.peer)
             check()
             raise
 

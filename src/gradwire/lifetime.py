@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from gradwire import tuning
 from gradwire.errors import Broken, Closed
@@ -37,9 +37,22 @@ def current() -> Group | None:
 
 def start(generations: Sequence[Generation], timeout: float, deadline: float) -> list[Group]:
     """Connect generations (all ranks of this process) and make their world groups."""
+    groups = meet(generations, timeout, deadline)
+    with _or_give_up(generations):
+        for group in groups:
+            group._runner.dial(deadline)
+        if len(generations) == generations[0].identity.size:  # all ranks are here, and have nothing to settle
+            table = tuning.load(os.environ)
+            for generation in generations:
+                generation.table = table
+    return groups
+
+
+def meet(generations: Sequence[Generation], timeout: float, deadline: float) -> list[Group]:
+    """The first half of that: all can tell each other things, and their world groups have yet to dial."""
     _set_hooks()
     groups = []
-    try:
+    with _or_give_up(generations):
         for generation in generations:
             _live.add(generation)
             generation.dial(deadline)
@@ -47,17 +60,17 @@ def start(generations: Sequence[Generation], timeout: float, deadline: float) ->
             generation.serve(deadline)
             members = range(generation.identity.size)
             groups.append(Group(generation, members, WORLD, timeout))
-        for group in groups:
-            group._runner.dial(deadline)
-        if len(generations) == generations[0].identity.size:  # all ranks are here, and have nothing to settle
-            table = tuning.load(os.environ)
-            for generation in generations:
-                generation.table = table
+    return groups
+
+
+@contextlib.contextmanager
+def _or_give_up(generations: Sequence[Generation]) -> Iterator[None]:
+    try:
+        yield
     except BaseException as error:
         for generation in generations:
             generation.close(giving_up(generation, error))
         raise
-    return groups
 
 
 def giving_up(generation: Generation, error: BaseException) -> Finding | None:

@@ -33,6 +33,7 @@ from gradwire.transports.tcp import TcpTransport
 
 if TYPE_CHECKING:
     from gradwire.membership.lease import Lease
+    from gradwire.membership.sealing import WorkerSeal
     from gradwire.membership.service import Coordinator
 
 log = logging.getLogger("gradwire")
@@ -69,6 +70,7 @@ class Seat:
         self._secret = tokens.held(os.environ, loopback)
         self._id = config.member or _new_id(self._credentials)
         self._job = config.job or (self._credentials.job if self._credentials else None)
+        self._seal: WorkerSeal | None = None  # for all registrations, from the first one on
         self._succession = threading.Lock()
         self._generation = 0  # the last one this process was in
         self._lost: tuple[str, ...] = ()  # its members that this process could not reach
@@ -122,8 +124,8 @@ class Seat:
             self._make_elastic(generation)
             deadline = min(deadline, time.monotonic() + SET_UP_SECONDS)  # a frozen member must not hold up the others
         try:
-            group = lifetime.start([generation], config.timeout, deadline)[0]
-            agreement.agree(generation, config.transport, deadline)
+            group = lifetime.meet([generation], config.timeout, deadline)[0]
+            agreement.agree(generation, config.transport, deadline, meanwhile=lambda: group._runner.dial(deadline))
         except BaseException as error:
             self._stranger = generation.joined
             self._lost = tuple(generation.member_ids[rank] for rank in sorted(_out_of_reach(generation, error)))
@@ -150,8 +152,10 @@ class Seat:
 
     def _register(self, transport: TcpTransport, deadline: float) -> Assembly:
         from gradwire.membership import client
+        from gradwire.membership.sealing import WorkerSeal
 
         config = self.config
+        self._seal = self._seal or WorkerSeal(self._secret)
         with self._coordinator() as coordinator:
             left = max(0.1, deadline - time.monotonic())
             if config.address_taken:
@@ -171,6 +175,7 @@ class Seat:
                 stranger=self._stranger,
                 credentials=self._credentials,
                 waiting=_Teller(),
+                seal=self._seal,
             )
 
     def give_up(self, finished: bool) -> None:

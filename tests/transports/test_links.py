@@ -65,6 +65,16 @@ def linked(transports: list[Transport], a: int = 1, b: int = 0, channel: int = 9
     return mine, transports[b].accept(a, channel, deadline())
 
 
+def test_links_to_several_peers_are_made_together(transports: list[Transport]) -> None:
+    mine = transports[2].dial_all([0, 1], 9, deadline())
+    assert [(link.peer, link.channel) for link in mine] == [(0, 9), (1, 9)]
+    for link in mine:
+        theirs = transports[link.peer].accept(2, 9, deadline())
+        link.send([b"rank %d" % link.peer])
+        assert receive(transports[link.peer], theirs, 6) == b"rank %d" % link.peer
+    assert transports[0].dial_all([], 9, deadline()) == []
+
+
 def receive(transport: Transport, link: Link, count: int) -> bytes:
     """Exactly so many bytes."""
     data, until, bell = bytearray(count), deadline(), transport.bell()

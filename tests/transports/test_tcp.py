@@ -15,6 +15,7 @@ import pytest
 
 from gradwire.errors import Closed, NoConnection, Refused, TransportError
 from gradwire.transports import tcp, tcp_accept
+from gradwire.transports.base import LinkClosed
 from gradwire.transports.sockets import Sockets
 from gradwire.transports.tcp import TcpLink, TcpTransport
 from in_process import Journal
@@ -27,17 +28,21 @@ Assemble = Callable[..., list[TcpTransport]]
 
 @pytest.fixture
 def assemble() -> Iterator[Assemble]:
-    """Two transports; `via` replaces rank 0's address as rank 1 knows it."""
+    """Transports; `via` replaces the addresses of the others as the last rank knows them, which holds the key."""
     made: list[TcpTransport] = []
 
-    def make(via: Callable[[tuple[str, int]], tuple[str, int]] | None = None, key: bytes = KEY) -> list[TcpTransport]:
-        pair = [TcpTransport("127.0.0.1") for _ in range(2)]
-        made.extend(pair)
-        addresses = [transport.address for transport in pair]
-        seen_by_1 = [via(addresses[0]) if via else addresses[0], addresses[1]]
-        pair[0].assemble(rank=0, addresses=addresses, job=JOB, generation=1, key=KEY, cores=0.0)
-        pair[1].assemble(rank=1, addresses=seen_by_1, job=JOB, generation=1, key=key, cores=0.0)
-        return pair
+    def make(
+        via: Callable[[tuple[str, int]], tuple[str, int]] | None = None, key: bytes = KEY, size: int = 2
+    ) -> list[TcpTransport]:
+        transports = [TcpTransport("127.0.0.1") for _ in range(size)]
+        made.extend(transports)
+        addresses = [transport.address for transport in transports]
+        *others, last = addresses
+        seen_by_last = [*map(via, others), last] if via else addresses
+        for rank, transport in enumerate(transports):
+            seen, held = (seen_by_last, key) if rank == size - 1 else (addresses, KEY)
+            transport.assemble(rank=rank, addresses=seen, job=JOB, generation=1, key=held, cores=0.0)
+        return transports
 
     yield make
     for transport in made:
@@ -146,6 +151,23 @@ def test_an_admission_that_is_broken_off_is_tried_again(assemble: Assemble, prox
     transports[1].dial(0, 9, deadline())
     transports[0].accept(1, 9, deadline())
     assert between[0].calls == 4
+
+
+def test_if_one_of_several_links_is_refused_there_is_none(assemble: Assemble) -> None:
+    transports = assemble(size=3)
+    transports[2].dial(1, 9, deadline())
+    with pytest.raises(Refused, match="rank 2 already holds this link"):
+        transports[2].dial_all([0, 1], 9, deadline())
+    theirs = transports[0].accept(2, 9, deadline())
+    with pytest.raises(LinkClosed):
+        while True:
+            theirs.receive([memoryview(bytearray(1))])
+            transports[0].wait([theirs], [], transports[0].bell(), LONG)
+
+
+def test_several_links_are_made_with_patience(assemble: Assemble, proxy: Callable[..., Proxy]) -> None:
+    transports = assemble(lambda address: proxy(address, hang_up=2).address, size=3)
+    assert [link.peer for link in transports[2].dial_all([0, 1], 9, deadline())] == [0, 1]
 
 
 def test_a_refusal_is_final_and_says_why(assemble: Assemble, journal: Journal) -> None:
@@ -287,7 +309,7 @@ def test_a_link_that_is_made_while_everything_is_closed_is_closed_too(
     monkeypatch.setattr(transports[1], "_call", slow_call)
     with pytest.raises(Closed):
         transports[1].dial(0, 9, deadline())
-    assert made[0].fileno() == -1
+    assert made[0]._socket.fileno() == -1
 
 
 def test_listening_where_one_cannot() -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gradwire.errors import InvalidSize
@@ -44,6 +46,10 @@ class Parley:
 
     def tell_all(self, value: Any, operation: str, timeout: float) -> list[Any]:
         """Everybody's value, by rank; all call it together. `operation` is what errors call it."""
+        return self.tell(value, operation, timeout)()
+
+    def tell(self, value: Any, operation: str, timeout: float) -> Callable[[], list[Any]]:
+        """The same, for one who has something to do meanwhile: what this returns waits for the others."""
         rank, control = self._generation.identity.rank, self._generation.control
         if len(json.dumps(value)) > MAX_CONTROL - ENVELOPE_BYTES:
             raise InvalidSize(f"{operation} cannot tell all ranks so much: more than {MAX_CONTROL} bytes")
@@ -56,7 +62,10 @@ class Parley:
             control.called(time.monotonic())
             self._generation.check(operation)
         control.tell_all({"t": "tell", "n": number, "v": value})
-        self._await(told, Watch(self._generation, self._calls, operation, number, timeout))
+        return partial(self._heard, number, told, Watch(self._generation, self._calls, operation, number, timeout))
+
+    def _heard(self, number: int, told: dict[int, Any], watch: Watch) -> list[Any]:
+        self._await(told, watch)
         self._calls.finished = number
         with self._changed:
             del self._told[number]

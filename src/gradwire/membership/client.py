@@ -55,12 +55,13 @@ def register(
     stranger: bool = False,
     credentials: Credentials | None = None,
     waiting: Callable[[str], None] | None = None,
+    seal: WorkerSeal | None = None,
 ) -> Assembly:
     """Register at the coordinator and wait for the next generation.
 
     `secret` is the job's, here and below, or a join token. `generation` is the last one that this member was in (0: a
     newcomer) and `lost` the ids of its members that this one could not reach. While it waits, `waiting` is told for
-    whom or what, whenever that changes.
+    whom or what, whenever that changes. Whoever registers again keeps a `seal` for it: then the two have met.
 
     Raises `NoConnection` if nobody answers, `Refused` with the coordinator's reason, `Timeout` naming the ranks that
     did not come, and `ConfigError` for an address that cannot be. Whoever fails gives its place back.
@@ -73,7 +74,7 @@ def register(
         Claim(member, size, job, session, generation=generation, lost=complaints, stranger=stranger)
     )
     room = BYTES_PER_MEMBER * ((size or LARGEST_JOB) + 64)
-    with Conversation(address, secret, timeout, credentials=credentials, largest_reply=room) as coordinator:
+    with Conversation(address, secret, timeout, seal=seal, credentials=credentials, largest_reply=room) as coordinator:
         try:
             return _wait_for_all(coordinator, request, waiting)
         except NoConnection:  # also when refused: there is no place to give back, or nobody to give it to

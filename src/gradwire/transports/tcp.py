@@ -10,28 +10,25 @@ the moment it exists, and no fork happens in between: see `Sockets`.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import select
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from gradwire.errors import Broken, Closed, ConfigError, NoConnection, Refused, TransportError
-from gradwire.security.admission import Dialer, Hello
-from gradwire.security.tls import Credentials, explain
-from gradwire.transports.base import CHECK_SECONDS, Arrivals, Bell, Check, Link, no_check
+from gradwire.security.admission import Hello
+from gradwire.security.tls import Credentials
+from gradwire.transports.base import Arrivals, Bell, Check, Link, no_check
 from gradwire.transports.sockets import Sockets
-from gradwire.transports.tcp_accept import WELCOME, Acceptance, Line
+from gradwire.transports.tcp_accept import Acceptance, Line
+from gradwire.transports.tcp_dial import Call, await_connection
 from gradwire.transports.tcp_link import TcpLink
-from gradwire.transports.tls import NotTls, TlsLink, TlsStream
+from gradwire.transports.tls import TlsLink, TlsStream
 
 __all__ = ["TcpLink", "TcpTransport"]
-
-T = TypeVar("T")
 
 RETRY_SECONDS = 0.05
 # A rank listens before it registers: one whose port refuses connections for so long is dead, not late.
@@ -181,13 +178,35 @@ class TcpTransport:
         self.arrivals.forget(link)
 
     def dial(self, peer: int, channel: int, deadline: float, check: Check = no_check) -> Link:
-        assert self._hello is not None
-        hello = self._hello(peer, channel)
+        return self._dial(None, peer, channel, deadline, check)
+
+    def dial_all(self, peers: Sequence[int], channel: int, deadline: float, check: Check = no_check) -> list[Link]:
+        calls: dict[int, Call] = {}
+        links: list[Link] = []
+        try:
+            with contextlib.suppress(OSError):  # no descriptors left, perhaps: then one by one, with patience
+                for peer in peers:
+                    calls[peer] = self._call(peer, channel)
+            for call in calls.values():
+                call.greet()
+            for peer in peers:
+                links.append(self._dial(calls.get(peer), peer, channel, deadline, check))
+        except BaseException:
+            for link in links:
+                link.close()
+            for call in calls.values():
+                call.close()
+            raise
+        return links
+
+    def _dial(self, call: Call | None, peer: int, channel: int, deadline: float, check: Check) -> Link:
+        """A link by a call that has begun, or by others, as long as there is hope."""
         refusing_since: float | None = None
         while True:
             now = time.monotonic()
             try:
-                return self._keep(self._link(self._call(hello, deadline, check), peer, channel))
+                call = call or self._call(peer, channel)
+                return self._keep(self._link(call.admitted(deadline, check), peer, channel))
             except (Refused, Closed, Broken):
                 raise
             except OSError as error:  # an admission that was broken off is tried again too: the door may be crowded
@@ -197,45 +216,14 @@ class TcpTransport:
                 if dead or now + RETRY_SECONDS >= deadline:
                     host, port = self._addresses[peer]
                     raise NoConnection(f"rank {peer} at {host}:{port} does not answer: {error}", peer=peer) from error
+            call = None
             check()
             time.sleep(RETRY_SECONDS)
 
-    def _call(self, hello: Hello, deadline: float, check: Check) -> Line:
-        """An admitted connection."""
-        sock = self._sockets.open(self._addresses[hello.target][0])
-        try:
-            _connect(sock, self._addresses[hello.target], deadline, check)
-            line: Line = sock
-            dialer = Dialer(self._key, hello)
-            if self._credentials is not None:
-                line = TlsStream(sock, self._credentials.client_context(), server=False)
-                self._secure(line, dialer, hello, deadline, check)
-            _say(line, dialer.start())
-            while not dialer.done:
-                answer = dialer.feed(_hear(line, dialer, deadline, check))
-                if answer:
-                    _say(line, answer)
-        except BaseException:
-            sock.close()
-            raise
-        return line
-
-    def _secure(self, line: TlsStream, dialer: Dialer, hello: Hello, deadline: float, check: Check) -> None:
-        """Shake hands, wait until the other side has accepted our certificate, and make sure that its own fits.
-
-        With TLS 1.3 this side is done before the other one has looked at what it sent.
-        """
-        try:
-            _patiently(line.shake_hands, line, deadline, check)
-            _hear(line, dialer, deadline, check, len(WELCOME))
-            reason = self._impostor(hello.target, line)
-        except NotTls:
-            reason = "it does not use TLS, and this rank does: give certificates to all ranks or to none"
-        except ssl.SSLError as error:
-            reason = explain(error)
-        if reason is not None:
-            text = f"no link to rank {hello.target}: {reason}"
-            raise Refused(text, rank=hello.source, peer=hello.target, generation=hello.generation)
+    def _call(self, peer: int, channel: int) -> Call:
+        assert self._hello is not None
+        hello = self._hello(peer, channel)
+        return Call(self._sockets, self._addresses[peer], self._key, hello, self._credentials, self._impostor)
 
     def accept(self, peer: int, channel: int, deadline: float, check: Check = no_check) -> Link:
         return self.arrivals.take(peer, channel, deadline, check)
@@ -272,7 +260,8 @@ class TcpTransport:
         sock = self._sockets.open(self._addresses[peer][0])
         with sock:
             try:
-                _connect(sock, self._addresses[peer], time.monotonic() + 1.0, no_check)
+                sock.setblocking(False)
+                await_connection(sock, sock.connect_ex(self._addresses[peer]), time.monotonic() + 1.0, no_check)
             except ConnectionRefusedError:
                 return False
             except OSError:
@@ -318,47 +307,3 @@ def listen(host: str, sockets: Sockets) -> socket.socket:
         raise TransportError(f"cannot listen on {host}: {error}") from error
     listener.setblocking(False)
     return listener
-
-
-def _connect(sock: socket.socket, address: tuple[str, int], deadline: float, check: Check) -> None:
-    """Connect a socket; it does not block afterwards either."""
-    sock.setblocking(False)
-    trouble = sock.connect_ex(address)
-    if trouble == errno.EINPROGRESS:
-        _await(sock, select.POLLOUT, deadline, check)
-        trouble = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-    if trouble:
-        raise OSError(trouble, os.strerror(trouble))  # which makes it a ConnectionRefusedError where it is one
-    if sock.getsockname() == sock.getpeername():
-        # On loopback a socket can meet itself where nobody listens, if the port is among the ephemeral ones.
-        raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
-
-
-def _await(sock: Line, events: int, deadline: float, check: Check) -> None:
-    poll = select.poll()
-    poll.register(sock, events)
-    while not poll.poll(1000 * min(CHECK_SECONDS, max(0.0, deadline - time.monotonic()))):
-        check()
-        if time.monotonic() >= deadline:
-            raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
-
-
-def _say(line: Line, data: bytes) -> None:
-    if line.send(data) < len(data):  # it is less than any socket's buffer
-        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-
-
-def _hear(line: Line, dialer: Dialer, deadline: float, check: Check, most: int | None = None) -> bytes:
-    """What the acceptor says next, as much as the dialer wants."""
-    data = _patiently(lambda: line.recv(most or dialer.wanted), line, deadline, check)
-    if not data:
-        raise dialer.eof()
-    return data
-
-
-def _patiently(attempt: Callable[[], T], line: Line, deadline: float, check: Check) -> T:
-    while True:
-        try:
-            return attempt()
-        except BlockingIOError:
-            _await(line, select.POLLIN, deadline, check)
