@@ -20,7 +20,9 @@ from gradwire.membership import Assembly, Member
 from gradwire.membership.answers import News
 from gradwire.membership.client import end_checkpoint, heartbeat, register, serving, start_checkpoint
 from gradwire.membership.heartbeats import Heartbeats
+from gradwire.membership.sealing import WorkerSeal
 from gradwire.membership.service import Coordinator
+from gradwire.membership.v1.gradwire_pb2 import HelloRequest
 from membership.journal import Journal as Log
 
 TOKEN = "a secret of this test"
@@ -183,6 +185,33 @@ def test_a_journal_of_another_job(serve: Serve, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is of job mine, and this is job other"):
         serve(2, minimum=1, journal=file, job="other")
     assert serve(2, minimum=1, journal=file).job == "mine"
+
+
+def test_who_registers_again_says_hello_to_a_restarted_coordinator_only(serve: Serve, tmp_path: Path) -> None:
+    class Counting(WorkerSeal):
+        hellos = 0
+
+        def hello(self) -> HelloRequest:
+            self.hellos += 1
+            return super().hello()
+
+    file, seal = tmp_path / "journal", Counting(SECRET)
+    member = Member("a", None, "host", "host", 1, "127.0.0.1:1")
+
+    def next_after(address: str, generation: int) -> int:
+        assembly = register(
+            address, member, size=None, secret=SECRET, job=None, timeout=30.0, generation=generation, seal=seal
+        )
+        return assembly.generation
+
+    coordinator = serve(1, minimum=1, journal=file)
+    assert [next_after(coordinator.address, before) for before in range(3)] == [1, 2, 3]
+    assert seal.hellos == 1
+    port = int(coordinator.address.rpartition(":")[2])
+    coordinator.stop()
+    again = serve(1, minimum=1, journal=file, port=port)
+    assert [next_after(again.address, before) for before in (3, 4)] == [4, 5]
+    assert seal.hellos == 2
 
 
 def test_a_full_journal_ends_the_talking_and_loses_nothing(serve: Serve, tmp_path: Path, journal: Log) -> None:
