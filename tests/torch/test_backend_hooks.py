@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from signal import SIGKILL
 from typing import Any
 
 import torch
@@ -77,12 +78,18 @@ def trained(name: str, group: Group) -> tuple[Tensor, int]:
     return torch.cat([one.detach().flatten() for one in net.parameters()]), wire.bytes_sent - before
 
 
-def hooked(here: Here, file: str) -> None:
+def environ(rank: int) -> dict[str, str]:
+    return {"RANK": str(rank), "WORLD_SIZE": str(SIZE), "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def join(file: str) -> None:
     torch.set_num_threads(1)
-    rank = int(os.environ["RANK"])
-    dist.init_process_group(
-        "gradwire", f"file://{file}", rank=rank, world_size=SIZE, timeout=timedelta(seconds=VERY_LONG)
-    )
+    rank, limit = int(os.environ["RANK"]), timedelta(seconds=VERY_LONG)
+    dist.init_process_group("gradwire", f"file://{file}", rank=rank, world_size=SIZE, timeout=limit)
+
+
+def hooked(here: Here, file: str) -> None:
+    join(file)
     gloo = dist.new_group(backend="gloo")
     told: dict[str, Any] = {}
     for name, (_, _, tolerance, _) in HOOKS.items():
@@ -100,9 +107,6 @@ def hooked(here: Here, file: str) -> None:
 
 
 def test_hooks_that_compress_give_what_they_give_on_gloo(job: StartJob, tmp_path: Path) -> None:
-    def environ(rank: int) -> dict[str, str]:
-        return {"RANK": str(rank), "WORLD_SIZE": str(SIZE), "GLOO_SOCKET_IFNAME": "lo"}
-
     with job(hooked, SIZE, str(tmp_path / "store"), environ=environ) as ranks:
         told = [rank.hear(VERY_LONG) for rank in ranks]
         for rank in ranks:
@@ -114,3 +118,35 @@ def test_hooks_that_compress_give_what_they_give_on_gloo(job: StartJob, tmp_path
         for one, plain in zip(of_ranks, [one["plain"] for one in told], strict=True):
             assert plain["bytes"] >= times * one["bytes"], name
     assert len({told[0][name]["bits"] for name in HOOKS}) == len(HOOKS)
+
+
+def dies_between(here: Here, file: str) -> None:
+    """One rank dies when the first call of a hook has ended, and before the second, as PowerSGD makes them."""
+    join(file)
+    net, backwards = nn.parallel.DistributedDataParallel(model()), 0
+
+    def twice(state, bucket):  # type: ignore[no-untyped-def]  # DDP looks at annotations, and wants its own
+        def again(done: Any) -> Tensor:
+            if dist.get_rank() == 1 and backwards == 3:
+                os.kill(os.getpid(), SIGKILL)
+            second: Tensor = dist.all_reduce(done.value()[0], async_op=True).get_future().wait()[0]
+            return second
+
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(again)
+
+    net.register_comm_hook(None, twice)
+    try:
+        for backwards in range(4):  # noqa: B007 — read by the hook
+            net(torch.ones(2, 64)).sum().backward()
+    except Exception as error:
+        here.tell_error(error)
+    dist.destroy_process_group()
+
+
+def test_a_rank_that_dies_between_two_calls_of_a_hook_is_named_by_the_others(job: StartJob, tmp_path: Path) -> None:
+    with job(dies_between, SIZE, str(tmp_path / "store"), environ=environ) as ranks:
+        for rank in (ranks[0], ranks[2]):
+            told = rank.hear(VERY_LONG)
+            assert (told["error"], told["culprit"]) == ("PeerLost", 1), told["text"]
+            assert rank.ended() == 0, rank.output()
+        assert ranks[1].ended() == -SIGKILL
