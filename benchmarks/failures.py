@@ -20,6 +20,7 @@ import socket
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
@@ -54,21 +55,29 @@ class Outcome:
     text: str
 
 
-def work(case: Case, rank: int, size: int, port: int, line: int) -> NoReturn:
+Body = Callable[[Case, int, int, int, Callable[[], object]], None]
+"""What a rank does until that fails: body(case, rank, size, port, ready)."""
+
+
+def reduces(case: Case, rank: int, size: int, port: int, ready: Callable[[], object]) -> None:
+    group = gw.init(rank, size, f"127.0.0.1:{port}", transport=case.transport)
+    x = np.ones(max(8, case.nbytes) // 4, np.float32)
+    group.all_reduce(x, op="mean")
+    group.barrier()
+    ready()
+    if not case.nbytes:
+        if rank == 0:
+            time.sleep(PATIENCE)
+        group.barrier()
+    while True:
+        group.all_reduce(x, op="mean")
+
+
+def work(body: Body, case: Case, rank: int, size: int, port: int, line: int) -> NoReturn:
     """One rank: say when it is ready, and how it ends."""
     said: dict[str, object] = {}
     try:
-        group = gw.init(rank, size, f"127.0.0.1:{port}", transport=case.transport)
-        x = np.ones(max(8, case.nbytes) // 4, np.float32)
-        group.all_reduce(x, op="mean")
-        group.barrier()
-        os.write(line, b"ready\n")
-        if not case.nbytes:
-            if rank == 0:
-                time.sleep(PATIENCE)
-            group.barrier()
-        while True:
-            group.all_reduce(x, op="mean")
+        body(case, rank, size, port, lambda: os.write(line, b"ready\n"))
     except BaseException as error:
         culprit = getattr(error, "culprit", None)
         said = {"error": type(error).__name__, "culprit": culprit, "at": time.monotonic(), "text": str(error)}
@@ -80,7 +89,7 @@ def work(case: Case, rank: int, size: int, port: int, line: int) -> NoReturn:
 class Job:
     """The ranks of one job: forked, listened to, and ended."""
 
-    def __init__(self, case: Case, size: int) -> None:
+    def __init__(self, body: Body, case: Case, size: int) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self.pids: list[int] = []
@@ -90,7 +99,7 @@ class Job:
             read, write = os.pipe()
             pid = os.fork()
             if pid == 0:
-                work(case, rank, size, port, write)
+                work(body, case, rank, size, port, write)
             os.close(write)
             self.pids.append(pid)
             self._lines.append(read)
@@ -115,9 +124,9 @@ class Job:
             os.close(line)
 
 
-def attempt(case: Case, size: int, chance: random.Random) -> Outcome:
+def attempt(body: Body, case: Case, size: int, chance: random.Random) -> Outcome:
     """Start a job, harm it, and see what the others say."""
-    job = Job(case, size)
+    job = Job(body, case, size)
     try:
         deadline = time.monotonic() + PATIENCE
         for rank in range(size):
@@ -155,13 +164,13 @@ def size_of(text: str) -> int:
     return int(text)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(body: Body = reduces, about: str | None = __doc__, sizes: str = "8,64Mi") -> int:
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=10, help="of each kind")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--how", default="kill,stop")
     parser.add_argument("--transport", default="shm,tcp")
-    parser.add_argument("--sizes", default="8,64Mi", help="bytes of each all-reduce; 0: ranks wait in a barrier")
+    parser.add_argument("--sizes", default=sizes, help="bytes that are reduced at once; 0: ranks wait in a barrier")
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--json", default=None, metavar="FILE")
     options = parser.parse_args()
@@ -172,7 +181,7 @@ def main() -> int:
         for transport in options.transport.split(","):
             for size in options.sizes.split(","):
                 case = Case(how, transport, size_of(size))
-                found = [attempt(case, options.ranks, chance) for _ in range(options.times)]
+                found = [attempt(body, case, options.ranks, chance) for _ in range(options.times)]
                 outcomes += found
                 times = [outcome.seconds for outcome in found]
                 wrong = sum(bool(outcome.troubles) for outcome in found)

@@ -168,9 +168,9 @@ class Reducer:
     def end(self) -> None:
         """Exchange what is left of the gradients; afterwards all ranks have the same."""
         try:
-            kept = self._complete()
+            self._complete()
             self.sync.finish()
-            self._hand_out(kept)
+            self._hand_out()
             self._changed = [False] * len(self._names)
             self._after(self.weight != 0)
             self._learn()
@@ -178,26 +178,20 @@ class Reducer:
             self.weight = None
             self._forget()
 
-    def _complete(self) -> dict[int, Any]:
+    def _complete(self) -> None:
         """Make ready what has changed since the last exchange. What has not, but is there from an earlier one, takes
-        part as it is, for where other ranks have added to it; returned for where nobody has."""
-        kept = {}
+        part as it is, for where other ranks have added to it."""
         for index, parameter in enumerate(self._parameters):
             if self._done[index] or parameter.grad is None:
                 continue
-            if not self._changed[index]:
-                kept[index] = parameter.grad.detach().clone()
             self._place(index, parameter)
             self.sync.ready(self._names[index], used=self._changed[index], beside=False)
-        return kept
 
-    def _hand_out(self, kept: dict[int, Any]) -> None:
-        """Gradients that other ranks had are there now; those that nobody had stay as they were."""
+    def _hand_out(self) -> None:
+        """Gradients that other ranks had are there now."""
         used = self.sync.used
         for index, parameter in enumerate(self._parameters):
-            if index in kept and self._names[index] not in used:
-                self._views[index].copy_(kept[index])
-            elif parameter.grad is None and self._names[index] in used and parameter.requires_grad:
+            if parameter.grad is None and self._names[index] in used and parameter.requires_grad:
                 parameter.grad = self._views[index]
 
     def _learn(self) -> None:

@@ -87,9 +87,19 @@ class Bucket:
     dtype: DType
     tensors: tuple[Tensor, ...]
     flat: Array
-    views: dict[str, Array]
+    places: dict[str, slice]  # of each tensor in the flat array
     contents: str  # in words, and a digest: ranks whose buckets differ find out at the first one
+    views: dict[str, Array] = field(init=False)
     missing: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.views = {tensor.name: self.flat[self.places[tensor.name]].reshape(tensor.shape) for tensor in self.tensors}
+
+    def clear_gaps(self) -> None:
+        """Zeros between the tensors again: nobody writes there but compressions that write in blocks."""
+        ends = [place.start for place in self.places.values()][1:]
+        for place, end in zip(self.places.values(), [*ends, self.flat.size], strict=True):
+            self.flat[place.stop : end] = 0
 
 
 def parts(order: Iterable[Tensor], bucket_bytes: int, first_bucket_bytes: int) -> list[list[Tensor]]:
@@ -129,13 +139,13 @@ def make(group: Group, order: Sequence[Tensor], bucket_bytes: int, first_bucket_
 def _bucket(group: Group, index: int, part: Sequence[Tensor]) -> Bucket:
     dtype = part[0].dtype
     flat = _zeros(group, sum(map(_room, part)), dtype)
-    views, at = {}, 0
+    places, at = {}, 0
     for tensor in part:
-        views[tensor.name] = flat[at : at + tensor.count].reshape(tensor.shape)
+        places[tensor.name] = slice(at, at + tensor.count)
         at += _room(tensor)
     digest = xxhash.xxh3_64_hexdigest("\n".join(map(str, part)).encode())
     contents = f"{len(part)} tensors from {part[0].name!r} to {part[-1].name!r}, {digest[:8]}"
-    return Bucket(index, dtype, tuple(part), flat, views, contents)
+    return Bucket(index, dtype, tuple(part), flat, places, contents)
 
 
 def _zeros(group: Group, count: int, dtype: DType) -> Array:

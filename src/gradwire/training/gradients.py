@@ -14,6 +14,7 @@ from gradwire.group import Group
 from gradwire.operations.call import Exchange, Operation, Shape, check_algorithm
 from gradwire.training import alike, finite, norms
 from gradwire.training.buckets import Bucket, check_bytes, fitting, make, tensors_like
+from gradwire.training.compression import Compression as Keeping
 from gradwire.training.compression import compression_for
 from gradwire.training.contract import Contract
 from gradwire.training.weights import Weights
@@ -139,7 +140,7 @@ class GradientSync:
         self._works: list[Work] = []
         self._weights: Weights | None = None
         self._not_finite: dict[str, str] = {}
-        self._unchanged: set[str] = set()
+        self._unchanged: dict[str, Array] = {}  # what was there from an earlier backward, and not added to in this one
         self._finite: set[str] = set()  # found so when they were written
         for bucket in self._buckets:
             bucket.missing = set(bucket.views)
@@ -217,24 +218,16 @@ class GradientSync:
         """This gradient is complete, and not written until `finish`. Full buckets are reduced beside the program; but
         the last one in `finish`, where there is nothing left to overlap and another thread would only have to be woken.
 
-        What is there from an earlier backward, and was not added to in this one, takes part too, but is not `used`.
-        With `beside=False` they are reduced in this very call: there is nothing to overlap.
+        What is there from an earlier backward, and was not added to in this one, takes part too, but is not `used`: if
+        no rank adds to it, it stays. With `beside=False` they are reduced in this call: there is nothing to overlap.
         """
-        self._ready(name, beside)
-        if not used:
-            self._unchanged.add(name)
-
-    @property
-    def under_way(self) -> bool:
-        """Whether other ranks may have heard of a backward that is not finished."""
-        return bool(self._started or self._works)
-
-    def _ready(self, name: str, beside: bool) -> None:
         bucket = self._home.get(name)
         if bucket is None:
             raise ConfigError(f"there is no gradient {name!r}")
         if not self._agreed and self.agree():
             bucket = self._home[name]
+        if not used:
+            self._unchanged[name] = bucket.views[name].copy()
         with self._lock:
             if bucket.index < self._started:
                 raise ConfigError(f"the gradient {name!r} was made ready before, and is on its way already")
@@ -242,6 +235,11 @@ class GradientSync:
             waiting = self._buckets[: -1 if beside else None]
             while self._started < len(waiting) and not waiting[self._started].missing:
                 self._start(self._buckets[self._started], beside)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether other ranks may have heard of a backward that is not finished."""
+        return bool(self._started or self._works)
 
     def finish(self) -> None:
         """Reduce what is left, wait for everything, and find out who used what. A gradient never ready is zeros.
@@ -289,6 +287,7 @@ class GradientSync:
             self._prepare(bucket)
             if compressed is not None:
                 compressed.body(exchange)
+                bucket.clear_gaps()
                 return
             if self._weights is not None and self._weights.mine:
                 self._weights.apply(bucket.flat)
@@ -312,7 +311,7 @@ class GradientSync:
     def _vote(self) -> None:
         """Of every tensor, whether any rank used it; and whether all is well. On each rank the same comes out."""
         ballot = np.ones(len(self._tensors) + 1, np.uint8)
-        absent = self._unchanged.union(*(bucket.missing for bucket in self._buckets))
+        absent = set(self._unchanged).union(*(bucket.missing for bucket in self._buckets))
         if self._weights is not None and not self._weights.mine:
             absent = set(self._tensors)
         ballot[[self._numbers[name] for name in absent]] = 0
@@ -324,6 +323,12 @@ class GradientSync:
         if ballot[-1]:
             found = [name for name in self._tensors if name in self._not_finite]
             raise finite.not_finite(self.group, [[name, self._not_finite[name]] for name in found])
+        for name in self._names - self.used:  # nobody looks at what came out: these are what they were
+            bucket, before = self._home[name], self._unchanged.get(name, np.zeros(()))
+            if isinstance(self._compression, Keeping):
+                late = bucket.views[name].astype(float) / self.group.size - before.astype(float) * self._share()
+                self._compression.take_back(bucket.flat, bucket.places[name], late.reshape(-1))
+            bucket.views[name][...] = before
 
     # -- all at once --------------------------------------------------------------------------------------------------
 
@@ -338,7 +343,7 @@ class GradientSync:
             if name in given:
                 self._write(name, given[name])
             if name in given or name in self._added:
-                self._ready(name, beside=False)
+                self.ready(name, beside=False)
         self.finish()
         return {name: view for name, view in self.gradients.items() if name in self.used}
 

@@ -140,7 +140,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
         if options is not None and not options.asyncOp:
             settled(runner.now(operation, timeout, call_site()))
             return Done(tensors)
-        return Handle(runner.later(operation, timeout, call_site()), tensors)
+        return Handle(runner.later(operation, timeout, call_site()), tensors, runner.check)
 
     # -- collectives --------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -19,10 +22,12 @@ NO_BACKWARD = -1  # torch's number of the backward pass, where there is none
 class Handle(TorchWork):  # type: ignore[misc]
     """A collective that runs beside the program."""
 
-    def __init__(self, running: work.Work, tensors: Any) -> None:
+    def __init__(self, running: work.Work, tensors: Any, check: Callable[[], None]) -> None:
+        """`check` raises if the group is broken."""
         super().__init__()
         self._running = running
         self._tensors = tensors
+        self._check = check
         self._future: Future | None = None
 
     @untraced
@@ -50,13 +55,25 @@ class Handle(TorchWork):  # type: ignore[misc]
     def get_future(self) -> Future:
         if self._future is None:
             self._future = future = Future()
-            tensors = self._tensors
-            self._running.add_done_callback(lambda running: settle(future, tensors, running.heed()))
+            tensors, told = self._tensors, threading.Event()
+
+            def tell(running: work.Work) -> None:
+                try:
+                    settle(future, tensors, running.heed())
+                finally:
+                    told.set()
+
+            self._running.add_done_callback(tell)
             if torch._C._current_graph_task_id() != NO_BACKWARD:
-                # DDP waits for this future at the end of the backward pass, but cannot pass on what Python raises: it
-                # becomes a RuntimeError with that text. So wait here first.
-                Variable._execution_engine.queue_callback(self._running.wait)
+                Variable._execution_engine.queue_callback(partial(self._see_through, told))
         return self._future
+
+    def _see_through(self, told: threading.Event) -> None:
+        """DDP waits for a future at the end of the backward pass, but cannot pass on what Python raises: it becomes a
+        RuntimeError with that text. So wait here first, also for callbacks of the future, which may make more calls."""
+        self._running.wait()
+        told.wait()
+        self._check()
 
     def source_rank(self) -> int:
         return -1

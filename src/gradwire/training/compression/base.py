@@ -94,6 +94,12 @@ class Compression:
         kept = self._kept.get(_key(arrays.view(bucket, writable=False).array))
         return None if kept is None else kept.get("residual")
 
+    def take_back(self, bucket: Any, place: slice, values: Array) -> None:
+        """Keep these for the next exchange of a bucket: what was sent of this part of it, and not used by anybody."""
+        residual = self.residual(bucket)
+        if residual is not None:
+            residual[place] += np.where(np.isfinite(values), values, 0).astype(residual.dtype)
+
     def describe(self) -> str:
         """The name and every setting that ranks must share."""
         return self.name

@@ -1,0 +1,352 @@
+"""DistributedDataParallel with compression: fewer bytes, the same bits on all ranks, and all else as without it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # optimizers want it: once, before ranks are forked
+from torch import nn
+
+import gradwire as gw
+from gradwire.training.compression import BF16, F16, Int8, TopK
+from processes import Here, StartJob
+from processes import job_fixture as job_fixture
+from processes import zygote_fixture as zygote_fixture
+from ranks import run_group
+from small_models import assert_close, assert_same_bits, batch, filled, gradients, loss, mean_gradients, mlp, weights
+
+DDP = gw.torch.DistributedDataParallel
+NAMES = ["f16", "bf16", "int8", "topk"]
+# How far from the mean one exchange may be: every element, by two roundings. Top-k is not about every element.
+ROUNDING = {"f16": 2e-3, "bf16": 2e-2, "int8": 2e-2}
+VERY_LONG = 100.0  # seconds: a bound for what takes a few, on a machine that is busy
+SMALL: Any = {"bucket_mb": 0.001, "first_bucket_mb": 0.0001}  # so that there are several buckets
+
+
+def step(model: Any, seed: int, rank: int) -> None:
+    x, y = batch(seed, rank, dtype=next(model.parameters()).dtype)
+    loss(model(x), y).backward()
+
+
+def train(ddp: Any, rank: int, steps: int, clip: float = 0.0) -> None:
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    for seed in range(steps):
+        optimizer.zero_grad()
+        step(ddp, seed, rank)
+        if clip:
+            ddp.clip(clip)
+        optimizer.step()
+
+
+# -- the same bits ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NAMES)
+def test_all_ranks_hold_the_same_weights_after_some_steps(name: str, dtype: Any, overlap: bool) -> None:
+    def run(group: gw.Group, compression: str | None) -> dict[str, Any]:
+        ddp = DDP(mlp(group.rank, dtype), group, compression=compression, overlap=overlap, **SMALL)
+        train(ddp, group.rank, 6)
+        return weights(ddp.module)
+
+    of_ranks = run_group(3, lambda group: run(group, name))
+    assert_same_bits(of_ranks)
+    whole = run_group(3, lambda group: run(group, None))[0]
+    if dtype is not torch.bfloat16:
+        assert not torch.equal(of_ranks[0]["0.weight"], whole["0.weight"])  # it was compressed
+        assert_close(of_ranks[0], whole, ROUNDING.get(name, 1.0))
+
+
+def held(group: gw.Group) -> list[str]:
+    """The weights that come out of each compression."""
+    found = []
+    for name in NAMES:
+        ddp = DDP(mlp(group.rank, torch.float32), group, compression=name, **SMALL)
+        train(ddp, group.rank, 5, clip=0.1)
+        bits = b"".join(one.numpy().tobytes() for one in weights(ddp.module).values())
+        found.append(hashlib.sha256(bits).hexdigest())
+    return found
+
+
+def trains(here: Here) -> None:
+    torch.set_num_threads(1)
+    with gw.init() as group:
+        here.tell(held=held(group))
+
+
+def test_four_processes_hold_the_same_weights_as_four_threads(job: StartJob) -> None:
+    """What ranks send, and the order in which they add, does not depend on how it travels."""
+    expected = run_group(4, held)[0]
+    assert len(set(expected)) == len(NAMES)
+    with job(trains, 4) as ranks:
+        assert [rank.hear(VERY_LONG)["held"] for rank in ranks] == [expected] * 4
+        for rank in ranks:
+            assert rank.ended() == 0, rank.output()
+
+
+def test_ranks_that_compress_differently_are_told_before_they_train() -> None:
+    def begin(group: gw.Group) -> float:
+        with pytest.raises(gw.ConfigError, match=r"topk of 0\.25") as failure:
+            DDP(mlp(), group, compression=TopK(0.25) if group.rank == 1 else "int8")
+        assert failure.value.culprit == 1
+        return float(group.all_reduce(1.0))
+
+    assert run_group(3, begin) == [3.0] * 3
+
+
+# -- nothing is lost, only late ---------------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.never = nn.Linear(6, 3), nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: Any, way: str) -> Any:
+        return getattr(self, way)(x)
+
+
+def branches() -> Any:
+    return filled(Branches(), 3).double()
+
+
+def through(model: Any, rank: int, *ways: str) -> None:
+    """A backward for each way; later ones add to what earlier ones left."""
+    for seed, way in enumerate(ways):
+        x, y = batch(seed, rank)
+        loss(model(x, way), y).backward()
+
+
+def apart(model: Any, rank: int) -> None:
+    """In each backward the ranks use other parameters."""
+    through(model, rank, "one" if rank else "two")
+
+
+def in_turn(model: Any, rank: int) -> None:
+    """In each backward all ranks use one half: what the other half has from the one before, nobody adds to."""
+    through(model, rank, "one", "two", "one")
+
+
+def together(model: Any, rank: int) -> None:
+    through(model, rank, "one")
+
+
+def held_back(model: Any, rank: int) -> None:
+    """Gradients come together without an exchange, in other numbers on each rank."""
+    if isinstance(model, DDP):
+        with model.no_sync():
+            through(model, rank, *["one"] * rank)
+    else:
+        through(model, rank, *["one"] * rank)
+    through(model, rank, "two")
+
+
+def add(total: dict[str, Any], model: Any) -> None:
+    for name, one in gradients(model).items():
+        total[name] = total[name] + (0 if one is None else one)
+
+
+def zeros(model: Any) -> None:
+    (sum(one.sum() for one in model.parameters()) * 0).backward()
+
+
+def settled(group: gw.Group, kind: Any) -> Any:
+    """A model whose buckets are final: after the first backward they are filled anew, and nothing kept."""
+    ddp = DDP(branches(), group, compression=kind, **SMALL)
+    zeros(ddp)
+    ddp.zero_grad()
+    return ddp
+
+
+def received(ddp: Any, rank: int, backwards: list[Callable[[Any, int], None]]) -> dict[str, Any]:
+    """All gradients that a loop sees, and those that are still on their way when it has ended."""
+    total: dict[str, Any] = dict.fromkeys(dict(ddp.module.named_parameters()), 0)
+    for backward in backwards:
+        ddp.zero_grad()
+        backward(ddp, rank)
+        add(total, ddp.module)
+    for _ in range(40):
+        ddp.zero_grad()
+        zeros(ddp)
+        add(total, ddp.module)
+    return total
+
+
+@pytest.mark.parametrize("kind", [F16(), BF16(), Int8(16), TopK(0.1)], ids=lambda kind: kind.describe())
+@pytest.mark.parametrize("backwards", [[together, in_turn, together], [apart, together, apart], [held_back, in_turn]])
+def test_all_that_ranks_have_computed_arrives_once(kind: Any, backwards: list[Callable[[Any, int], None]]) -> None:
+    """Whoever uses which parameters in which backward: what is late is neither dropped nor sent twice."""
+
+    def run(group: gw.Group) -> dict[str, Any]:
+        return received(settled(group, kind), group.rank, backwards)
+
+    of_ranks = run_group(3, run)
+    assert_same_bits(of_ranks)
+    expected: dict[str, Any] = dict.fromkeys(of_ranks[0], 0)
+    for backward in backwards:
+        for name, one in mean_gradients(branches, 3, backward).items():
+            expected[name] = expected[name] + (0 if one is None else one)
+    expected["never.weight"], expected["never.bias"] = torch.zeros(3, 6), torch.zeros(3)
+    assert_close(of_ranks[0], expected, 1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_no_rank_uses_has_no_gradient(name: str) -> None:
+    def run(group: gw.Group) -> list[dict[str, Any]]:
+        ddp, found = DDP(branches(), group, compression=name), []
+        for way in ("one", "two", "one"):
+            ddp.zero_grad()
+            through(ddp, group.rank, way)
+            found.append(gradients(ddp.module))
+        return found
+
+    of_ranks = run_group(2, run)
+    for number, unused in enumerate(("two", "one", "two")):
+        assert_same_bits([found[number] for found in of_ranks])
+        missing = {one for one, gradient in of_ranks[0][number].items() if gradient is None}
+        assert missing == {f"{unused}.weight", f"{unused}.bias", "never.weight", "never.bias"}
+
+
+# -- uneven data ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batches", [[3, 1, 5], [0, 2, 1]])
+@pytest.mark.parametrize("name", NAMES)
+def test_ranks_that_run_out_of_data(name: str, batches: list[int]) -> None:
+    def run(group: gw.Group, compression: str | None) -> dict[str, Any]:
+        ddp = DDP(mlp(), group, compression=compression, **SMALL)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for epoch in range(2):
+            with ddp.join(optimizer):
+                for number in range(batches[group.rank]):
+                    optimizer.zero_grad()
+                    step(ddp, 10 * epoch + number, group.rank)
+                    optimizer.step()
+        return weights(ddp.module)
+
+    of_ranks = run_group(3, lambda group: run(group, name))
+    assert_same_bits(of_ranks)
+    assert_close(of_ranks[0], run_group(3, lambda group: run(group, None))[0], ROUNDING.get(name, 0.5))
+
+
+def test_what_is_late_arrives_after_a_round_without_data() -> None:
+    """In the last round of a join nobody has data, and nobody looks at its gradients."""
+
+    def run(group: gw.Group) -> dict[str, Any]:
+        ddp = settled(group, TopK(0.1))
+        total: dict[str, Any] = dict.fromkeys(dict(ddp.module.named_parameters()), 0)
+        with ddp.join():
+            together(ddp, group.rank)
+            add(total, ddp.module)
+        later = received(ddp, group.rank, [])
+        return {name: total[name] + later[name] for name in ("one.weight", "one.bias")}
+
+    of_ranks = run_group(2, run)
+    assert_same_bits(of_ranks)
+    expected = mean_gradients(branches, 2, together)
+    assert_close(of_ranks[0], {name: expected[name] for name in of_ranks[0]}, 1e-9)
+
+
+# -- what is looked at ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("seed", [0, 1])  # in the first backward, which learns, and in one that overlaps
+@pytest.mark.parametrize("name", NAMES)
+def test_a_nan_on_one_rank_is_named_on_all_and_forgotten(name: str, seed: int, bad: float) -> None:
+    def run(group: gw.Group) -> dict[str, Any]:
+        ddp = DDP(mlp(), group, compression=name, **SMALL)
+        for number in range(seed):
+            step(ddp, number, group.rank)
+        ddp.zero_grad()
+        x, y = batch(seed, group.rank)
+        if group.rank == 1:
+            y[2, 1] = bad
+        with pytest.raises(gw.NotFinite, match="of rank 1 is not finite") as failure:
+            loss(ddp(x), y).backward()
+        assert failure.value.culprit == 1
+        ddp.zero_grad()
+        step(ddp, 7, group.rank)
+        return gradients(ddp.module)
+
+    of_ranks = run_group(3, run)
+    assert_same_bits(of_ranks)
+    for tensor, one in of_ranks[0].items():
+        assert torch.isfinite(one).all(), tensor
+    if name != "topk":
+        expected = mean_gradients(mlp, 3, lambda model, rank: step(model, 7, rank))
+        assert_close(of_ranks[0], expected, 2 * ROUNDING[name])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_clipping_by_the_norm_of_what_came_out(name: str) -> None:
+    def run(group: gw.Group) -> tuple[float, dict[str, Any]]:
+        ddp = DDP(branches(), group, compression=name)
+        for way in ("two", "two", "one"):  # in the end, something of the other half is late, and no part of the norm
+            ddp.zero_grad()
+            through(ddp, group.rank, way)
+        before = nn.utils.get_total_norm([one.grad for one in ddp.parameters() if one.grad is not None])
+        found = ddp.clip(0.01)
+        assert found == pytest.approx(float(before), rel=1e-12)
+        return found, gradients(ddp.module)
+
+    of_ranks = run_group(3, run)
+    assert len({norm for norm, _ in of_ranks}) == 1
+    assert_same_bits([found for _, found in of_ranks])
+    after = nn.utils.get_total_norm([one for one in of_ranks[0][1].values() if one is not None])
+    assert float(after) == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_flipped_bit_is_found_at_the_next_check(name: str) -> None:
+    def run(group: gw.Group) -> tuple[Any, ...]:
+        ddp = DDP(mlp(), group, compression=name, contract_every=2)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for number in range(6):
+            optimizer.zero_grad()
+            try:
+                step(ddp, number, group.rank)
+            except gw.ReplicasDiverged as error:
+                return number, error.culprit, error.tensor
+            optimizer.step()
+            if group.rank == 2 and number == 3:
+                ddp.module[2].weight.data.view(torch.int64)[3, 5] ^= 1
+        return ()
+
+    assert run_group(3, run) == [(5, 2, "2.weight")] * 3
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "times"),
+    [
+        ("f16", 2, 2.0),
+        ("bf16", 2, 2.0),
+        ("int8", 2, 256 * 4 / 260),
+        ("topk", 2, 50.0),
+        ("int8", 4, 3.94),
+        ("topk", 4, 25.0),
+    ],
+)
+def test_so_many_times_fewer_bytes_in_a_step(name: str, size: int, times: float) -> None:
+    """By the transport's own count, of all that a backward sends."""
+
+    def measure(group: gw.Group, compression: str | None) -> int:
+        model = filled(nn.Sequential(nn.Linear(600, 1000), nn.Tanh(), nn.Linear(1000, 500)), 0)
+        ddp = DDP(model, group, compression=compression, algorithm="ring")
+        x = torch.ones(2, 600)
+        ddp(x).sum().backward()
+        before = group.bytes_sent
+        ddp(x).sum().backward()
+        return group.bytes_sent - before
+
+    plain = run_group(size, lambda group: measure(group, None))
+    for whole, fewer in zip(plain, run_group(size, lambda group: measure(group, name)), strict=True):
+        assert whole / fewer == pytest.approx(times, rel=0.02)
