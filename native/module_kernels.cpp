@@ -3,6 +3,8 @@
 
 #include "module_kernels.hpp"
 
+#include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -135,6 +137,29 @@ bool copy_finite(int dtype, nb::handle to, nb::handle from, const std::string& b
     return found.copy_finite(target.data(), source.data(), count);
 }
 
+// Where gradients of one tensor go. They come from a framework, as an address: to ask for a buffer each time would take
+// longer than to copy most of them.
+class Place {
+  public:
+    Place(int dtype, nb::handle array) : found_(find_checks("", dtype)), to_(array, true), count_(to_.count(found_.element)) {}
+
+    // Copy what lies there, and tell whether all of it is finite; nothing is done, and none returned, if it lies here.
+    std::optional<bool> take(std::uintptr_t address) const {
+        const auto own = reinterpret_cast<std::uintptr_t>(to_.data());
+        const std::size_t nbytes = count_ * found_.element;
+        if (address < own + nbytes && own < address + nbytes) return std::nullopt;
+        std::optional<nb::gil_scoped_release> released;
+        if (nbytes > KEEPS_THE_LOCK) released.emplace();
+        return found_.copy_finite(to_.data(), reinterpret_cast<const void*>(address), count_);
+    }
+
+  private:
+    static constexpr std::size_t KEEPS_THE_LOCK = 32 << 10;  // bytes, which take less time than to get it back
+    Checks found_;
+    Buffer to_;
+    std::size_t count_;
+};
+
 // Flush-to-zero and denormals-are-zero, as torch.set_flush_denormal and -ffast-math set them.
 #if defined(__SSE__)
 std::uint64_t float_state() { return _mm_getcsr() & ~0x3fu; }
@@ -157,6 +182,9 @@ constexpr std::uint64_t FLUSHES = 0, UPWARDS = 0;
 }  // namespace
 
 void register_kernels(nb::module_& module) {
+    nb::class_<Place>(module, "Place")
+        .def(nb::init<int, nb::handle>(), nb::arg("dtype"), nb::arg("array"))
+        .def("take", &Place::take);
     module.def("all_finite", &look<&Checks::all_finite>, nb::arg("dtype"), nb::arg("array"), nb::arg("build") = "");
     module.def("copy_finite", &copy_finite, nb::arg("dtype"), nb::arg("to"), nb::arg("source"), nb::arg("build") = "");
     module.def("sum_squares", &look<&Checks::sum_squares>, nb::arg("dtype"), nb::arg("array"), nb::arg("build") = "");

@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 
 import gradwire as gw
+from gradwire import core
 from ranks import run_ranks
 from training.gradients import LIKE, SMALL, some
 from training.gradients import pair_fixture as pair_fixture
 from training.gradients import three_fixture as three_fixture
+
+needs_core = pytest.mark.skipif(not core.available(), reason="only the core copies from addresses")
 
 
 @pytest.mark.parametrize("pure", [False, True], ids=["core", "pure"])
@@ -81,3 +84,46 @@ def test_the_check_can_be_switched_off(pair: list[gw.Group]) -> None:
         assert np.isnan(sync.sync({"c": np.float32(np.nan)})["c"])
 
     run_ranks(pair, body)
+
+
+@needs_core
+def test_what_is_taken_from_an_address_is_looked_at(pair: list[gw.Group]) -> None:
+    def body(group: gw.Group) -> tuple[str, float]:
+        sync = gw.GradientSync(group, {"a": np.zeros(40_000), "b": np.zeros((2, 3), np.float32)})
+        first, second = np.full(40_000, group.rank + 1.0), np.ones((2, 3), np.float32)
+        for bad in (np.inf, 1.0):
+            second[1, 2] = bad if group.rank == 1 else 1.0
+            assert sync.take("a", first.ctypes.data)
+            assert sync.take("b", second.ctypes.data)
+            for name in sync.gradients:
+                sync.ready(name)
+            if bad != 1.0:
+                with pytest.raises(gw.NotFinite) as caught:
+                    sync.finish()
+        sync.finish()
+        assert (sync.gradients["b"] == 1.0).all()
+        return str(caught.value.tensor), float(sync.gradients["a"][-1])
+
+    assert run_ranks(pair, body) == [("b", 1.5)] * 2
+
+
+@needs_core
+def test_nothing_is_taken_from_where_it_goes_and_what_was_added_there_is_looked_at() -> None:
+    with gw.local_group(1)[0] as group:
+        sync = gw.GradientSync(group, {"a": np.zeros(4)})
+        one = np.ones(4)
+        assert sync.take("a", one.ctypes.data)
+        place = sync.gradients["a"]
+        place[1] = np.nan
+        assert not sync.take("a", place.ctypes.data)
+        sync.ready("a")
+        with pytest.raises(gw.NotFinite):
+            sync.finish()
+
+
+def test_without_the_core_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADWIRE_PURE", "1")
+    with gw.local_group(1)[0] as group:
+        sync = gw.GradientSync(group, {"a": np.zeros(4)})
+        assert not sync.take("a", np.ones(4).ctypes.data)
+        assert not sync.gradients["a"].any()

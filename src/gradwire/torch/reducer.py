@@ -71,6 +71,7 @@ class Reducer:
         old = self._views
         flat = [as_tensor(self.sync.gradients[name].reshape(-1)) for name in self._names]
         self._views = [laid_out_like(one, parameter) for one, parameter in zip(flat, self._parameters, strict=True)]
+        self._lies = [(view.dtype, view.stride(), view.device) for view in self._views]
         for parameter, before, now in zip(self._parameters, old, self._views, strict=False):
             if parameter.grad is before:
                 parameter.grad = now
@@ -156,12 +157,18 @@ class Reducer:
             return
         if gradient.layout != torch.strided:
             raise UnsupportedOp(f"the gradient of {name!r} is sparse: gradwire averages dense ones (sparse=False)")
+        lies_alike = (gradient.dtype, gradient.stride(), gradient.device) == self._lies[index]
+        if not (lies_alike and self.sync.take(name, gradient.data_ptr())):
+            self._copy(name, gradient, view)
+        parameter.grad = view
+
+    def _copy(self, name: str, gradient: Any, view: Any) -> None:
+        """The same by torch, or by NumPy where that looks whether it is finite."""
         with torch.no_grad():
             if gradient.stride() == view.stride() and gradient.dtype == view.dtype:
                 self.sync.write(name, as_array(name, in_memory_order(gradient)).reshape(view.shape))
             else:
                 view.copy_(gradient)
-        parameter.grad = view
 
     # -- a backward ends ----------------------------------------------------------------------------------------------
 

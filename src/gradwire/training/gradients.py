@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from gradwire.arrays import Array
+from gradwire import core
+from gradwire.arrays import Array, dtype_of
 from gradwire.errors import ConfigError
 from gradwire.group import Group
 from gradwire.operations.call import Exchange, Operation, Shape, check_algorithm
@@ -129,6 +130,7 @@ class GradientSync:
         self._home = {tensor.name: bucket for bucket in self._buckets for tensor in bucket.tensors}
         self.gradients: dict[str, Array] = {name: self._home[name].views[name] for name in self._tensors}
         """Each gradient's place in its bucket: write it there. After `agree`, `reorder` and `rebind`, look again."""
+        self._places: dict[str, Any] = {}  # of those that are taken from addresses, as the core knows them
         for name, view in old.items():
             self.gradients[name][...] = view
         if self._compression is not None:
@@ -232,8 +234,8 @@ class GradientSync:
             if bucket.index < self._started:
                 raise ConfigError(f"the gradient {name!r} was made ready before, and is on its way already")
             bucket.missing.discard(name)
-            waiting = self._buckets[: -1 if beside else None]
-            while self._started < len(waiting) and not waiting[self._started].missing:
+            most = len(self._buckets) - beside
+            while self._started < most and not self._buckets[self._started].missing:
                 self._start(self._buckets[self._started], beside)
 
     @property
@@ -368,6 +370,24 @@ class GradientSync:
         place = self.gradients[name]
         if gradient is not place and finite.copy_finite(place, gradient):
             self._finite.add(name)
+
+    def take(self, name: str, address: int) -> bool:
+        """As `write`, for a framework that knows where a gradient lies: without gaps, of its place's size and dtype.
+
+        False if nothing was done: without the core, or if it lies in the place itself.
+        """
+        place = self._places.get(name)
+        if place is None:
+            if not core.available():
+                return False
+            array = self.gradients[name].reshape(-1)
+            place = self._places[name] = core.native.Place(dtype_of(array).code, array.view(np.uint8))
+        found: bool | None = place.take(address)
+        if found:
+            self._finite.add(name)
+        else:
+            self._finite.discard(name)
+        return found is not None
 
     def look_again(self, name: str) -> None:
         """What `write` has found finite was added to since."""
