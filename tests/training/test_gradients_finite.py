@@ -93,8 +93,8 @@ def test_what_is_taken_from_an_address_is_looked_at(pair: list[gw.Group]) -> Non
         first, second = np.full(40_000, group.rank + 1.0), np.ones((2, 3), np.float32)
         for bad in (np.inf, 1.0):
             second[1, 2] = bad if group.rank == 1 else 1.0
-            assert sync.take("a", first.ctypes.data)
-            assert sync.take("b", second.ctypes.data)
+            assert sync.places.take("a", first.ctypes.data)
+            assert sync.places.take("b", second.ctypes.data)
             for name in sync.gradients:
                 sync.ready(name)
             if bad != 1.0:
@@ -112,10 +112,10 @@ def test_nothing_is_taken_from_where_it_goes_and_what_was_added_there_is_looked_
     with gw.local_group(1)[0] as group:
         sync = gw.GradientSync(group, {"a": np.zeros(4)})
         one = np.ones(4)
-        assert sync.take("a", one.ctypes.data)
+        assert sync.places.take("a", one.ctypes.data)
         place = sync.gradients["a"]
         place[1] = np.nan
-        assert not sync.take("a", place.ctypes.data)
+        assert not sync.places.take("a", place.ctypes.data)
         sync.ready("a")
         with pytest.raises(gw.NotFinite):
             sync.finish()
@@ -125,5 +125,5 @@ def test_without_the_core_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("GRADWIRE_PURE", "1")
     with gw.local_group(1)[0] as group:
         sync = gw.GradientSync(group, {"a": np.zeros(4)})
-        assert not sync.take("a", np.ones(4).ctypes.data)
+        assert not sync.places.take("a", np.ones(4).ctypes.data)
         assert not sync.gradients["a"].any()

@@ -153,12 +153,12 @@ class Reducer:
         """Let the gradient live in its bucket."""
         view, gradient, name = self._views[index], parameter.grad, self._names[index]
         if gradient is view:
-            self.sync.look_again(name)
+            self.sync.places.look_again(name)
             return
         if gradient.layout != torch.strided:
             raise UnsupportedOp(f"the gradient of {name!r} is sparse: gradwire averages dense ones (sparse=False)")
         lies_alike = (gradient.dtype, gradient.stride(), gradient.device) == self._lies[index]
-        if not (lies_alike and self.sync.take(name, gradient.data_ptr())):
+        if not (lies_alike and self.sync.places.take(name, gradient.data_ptr())):
             self._copy(name, gradient, view)
         parameter.grad = view
 
@@ -166,7 +166,7 @@ class Reducer:
         """The same by torch, or by NumPy where that looks whether it is finite."""
         with torch.no_grad():
             if gradient.stride() == view.stride() and gradient.dtype == view.dtype:
-                self.sync.write(name, as_array(name, in_memory_order(gradient)).reshape(view.shape))
+                self.sync.places.write(name, as_array(name, in_memory_order(gradient)).reshape(view.shape))
             else:
                 view.copy_(gradient)
 

@@ -8,8 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from gradwire import core
-from gradwire.arrays import Array, dtype_of
+from gradwire.arrays import Array
 from gradwire.errors import ConfigError
 from gradwire.group import Group
 from gradwire.operations.call import Exchange, Operation, Shape, check_algorithm
@@ -18,6 +17,7 @@ from gradwire.training.buckets import Bucket, check_bytes, fitting, make, tensor
 from gradwire.training.compression import Compression as Keeping
 from gradwire.training.compression import compression_for
 from gradwire.training.contract import Contract
+from gradwire.training.places import Places
 from gradwire.training.weights import Weights
 from gradwire.work import Work
 
@@ -130,7 +130,8 @@ class GradientSync:
         self._home = {tensor.name: bucket for bucket in self._buckets for tensor in bucket.tensors}
         self.gradients: dict[str, Array] = {name: self._home[name].views[name] for name in self._tensors}
         """Each gradient's place in its bucket: write it there. After `agree`, `reorder` and `rebind`, look again."""
-        self._places: dict[str, Any] = {}  # of those that are taken from addresses, as the core knows them
+        self.places = Places(self.gradients)
+        """For who would rather have gradients copied there."""
         for name, view in old.items():
             self.gradients[name][...] = view
         if self._compression is not None:
@@ -143,7 +144,7 @@ class GradientSync:
         self._weights: Weights | None = None
         self._not_finite: dict[str, str] = {}
         self._unchanged: dict[str, Array] = {}  # what was there from an earlier backward, and not added to in this one
-        self._finite: set[str] = set()  # found so when they were written
+        self.places.finite.clear()
         for bucket in self._buckets:
             bucket.missing = set(bucket.views)
 
@@ -306,7 +307,9 @@ class GradientSync:
         """Look at a bucket before it leaves this rank."""
         if self._weights is not None and not self._weights.mine:
             bucket.flat.fill(0)
-        elif self.check_finite and not self._finite.issuperset(bucket.views) and not finite.all_finite(bucket.flat):
+        elif (
+            self.check_finite and not self.places.finite.issuperset(bucket.views) and not finite.all_finite(bucket.flat)
+        ):
             spoiled = {name: view for name, view in bucket.views.items() if not finite.all_finite(view)}
             self._not_finite.update({name: finite.faults(view) for name, view in spoiled.items()})
 
@@ -364,42 +367,11 @@ class GradientSync:
             self._write(name, gradient)
             self._added.add(name)
 
-    def write(self, name: str, gradient: Array) -> None:
-        """Copy a gradient into its place, and look on the way whether it is finite: then its bucket need not be read
-        once more. What is written there later, in another way, would not be looked at."""
-        place = self.gradients[name]
-        if gradient is not place and finite.copy_finite(place, gradient):
-            self._finite.add(name)
-
-    def take(self, name: str, address: int) -> bool:
-        """As `write`, for a framework that knows where a gradient lies: without gaps, of its place's size and dtype.
-
-        False if nothing was done: without the core, or if it lies in the place itself.
-        """
-        place = self._places.get(name)
-        if place is None:
-            if not core.available():
-                return False
-            array = self.gradients[name].reshape(-1)
-            place = self._places[name] = core.native.Place(dtype_of(array).code, array.view(np.uint8))
-        found: bool | None = place.take(address)
-        if found:
-            self._finite.add(name)
-        else:
-            self._finite.discard(name)
-        return found is not None
-
-    def look_again(self, name: str) -> None:
-        """What `write` has found finite was added to since."""
-        self._finite.discard(name)
-
     def _write(self, name: str, gradient: Array) -> None:
         if name in self._added:
-            place = self.gradients[name]
-            np.add(place, gradient, out=place, casting="same_kind")
-            self._finite.discard(name)
+            self.places.add(name, gradient)
         else:
-            self.write(name, gradient)
+            self.places.write(name, gradient)
 
     # -- after the reduce ---------------------------------------------------------------------------------------------
 

@@ -1,0 +1,59 @@
+"""Where gradients go: copied there, and looked at on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from gradwire import core
+from gradwire.arrays import Array, dtype_of
+from gradwire.training import finite
+
+
+class Places:
+    """The places of gradients in their buckets. Those in `finite` need not be looked at again before they leave: what is
+    written there in another way would not be, so whoever does that says so."""
+
+    def __init__(self, gradients: Mapping[str, Array]) -> None:
+        self._gradients = gradients
+        self._known: dict[str, Any] = {}  # those that were taken from addresses, as the core knows them
+        self.finite: set[str] = set()
+
+    def write(self, name: str, gradient: Array) -> None:
+        """Copy a gradient into its place, and look on the way whether it is finite."""
+        place = self._gradients[name]
+        if gradient is not place:
+            self._found(name, finite.copy_finite(place, gradient))
+
+    def take(self, name: str, address: int) -> bool:
+        """The same, for a framework that knows where a gradient lies: without gaps, of its place's size and dtype.
+
+        False if nothing was done: without the core, or if it lies in the place itself.
+        """
+        known = self._known.get(name)
+        if known is None:
+            if not core.available():
+                return False
+            array = self._gradients[name].reshape(-1)
+            known = self._known[name] = core.native.Place(dtype_of(array).code, array.view(np.uint8))
+        found: bool | None = known.take(address)
+        self._found(name, found)
+        return found is not None
+
+    def add(self, name: str, gradient: Array) -> None:
+        """Add a gradient to what is in its place."""
+        place = self._gradients[name]
+        np.add(place, gradient, out=place, casting="same_kind")
+        self.look_again(name)
+
+    def look_again(self, name: str) -> None:
+        """What was found finite has changed since."""
+        self.finite.discard(name)
+
+    def _found(self, name: str, is_finite: bool | None) -> None:
+        if is_finite:
+            self.finite.add(name)
+        else:
+            self.finite.discard(name)
