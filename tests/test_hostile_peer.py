@@ -44,7 +44,7 @@ def link(group: gw.Group, channel: int, peer: int = 0) -> Link:
 
 
 def control(group: gw.Group, payload: bytes) -> bytes:
-    return group._generation.frame(Kind.CONTROL, payload)
+    return group._generation.identity.frame(Kind.CONTROL, payload)
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def test_answers_that_nobody_reads_do_not_pile_up(groups: list[gw.Group], monkey
     liar, victim = groups[1]._generation, groups[0]._generation
     monkeypatch.setattr(liar, "_may_read", lambda reader: False)  # it asks, and listens to nobody
     one, outbox = liar._outboxes[0, CONTROL_CHANNEL].link, victim._outboxes[1, CONTROL_CHANNEL]
-    questions, rest = liar.frame(Kind.CONTROL, b'{"t":"where","g":1}') * 50, b""
+    questions, rest = liar.identity.frame(Kind.CONTROL, b'{"t":"where","g":1}') * 50, b""
     deadline = time.monotonic() + 30
     while victim.control.sound and time.monotonic() < deadline:
         rest = rest or questions

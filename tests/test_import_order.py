@@ -24,6 +24,7 @@ LAYERS = [
     "arrays",
     "wire",
     "topology",
+    "identity",
     "machine",
     "collectives",
     "tuning",

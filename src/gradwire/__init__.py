@@ -8,6 +8,7 @@ The layers, each importing only from those above it:
     arrays          what users hand in, as typed views
     wire            the message header and its fingerprint
     topology        which ranks share a host
+    identity        who a rank is, and among whom: what every message says
     machine         what this machine is, and what of it this process may use
     collectives     algorithms as schedules; their verifier
     tuning          the table that algorithms are chosen by, in a file

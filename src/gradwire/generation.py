@@ -12,18 +12,17 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from gradwire.collectives import DEFAULTS
 from gradwire.errors import Closed, CollectiveMismatch, GradwireError, NoConnection
+from gradwire.identity import Identity
 from gradwire.liveness.control import Control, ControlSink
 from gradwire.liveness.lifeline import BeatSink, Lifeline, Nature
 from gradwire.liveness.parley import Parley
 from gradwire.liveness.verdict import Finding
 from gradwire.liveness.watch import ANSWER_SECONDS
 from gradwire.messages import Letter, Mailbox, MessageSink
-from gradwire.topology import Topology
 from gradwire.transports.base import (
     CHECK_SECONDS,
     CONTROL_CHANNEL,
@@ -36,7 +35,7 @@ from gradwire.transports.base import (
 )
 from gradwire.transports.frames import FrameReader, Outbox
 from gradwire.transports.shm import Life, OwnArena, SharedMemory
-from gradwire.wire import Header, Kind, WireError
+from gradwire.wire import Kind
 
 log = logging.getLogger("gradwire")
 
@@ -46,21 +45,6 @@ EXPECTED_SECONDS = 3.0  # of waiting for a rank to dial, after which to look whe
 CONTROL_READ_AHEAD = 4096  # control messages are small and few, but there is a reader for each peer
 LAST_WORDS_SECONDS = 0.2  # in which messages sent before a goodbye may still arrive
 EXIT_SECONDS = 0.01  # from the end of a dying process's links to its own
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Who this rank is, and among whom: what every message says."""
-
-    job: int
-    number: int
-    rank: int
-    names: tuple[str, ...]  # of all ranks, as errors show them
-    topology: Topology
-
-    @property
-    def size(self) -> int:
-        return len(self.names)
 
 
 class Generation:
@@ -86,11 +70,11 @@ class Generation:
         self.sharing = (False,) * identity.size  # by world rank: who shares memory with its neighbours
         self.control = Control(identity.rank, identity.names, identity.number, self._post_control, self._wake_all)
         self.parley = Parley(self)
-        self._control_sink = ControlSink(self.control, self.check_header)
-        self.lifeline = Lifeline(self.control, self.frame(Kind.BEAT), BeatSink(self.check_header), self._pump)
+        self._control_sink = ControlSink(self.control, identity.check_header)
+        self.lifeline = Lifeline(self.control, identity.frame(Kind.BEAT), BeatSink(identity.check_header), self._pump)
         self.table = DEFAULTS  # by which algorithms are chosen; agreed before the first call of a user
         self.mailbox = Mailbox(self._accept_offer, self.wake)
-        self._mail_sink = MessageSink(self.mailbox, self.check_header)
+        self._mail_sink = MessageSink(self.mailbox, identity.check_header)
         self.belongings: list[Belonging] = [transport]
         self._bell = transport.bell()
         self._lock = threading.Lock()
@@ -359,22 +343,8 @@ class Generation:
 
     # -- sending on served links --------------------------------------------------------------------------------------
 
-    def frame(self, kind: Kind, payload: bytes = b"", **fields: int) -> bytes:
-        """A whole message of a served channel."""
-        identity = self.identity
-        known = {"source": identity.rank, "group": 0, "sequence": 0, "fingerprint": 0, "tile": 0, "round": 0}
-        header = Header(
-            kind=kind, job=identity.job, generation=identity.number, nbytes=len(payload), **(known | fields)
-        )
-        return header.pack() + payload
-
-    def check_header(self, header: Header) -> None:
-        """Admitted links carry only this generation's messages; `WireError` for anything else."""
-        if (header.job, header.generation) != (self.identity.job, self.identity.number):
-            raise WireError(f"a message of job {header.job:#x}, generation {header.generation}")
-
     def _post_control(self, peer: int, payload: bytes) -> None:
-        self._post(peer, CONTROL_CHANNEL, self.frame(Kind.CONTROL, payload))
+        self._post(peer, CONTROL_CHANNEL, self.identity.frame(Kind.CONTROL, payload))
 
     def _post(self, peer: int, channel: int, message: bytes) -> None:
         outbox = self._outboxes.get((peer, channel))
@@ -403,7 +373,7 @@ class Generation:
         self._serve_link(link, -MESSAGE_CHANNEL, FrameReader(link, self._mail_sink, self.mailbox.changed))
 
     def _accept_offer(self, world: int, letter: Letter) -> None:
-        self._post(world, -MESSAGE_CHANNEL, self.frame(Kind.ACCEPT, sequence=letter.identity))
+        self._post(world, -MESSAGE_CHANNEL, self.identity.frame(Kind.ACCEPT, sequence=letter.identity))
 
     def redirect(self, world: int, old: memoryview, new: memoryview) -> None:
         for reader in self._readers:

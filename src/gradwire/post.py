@@ -282,7 +282,7 @@ class Post:
         return error
 
     def _frame(self, kind: Kind, payload: bytes, tag: int, **fields: int) -> bytes:
-        return self.generation.frame(
+        return self.generation.identity.frame(
             kind, payload, group=self.group, source=self.rank, fingerprint=tag & _TAG_MASK, **fields
         )
 
