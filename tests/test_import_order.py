@@ -33,6 +33,7 @@ LAYERS = [
     "liveness",
     "executors",
     "messages",
+    "switchboard",
     "generation",
     "operations",
     "work",
