@@ -13,6 +13,7 @@ import pytest
 
 import gradwire as gw
 from gradwire import core
+from gradwire.group import WORLD
 from gradwire.liveness import watch
 from in_process import Journal
 from in_process import groups_fixture as groups_fixture
@@ -80,9 +81,9 @@ def test_a_time_out_of_one_rank_breaks_all(groups: list[gw.Group]) -> None:
 
 
 def announced(group: gw.Group) -> bool:
-    """Whether the others know how far this rank has got."""
+    """Whether the others know how far this rank has got in the group; the parley's rounds are told as well."""
     with group._generation.control._lock:
-        return bool(group._generation.control._sent)
+        return WORLD in group._generation.control._sent
 
 
 def waits_for_rank_1(here: Here, how: str, seconds: float) -> None:

@@ -40,11 +40,11 @@ def header(sender: gw.Group, kind: int, nbytes: int = 0, **fields: int) -> bytes
 
 
 def link(group: gw.Group, channel: int, peer: int = 0) -> Link:
-    return group._generation._outboxes[peer, channel].link
+    return group._generation.switchboard._outboxes[peer, channel].link
 
 
 def control(group: gw.Group, payload: bytes) -> bytes:
-    return group._generation.frame(Kind.CONTROL, payload)
+    return group._generation.identity.frame(Kind.CONTROL, payload)
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def given_up(groups: list[gw.Group], culprit: int) -> None:
         assert said in str(told.value)
 
     run_ranks(groups, play)
-    assert all(group._generation._thread.is_alive() for group in groups), "nothing kills a service thread"
+    assert all(group._generation.switchboard._thread.is_alive() for group in groups), "nothing kills a service thread"
 
 
 CONTROL_NONSENSE: dict[str, Callable[[gw.Group], bytes]] = {
@@ -132,7 +132,7 @@ def test_control_messages_that_are_merely_unknown_change_nothing(groups: list[gw
 def test_floods_of_wellformed_control_messages_pile_up_nowhere(groups: list[gw.Group]) -> None:
     tracemalloc.start()
     liar = groups[1]
-    outbox = liar._generation._outboxes[0, CONTROL_CHANNEL]
+    outbox = liar._generation.switchboard._outboxes[0, CONTROL_CHANNEL]
     for number in range(4_000):
         words: list[dict[str, Any]] = [
             {"t": "at", "g": number, "s": 1 + number, "c": 5},
@@ -140,7 +140,7 @@ def test_floods_of_wellformed_control_messages_pile_up_nowhere(groups: list[gw.G
             {"t": "here", "g": number, "s": number, "f": 0, "last": "x" * 100},
             {"t": "where", "g": number},
         ]
-        liar._generation._post_control(0, json.dumps(words[number % 4]).encode())
+        liar._generation.switchboard._post_control(0, json.dumps(words[number % 4]).encode())
         while outbox.waiting:
             time.sleep(0.0005)
     grown, _ = tracemalloc.get_traced_memory()
@@ -153,9 +153,9 @@ def test_floods_of_wellformed_control_messages_pile_up_nowhere(groups: list[gw.G
 def test_answers_that_nobody_reads_do_not_pile_up(groups: list[gw.Group], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Outbox, "MAX_WAITING", 100_000)
     liar, victim = groups[1]._generation, groups[0]._generation
-    monkeypatch.setattr(liar, "_may_read", lambda reader: False)  # it asks, and listens to nobody
-    one, outbox = liar._outboxes[0, CONTROL_CHANNEL].link, victim._outboxes[1, CONTROL_CHANNEL]
-    questions, rest = liar.frame(Kind.CONTROL, b'{"t":"where","g":1}') * 50, b""
+    monkeypatch.setattr(liar.switchboard, "_may_read", lambda reader: False)  # it asks, and listens to nobody
+    one, outbox = liar.switchboard._outboxes[0, CONTROL_CHANNEL].link, victim.switchboard._outboxes[1, CONTROL_CHANNEL]
+    questions, rest = liar.identity.frame(Kind.CONTROL, b'{"t":"where","g":1}') * 50, b""
     deadline = time.monotonic() + 30
     while victim.control.sound and time.monotonic() < deadline:
         rest = rest or questions
@@ -284,7 +284,7 @@ def test_a_service_thread_that_fails_breaks_the_group_with_a_reason(
 
     victim: Any = groups[0]
     monkeypatch.setattr(victim._generation.control, "tick", fail)
-    victim._generation.wake()
+    victim._generation.switchboard.wake()
 
     def play(group: gw.Group) -> str:
         with pytest.raises(gw.Aborted) as told:

@@ -8,6 +8,7 @@ The layers, each importing only from those above it:
     arrays          what users hand in, as typed views
     wire            the message header and its fingerprint
     topology        which ranks share a host
+    identity        who a rank is, and among whom: what every message says
     machine         what this machine is, and what of it this process may use
     collectives     algorithms as schedules; their verifier
     tuning          the table that algorithms are chosen by, in a file
@@ -16,7 +17,8 @@ The layers, each importing only from those above it:
     liveness        beats and who misses them, the log of calls, the verdict on what broke, control messages
     executors       carry schedules out
     messages        point-to-point messages, matched
-    generation      one membership at work: links, service thread, the one failure path
+    switchboard     the links that one thread serves for everybody
+    generation      one membership at work: its beginning and end, the one failure path
     operations      what each collective checks, exchanges and returns
     work            handles and queues of asynchronous collectives
     exchange        runs a group's operations in its one order

@@ -65,7 +65,7 @@ def agree(
     if len(identity.topology.hosts) > 1 or not all(generation.sharing):  # then somebody has links to make
         tell(None)()
     generation.lifeline.expect([Nature.from_wire(entry.nature) for entry in entries])  # all beat
-    generation.wake()
+    generation.switchboard.wake()
 
 
 def _table(value: Any) -> Table:

@@ -342,7 +342,7 @@ class Runner:
     def disagree(self, name: str, timeout: float, reason: str) -> GradwireError:
         sequence = self.calls.sequence
         self.generation.control.report(disagreement(self.calls, sequence, reason), time.monotonic())
-        self.generation.wake()
+        self.generation.switchboard.wake()
         return Watch(self.generation, self.calls, name, sequence, timeout).broken()
 
     def _plan(self, shape: Shape) -> Plan:

@@ -1,7 +1,7 @@
-"""One numbered membership at work: the links, the thread that serves them, and the one failure path.
+"""One numbered membership at work: its beginning and end, what belongs to it, and the one failure path.
 
-A generation connects this rank with all others, listens to their control and point-to-point messages on one thread,
-and knows whether it is sound. Groups belong to it; when it breaks they all do, on all ranks, with one error.
+A generation connects this rank with all others, and knows whether it is sound. Groups belong to it; when it breaks they
+all do, on all ranks, with one error.
 """
 
 from __future__ import annotations
@@ -12,55 +12,24 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from gradwire.collectives import DEFAULTS
 from gradwire.errors import Closed, CollectiveMismatch, GradwireError, NoConnection
-from gradwire.liveness.control import Control, ControlSink
-from gradwire.liveness.lifeline import BeatSink, Lifeline, Nature
+from gradwire.identity import Identity
+from gradwire.liveness.lifeline import Nature
 from gradwire.liveness.parley import Parley
 from gradwire.liveness.verdict import Finding
 from gradwire.liveness.watch import ANSWER_SECONDS
-from gradwire.messages import Letter, Mailbox, MessageSink
-from gradwire.topology import Topology
-from gradwire.transports.base import (
-    CHECK_SECONDS,
-    CONTROL_CHANNEL,
-    LIFELINE_CHANNEL,
-    MESSAGE_CHANNEL,
-    Belonging,
-    Link,
-    LinkClosed,
-    Transport,
-)
-from gradwire.transports.frames import FrameReader, Outbox
-from gradwire.transports.shm import Life, OwnArena, SharedMemory
-from gradwire.wire import Header, Kind, WireError
+from gradwire.switchboard import Switchboard
+from gradwire.transports.base import CHECK_SECONDS, CONTROL_CHANNEL, LIFELINE_CHANNEL, Belonging, Link, Transport
+from gradwire.transports.shm import OwnArena, SharedMemory
 
 log = logging.getLogger("gradwire")
 
 VERDICT_SECONDS = 5.0  # a settled verdict takes half a second at most; this is for a starved machine
-GOODBYE_SECONDS = 2.0
 EXPECTED_SECONDS = 3.0  # of waiting for a rank to dial, after which to look whether it is still there
-CONTROL_READ_AHEAD = 4096  # control messages are small and few, but there is a reader for each peer
-LAST_WORDS_SECONDS = 0.2  # in which messages sent before a goodbye may still arrive
 EXIT_SECONDS = 0.01  # from the end of a dying process's links to its own
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Who this rank is, and among whom: what every message says."""
-
-    job: int
-    number: int
-    rank: int
-    names: tuple[str, ...]  # of all ranks, as errors show them
-    topology: Topology
-
-    @property
-    def size(self) -> int:
-        return len(self.names)
 
 
 class Generation:
@@ -84,40 +53,30 @@ class Generation:
         self.inherited = False
         self.shared: SharedMemory | None = None  # with the neighbours on this rank's host
         self.sharing = (False,) * identity.size  # by world rank: who shares memory with its neighbours
-        self.control = Control(identity.rank, identity.names, identity.number, self._post_control, self._wake_all)
+        self.switchboard = Switchboard(identity, transport, self._wake_all, self._link_ended, self._cut_off)
+        self.control = self.switchboard.control
+        self.lifeline = self.switchboard.lifeline
+        self.mailbox = self.switchboard.mailbox
         self.parley = Parley(self)
-        self._control_sink = ControlSink(self.control, self.check_header)
-        self.lifeline = Lifeline(self.control, self.frame(Kind.BEAT), BeatSink(self.check_header), self._pump)
         self.table = DEFAULTS  # by which algorithms are chosen; agreed before the first call of a user
-        self.mailbox = Mailbox(self._accept_offer, self.wake)
-        self._mail_sink = MessageSink(self.mailbox, self.check_header)
         self.belongings: list[Belonging] = [transport]
-        self._bell = transport.bell()
-        self._lock = threading.Lock()
-        self._outboxes: dict[tuple[int, int], Outbox] = {}  # by world rank and channel: links this rank writes to
-        self._readers: list[FrameReader] = []
-        self._message_links: dict[int, threading.Lock] = {}
-        self._met = threading.Condition()
-        self._ending = False
-        self._thread = threading.Thread(target=self._run, name="gradwire-service", daemon=True)
+        self._closing = threading.Lock()
 
     # -- beginning and end --------------------------------------------------------------------------------------------
 
     def dial(self, deadline: float) -> None:
         """Begin to serve, and open the control links to the ranks below: of each pair the higher one dials, so that
         they never cross."""
-        self.transport.adopt(MESSAGE_CHANNEL, self._adopt_message_link)
-        self.transport.adopt(CONTROL_CHANNEL, self._add_control_link)
-        self._thread.start()
+        self.switchboard.start()
         for link in self.connect_all(range(self.identity.rank), CONTROL_CHANNEL, deadline, "init"):
-            self._add_control_link(link)
+            self.switchboard.add_control_link(link)
 
     def serve(self, deadline: float) -> None:
         """Wait for the ranks above to have dialled. One that is lost meanwhile ends the wait."""
         look_at = time.monotonic() + EXPECTED_SECONDS
-        while missing := self._not_met():
-            with self._met:
-                self._met.wait_for(lambda: not self._not_met(), CHECK_SECONDS)
+        above = range(self.identity.rank + 1, self.identity.size)
+        while missing := self.switchboard.not_met(above):
+            self.switchboard.await_met(above, CHECK_SECONDS)
             self.check("init")
             now, name = time.monotonic(), self.identity.names[missing[0]]
             if now >= deadline:
@@ -127,10 +86,6 @@ class Generation:
                 if not self.transport.listens(missing[0]):
                     reason = ConnectionRefusedError(f"nobody listens any more where {name} did")
                     raise NoConnection(f"{name} has registered and then ended", peer=missing[0]) from reason
-
-    def _not_met(self) -> list[int]:
-        above = range(self.identity.rank + 1, self.identity.size)
-        return [peer for peer in above if (peer, CONTROL_CHANNEL) not in self._outboxes]
 
     def connect(self, peer: int, channel: int, deadline: float, operation: str) -> Link:
         """A link to a world rank; fails as soon as it is known that the rank has left or the generation is broken."""
@@ -154,34 +109,12 @@ class Generation:
             check()
             raise
 
-    def _add_control_link(self, link: Link) -> None:
-        if (link.peer, CONTROL_CHANNEL) in self._outboxes:  # a rank below has no business to dial one
-            link.close()
-            return
-        reader = FrameReader(link, self._control_sink, threading.Lock(), CONTROL_READ_AHEAD)
-        self._serve_link(link, CONTROL_CHANNEL, reader)
-        self.control.introduce(link.peer)
-        with self._met:
-            self._met.notify_all()
-
-    def _serve_link(self, link: Link, channel: int, reader: FrameReader) -> Outbox:
-        """Let the service thread read a link, and write what is posted to it under this peer and channel."""
-        outbox = Outbox(link)
-        with self._lock:
-            self._outboxes[link.peer, channel] = outbox
-            self._readers = [*self._readers, reader]
-        self._bell.ring()
-        return outbox
-
     def share_memory(self, shared: SharedMemory | None, sharing: tuple[bool, ...]) -> None:
         """Know who shares memory, and watch the processes of those this rank shares it with."""
         self.shared, self.sharing = shared, sharing
         if shared is not None:
             self.belongings.append(shared)
-            lives = [FrameReader(Life(peer, shared), self._control_sink, self._lock, 1) for peer in shared.pidfds]
-            with self._lock:
-                self._readers = [*self._readers, *lives]
-            self._bell.ring()
+            self.switchboard.add_lives(shared)
 
     def begin_to_beat(self, own: Nature, arena: OwnArena | None) -> None:
         """Show the others that this rank lives, in memory that some of them may come to see."""
@@ -204,7 +137,7 @@ class Generation:
         """Say goodbye — or, with a finding, why not — and let go of everything; idempotent."""
         if self.inherited:
             return
-        with self._lock:
+        with self._closing:
             if self.closed:
                 return
             self.closed = True
@@ -214,12 +147,7 @@ class Generation:
         self._wake_all()
         if finding is not None:
             self.control.report(finding, time.monotonic())
-        if self._thread.is_alive():
-            self.control.goodbye()
-            self._ending = True
-            self._bell.ring()
-            if self._thread is not threading.current_thread():
-                self._thread.join(GOODBYE_SECONDS + 1)
+        self.switchboard.close()
         for group in list(self.groups):
             group.close()
         for belonging in reversed(self.belongings):
@@ -231,105 +159,6 @@ class Generation:
         self._halt()
         for belonging in self.belongings:
             belonging.abandon()
-
-    # -- the service thread -------------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        try:
-            self._serve()
-        except BaseException as error:
-            # Without this thread no loss would be noticed any more: better to break than to hang.
-            log.exception("the service thread of rank %d failed", self.identity.rank)
-            reason = f"its service thread failed: {type(error).__name__}: {error}"[:1000]
-            self.control.report(Finding("aborted", reason, self.identity.rank), time.monotonic())
-
-    def _serve(self) -> None:
-        give_up_at: float | None = None
-        while True:
-            now = time.monotonic()
-            pause = min(self.control.tick(now), self.lifeline.tick(now))
-            self._cut_links()
-            if self._ending:
-                give_up_at = give_up_at or now + GOODBYE_SECONDS
-                lost = self.unreachable()  # and would not hear a goodbye
-                if now >= give_up_at or not any(box.waiting for box in self._served() if box.link.peer not in lost):
-                    return
-                pause = min(pause, give_up_at - now)
-            readers = [reader for reader in self._readers if self._may_read(reader)]
-            writers = [outbox.link for outbox in self._served() if outbox.waiting]
-            self.transport.wait([reader.link for reader in readers], writers, self._bell, pause)
-            self._bell.silence()
-            for outbox in self._served():
-                if outbox.waiting:
-                    self._flush(outbox)
-            for reader in readers:
-                self._pump(reader)
-
-    def _cut_links(self) -> None:
-        for member in self.cuts():
-            peer = self.member_ids.index(member) if member in self.member_ids else self.identity.rank
-            for outbox in self._served():
-                if outbox.link.peer == peer and peer != self.identity.rank:
-                    self._end_of_link(outbox.link)
-
-    def _served(self) -> list[Outbox]:
-        with self._lock:
-            return list(self._outboxes.values())
-
-    def _may_read(self, reader: FrameReader) -> bool:
-        return reader.link.channel != MESSAGE_CHANNEL or not self.mailbox.overfull(reader.link.peer)
-
-    def _flush(self, outbox: Outbox) -> None:
-        try:
-            done = outbox.flush()
-        except (LinkClosed, OSError):
-            self._end_of_link(outbox.link)
-            return
-        if done:
-            self.mailbox.wake_waits()
-
-    def _pump(self, reader: FrameReader) -> None:
-        try:
-            while reader.pump():
-                if not self._may_read(reader):
-                    break
-        except LinkClosed:
-            self._end_of_link(reader.link)
-        except OSError as error:
-            log.warning("the link to rank %d failed: %s", reader.link.peer, error)
-            self._end_of_link(reader.link)
-        except Exception as error:  # whatever bytes can make a parser do
-            log.warning("rank %d sent nonsense (%r): its link is closed", reader.link.peer, error)
-            # The peer hears it before its link ends, so that it does not take this rank for the lost one.
-            self.control.lost(reader.link.peer, time.monotonic(), "sent nonsense")
-            self._end_of_link(reader.link)
-
-    def _end_of_link(self, link: Link) -> None:
-        with self._lock:
-            self._readers = [reader for reader in self._readers if reader.link is not link]
-            for key, outbox in list(self._outboxes.items()):
-                if outbox.link is link:
-                    del self._outboxes[key]
-        self.lifeline.end_of(link)
-        link.close()
-        # Only the control link says why it ends; the end of a message link, or of the process, may overtake a goodbye.
-        if link.channel == CONTROL_CHANNEL and not self.closed and not self.control.has_left(link.peer):
-            died = self.shared is not None and self.shared.died(link.peer, EXIT_SECONDS)
-            self.control.lost(link.peer, time.monotonic(), "died" if died else "closed its link")
-        self.mailbox.wake_waits()
-
-    def departed(self, peer: int) -> bool:
-        """Whether a world rank has left and nothing more can come from it."""
-        if self.transport.gone(peer):
-            return True
-        left = self.control.left_at(peer)
-        if left is None or time.monotonic() - left < LAST_WORDS_SECONDS:
-            return False
-        return not any(reader.link.channel == MESSAGE_CHANNEL and reader.link.peer == peer for reader in self._readers)
-
-    def unreachable(self) -> set[int]:
-        """The world ranks that this rank itself, and not only by hearsay, found to be lost."""
-        return set(self.control.complaints)
 
     def on_halt(self, halt: Callable[[], None]) -> None:
         """Call this when the generation breaks or ends: from then on calls have to look at what happened."""
@@ -349,66 +178,9 @@ class Generation:
     def _wake_all(self) -> None:
         self._halt()
         self.alarm.ring()
-        self._bell.ring()
+        self.switchboard.wake()
         self.parley.wake()
         self.mailbox.wake_waits()
-
-    def wake(self) -> None:
-        """Let the service thread look around: something waits to be sent or decided."""
-        self._bell.ring()
-
-    # -- sending on served links --------------------------------------------------------------------------------------
-
-    def frame(self, kind: Kind, payload: bytes = b"", **fields: int) -> bytes:
-        """A whole message of a served channel."""
-        identity = self.identity
-        known = {"source": identity.rank, "group": 0, "sequence": 0, "fingerprint": 0, "tile": 0, "round": 0}
-        header = Header(
-            kind=kind, job=identity.job, generation=identity.number, nbytes=len(payload), **(known | fields)
-        )
-        return header.pack() + payload
-
-    def check_header(self, header: Header) -> None:
-        """Admitted links carry only this generation's messages; `WireError` for anything else."""
-        if (header.job, header.generation) != (self.identity.job, self.identity.number):
-            raise WireError(f"a message of job {header.job:#x}, generation {header.generation}")
-
-    def _post_control(self, peer: int, payload: bytes) -> None:
-        self._post(peer, CONTROL_CHANNEL, self.frame(Kind.CONTROL, payload))
-
-    def _post(self, peer: int, channel: int, message: bytes) -> None:
-        outbox = self._outboxes.get((peer, channel))
-        if outbox is not None and outbox.full:  # who asks without end and hears no answer must not fill our memory
-            self.control.lost(peer, time.monotonic(), "takes no messages off its links")
-        elif outbox is not None:
-            with contextlib.suppress(LinkClosed, OSError):  # the reading side learns of it, and decides
-                if outbox.post(message):
-                    self._bell.ring()
-
-    def message_outbox(self, peer: int, deadline: float, operation: str) -> Outbox:
-        """The way for point-to-point messages to a world rank; its link is dialled when first needed."""
-        with self._lock:
-            dialling = self._message_links.setdefault(peer, threading.Lock())
-        with dialling:
-            outbox = self._outboxes.get((peer, MESSAGE_CHANNEL))
-            if outbox is None:
-                link = self.connect(peer, MESSAGE_CHANNEL, deadline, operation)
-                outbox = self._serve_link(
-                    link, MESSAGE_CHANNEL, FrameReader(link, self._mail_sink, self.mailbox.changed)
-                )
-            return outbox
-
-    def _adopt_message_link(self, link: Link) -> None:
-        # The peer dialled it to send on; this rank only answers on it.
-        self._serve_link(link, -MESSAGE_CHANNEL, FrameReader(link, self._mail_sink, self.mailbox.changed))
-
-    def _accept_offer(self, world: int, letter: Letter) -> None:
-        self._post(world, -MESSAGE_CHANNEL, self.frame(Kind.ACCEPT, sequence=letter.identity))
-
-    def redirect(self, world: int, old: memoryview, new: memoryview) -> None:
-        for reader in self._readers:
-            if reader.link.peer == world:
-                reader.redirect(old, new)
 
     # -- the one failure path -----------------------------------------------------------------------------------------
 
@@ -450,7 +222,7 @@ class Generation:
             now = time.monotonic()
             self.control.missed(peer, now)
             self.control.lost(peer, now, "ended its thread" if self.transport.gone(peer) else "closed its link")
-        self._bell.ring()
+        self.switchboard.wake()
         return self.error(operation, during)
 
     def _await_reason(self, peer: int) -> None:
@@ -460,6 +232,21 @@ class Generation:
             if time.monotonic() >= deadline:
                 return
             self.transport.wait((), (), self.alarm, 0.01)
+
+    def unreachable(self) -> set[int]:
+        """The world ranks that this rank itself, and not only by hearsay, found to be lost."""
+        return set(self.control.complaints)
+
+    def _cut_off(self) -> list[int]:
+        """The world ranks of the members this one is cut off from."""
+        peers = [self.member_ids.index(member) for member in self.cuts() if member in self.member_ids]
+        return [peer for peer in peers if peer != self.identity.rank]
+
+    def _link_ended(self, link: Link) -> None:
+        # Only the control link says why it ends; the end of a message link, or of the process, may overtake a goodbye.
+        if link.channel == CONTROL_CHANNEL and not self.closed and not self.control.has_left(link.peer):
+            died = self.shared is not None and self.shared.died(link.peer, EXIT_SECONDS)
+            self.control.lost(link.peer, time.monotonic(), "died" if died else "closed its link")
 
     def interrupt(self, operation: str, error: BaseException) -> None:
         """The user's Ctrl-C, or an error of our own, left an operation half done: nobody can go on."""

@@ -9,8 +9,9 @@ import time
 from gradwire import core, lifetime
 from gradwire.config import DEFAULT_TIMEOUT, resolve
 from gradwire.errors import InvalidSize, UnsupportedOp
-from gradwire.generation import Generation, Identity
+from gradwire.generation import Generation
 from gradwire.group import Group
+from gradwire.identity import Identity
 from gradwire.seat import Seat
 from gradwire.threads import Threads
 from gradwire.topology import Topology

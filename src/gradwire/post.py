@@ -15,7 +15,7 @@ from gradwire.generation import Generation
 from gradwire.liveness.verdict import Finding
 from gradwire.liveness.watch import ANSWER_SECONDS, POLL_SECONDS, Slowness
 from gradwire.messages import COPY_TAG, Offer, Request
-from gradwire.transports.base import LinkClosed
+from gradwire.transports.base import MESSAGE_CHANNEL, LinkClosed
 from gradwire.transports.frames import Outbox
 from gradwire.wire import MAX_EAGER, Header, Kind
 
@@ -68,7 +68,10 @@ class Post:
         return Promised(outbox, offer, data, dst, tag, deadline, timeout, operation)
 
     def _outbox(self, dst: int, deadline: float, operation: str) -> Outbox:
-        return self.generation.message_outbox(self.members[dst], deadline, operation)
+        generation, world = self.generation, self.members[dst]
+        return generation.switchboard.message_outbox(
+            world, lambda: generation.connect(world, MESSAGE_CHANNEL, deadline, operation)
+        )
 
     def _send_eagerly(
         self, outbox: Outbox, data: memoryview, dst: int, tag: int, deadline: float, timeout: float, operation: str
@@ -137,7 +140,7 @@ class Post:
     def _tell(self, outbox: Outbox, dst: int, operation: str, message: bytes) -> None:
         try:
             if outbox.post(message):
-                self.generation.wake()
+                self.generation.switchboard.wake()
         except LinkClosed:
             raise self._gone(dst, operation) from None
 
@@ -165,7 +168,7 @@ class Post:
             outbox.release()
             with self.generation.mailbox.changed:
                 self.generation.mailbox.changed.notify_all()
-            self.generation.wake()
+            self.generation.switchboard.wake()
 
     def _take_link(self, outbox: Outbox, dst: int, deadline: float, timeout: float, operation: str) -> None:
         """Wait until no other message is on its way."""
@@ -203,7 +206,7 @@ class Post:
 
     def cancel_request(self, request: Request) -> None:
         """Stop asking; what may have arrived keeps its place."""
-        self.generation.mailbox.give_up(request, self.generation.redirect)
+        self.generation.mailbox.give_up(request, self.generation.switchboard.redirect)
 
     def finish_request(
         self, request: Request, timeout: float, operation: str = "recv", deadline: float | None = None
@@ -225,7 +228,7 @@ class Post:
                         mailbox.changed.wait(_pause(now, deadline, slowness))
                 self._tell_if_slow(slowness, f"for a message from {whom} with tag {request.tag}", peers)
         finally:
-            gave_up = mailbox.give_up(request, generation.redirect)
+            gave_up = mailbox.give_up(request, generation.switchboard.redirect)
         if request.error is not None:
             raise request.error
         if not gave_up:
@@ -259,7 +262,7 @@ class Post:
         return all(self._absent(peer) for peer in peers)
 
     def _absent(self, rank: int) -> bool:
-        return self.generation.departed(self.members[rank])
+        return self.generation.switchboard.departed(self.members[rank])
 
     def _usable(self) -> bool:
         generation = self.generation
@@ -282,7 +285,7 @@ class Post:
         return error
 
     def _frame(self, kind: Kind, payload: bytes, tag: int, **fields: int) -> bytes:
-        return self.generation.frame(
+        return self.generation.identity.frame(
             kind, payload, group=self.group, source=self.rank, fingerprint=tag & _TAG_MASK, **fields
         )
 

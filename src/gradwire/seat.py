@@ -19,8 +19,9 @@ from gradwire.address import Address
 from gradwire.config import JobConfig
 from gradwire.environments import torchrun
 from gradwire.errors import Broken, ConfigError, GradwireError, NoConnection, Refused, Timeout, UnsupportedOp
-from gradwire.generation import Generation, Identity
+from gradwire.generation import Generation
 from gradwire.group import Group
+from gradwire.identity import Identity
 from gradwire.membership import Assembly, Member
 from gradwire.membership.addresses import resolve as endpoints
 from gradwire.membership.doorkeeper import Doorkeeper

@@ -11,8 +11,9 @@ import time
 
 from gradwire import lifetime, tuning
 from gradwire.errors import Refused, Timeout
-from gradwire.generation import Generation, Identity
+from gradwire.generation import Generation
 from gradwire.group import Group
+from gradwire.identity import Identity
 from gradwire.membership.answers import Claim, News, Refusal
 from gradwire.membership.members import Assembly, Member
 from gradwire.membership.state import Membership

@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 
 from gradwire import agreement, core, lifetime
 from gradwire.errors import GradwireError
-from gradwire.generation import Generation, Identity
+from gradwire.generation import Generation
 from gradwire.group import Group
+from gradwire.identity import Identity
 from gradwire.topology import Topology
 from gradwire.transports.local import Hub
 from gradwire.transports.tcp import TcpTransport

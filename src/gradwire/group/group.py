@@ -165,7 +165,7 @@ class Group(Messaging):
             return
         finding = Finding("aborted", str(reason)[:2000], self._generation.identity.rank)
         self._generation.control.report(finding, time.monotonic())
-        self._generation.wake()
+        self._generation.switchboard.wake()
 
     def recover(self, timeout: float | None = None) -> Group:
         """The next generation's group, after a break: of all members that are left, and those that wait to join.

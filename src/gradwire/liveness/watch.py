@@ -115,7 +115,7 @@ class Watch:
             self._generation.control.lost(peer, now, "sent nonsense")
         else:
             self._generation.control.report(disagreement(self._calls, sequence), now)
-        self._generation.wake()
+        self._generation.switchboard.wake()
         return self.broken()
 
     def _disputed(self, peer: int, header: bytes) -> int | None:
@@ -149,7 +149,7 @@ class Watch:
         reason = f"{what}: {self._describe(late)}"
         finding = Finding("timeout", reason[:4000], culprit, self.timeout, self.operation)
         self._generation.control.report(finding, time.monotonic())
-        self._generation.wake()
+        self._generation.switchboard.wake()
         return self.broken()
 
     def _describe(self, late: Sequence[tuple[int, Position | None]]) -> str:
