@@ -166,7 +166,7 @@ class Reducer:
         """The same by torch, or by NumPy where that looks whether it is finite."""
         with torch.no_grad():
             if gradient.stride() == view.stride() and gradient.dtype == view.dtype:
-                self.sync.places.write(name, as_array(name, in_memory_order(gradient)).reshape(view.shape))
+                self.sync.write(name, as_array(name, in_memory_order(gradient)).reshape(view.shape))
             else:
                 view.copy_(gradient)
 

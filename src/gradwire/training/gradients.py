@@ -131,7 +131,6 @@ class GradientSync:
         self.gradients: dict[str, Array] = {name: self._home[name].views[name] for name in self._tensors}
         """Each gradient's place in its bucket: write it there. After `agree`, `reorder` and `rebind`, look again."""
         self.places = Places(self.gradients)
-        """For who would rather have gradients copied there."""
         for name, view in old.items():
             self.gradients[name][...] = view
         if self._compression is not None:
@@ -307,11 +306,11 @@ class GradientSync:
         """Look at a bucket before it leaves this rank."""
         if self._weights is not None and not self._weights.mine:
             bucket.flat.fill(0)
-        elif (
-            self.check_finite and not self.places.finite.issuperset(bucket.views) and not finite.all_finite(bucket.flat)
-        ):
-            spoiled = {name: view for name, view in bucket.views.items() if not finite.all_finite(view)}
-            self._not_finite.update({name: finite.faults(view) for name, view in spoiled.items()})
+            return
+        if not self.check_finite or self.places.finite.issuperset(bucket.views) or finite.all_finite(bucket.flat):
+            return
+        spoiled = {name: view for name, view in bucket.views.items() if not finite.all_finite(view)}
+        self._not_finite.update({name: finite.faults(view) for name, view in spoiled.items()})
 
     def _vote(self) -> None:
         """Of every tensor, whether any rank used it; and whether all is well. On each rank the same comes out."""
@@ -366,6 +365,11 @@ class GradientSync:
         for name, gradient in fitting(self._tensors, gradients).items():
             self._write(name, gradient)
             self._added.add(name)
+
+    def write(self, name: str, gradient: Array) -> None:
+        """Copy a gradient into its place, and look on the way whether it is finite: then its bucket need not be read
+        once more. What is written there later, in another way, would not be looked at."""
+        self.places.write(name, gradient)
 
     def _write(self, name: str, gradient: Array) -> None:
         if name in self._added:

@@ -13,8 +13,8 @@ from gradwire.training import finite
 
 
 class Places:
-    """The places of gradients in their buckets. Those in `finite` need not be looked at again before they leave: what is
-    written there in another way would not be, so whoever does that says so."""
+    """The places of gradients in their buckets. Those in `finite` are not looked at again before they leave; so whoever
+    changes them in another way says so."""
 
     def __init__(self, gradients: Mapping[str, Array]) -> None:
         self._gradients = gradients
