@@ -95,20 +95,28 @@ class Seat:
             present = lifetime.current()
             if generation.identity.number < self._generation and present is not None:
                 return present
+            deadline = time.monotonic() + timeout
             broken = not generation.control.sound
-            self._leave(generation)
+            leave = self._leave(generation)
             del generation
-            if broken:  # the error and the frames that raised it refer to each other, and to arrays in shared memory
-                gc.collect()
-            return self.take(time.monotonic() + timeout)
+            if not broken:  # then this can be done while the next one comes together
+                leaving = threading.Thread(target=leave, name="gradwire-leave", daemon=True)
+                leaving.start()
+                try:
+                    return self.take(deadline)
+                finally:
+                    leaving.join()
+            leave()
+            gc.collect()  # the error and the frames that raised it refer to each other, and to arrays in shared memory
+            return self.take(deadline)
 
-    def _leave(self, generation: Generation) -> None:
-        """Remember for the coordinator whom this process could not reach."""
+    def _leave(self, generation: Generation) -> Callable[[], None]:
+        """Remember for the coordinator whom this process could not reach; what this returns ends the generation."""
         lost = generation.unreachable()
         self._lost = tuple(generation.member_ids[rank] for rank in sorted(lost))
         self._stranger = generation.stranger
         generation.belongings = [one for one in generation.belongings if not isinstance(one, _Leave)]
-        generation.close()
+        return generation.close
 
     def _take(self, deadline: float) -> Group:
         config = self.config

@@ -71,6 +71,7 @@ class Control:
         self._told_calls: set[int] = set()  # groups
         self._disputed: set[int] = set()
         self._logs: dict[int, CallLog] = {}
+        self._announced: dict[int, bool] = {}
         self._sent: dict[int, int] = {}
         self._reached: dict[tuple[int, int], int] = {}
         self._ahead: dict[tuple[int, int], tuple[int, int]] = {}
@@ -79,18 +80,21 @@ class Control:
         self._settled = threading.Event()
         self._lost: set[int] = set()
         self.given_up = False  # the others go on without this rank
-        self.told: Callable[[int, int, Any], None] = lambda peer, number, value: None
+        self.told: Callable[[int, int, str, Any], None] = lambda peer, number, operation, value: None
 
     # -- what this rank finds -----------------------------------------------------------------------------------------
 
-    def watch(self, calls: CallLog) -> None:
+    def watch(self, calls: CallLog, *, announced: bool = True) -> None:
+        """Compare these calls with those of the others, unless they do that themselves, and tell who asks for them."""
         with self._lock:
             self._logs[calls.group] = calls
+            self._announced[calls.group] = announced
 
     def unwatch(self, calls: CallLog) -> None:
         with self._lock:
             self._announce()  # the others compare its last calls with theirs
             self._logs.pop(calls.group, None)
+            self._announced.pop(calls.group, None)
             self._sent.pop(calls.group, None)
             self._reached = {key: number for key, number in self._reached.items() if key[0] != calls.group}
             self._positions = {key: place for key, place in self._positions.items() if key[0] != calls.group}
@@ -190,8 +194,8 @@ class Control:
                     if group in self._logs:
                         self._positions[group, peer] = Position(sequence, finished, last[:MAX_TEXT])
                         self._answered.notify_all()
-                case {"t": "tell", "n": int(number), "v": value}:
-                    self.told(peer, number, value)
+                case {"t": "tell", "n": int(number), "o": str(operation), "v": value}:
+                    self.told(peer, number, operation, value)
                 case {"t": str(kind)} if kind in KINDS:
                     raise ValueError(f"malformed control message {str(message)[:200]}")
                 case _ if not isinstance(message, dict):
@@ -267,7 +271,7 @@ class Control:
         for group, calls in self._logs.items():
             sequence = calls.sequence
             chain = calls.chain_at(sequence)
-            if chain is not None and self._sent.get(group) != sequence:
+            if chain is not None and self._sent.get(group) != sequence and self._announced[group]:
                 moved = True
                 self._sent[group] = sequence
                 for peer in calls.members:
@@ -365,12 +369,14 @@ class Control:
 
     def tell_all(self, message: dict[str, Any]) -> None:
         """Post a message to all peers."""
+        data = _encoded(message)
         for peer in range(len(self._names)):
-            self._tell(peer, message)
+            if peer != self.rank:
+                self._post(peer, data)
 
     def _tell(self, peer: int, message: dict[str, Any]) -> None:
         if peer != self.rank:
-            self._post(peer, json.dumps(message, separators=(",", ":")).encode())
+            self._post(peer, _encoded(message))
 
 
 class ControlSink:
@@ -395,6 +401,10 @@ def disagreement(calls: CallLog, sequence: int, reason: str = "ranks called diff
     last = calls.last()
     operation = last.what.partition("(")[0] if last else None
     return Finding("mismatch", reason[:MAX_TEXT], None, None, operation, calls.group, sequence)
+
+
+def _encoded(message: dict[str, Any]) -> bytes:
+    return json.dumps(message, separators=(",", ":")).encode()
 
 
 def _bounded(calls: Sequence[Call]) -> list[Call]:

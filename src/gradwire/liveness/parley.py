@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradwire.errors import InvalidSize
 from gradwire.liveness.calls import CallLog, Meaning, call_site
+from gradwire.liveness.control import disagreement
 from gradwire.liveness.watch import Watch
 from gradwire.wire import MAX_CONTROL, fingerprint
 
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 
 PARLEY = 2  # as a group; the first one is the world
 LAST_WORDS_SECONDS = 0.02  # for what an in-process rank has said before its thread ended
-ENVELOPE_BYTES = 64  # of a control message, around a value
+ENVELOPE_BYTES = 256  # of a control message, around a value
+
+Word = tuple[str, Any]  # of what, and the value
 
 
 class Parley:
@@ -34,9 +37,9 @@ class Parley:
         self._generation = generation
         self._size = generation.identity.size
         self._calls = CallLog(PARLEY, range(self._size))
-        self._told: dict[int, dict[int, Any]] = {}  # what was heard, by round and rank
+        self._told: dict[int, dict[int, Word]] = {}  # by round and rank
         self._changed = threading.Condition()
-        generation.control.watch(self._calls)
+        generation.control.watch(self._calls, announced=False)
         generation.control.told = self._hear
 
     @property
@@ -57,21 +60,24 @@ class Parley:
         with self._changed:
             number = self._calls.record(meaning, call_site())
             told = self._told.setdefault(number, {})
-            told[rank] = value
+            told[rank] = operation, value
         if not control.sound:
             control.called(time.monotonic())
             self._generation.check(operation)
-        control.tell_all({"t": "tell", "n": number, "v": value})
+        control.tell_all({"t": "tell", "n": number, "o": operation, "v": value})
         return partial(self._heard, number, told, Watch(self._generation, self._calls, operation, number, timeout))
 
-    def _heard(self, number: int, told: dict[int, Any], watch: Watch) -> list[Any]:
+    def _heard(self, number: int, told: dict[int, Word], watch: Watch) -> list[Any]:
         self._await(told, watch)
         self._calls.finished = number
         with self._changed:
             del self._told[number]
-        return [told[peer] for peer in range(self._size)]
+        if len({operation for operation, _ in told.values()}) > 1:
+            self._generation.control.report(disagreement(self._calls, number), time.monotonic())
+            raise watch.broken()
+        return [told[peer][1] for peer in range(self._size)]
 
-    def _await(self, told: dict[int, Any], watch: Watch) -> None:
+    def _await(self, told: dict[int, Word], watch: Watch) -> None:
         generation = self._generation
         gone: set[int] = set()
         while True:
@@ -89,14 +95,16 @@ class Parley:
                     LAST_WORDS_SECONDS if gone else pause,
                 )
 
-    def _hear(self, peer: int, number: int, value: Any) -> None:
+    def _hear(self, peer: int, number: int, operation: str, value: Any) -> None:
         """A rank has told something: of this round, or, having heard everybody, of the next."""
         with self._changed:
             rounds = self._calls.sequence
             if not max(rounds, self._calls.finished + 1) <= number <= rounds + 1 or peer in self._told.get(number, {}):
                 raise ValueError(f"it tells of round {number} out of turn, this is round {rounds}")
-            self._told.setdefault(number, {})[peer] = value
-            self._changed.notify_all()
+            told = self._told.setdefault(number, {})
+            told[peer] = operation, value
+            if len(told) == self._size:  # nobody waits for less
+                self._changed.notify_all()
 
     def wake(self) -> None:
         """Let who waits look around: the generation has broken or ended."""
