@@ -37,6 +37,7 @@ LAYERS = [
     "generation",
     "operations",
     "work",
+    "plans",
     "exchange",
     "post",
     "group",

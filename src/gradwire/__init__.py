@@ -21,6 +21,7 @@ The layers, each importing only from those above it:
     generation      one membership at work: its beginning and end, the one failure path
     operations      what each collective checks, exchanges and returns
     work            handles and queues of asynchronous collectives
+    plans           what a call comes down to: a schedule, and a rank's plan for it
     exchange        runs a group's operations in its one order
     post            send, recv and what is made of them
     group           what users call

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import CodeType
@@ -16,26 +16,23 @@ from typing import Any, cast
 
 from gradwire import core, events
 from gradwire.arrays import Array
-from gradwire.collectives import build, choose
 from gradwire.errors import Broken, Closed, GradwireError, NoConnection
 from gradwire.executors import native
 from gradwire.executors.desk import NO_DESK, Desk
 from gradwire.executors.native import Descriptor, NativeExecutor
-from gradwire.executors.plan import Plan, even_bounds, ragged_bounds
 from gradwire.executors.python import PythonExecutor, Sheet
 from gradwire.generation import Generation
 from gradwire.liveness import calls
-from gradwire.liveness.calls import CallLog, Meaning
+from gradwire.liveness.calls import CallLog
 from gradwire.liveness.control import disagreement
 from gradwire.liveness.watch import Watch
 from gradwire.operations import Form, Operation, Shape, all_gather_rows
 from gradwire.operations.call import settled
+from gradwire.plans import Plans
 from gradwire.topology import Topology
 from gradwire.transports.base import Link
-from gradwire.wire import fingerprint
 from gradwire.work import Work
 
-PLANS = 256  # kept per group
 Site = tuple[CodeType, int]
 
 
@@ -80,9 +77,7 @@ class Runner:
         self._sheet = Sheet(generation.identity.job, generation.identity.number, identity, self.rank)
         self._executor: PythonExecutor | NativeExecutor = PythonExecutor(self._links.__getitem__)
         self._connected = self.size == 1
-        self._hosts_share = False  # whether ranks of the same host share memory, on all hosts
-        self._tile_bytes: int | None = None  # as is best for sockets
-        self._plans: OrderedDict[Shape, Plan] = OrderedDict()
+        self._plans = Plans(generation, topology, self.rank, self.size)
         self._turn = threading.Condition(threading.Lock())
         self._turns = core.native.Turns() if core.available() else Turns()
         self._skipped: set[int] = set()
@@ -141,9 +136,9 @@ class Runner:
         # All ranks must see this alike; they do, since they have agreed on who shares memory.
         families = [ranks for ranks in self._topology.hosts if len(ranks) > 1]
         shares = [self.generation.shares(self.members[rank]) for ranks in families for rank in ranks]
-        self._hosts_share = bool(shares) and all(shares) and not self._speaks_tls
-        if self._hosts_share and len(self._topology.hosts) == 1:
-            self._tile_bytes = native.SHARED_TILE_BYTES
+        self._plans.hosts_share = bool(shares) and all(shares) and not self._speaks_tls
+        if self._plans.hosts_share and len(self._topology.hosts) == 1:
+            self._plans.tile_bytes = native.SHARED_TILE_BYTES
         generation, shared = self.generation, self.generation.shared
         if not self.is_native:
             return
@@ -303,12 +298,8 @@ class Runner:
     ) -> None:
         if not self._connected:
             self._connect(Watch(self.generation, self.calls, name, self.calls.sequence + 1, timeout))
-        plan = self._plans.get(shape)
-        new = plan is None
-        if plan is None:
-            plan = self._plan(shape)
-        else:
-            self._plans.move_to_end(shape)
+        known = self._plans.find(shape)
+        plan = known or self._plans.make(shape)
         sequence = self.calls.record(plan.meaning, site)
         if not self.generation.control.sound:
             self.generation.control.called(time.monotonic())
@@ -319,7 +310,7 @@ class Runner:
         patience = partial(Watch, self.generation, self.calls, name, sequence, timeout)
         self._executor.run(plan, x, out, sheet, patience, self._spins)
         self.calls.finished = sequence
-        if new and form is not None:
+        if known is None and form is not None:
             self.desk.learn(*form, plan)
 
     def _resume(self, status: int, operation: str, sequence: int) -> None:
@@ -344,22 +335,6 @@ class Runner:
         self.generation.control.report(disagreement(self.calls, sequence, reason), time.monotonic())
         self.generation.switchboard.wake()
         return Watch(self.generation, self.calls, name, sequence, timeout).broken()
-
-    def _plan(self, shape: Shape) -> Plan:
-        dtype, counts = shape.dtype, shape.counts
-        total = (counts if isinstance(counts, int) else sum(counts)) * dtype.itemsize
-        table, inside = self.generation.table, "shm" if self._hosts_share else self.generation.transport.name
-        algorithm = choose(shape.collective, shape.algorithm, total, self._topology, table, inside)
-        schedule = build(shape.collective, algorithm, self.size, topology=self._topology, root=shape.root or 0)
-        if isinstance(counts, int):
-            bounds = even_bounds(counts, schedule.segments, dtype.itemsize)
-        else:
-            bounds = ragged_bounds(counts)
-        plan = Plan(schedule, self.rank, dtype, shape.op, bounds, _meaning(shape, algorithm), self._tile_bytes)
-        self._plans[shape] = plan
-        if len(self._plans) > PLANS:
-            self._plans.popitem(last=False)
-        return plan
 
     def close(self) -> None:
         """End this group's links and thread; the generation goes on."""
@@ -401,18 +376,3 @@ class _Step:
 
     def disagree(self, reason: str) -> GradwireError:
         return self._runner.disagree(self._name, self._timeout, reason)
-
-
-def _meaning(shape: Shape, algorithm: str) -> Meaning:
-    call = shape.call
-    operation = call.partition("(")[0] or shape.collective
-    if not call:
-        counts = shape.counts if isinstance(shape.counts, int) else ", ".join(map(str, shape.counts))
-        call = f"{shape.collective}({shape.dtype.name}[{counts}]"
-        call += f", op={shape.op!r}" if shape.op else ""
-        call += f", root={shape.root}" if shape.root is not None else ""
-        call += f", algorithm={shape.algorithm!r})" if shape.algorithm != "auto" else ")"
-    print64 = fingerprint(
-        shape.collective, shape.dtype.name, shape.counts, shape.op, shape.root, algorithm, shape.call, shape.items
-    )
-    return Meaning(operation, call, print64, shape.items)

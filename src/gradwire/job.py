@@ -35,7 +35,7 @@ def init(
     What is None comes from the environment: `GRADWIRE_*`, or the variables of torchrun, Slurm, Open MPI and PMI
     launchers. With nothing said and nothing found the job has one rank. `timeout` holds for the rendezvous and for each
     blocking call that names none. Ranks of one host share memory where they can; with transport "tcp" they do not, and
-    "shm" insists that all do. Addresses beyond this machine need `insecure=True`, because links do not encrypt.
+    "shm" insists that all do. Addresses beyond this machine need certificates, or `insecure=True`.
 
     >>> import gradwire as gw
     >>> with gw.init() as group:
