@@ -143,11 +143,12 @@ class Place {
   public:
     Place(int dtype, nb::handle array) : found_(find_checks("", dtype)), to_(array, true), count_(to_.count(found_.element)) {}
 
-    // Copy what lies there, and tell whether all of it is finite; nothing is done, and none returned, if it lies here.
+    // Copy what lies there, and tell whether all of it is finite; nothing is done, and none returned, if it lies here or
+    // nowhere.
     std::optional<bool> take(std::uintptr_t address) const {
         const auto own = reinterpret_cast<std::uintptr_t>(to_.data());
         const std::size_t nbytes = count_ * found_.element;
-        if (address < own + nbytes && own < address + nbytes) return std::nullopt;
+        if (address == 0 || (address < own + nbytes && own < address + nbytes)) return std::nullopt;
         std::optional<nb::gil_scoped_release> released;
         if (nbytes > KEEPS_THE_LOCK) released.emplace();
         return found_.copy_finite(to_.data(), reinterpret_cast<const void*>(address), count_);

@@ -19,7 +19,7 @@ import gradwire as gw
 from gradwire import generation
 from gradwire.launch.environment import free_port
 from gradwire.seat import Seat
-from gradwire.transports import tcp
+from gradwire.transports import tcp_dial
 from processes import Here, StartJob
 from processes import job_fixture as job_fixture
 from processes import zygote_fixture as zygote_fixture
@@ -185,7 +185,7 @@ def test_two_jobs_at_once_never_meet(job: StartJob, static: Callable[..., Enviro
 def dies_after_registering(here: Here, victim: int) -> None:
     if os.environ["RANK"] == str(victim):
         Seat._assemble = lambda *_: os._exit(7)  # type: ignore[method-assign]
-    tcp.REFUSING_SECONDS = generation.EXPECTED_SECONDS = 0.3
+    tcp_dial.REFUSING_SECONDS = generation.EXPECTED_SECONDS = 0.3
     joins(here)
 
 

@@ -115,8 +115,11 @@ class Runner:
 
     def dial(self, deadline: float) -> None:
         """Open the links to the lower ranks; those of the higher ones come by themselves."""
-        links = self.generation.connect_all(self.members[: self.rank], self._channel, deadline, "subgroup")
-        self._links.update(enumerate(links))
+        below = self.members[: self.rank]
+        self.generation.connect_all(below, self._channel, deadline, "subgroup", self._add_link)
+
+    def _add_link(self, link: Link) -> None:
+        self._links[self.members.index(link.peer)] = link
 
     def _await_links(self, watch: Watch) -> None:
         for rank in range(self.rank + 1, self.size):

@@ -68,8 +68,8 @@ class Generation:
         """Begin to serve, and open the control links to the ranks below: of each pair the higher one dials, so that
         they never cross."""
         self.switchboard.start()
-        for link in self.connect_all(range(self.identity.rank), CONTROL_CHANNEL, deadline, "init"):
-            self.switchboard.add_control_link(link)
+        below = range(self.identity.rank)
+        self.connect_all(below, CONTROL_CHANNEL, deadline, "init", self.switchboard.add_control_link)
 
     def serve(self, deadline: float) -> None:
         """Wait for the ranks above to have dialled. One that is lost meanwhile ends the wait."""
@@ -89,10 +89,14 @@ class Generation:
 
     def connect(self, peer: int, channel: int, deadline: float, operation: str) -> Link:
         """A link to a world rank; fails as soon as it is known that the rank has left or the generation is broken."""
-        return self.connect_all([peer], channel, deadline, operation)[0]
+        made: list[Link] = []
+        self.connect_all([peer], channel, deadline, operation, made.append)
+        return made[0]
 
-    def connect_all(self, peers: Sequence[int], channel: int, deadline: float, operation: str) -> list[Link]:
-        """The same, to several ranks at a time."""
+    def connect_all(
+        self, peers: Sequence[int], channel: int, deadline: float, operation: str, made: Callable[[Link], None]
+    ) -> None:
+        """The same, to several ranks at a time; `made` gets each link as soon as it is there."""
 
         def check() -> None:
             self.check(operation)
@@ -102,7 +106,7 @@ class Generation:
 
         check()
         try:
-            return self.transport.dial_all(peers, channel, deadline, check)
+            self.transport.dial_all(peers, channel, deadline, made, check)
         except NoConnection as error:
             if error.peer is not None:
                 self._await_reason(error.peer)

@@ -100,7 +100,7 @@ class Seat:
             leave = self._leave(generation)
             del generation
             if not broken:  # then this can be done while the next one comes together
-                leaving = threading.Thread(target=leave, name="gradwire-leave", daemon=True)
+                leaving = threading.Thread(target=_logged(leave), name="gradwire-leave", daemon=True)
                 leaving.start()
                 try:
                     return self.take(deadline)
@@ -301,6 +301,16 @@ def _out_of_reach(generation: Generation, error: BaseException) -> set[int]:
     elif isinstance(error, Timeout):
         silent = error.culprit
     return generation.unreachable() | (set() if silent is None else {silent})
+
+
+def _logged(act: Callable[[], None]) -> Callable[[], None]:
+    def run() -> None:
+        try:
+            act()
+        except Exception:
+            log.exception("the generation that was left could not be closed")
+
+    return run
 
 
 class _Teller:

@@ -16,6 +16,7 @@ from gradwire.identity import Identity
 from gradwire.liveness.control import Control, ControlSink
 from gradwire.liveness.lifeline import BeatSink, Lifeline
 from gradwire.liveness.verdict import Finding
+from gradwire.liveness.watch import LAST_WORDS_SECONDS
 from gradwire.messages import Letter, Mailbox, MessageSink
 from gradwire.transports.base import CONTROL_CHANNEL, MESSAGE_CHANNEL, Link, LinkClosed, Transport
 from gradwire.transports.frames import FrameReader, Outbox
@@ -26,7 +27,6 @@ log = logging.getLogger("gradwire")
 
 GOODBYE_SECONDS = 2.0
 CONTROL_READ_AHEAD = 4096  # control messages are small and few, but there is a reader for each peer
-LAST_WORDS_SECONDS = 0.2  # in which messages sent before a goodbye may still arrive
 
 
 class Switchboard:

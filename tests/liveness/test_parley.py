@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import gradwire as gw
-from gradwire.errors import Aborted, CollectiveMismatch, InvalidSize, PeerLost, Timeout
+from gradwire.errors import Aborted, Closed, CollectiveMismatch, InvalidSize, PeerLost, Timeout
+from gradwire.liveness.parley import Parley
 from gradwire.wire import MAX_CONTROL
 from ranks import run_group, run_ranks
 
@@ -132,3 +133,31 @@ def test_words_out_of_turn_are_nonsense(numbers: list[int]) -> None:
 def test_words_that_lack_something_are_malformed(message: dict[str, Any]) -> None:
     with gw.local_group(2)[0] as group, pytest.raises(ValueError, match="malformed"):
         group._generation.control.hear(1, json.dumps({"t": "tell", **message}).encode(), 0.0)
+
+
+def test_a_rank_that_is_interrupted_in_a_round_is_an_error_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = gw.local_group(2)
+
+    def ctrl_c(self: Parley, *_: object) -> None:
+        if self is groups[0]._generation.parley:
+            raise KeyboardInterrupt
+        wait(self, *_)  # type: ignore[arg-type]
+
+    wait = Parley._await
+    monkeypatch.setattr(Parley, "_await", ctrl_c)
+
+    def body(group: gw.Group) -> None:
+        with pytest.raises(KeyboardInterrupt if group.rank == 0 else Aborted):
+            tell_all(group, None)
+        assert not group._generation.control.sound
+
+    run_ranks(groups, body)
+    for group in groups:
+        group.close()
+
+
+def test_a_closed_generation_is_told_at_once() -> None:
+    group = gw.local_group(2)[0]
+    group.close()
+    with pytest.raises(Closed):
+        tell_all(group, None)

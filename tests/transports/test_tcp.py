@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from gradwire.errors import Closed, NoConnection, Refused, TransportError
-from gradwire.transports import tcp, tcp_accept
-from gradwire.transports.base import LinkClosed
+from gradwire.transports import tcp_accept, tcp_dial
+from gradwire.transports.base import Link
 from gradwire.transports.sockets import Sockets
 from gradwire.transports.tcp import TcpLink, TcpTransport
 from in_process import Journal
@@ -153,21 +153,31 @@ def test_an_admission_that_is_broken_off_is_tried_again(assemble: Assemble, prox
     assert between[0].calls == 4
 
 
-def test_if_one_of_several_links_is_refused_there_is_none(assemble: Assemble) -> None:
-    transports = assemble(size=3)
+def test_if_one_of_several_links_is_refused_that_is_told(assemble: Assemble) -> None:
+    transports, made = assemble(size=3), list[Link]()
     transports[2].dial(1, 9, deadline())
     with pytest.raises(Refused, match="rank 2 already holds this link"):
-        transports[2].dial_all([0, 1], 9, deadline())
-    theirs = transports[0].accept(2, 9, deadline())
-    with pytest.raises(LinkClosed):
-        while True:
-            theirs.receive([memoryview(bytearray(1))])
-            transports[0].wait([theirs], [], transports[0].bell(), LONG)
+        transports[2].dial_all([0, 1], 9, deadline(), made.append)
+    assert [link.peer for link in made] in ([0], [])
 
 
 def test_several_links_are_made_with_patience(assemble: Assemble, proxy: Callable[..., Proxy]) -> None:
     transports = assemble(lambda address: proxy(address, hang_up=2).address, size=3)
-    assert [link.peer for link in transports[2].dial_all([0, 1], 9, deadline())] == [0, 1]
+    made: list[Link] = []
+    transports[2].dial_all([0, 1], 9, deadline(), made.append)
+    assert sorted(link.peer for link in made) == [0, 1]
+
+
+def test_nobody_waits_at_the_door_while_another_is_late(assemble: Assemble, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first peer answers only when the second one has let the caller in."""
+    monkeypatch.setattr(tcp_accept, "PATIENCE_SECONDS", 0.5)
+    transports = assemble(size=3)
+    late = transports[0]._acceptance
+    assert late is not None
+    accept, made = late._accept, list[Link]()
+    monkeypatch.setattr(late, "_accept", lambda: accept() if made else None)
+    transports[2].dial_all([0, 1], 9, deadline(), made.append)
+    assert [link.peer for link in made] == [1, 0]
 
 
 def test_a_refusal_is_final_and_says_why(assemble: Assemble, journal: Journal) -> None:
@@ -188,7 +198,7 @@ def test_a_link_cannot_be_made_twice(assemble: Assemble) -> None:
 
 
 def test_a_port_that_keeps_refusing_belongs_to_a_dead_rank(assemble: Assemble, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp, "REFUSING_SECONDS", 0.2)
+    monkeypatch.setattr(tcp_dial, "REFUSING_SECONDS", 0.2)
     transports = assemble()
     transports[0].close()
     began = time.monotonic()
@@ -309,7 +319,7 @@ def test_a_link_that_is_made_while_everything_is_closed_is_closed_too(
     monkeypatch.setattr(transports[1], "_call", slow_call)
     with pytest.raises(Closed):
         transports[1].dial(0, 9, deadline())
-    assert made[0]._socket.fileno() == -1
+    assert made[0].socket.fileno() == -1
 
 
 def test_listening_where_one_cannot() -> None:

@@ -286,12 +286,12 @@ def state_of(pid: int | str) -> str:
 
 
 def beat_waits(pid: int) -> bool:
-    """Whether the thread that beats for a process would run, if it had a core."""
+    """Whether a thread that beats for a process would run, if it had a core."""
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/comm", "rb") as file:
-                if file.read().strip() == BEAT_THREAD:
-                    return state_of(f"{pid}/task/{thread}") == "R"
+                if file.read().strip() == BEAT_THREAD and state_of(f"{pid}/task/{thread}") == "R":
+                    return True
     return False
 
 

@@ -7,24 +7,24 @@ like calls: a rank that does not come is named, and so are ranks that speak of d
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gradwire.errors import InvalidSize
+from gradwire.errors import Broken, Closed, InvalidSize
 from gradwire.liveness.calls import CallLog, Meaning, call_site
 from gradwire.liveness.control import disagreement
-from gradwire.liveness.watch import Watch
+from gradwire.liveness.watch import LAST_WORDS_SECONDS, Watch
 from gradwire.wire import MAX_CONTROL, fingerprint
 
 if TYPE_CHECKING:
     from gradwire.generation import Generation
 
 PARLEY = 2  # as a group; the first one is the world
-LAST_WORDS_SECONDS = 0.02  # for what an in-process rank has said before its thread ended
 ENVELOPE_BYTES = 256  # of a control message, around a value
 
 Word = tuple[str, Any]  # of what, and the value
@@ -53,7 +53,10 @@ class Parley:
 
     def tell(self, value: Any, operation: str, timeout: float) -> Callable[[], list[Any]]:
         """The same, for one who has something to do meanwhile: what this returns waits for the others."""
-        rank, control = self._generation.identity.rank, self._generation.control
+        generation = self._generation
+        rank, control = generation.identity.rank, generation.control
+        if generation.closed:  # before any lock: in a forked child nobody may be there to release it
+            generation.check(operation)
         if len(json.dumps(value)) > MAX_CONTROL - ENVELOPE_BYTES:
             raise InvalidSize(f"{operation} cannot tell all ranks so much: more than {MAX_CONTROL} bytes")
         meaning = Meaning(operation, f"{operation}()", fingerprint("parley", operation))
@@ -61,14 +64,27 @@ class Parley:
             number = self._calls.record(meaning, call_site())
             told = self._told.setdefault(number, {})
             told[rank] = operation, value
-        if not control.sound:
-            control.called(time.monotonic())
-            self._generation.check(operation)
-        control.tell_all({"t": "tell", "n": number, "o": operation, "v": value})
-        return partial(self._heard, number, told, Watch(self._generation, self._calls, operation, number, timeout))
+        with self._or_break(operation):
+            if not control.sound:
+                control.called(time.monotonic())
+                generation.check(operation)
+            control.tell_all({"t": "tell", "n": number, "o": operation, "v": value})
+        return partial(self._heard, number, told, Watch(generation, self._calls, operation, number, timeout))
+
+    @contextlib.contextmanager
+    def _or_break(self, operation: str) -> Iterator[None]:
+        """Whatever goes wrong in a round, others wait for this rank: then nobody can go on."""
+        try:
+            yield
+        except (Broken, Closed):
+            raise
+        except BaseException as error:
+            self._generation.interrupt(operation, error)
+            raise
 
     def _heard(self, number: int, told: dict[int, Word], watch: Watch) -> list[Any]:
-        self._await(told, watch)
+        with self._or_break(watch.operation):
+            self._await(told, watch)
         self._calls.finished = number
         with self._changed:
             del self._told[number]

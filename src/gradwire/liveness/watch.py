@@ -21,6 +21,7 @@ log = logging.getLogger("gradwire")
 
 SLOW_SECONDS = 5.0
 ANSWER_SECONDS = 0.3
+LAST_WORDS_SECONDS = 0.2  # in which messages that a rank sent before its end may still arrive
 POLL_SECONDS = 0.25  # between looks at what rings no bell: the end of an in-process rank's thread
 
 

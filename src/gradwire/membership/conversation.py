@@ -138,7 +138,8 @@ class Conversation:
             raise Refused(f"what answers at {self.address} {NO_SECRET}: its reply is not authenticated") from error
 
     def _connected(self) -> Connection:
-        """Reach the coordinator and have it prove the secret, before it is told anything of use."""
+        """Reach the coordinator and have it prove the secret, before it is told anything of use: once for each seal, by
+        which all that follows is proven too."""
         if self._connection is None:
             self._connection = Connection(self._secured(self._reach()), self.address, self._largest_reply)
             if not self.seal.met:

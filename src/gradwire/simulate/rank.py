@@ -21,7 +21,7 @@ from gradwire.simulate.network import End, Pulse
 from gradwire.simulate.process import Program
 from gradwire.simulate.time import Event
 from gradwire.transports.base import LinkClosed
-from gradwire.transports.tcp import REFUSING_SECONDS, RETRY_SECONDS
+from gradwire.transports.tcp_dial import REFUSING_SECONDS, RETRY_SECONDS
 
 if TYPE_CHECKING:
     from gradwire.simulate.worker import Worker

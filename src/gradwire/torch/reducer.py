@@ -71,7 +71,7 @@ class Reducer:
         old = self._views
         flat = [as_tensor(self.sync.gradients[name].reshape(-1)) for name in self._names]
         self._views = [laid_out_like(one, parameter) for one, parameter in zip(flat, self._parameters, strict=True)]
-        self._lies = [(view.dtype, view.stride(), view.device) for view in self._views]
+        self._lies = [(view.dtype, view.shape, view.stride(), view.device) for view in self._views]
         for parameter, before, now in zip(self._parameters, old, self._views, strict=False):
             if parameter.grad is before:
                 parameter.grad = now
@@ -157,18 +157,22 @@ class Reducer:
             return
         if gradient.layout != torch.strided:
             raise UnsupportedOp(f"the gradient of {name!r} is sparse: gradwire averages dense ones (sparse=False)")
-        lies_alike = (gradient.dtype, gradient.stride(), gradient.device) == self._lies[index]
-        if not (lies_alike and self.sync.places.take(name, gradient.data_ptr())):
-            self._copy(name, gradient, view)
+        if not self._lies_alike(index, gradient):
+            with torch.no_grad():
+                view.copy_(gradient)
+            self.sync.places.look_again(name)
+        elif not self.sync.places.take(name, gradient.data_ptr()):
+            self.sync.write(name, as_array(name, in_memory_order(gradient)).reshape(view.shape))
         parameter.grad = view
 
-    def _copy(self, name: str, gradient: Any, view: Any) -> None:
-        """The same by torch, or by NumPy where that looks whether it is finite."""
-        with torch.no_grad():
-            if gradient.stride() == view.stride() and gradient.dtype == view.dtype:
-                self.sync.write(name, as_array(name, in_memory_order(gradient)).reshape(view.shape))
-            else:
-                view.copy_(gradient)
+    def _lies_alike(self, index: int, gradient: Any) -> bool:
+        """Whether the bytes of a gradient are those of its place: not if torch has yet to conjugate or negate them, or
+        has none."""
+        return (
+            (gradient.dtype, gradient.shape, gradient.stride(), gradient.device) == self._lies[index]
+            and not (gradient.is_conj() or gradient.is_neg())
+            and (gradient.data_ptr() != 0 or gradient.numel() == 0)
+        )
 
     # -- a backward ends ----------------------------------------------------------------------------------------------
 

@@ -180,24 +180,24 @@ class Elastic:
         standings = self._compared(mine)
         if all(one.completed == NONE for one in standings):  # else nobody asks for the digest of who has just come
             digest = self._state.digest()
-            standings = self._compared(replace(mine, digest=digest))
+            standings = self._compared(replace(mine, digest=digest), "settling, with digests")
         settlement = settle(standings)
         self._exchange(settlement, standings)
         # The digest too, before anything can break: a state that was just pulled must not count as spoiled.
         self._completed, self._completed_in = settlement.version
         giver = settlement.pulls.get(self.group.rank)
         self.digest = digest if giver is None else standings[giver].digest
-        self._tell_all(None)
+        self._tell_all(None, "settling, done")
         self.committed = settlement.completed  # now all are known to have it
         self.group._generation.stranger = False
         self._settled = self.group
 
-    def _compared(self, mine: Standing) -> list[Standing]:
+    def _compared(self, mine: Standing, what: str = "settling") -> list[Standing]:
         """Where all ranks stand."""
-        return [Standing.from_wire(told) for told in self._tell_all(mine.to_wire())]
+        return [Standing.from_wire(told) for told in self._tell_all(mine.to_wire(), what)]
 
-    def _tell_all(self, value: Any) -> list[Any]:
-        return self.group._generation.parley.tell_all(value, "settling", self.group._timeout)
+    def _tell_all(self, value: Any, what: str) -> list[Any]:
+        return self.group._generation.parley.tell_all(value, what, self.group._timeout)
 
     def _exchange(self, settlement: Settlement, standings: list[Standing]) -> None:
         rank, step = self.group.rank, settlement.completed

@@ -78,8 +78,10 @@ class Transport(Belonging, Protocol):
     def dial(self, peer: int, channel: int, deadline: float, check: Check = no_check) -> Link:
         """Make a link; the peer gets its end from `accept`, or through `adopt`. `check` may end the wait by raising."""
 
-    def dial_all(self, peers: Sequence[int], channel: int, deadline: float, check: Check = no_check) -> list[Link]:
-        """Make links to several peers, all at the same time."""
+    def dial_all(
+        self, peers: Sequence[int], channel: int, deadline: float, made: Callable[[Link], None], check: Check = no_check
+    ) -> None:
+        """Make links to several peers at the same time; `made` gets each as soon as it is there, in any order."""
 
     def accept(self, peer: int, channel: int, deadline: float, check: Check = no_check) -> Link:
         """Wait for the link that the peer dials."""

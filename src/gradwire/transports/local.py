@@ -173,8 +173,11 @@ class LocalTransport:
         other.arrivals.add(theirs)
         return mine
 
-    def dial_all(self, peers: Sequence[int], channel: int, deadline: float, check: Check = no_check) -> list[Link]:
-        return [self.dial(peer, channel, deadline, check) for peer in peers]
+    def dial_all(
+        self, peers: Sequence[int], channel: int, deadline: float, made: Callable[[Link], None], check: Check = no_check
+    ) -> None:
+        for peer in peers:
+            made(self.dial(peer, channel, deadline, check))
 
     def accept(self, peer: int, channel: int, deadline: float, check: Check = no_check) -> Link:
         return self.arrivals.take(peer, channel, deadline, check)

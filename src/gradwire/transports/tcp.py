@@ -16,23 +16,20 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
-from gradwire.errors import Broken, Closed, ConfigError, NoConnection, Refused, TransportError
+from gradwire.errors import Closed, ConfigError, TransportError
 from gradwire.security.admission import Hello
 from gradwire.security.tls import Credentials
 from gradwire.transports.base import Arrivals, Bell, Check, Link, no_check
 from gradwire.transports.sockets import Sockets
 from gradwire.transports.tcp_accept import Acceptance, Line
-from gradwire.transports.tcp_dial import Call, await_connection
+from gradwire.transports.tcp_dial import Attempts, Call, connected, dial
 from gradwire.transports.tcp_link import TcpLink
 from gradwire.transports.tls import TlsLink, TlsStream
 
 __all__ = ["TcpLink", "TcpTransport"]
-
-RETRY_SECONDS = 0.05
-# A rank listens before it registers: one whose port refuses connections for so long is dead, not late.
-REFUSING_SECONDS = 5.0
 
 
 class PipeBell:
@@ -178,47 +175,21 @@ class TcpTransport:
         self.arrivals.forget(link)
 
     def dial(self, peer: int, channel: int, deadline: float, check: Check = no_check) -> Link:
-        return self._dial(None, peer, channel, deadline, check)
+        made: list[Link] = []
+        self.dial_all([peer], channel, deadline, made.append, check)
+        return made[0]
 
-    def dial_all(self, peers: Sequence[int], channel: int, deadline: float, check: Check = no_check) -> list[Link]:
-        calls: dict[int, Call] = {}
-        links: list[Link] = []
-        try:
-            with contextlib.suppress(OSError):  # no descriptors left, perhaps: then one by one, with patience
-                for peer in peers:
-                    calls[peer] = self._call(peer, channel)
-            for call in calls.values():
-                call.greet()
-            for peer in peers:
-                links.append(self._dial(calls.get(peer), peer, channel, deadline, check))
-        except BaseException:
-            for link in links:
-                link.close()
-            for call in calls.values():
-                call.close()
-            raise
-        return links
+    def dial_all(
+        self, peers: Sequence[int], channel: int, deadline: float, made: Callable[[Link], None], check: Check = no_check
+    ) -> None:
+        def admitted(index: int, line: Line) -> None:
+            made(self._keep(self._link(line, peers[index], channel)))
 
-    def _dial(self, call: Call | None, peer: int, channel: int, deadline: float, check: Check) -> Link:
-        """A link by a call that has begun, or by others, as long as there is hope."""
-        refusing_since: float | None = None
-        while True:
-            now = time.monotonic()
-            try:
-                call = call or self._call(peer, channel)
-                return self._keep(self._link(call.admitted(deadline, check), peer, channel))
-            except (Refused, Closed, Broken):
-                raise
-            except OSError as error:  # an admission that was broken off is tried again too: the door may be crowded
-                refusing = isinstance(error, ConnectionRefusedError)
-                refusing_since = (refusing_since or now) if refusing else None
-                dead = refusing_since is not None and now - refusing_since > REFUSING_SECONDS
-                if dead or now + RETRY_SECONDS >= deadline:
-                    host, port = self._addresses[peer]
-                    raise NoConnection(f"rank {peer} at {host}:{port} does not answer: {error}", peer=peer) from error
-            call = None
-            check()
-            time.sleep(RETRY_SECONDS)
+        def attempts(peer: int) -> Attempts:
+            host, port = self._addresses[peer]
+            return Attempts(peer, f"rank {peer} at {host}:{port}", partial(self._call, peer, channel), deadline)
+
+        dial([attempts(peer) for peer in peers], check, admitted)
 
     def _call(self, peer: int, channel: int) -> Call:
         assert self._hello is not None
@@ -257,16 +228,19 @@ class TcpTransport:
         return False  # the kernel closes a dead process's sockets
 
     def listens(self, peer: int) -> bool:
-        sock = self._sockets.open(self._addresses[peer][0])
-        with sock:
+        poll, deadline = select.poll(), time.monotonic() + 1.0
+        with self._sockets.open(self._addresses[peer][0]) as sock:
+            sock.setblocking(False)
+            poll.register(sock, select.POLLOUT)
             try:
-                sock.setblocking(False)
-                await_connection(sock, sock.connect_ex(self._addresses[peer]), time.monotonic() + 1.0, no_check)
+                for _ in connected(sock, sock.connect_ex(self._addresses[peer])):
+                    if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
+                        break
             except ConnectionRefusedError:
                 return False
             except OSError:
-                pass  # no answer is no proof
-        return True
+                pass
+        return True  # no answer is no proof
 
     def touch(self) -> None:
         """Nothing to remember: a process is its own witness."""
