@@ -76,6 +76,7 @@ class Seat:
         self._generation = 0  # the last one this process was in
         self._lost: tuple[str, ...] = ()  # its members that this process could not reach
         self._stranger = False
+        self._stood_still = False
         self._news = _news_pipe() if config.elastic else None
         self._lease: Lease | None = None
 
@@ -115,6 +116,7 @@ class Seat:
         lost = generation.unreachable()
         self._lost = tuple(generation.member_ids[rank] for rank in sorted(lost))
         self._stranger = generation.stranger
+        self._stood_still = generation.lifeline.standstill.lately(time.monotonic())
         generation.belongings = [one for one in generation.belongings if not isinstance(one, _Leave)]
         return generation.close
 
@@ -136,7 +138,7 @@ class Seat:
             group = lifetime.meet([generation], config.timeout, deadline)[0]
             agreement.agree(generation, config.transport, deadline, meanwhile=lambda: group._runner.dial(deadline))
         except BaseException as error:
-            self._stranger = generation.joined
+            self._stranger, self._stood_still = generation.joined, False
             self._lost = tuple(generation.member_ids[rank] for rank in sorted(_out_of_reach(generation, error)))
             generation.close(None if isinstance(error, UnsupportedOp) else lifetime.giving_up(generation, error))
             raise
@@ -182,6 +184,7 @@ class Seat:
                 generation=self._generation,
                 lost=self._lost,
                 stranger=self._stranger,
+                stood_still=self._stood_still,
                 credentials=self._credentials,
                 waiting=_Teller(),
                 seal=self._seal,

@@ -9,15 +9,18 @@ from hypothesis import strategies as st
 from gradwire.liveness.detector import (
     BEAT_SECONDS,
     LATE_SECONDS,
+    LATELY_SECONDS,
     LINK_SECONDS,
     LOOK_SECONDS,
     MOST_SECONDS,
     PAGE_SECONDS,
     ROLL_CALL_SECONDS,
     STARVED_SECONDS,
+    STILL_SECONDS,
     UNSTOPPED_SECONDS,
     Detector,
     Sight,
+    Standstill,
 )
 
 STEP = BEAT_SECONDS
@@ -285,3 +288,22 @@ def test_ranks_without_the_core_are_given_ten_seconds_and_hold_up_nobody_s_roll_
     watcher.peers = ()
     assert watcher.run(8.0) == []
     assert watcher.run(3.0) == [2]
+
+
+def test_a_process_that_stood_still_knows_it_for_a_while() -> None:
+    own, now = Standstill(), 1000.0
+    assert not own.lately(now), "before the first look there is nothing to be late for"
+    for _ in range(3):
+        own.look(now)
+        own.expect(now + LOOK_SECONDS)
+        now += LOOK_SECONDS + STILL_SECONDS
+        assert not own.lately(now - EPSILON)
+    now += EPSILON
+    assert own.lately(now), "even if it has not looked yet"
+    own.look(now)
+    own.expect(now + LOOK_SECONDS)
+    assert own.lately(now)
+    own.look(now + LOOK_SECONDS)
+    own.expect(now + 2 * LATELY_SECONDS)
+    assert own.lately(now + LATELY_SECONDS - EPSILON)
+    assert not own.lately(now + LATELY_SECONDS)

@@ -162,6 +162,24 @@ def test_of_those_who_cannot_reach_each_other_the_one_with_more_complaints_goes(
     assert members(state) == left
 
 
+def test_whoever_stood_still_and_is_back_keeps_nobody_apart() -> None:
+    """Two of three were stopped for a moment: the third is the only one that complains, and is not the one cut off."""
+    state = at_work("abc")
+    back(state, 1.0, {"b": "ac"})
+    for name in "ac":
+        state.register(replace(worker(name, 1), stood_still=True), 1.1)
+    assert members(state) == "abc"
+
+
+def test_whoever_stood_still_is_dropped_if_the_next_generation_does_not_come_about() -> None:
+    state = at_work("abc")
+    back(state, 1.0, {"a": "c", "b": "c"})
+    state.register(replace(worker("c", 1), stood_still=True), 1.1)
+    assert members(state) == "abc"
+    back(state, 2.0, {"a": "c", "b": "c", "c": "ab"}, generation=2)
+    assert members(state) == "ab"
+
+
 def test_whoever_was_cut_off_may_join_again_after_a_rest_that_grows() -> None:
     state = at_work("ab", minimum=1)
     now, rest = 1.0, REST

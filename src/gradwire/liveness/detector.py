@@ -27,6 +27,8 @@ UNSTOPPED_SECONDS = 0.7  # of one that is seen, and was not stopped
 STARVED_SECONDS = 5.0  # and of one that visibly waits for a core
 ROLL_CALL_SECONDS = 0.85  # a silence that long is told whatever the others do
 LATE_SECONDS = 0.1  # later than it was due: a watcher that was held up
+STILL_SECONDS = 0.15  # by which a look was late, for who may have been missed: it takes 0.2 s of silence at least
+LATELY_SECONDS = 5.0
 LOOK_SECONDS = 0.1  # between looks; half of it where somebody was not heard
 SLOW_SECONDS = 0.5  # where nobody beats faster
 ROLL_CALL_LOOKS = 0.01
@@ -66,6 +68,26 @@ class _Life:
         middle = median(self.intervals)
         spread = median(abs(interval - middle) for interval in self.intervals)
         return min(max(self.least, middle + DEVIATIONS * spread), self.most)
+
+
+class Standstill:
+    """Whether this process stood still itself: then others may have missed it. Told when it looks, and when it will."""
+
+    def __init__(self) -> None:
+        self._next_look = math.inf
+        self._noticed = -math.inf
+
+    def look(self, now: float) -> None:
+        if now > self._next_look + STILL_SECONDS:
+            self._noticed = now
+
+    def expect(self, until: float) -> None:
+        """The next look is due by then."""
+        self._next_look = until
+
+    def lately(self, now: float) -> bool:
+        """Also if it has only just begun to move, and has not looked yet."""
+        return now > self._next_look + STILL_SECONDS or now - self._noticed < LATELY_SECONDS
 
 
 class Detector:

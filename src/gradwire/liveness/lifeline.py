@@ -31,6 +31,7 @@ from gradwire.liveness.detector import (
     SLOW_SECONDS,
     Detector,
     Sight,
+    Standstill,
 )
 from gradwire.transports.base import LIFE_CHANNEL, LIFELINE_CHANNEL, Link, LinkClosed, Transport
 from gradwire.transports.frames import FrameReader, Outbox
@@ -87,6 +88,7 @@ class Lifeline:
         self._sink = sink
         self._pump = pump  # reads a link, and sees to it if that fails
         self._detector = sink.detector
+        self.standstill = Standstill()
         self._lock = threading.Lock()
         self._begun = self._closed = False
         self._thread: Any = None  # that beats; the core's
@@ -184,6 +186,12 @@ class Lifeline:
 
     def tick(self, now: float) -> float:
         """Listen, and tell who is lost; the seconds until the next call."""
+        self.standstill.look(now)
+        pause = self._tick(now)
+        self.standstill.expect(now + pause)
+        return pause
+
+    def _tick(self, now: float) -> float:
         pause = self._tell_deaths(now)
         if not self._begun or not self._control.sound:
             return pause

@@ -24,6 +24,7 @@ class Claim:
     generation: int = 0
     lost: tuple[str, ...] = ()
     stranger: bool = False  # it had joined that one, and went before it had the state of the training
+    stood_still: bool = False  # it was stopped for a moment lately
 
 
 @dataclass(frozen=True, slots=True)

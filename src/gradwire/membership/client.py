@@ -53,6 +53,7 @@ def register(
     generation: int = 0,
     lost: Sequence[str] = (),
     stranger: bool = False,
+    stood_still: bool = False,
     credentials: Credentials | None = None,
     waiting: Callable[[str], None] | None = None,
     seal: WorkerSeal | None = None,
@@ -71,7 +72,16 @@ def register(
     session = _session(member.id, generation)
     complaints = tuple(lost)[:_MOST_LOST]
     request = claim_to_wire(
-        Claim(member, size, job, session, generation=generation, lost=complaints, stranger=stranger)
+        Claim(
+            member,
+            size,
+            job,
+            session,
+            generation=generation,
+            lost=complaints,
+            stranger=stranger,
+            stood_still=stood_still,
+        )
     )
     room = BYTES_PER_MEMBER * ((size or LARGEST_JOB) + 64)
     with Conversation(address, secret, timeout, seal=seal, credentials=credentials, largest_reply=room) as coordinator:

@@ -55,6 +55,7 @@ def claim_to_wire(claim: Claim) -> pb.RegisterWorkerRequest:
         lost=claim.lost,
         session=claim.session,
         stranger=claim.stranger,
+        stood_still=claim.stood_still,
     )
 
 
@@ -70,6 +71,7 @@ def claim_from_wire(message: pb.RegisterWorkerRequest, sequence: int) -> Claim:
         generation=message.generation,
         lost=tuple(message.lost),
         stranger=message.stranger,
+        stood_still=message.stood_still,
     )
 
 

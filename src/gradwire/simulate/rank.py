@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from gradwire.errors import NoConnection
 from gradwire.generation import EXPECTED_SECONDS
 from gradwire.liveness.control import Control
-from gradwire.liveness.detector import BEAT_SECONDS, LINK_SECONDS, PAGE_SECONDS, Detector
+from gradwire.liveness.detector import BEAT_SECONDS, LINK_SECONDS, PAGE_SECONDS, Detector, Standstill
 from gradwire.liveness.verdict import Finding
 from gradwire.membership import Assembly
 from gradwire.seat import SET_UP_SECONDS
@@ -55,6 +55,7 @@ class Rank:
         self.links: dict[int, dict[int, End]] = {CONTROL: {}, DATA: {}, STATE: {}}
         self.calls = Collectives(worker, self.control, assembly, self.links[DATA])
         self.detector = Detector()
+        self.standstill = Standstill()
         self.closed = False
         self._pulses: dict[int, tuple[Pulse, Pulse]] = {}  # by rank: to listen to, and to beat
         self._beats = 0
@@ -184,6 +185,7 @@ class Rank:
         if self._due is not None:
             self._due.cancel()
         now = self.worker.now
+        self.standstill.look(now)
         for peer, (heard, _) in self._pulses.items():
             beat = heard.heard()
             if beat is not None:
@@ -193,6 +195,7 @@ class Rank:
         pause = min(self.control.tick(now), self.detector.due - now)
         if self.control.settled:
             self.worker.wake()
+        self.standstill.expect(now + pause)
         self._due = self.worker.later(max(pause, 0.001), self._look)
 
     def _beat(self) -> None:

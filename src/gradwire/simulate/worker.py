@@ -46,6 +46,7 @@ class Worker(Process):
         self.rank: Rank | None = None
         self.generation = 0  # the last one it was in
         self._stranger = False  # it joined a generation whose state it has not got yet
+        self._stood_still = False
         self.waiting = ""  # for what, as the coordinator says
         self.news: News | None = None
         self.state = beginning(random.randrange(1, 50))
@@ -79,6 +80,7 @@ class Worker(Process):
                 yield from self._settle(rank)
                 yield from self._train(rank)
             except Broken as error:
+                self._stood_still = rank.standstill.lately(self.now)
                 self.world.note(self, "generation %d broke: %s", rank.number, str(error))
             except NoConnection as error:
                 self.world.note(self, "generation %d did not come about: %s", rank.number, str(error))
@@ -103,10 +105,10 @@ class Worker(Process):
         self.world.note(self, "registers after generation %d, lost %s", self.generation, self._lost)
         while True:
             member, last = self._member(), self.generation
-            claim = Claim(member, size, None, self._session, 0, last, self._lost, self._stranger)
+            claim = Claim(member, size, None, self._session, 0, last, self._lost, self._stranger, self._stood_still)
             outcome = yield from self._coordinator.ask("register", claim)
             if isinstance(outcome, Assembly):
-                self.waiting, self._lost = "", ()
+                self.waiting, self._lost, self._stood_still = "", (), False
                 self.world.ledger.assembled(self.name, outcome)
                 self._stranger = self._stranger or outcome.generation != self.generation + 1
                 self.generation = outcome.generation

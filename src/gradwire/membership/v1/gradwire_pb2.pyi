@@ -128,7 +128,7 @@ class RegisterWorkerReply(_message.Message):
     def __init__(self, waiting: _Optional[_Union[Waiting, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., assembly: _Optional[_Union[Assembly, _Mapping]] = ...) -> None: ...
 
 class RegisterWorkerRequest(_message.Message):
-    __slots__ = ["generation", "job", "lost", "member", "patience_ms", "session", "size", "stranger"]
+    __slots__ = ["generation", "job", "lost", "member", "patience_ms", "session", "size", "stood_still", "stranger"]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
@@ -136,6 +136,7 @@ class RegisterWorkerRequest(_message.Message):
     PATIENCE_MS_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
+    STOOD_STILL_FIELD_NUMBER: _ClassVar[int]
     STRANGER_FIELD_NUMBER: _ClassVar[int]
     generation: int
     job: str
@@ -144,8 +145,9 @@ class RegisterWorkerRequest(_message.Message):
     patience_ms: int
     session: bytes
     size: int
+    stood_still: bool
     stranger: bool
-    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., size: _Optional[int] = ..., job: _Optional[str] = ..., patience_ms: _Optional[int] = ..., generation: _Optional[int] = ..., lost: _Optional[_Iterable[str]] = ..., session: _Optional[bytes] = ..., stranger: bool = ...) -> None: ...
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., size: _Optional[int] = ..., job: _Optional[str] = ..., patience_ms: _Optional[int] = ..., generation: _Optional[int] = ..., lost: _Optional[_Iterable[str]] = ..., session: _Optional[bytes] = ..., stranger: bool = ..., stood_still: bool = ...) -> None: ...
 
 class Sealed(_message.Message):
     __slots__ = ["body", "coordinator_nonce", "proof", "sequence", "ticket", "worker_nonce"]
