@@ -151,7 +151,12 @@ class World:
         self._by_name[name] = worker
         self.note(worker, "starts on %s", host)
         if host in self._launchers:
-            self._launchers[host].watch(worker)
+            launcher = self._launchers[host]
+            launcher.watch(worker)
+            if launcher.name in self._touched:  # nobody may hear of its lease
+                self._touched[name] = self._touched[launcher.name]
+            if launcher.name in self.lost:
+                self.lost.add(name)
 
     def end_worker(self, worker: Worker, power: bool = False) -> None:
         worker.crash(power)
