@@ -14,7 +14,7 @@ The layers, each importing only from those above it:
     tuning          the table that algorithms are chosen by, in a file
     security        the job's secret, and who may open a link
     transports      links: in one process, over TCP; memory that ranks of a host share
-    liveness        beats and who misses them, the log of calls, the verdict on what broke, control messages
+    liveness        beats and who misses them, the log of calls, the verdict on what broke, what all tell all
     executors       carry schedules out
     messages        point-to-point messages, matched
     switchboard     the links that one thread serves for everybody

@@ -225,9 +225,10 @@ def test_the_check_for_nan_can_be_switched_off() -> None:
     assert run_ranks(gw.local_group(2), train) == [False, False]
 
 
-def test_a_flipped_bit_is_found_at_the_next_check_and_named() -> None:
+@pytest.mark.parametrize("compression", [None, "f16", "bf16", "int8", "topk"])
+def test_a_flipped_bit_is_found_at_the_next_check_and_named(compression: str | None) -> None:
     def train(group: gw.Group) -> tuple[Any, ...]:
-        ddp = DDP(mlp(), group, contract_every=2)
+        ddp = DDP(mlp(), group, compression=compression, contract_every=2)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         for number in range(6):
             optimizer.zero_grad()
