@@ -162,6 +162,24 @@ def test_of_those_who_cannot_reach_each_other_the_one_with_more_complaints_goes(
     assert members(state) == left
 
 
+@pytest.mark.parametrize(
+    ("strangers", "complaints", "left"),
+    [
+        ("bcd", {"a": "", "b": "a", "c": "", "d": ""}, "acd"),  # one joiner does not reach the only one with the state
+        ("bcd", {"a": "bcd", "b": "a", "c": "a", "d": "a"}, "a"),  # nor does any
+        ("cd", {"a": "bcd", "b": "a", "c": "a", "d": "a"}, "bcd"),  # another has it too, and reaches everybody
+        ("cd", {"a": "bcd", "b": "acd", "c": "ab", "d": "ab"}, "a"),  # two have it, and reach nobody
+    ],
+)
+def test_the_last_one_that_has_the_state_does_not_go_because_joiners_cannot_reach_it(
+    strangers: str, complaints: dict[str, str], left: str
+) -> None:
+    state = at_work("abcd", minimum=1)
+    for name, lost in complaints.items():
+        state.register(replace(worker(name, 1, lost), stranger=name in strangers), 1.0)
+    assert members(state) == left
+
+
 def test_whoever_stood_still_and_is_back_keeps_nobody_apart() -> None:
     """Two of three were stopped for a moment: the third is the only one that complains, and is not the one cut off."""
     state = at_work("abc")

@@ -28,7 +28,7 @@ def survivors_do_not_keep_their_order(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_complaint_drops_nobody(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(state, "cut_off", lambda order, complaints: [])
+    patch.setattr(state, "cut_off", lambda *_: [])
 
 
 def the_lower_step_wins(patch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,11 @@ def test_no_invariant_breaks(first: int) -> None:
         World(seed).run()
 
 
+@pytest.mark.parametrize("seed", [708001, 1300987, 2010526, 2014967, 2015008, 3000312, 3009034, 3012567])
+def test_what_once_broke_an_invariant_breaks_none(seed: int) -> None:
+    World(seed).run()
+
+
 @pytest.mark.soak
 def test_no_invariant_breaks_in_thousands_of_other_jobs() -> None:
     """Others each time: a broken one tells its seed."""

@@ -30,12 +30,16 @@ def missing(wishes: Sequence[int | None], size: int) -> tuple[int, ...]:
     return tuple(free[wishes.count(None) :])
 
 
-def cut_off(order: Sequence[str], complaints: Mapping[str, AbstractSet[str]]) -> list[str]:
+def cut_off(
+    order: Sequence[str], complaints: Mapping[str, AbstractSet[str]], strangers: AbstractSet[str] = frozenset()
+) -> list[str]:
     """Who of `order` must go so that nobody is left who cannot reach another; `complaints` are by witness.
 
     The one that complaints keep apart from the most others goes first, whoever made them: of two sides only the first
     to notice may complain, and one that reaches nobody complains of all. Of several it is the one with the most
     witnesses against it, and then the one with the highest rank. Complaints of and about those who went count no more.
+
+    `strangers` do not have the state of the training yet; the last one that has it never goes for their sake.
     """
     rank = {name: position for position, name in enumerate(order)}
     against = {name: {other for other in complaints.get(name, ()) if other in rank and other != name} for name in order}
@@ -45,10 +49,13 @@ def cut_off(order: Sequence[str], complaints: Mapping[str, AbstractSet[str]]) ->
         for accused in names:
             apart.setdefault(witness, set()).add(accused)
             apart.setdefault(accused, set()).add(witness)
+    knowing = [name for name in order if name not in strangers]
     gone: list[str] = []
     while apart:
-        name = max(apart, key=lambda name: (len(apart[name]), witnesses[name], rank[name]))
+        candidates = apart.keys() - knowing if len(knowing) == 1 else apart
+        name = max(candidates, key=lambda name: (len(apart[name]), witnesses[name], rank[name]))
         gone.append(name)
+        knowing = [other for other in knowing if other != name]
         witnesses.subtract(against[name])
         for other in apart.pop(name):
             apart[other].discard(name)

@@ -261,7 +261,9 @@ class Membership:
         order = [name for name in roster.seats if name in roster.back]
         # Whoever stood still was missed, and is back: that keeps nobody apart. If something does, they say so again.
         back = {name for name in order if roster.back[name].claim.stood_still}
-        for name in cut_off(order, {name: roster.back[name].complaints - back for name in order}):
+        complaints = {name: roster.back[name].complaints - back for name in order}
+        strangers = {name for name in order if roster.back[name].claim.stranger}
+        for name in cut_off(order, complaints, strangers):
             roster.send_to_line(name)
         survivors = [name for name in order if name in roster.back]
         joiners = [] if self._finished else self._joiners(survivors)

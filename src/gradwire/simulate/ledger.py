@@ -2,8 +2,8 @@
 
 one membership       a generation's number means the same ordered members to everybody; survivors keep their order,
                      joiners follow, and the size stays within its bounds
-one world            a member goes from one generation to a later one; once a later one has settled where to go on,
-                     no earlier one commits anything beyond that
+one world            a member goes from one generation to a later one; once a later one has committed anything, no
+                     earlier one commits anything beyond where that began
 nothing lost         no generation begins before a committed step, as long as anybody alive holds its state; no
                      committed step is done again with another result
 the same everywhere  all members that complete a step of a generation hold the same state, and it is the right one
@@ -73,9 +73,19 @@ class Ledger:
         self.generation_of[name] = number
 
     def holds(self, version: Version, state: Array) -> bool:
-        """Whether this is a sound copy of what was committed last, or of something later."""
-        known = self.states.get(version)
-        return version[0] >= self.committed and known is not None and digest(known) == digest(state)
+        """Whether this is a sound copy of what was committed last, or of something that came of it."""
+        known, last = self.states.get(version), self.committed
+        sound = known is not None and digest(known) == digest(state)
+        return sound and (last == NONE or self._passed(version, last) == self.commits[last])
+
+    def _passed(self, version: Version, step: int) -> Version | None:
+        """In which version of `step` a state was on its way to `version`."""
+        while version[0] >= step:
+            base = self.bases[version[1]]
+            if base[0] < step:
+                return (step, version[1])
+            version = base
+        return None
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -126,6 +136,7 @@ class Ledger:
             self._fail(f"{name} commits step {step} of generation {number}, and it was committed in {known[1]}")
         if digest(state) != digest(self.states[version]):
             self._fail(f"{name} commits step {step} of generation {number} with another state than it completed")
+        went_on = {later for _, later in self.commits.values()}  # others broke before the state was handed over
         for later, base in self.bases.items():
-            if later > number and later >= self._since and base[0] < step:
+            if later > number and later >= self._since and base[0] < step and later in went_on:
                 self._fail(f"{name} commits step {step} in generation {number}, and {later} went on after {base[0]}")
