@@ -87,3 +87,28 @@ def test_a_state_of_another_history_is_not_what_was_committed(ledger: Ledger) ->
     assert not ledger.holds((2, 1), ledger.states[(2, 1)])
     with pytest.raises(Broken, match="generation 3 begins after step 1, and step 2 was committed"):
         ledger.settled(3, Settlement(1, 1, {}), True)
+    with pytest.raises(Broken, match=r"generation 4 begins after \(2, 1\), which did not come of \(2, 2\)"):
+        ledger.settled(4, Settlement(2, 1, {}), True)
+
+
+def test_what_died_with_all_who_knew_it_is_done_again(ledger: Ledger) -> None:
+    ledger.settled(2, Settlement(0, 1, {}), False)
+    assert ledger.committed == 0
+    complete(ledger, (1, 2), size=1)
+    commit(ledger, (1, 2))
+    with pytest.raises(Broken, match="committed in 2"):
+        commit(ledger, (1, 1))
+
+
+def test_who_returns_with_a_state_that_is_farther_on_than_a_new_beginning_brings_its_history_back(
+    ledger: Ledger,
+) -> None:
+    ledger.settled(2, Settlement(-1, 0, {}), False)
+    ledger.began("b", 2, np.ones_like(gradient(SEED, 0, 0, 1)))
+    complete(ledger, (0, 2), size=1)
+    commit(ledger, (0, 2))
+    ledger.settled(3, Settlement(1, 1, {}), True)
+    assert ledger.committed == 1
+    commit(ledger, (1, 1))
+    complete(ledger, (2, 3), size=2)
+    commit(ledger, (2, 3))

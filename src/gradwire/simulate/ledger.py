@@ -5,7 +5,8 @@ one membership       a generation's number means the same ordered members to eve
 one world            a member goes from one generation to a later one; once a later one has committed anything, no
                      earlier one commits anything beyond where that began
 nothing lost         no generation begins before a committed step, as long as anybody alive holds its state; no
-                     committed step is done again with another result
+                     committed step is done again with another result. Where nobody held it, and the others began
+                     anew, one that comes back with an earlier state that is farther on brings its history back
 the same everywhere  all members that complete a step of a generation hold the same state, and it is the right one
 no eviction          of members that nothing happened to
 """
@@ -39,6 +40,7 @@ class Ledger:
         self.bases: dict[int, Version] = {}  # by generation: where it began
         self.beginnings: dict[int, Array] = {}  # by generation: what it began with, if that was from nothing
         self._since = 0  # the generation from which on all this holds: before it everything was lost
+        self._forgotten: set[Version] = set()  # what was committed, and lost with all who knew it
         self.generation_of: dict[str, int] = {}  # by member: the last one it entered
 
     @property
@@ -76,16 +78,16 @@ class Ledger:
         """Whether this is a sound copy of what was committed last, or of something that came of it."""
         known, last = self.states.get(version), self.committed
         sound = known is not None and digest(known) == digest(state)
-        return sound and (last == NONE or self._passed(version, last) == self.commits[last])
+        return sound and (last == NONE or self._history(version).get(last) == self.commits[last])
 
-    def _passed(self, version: Version, step: int) -> Version | None:
-        """In which version of `step` a state was on its way to `version`."""
-        while version[0] >= step:
-            base = self.bases[version[1]]
-            if base[0] < step:
-                return (step, version[1])
-            version = base
-        return None
+    def _history(self, version: Version) -> dict[int, Version]:
+        """Through which states a state has come, by step."""
+        found: dict[int, Version] = {}
+        while version[0] != NONE:
+            last, number = version
+            version = self.bases[number]
+            found |= {step: (step, number) for step in range(version[0] + 1, last + 1)}
+        return found
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -100,12 +102,15 @@ class Ledger:
         last = self.committed
         if base[0] < last and holders:
             self._fail(f"generation {number} begins after step {base[0]}, and step {last} was committed")
-        if self.commits.get(base[0], base) != base and holders:
-            self._fail(f"generation {number} begins after {base}, and committed was {self.commits[base[0]]}")
         self.bases[number] = base
-        if not holders:  # what was committed later died with all who knew it
-            self.commits = {step: version for step, version in self.commits.items() if step < base[0]}
-            self._since = number
+        history = self._history(base)
+        if last == NONE or history.get(last) == self.commits[last]:
+            return
+        if holders and self._forgotten.isdisjoint(history.values()):
+            self._fail(f"generation {number} begins after {base}, which did not come of {self.commits[last]}")
+        self._forgotten.update(self.commits.values())
+        self.commits = {step: one for step, one in history.items() if one in self._forgotten}
+        self._since = number
 
     def began(self, name: str, number: int, state: Array) -> None:
         """A member has the state that a generation begins with."""
