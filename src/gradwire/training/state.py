@@ -58,7 +58,7 @@ class State:
     def digest(self) -> str:
         """What all replicas must agree on: 32 hexadecimal digits over every value and bit."""
         skeleton, leaves = self.take_apart()
-        digest = xxhash.xxh3_128(skeleton)
+        digest = digest_of(skeleton)
         for leaf in leaves:
             digest.update(arrays.raw(leaf.reshape(-1)))
         return digest.hexdigest()
@@ -82,6 +82,11 @@ class State:
         if isinstance(self._state, MutableMapping) and not isinstance(found, dict):
             raise ValueError(f"malformed state: {type(found).__name__} where a dict is kept")
         _restore(self._state, found)
+
+
+def digest_of(skeleton: bytes) -> xxhash.xxh3_128:
+    """The beginning of a state's digest, which goes on with the bytes of its arrays."""
+    return xxhash.xxh3_128(skeleton)
 
 
 def memory_for(skeleton: bytes) -> list[Array]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from gradwire import arrays
 from gradwire.arrays import Array
 from gradwire.errors import StateLost
 from gradwire.group import Group
-from gradwire.training.state import MAX_SKELETON, State, memory_for
+from gradwire.training.state import MAX_SKELETON, State, digest_of, memory_for
 
 CHUNK = 16 << 20
 
@@ -44,24 +44,32 @@ def _take(circle: Group, state: State, root: int, giver: int, digest: str, overw
     head = np.empty(length, np.uint8)
     _spread(circle, [head], root)
     skeleton = head.tobytes()
-    leaves = state.own_memory(skeleton) if overwrite else None
-    if leaves is None:
-        try:
-            leaves = memory_for(skeleton)
-        except ValueError as error:
-            raise StateLost(f"the state of rank {giver} cannot be taken in here: {error}", peer=giver) from error
-    _spread(circle, leaves, root)
+    own = state.own_memory(skeleton) if overwrite else None
+    try:
+        leaves = own or memory_for(skeleton)
+    except ValueError as error:
+        raise StateLost(f"the state of rank {giver} cannot be taken in here: {error}", peer=giver) from error
+    arrived = digest_of(skeleton)
+    _spread(circle, leaves, root, arrived.update)
     state.put_together(skeleton, leaves)
-    if (found := state.digest()) != digest:
+    found = arrived.hexdigest() if own else state.digest()  # what was copied once more may differ from what arrived
+    if found != digest:
         raise StateLost(f"the state that came from rank {giver} has the digest {found}, not {digest}", peer=giver)
     return length + sum(leaf.nbytes for leaf in leaves)
 
 
-def _spread(circle: Group, parts: Sequence[Array], root: int) -> None:
-    """The root's bytes to all, in chunks: so that a large state needs no longer timeout than a small one."""
+def _spread(
+    circle: Group, parts: Sequence[Array], root: int, look: Callable[[memoryview], object] = lambda chunk: None
+) -> None:
+    """The root's bytes to all, in chunks: so that a large state needs no longer timeout than a small one.
+
+    `look` at each chunk as it comes: so soon it is still in the processor's caches, and the next one on its way.
+    """
     for part in parts:
         if not part.size:
             continue
         flat = np.frombuffer(arrays.raw(part.reshape(-1)), np.uint8)
         for start in range(0, flat.size, CHUNK):
-            circle.broadcast(flat[start : start + CHUNK], root)
+            chunk = flat[start : start + CHUNK]
+            circle.broadcast(chunk, root)
+            look(chunk.data)
