@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import socket
@@ -11,10 +12,14 @@ from pathlib import Path
 
 def identity() -> str:
     """What two processes have in common exactly if they run on one machine."""
-    boot = ""
+    return f"{socket.gethostname()}/{_boot()}"
+
+
+@functools.cache
+def _boot() -> str:
     with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{socket.gethostname()}/{boot}"
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
 
 
 def memory() -> int:
@@ -31,6 +36,7 @@ def usable_cores() -> float:
     return min(cores, _quota())
 
 
+@functools.cache  # files are read; a container's limit that is changed counts for processes that start later
 def _quota(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
     """The smallest limit of this process's control groups, in cores; infinite where there is none."""
     quota = math.inf

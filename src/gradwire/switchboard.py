@@ -26,6 +26,7 @@ from gradwire.wire import Kind
 log = logging.getLogger("gradwire")
 
 GOODBYE_SECONDS = 2.0
+CUT_SECONDS = 0.05  # between two looks whether this rank is to be cut off from others
 CONTROL_READ_AHEAD = 4096  # control messages are small and few, but there is a reader for each peer
 
 
@@ -189,10 +190,13 @@ class Switchboard:
 
     def _serve(self) -> None:
         give_up_at: float | None = None
+        cut_at = 0.0
         while True:
             now = time.monotonic()
             pause = min(self.control.tick(now), self.lifeline.tick(now))
-            self._cut_links()
+            if now >= cut_at:
+                self._cut_links()
+                cut_at = now + CUT_SECONDS
             if self._ending:
                 give_up_at = give_up_at or now + GOODBYE_SECONDS
                 lost = self.control.complaints  # and would not hear a goodbye
@@ -201,13 +205,14 @@ class Switchboard:
                 pause = min(pause, give_up_at - now)
             readers = [reader for reader in self._readers if self._may_read(reader)]
             writers = [outbox.link for outbox in self._served() if outbox.waiting]
-            self._transport.wait([reader.link for reader in readers], writers, self._bell, pause)
+            ready = self._transport.wait([reader.link for reader in readers], writers, self._bell, pause)
             self._bell.silence()
             for outbox in self._served():
                 if outbox.waiting:
                     self._flush(outbox)
             for reader in readers:
-                self._pump(reader)
+                if reader.link in ready:
+                    self._pump(reader)
 
     def _cut_links(self) -> None:
         for peer in self._cut_off():
@@ -233,9 +238,8 @@ class Switchboard:
 
     def _pump(self, reader: FrameReader) -> None:
         try:
-            while reader.pump():
-                if not self._may_read(reader):
-                    break
+            while reader.pump() and reader.more and self._may_read(reader):
+                pass
         except LinkClosed:
             self._end_of_link(reader.link)
         except OSError as error:

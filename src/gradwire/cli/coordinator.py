@@ -45,6 +45,7 @@ _file = click.Path(dir_okay=False, path_type=Path)
 @click.option("--max", "maximum", metavar="N", type=click.IntRange(min=1), help="Most members.")
 @click.option("--job", metavar="NAME", envvar="GRADWIRE_JOB", help="The job's name; made up if none is given.")
 @click.option("--journal", metavar="FILE", type=_file, help="Where its knowledge is kept.")
+@click.option("--no-fsync", is_flag=True, help="Do not wait for the disk: the journal may not outlive the machine.")
 @click.option("--tls-ca", metavar="FILE", envvar="GRADWIRE_TLS_CA", type=_file, help="The authority's certificate.")
 @click.option("--tls-cert", metavar="FILE", envvar="GRADWIRE_TLS_CERT", type=_file, help="Its own certificate.")
 @click.option("--tls-key", metavar="FILE", envvar="GRADWIRE_TLS_KEY", type=_file, help="The key of that one.")
@@ -57,6 +58,7 @@ def coordinator(
     maximum: int | None,
     job: str | None,
     journal: Path | None,
+    no_fsync: bool,
     tls_ca: Path | None,
     tls_cert: Path | None,
     tls_key: Path | None,
@@ -83,6 +85,7 @@ def coordinator(
             job=job,
             insecure=insecure,
             journal=journal,
+            durable=not no_fsync,
             credentials=_credentials(tls_ca, tls_cert, tls_key),
             failed=reasons.put,
         )

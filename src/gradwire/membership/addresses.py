@@ -27,6 +27,8 @@ class Endpoint:
     @property
     def sockaddr(self) -> Any:
         """What `socket.connect` and `socket.bind` take; needs no resolver."""
+        if self.family == socket.AF_INET:
+            return self.ip, self.port
         numeric = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
         return socket.getaddrinfo(self.ip, self.port, type=socket.SOCK_STREAM, flags=numeric)[0][4]
 

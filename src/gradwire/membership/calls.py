@@ -32,6 +32,10 @@ _CODES = (
 )
 _PREFIX = struct.Struct(">BI")  # of a message: whether it is compressed, and its length
 _FRAME, _LARGEST_FRAME, _GOAWAY = 9, 16 << 10, 7  # of HTTP/2: a header's length; what we allow; a type
+# Our own headers are known to be in order; what comes is looked at.
+_SETTINGS = H2Configuration(
+    client_side=True, header_encoding="utf-8", validate_outbound_headers=False, normalize_outbound_headers=False
+)
 _WINDOW = 1 << 20  # bytes that may come before we ask for more
 
 
@@ -58,7 +62,7 @@ class Connection:
         self._received = bytearray()
         self._ending = False
         self._exchange = _Exchange(0)
-        self._h2 = H2Connection(H2Configuration(client_side=True, header_encoding="utf-8"))
+        self._h2 = H2Connection(_SETTINGS)
         self._h2.local_settings[SettingCodes.ENABLE_PUSH] = 0
         self._h2.local_settings[SettingCodes.INITIAL_WINDOW_SIZE] = _WINDOW
         self._h2.local_settings.acknowledge()  # they are in force from the first frame on

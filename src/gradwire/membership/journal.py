@@ -52,10 +52,14 @@ _MEANING = {
 
 
 class Journal:
-    """The journal at `path`, made if there is no such file. It is locked until `close`."""
+    """The journal at `path`, made if there is no such file. It is locked until `close`.
 
-    def __init__(self, path: Path) -> None:
+    Each entry is on the disk when it is made, unless it need not be `durable`: then it outlives this process only.
+    """
+
+    def __init__(self, path: Path, *, durable: bool = True) -> None:
         self.path = path
+        self._durable = durable
         self._written = 0  # the generation whose members are known to be in it
         with self._explained():
             if not path.exists():
@@ -121,7 +125,7 @@ class Journal:
             )
         # Not WAL: after each commit the one file is the whole journal, and nothing is lost if it is copied alone.
         self._db.execute("PRAGMA journal_mode = TRUNCATE")
-        self._db.execute("PRAGMA synchronous = FULL")
+        self._db.execute(f"PRAGMA synchronous = {'FULL' if self._durable else 'OFF'}")
         self._db.execute("BEGIN EXCLUSIVE")  # in this locking mode the lock outlasts the transaction
         self._db.execute("COMMIT")
         (found,) = self._db.execute("PRAGMA integrity_check(1)").fetchone()

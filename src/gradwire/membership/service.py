@@ -58,11 +58,14 @@ class Coordinator:
         minimum: int | None = None,
         maximum: int | None = None,
         journal: Path | None = None,
+        durable: bool = True,
         credentials: Credentials | None = None,
         lease: float = 10.0,
         failed: Callable[[JournalError], None] = lambda error: None,
     ) -> None:
-        """`failed` is called, once, if the journal cannot be written: from then on nobody is told anything."""
+        """`failed` is called, once, if the journal cannot be written: from then on nobody is told anything. Without
+        `durable` nobody waits until it is on the disk either: it outlives the coordinator, but perhaps not the machine.
+        """
         self._host, self._port = host, port
         self._insecure = insecure
         self._credentials = credentials
@@ -77,7 +80,7 @@ class Coordinator:
         self._report_failure = failed
         self._desk = Desk(membership, CoordinatorSeal(secret), vouched=self._objection, failed=self._failed)
         self._named = job is not None or credentials is not None
-        self._journal_file, self._journal = journal, contextlib.ExitStack()
+        self._journal_file, self._durable, self._journal = journal, durable, contextlib.ExitStack()
         self._server: Any = None
         self._pid = 0
 
@@ -112,7 +115,7 @@ class Coordinator:
         if self._journal_file is None:
             return
         name = self.job
-        self._desk.resume(self._journal.enter_context(Journal(self._journal_file)))
+        self._desk.resume(self._journal.enter_context(Journal(self._journal_file, durable=self._durable)))
         if self._named and self.job != name:
             raise ConfigError(f"the journal {self._journal_file} is of job {self.job}, and this is job {name}")
 

@@ -7,7 +7,6 @@ a token, because no file is known to be both shared and private there.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import hmac
 import os
 import pwd
@@ -47,11 +46,8 @@ def job_secret(environ: Mapping[str, str], loopback: bool) -> bytes:
 
 def derive(secret: bytes, purpose: str, *context: bytes) -> bytes:
     """A key (or proof) of 32 bytes for one purpose. Parts are length-prefixed, so no two lists of them look alike."""
-    mac = hmac.new(secret, digestmod=hashlib.sha256)
-    for part in (purpose.encode(), *context):
-        mac.update(len(part).to_bytes(8, "big"))
-        mac.update(part)
-    return mac.digest()
+    parts = (purpose.encode(), *context)
+    return hmac.digest(secret, b"".join(piece for part in parts for piece in (len(part).to_bytes(8), part)), "sha256")
 
 
 def secret_path(environ: Mapping[str, str]) -> Path:

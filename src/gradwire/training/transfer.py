@@ -13,7 +13,8 @@ from gradwire.errors import StateLost
 from gradwire.group import Group
 from gradwire.training.state import MAX_SKELETON, State, digest_of, memory_for
 
-CHUNK = 16 << 20
+CHUNK = 16 << 20  # of many takers: they pass a large message on while it comes
+CHUNK_FOR_ONE = 1 << 20  # of one: it is still in the processor's caches when it is looked at
 
 
 def hand_over(group: Group, state: State, giver: int, takers: Sequence[int], digest: str, *, overwrite: bool) -> int:
@@ -63,13 +64,14 @@ def _spread(
 ) -> None:
     """The root's bytes to all, in chunks: so that a large state needs no longer timeout than a small one.
 
-    `look` at each chunk as it comes: so soon it is still in the processor's caches, and the next one on its way.
+    `look` is called with each chunk as it comes, while the next one is on its way.
     """
+    length = CHUNK_FOR_ONE if circle.size == 2 else CHUNK
     for part in parts:
         if not part.size:
             continue
         flat = np.frombuffer(arrays.raw(part.reshape(-1)), np.uint8)
-        for start in range(0, flat.size, CHUNK):
-            chunk = flat[start : start + CHUNK]
+        for start in range(0, flat.size, length):
+            chunk = flat[start : start + length]
             circle.broadcast(chunk, root)
             look(chunk.data)

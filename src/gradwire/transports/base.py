@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
 from gradwire.errors import Closed, NoConnection
@@ -91,8 +91,8 @@ class Transport(Belonging, Protocol):
 
     def bell(self) -> Bell: ...
 
-    def wait(self, reads: Iterable[Link], writes: Iterable[Link], bell: Bell, timeout: float) -> None:
-        """Return when a link can be read or written, the bell rings, or the time is over."""
+    def wait(self, reads: Iterable[Link], writes: Iterable[Link], bell: Bell, timeout: float) -> Collection[Link]:
+        """Return when a link can be read or written, the bell rings, or the time is over: those to read from."""
 
     def gone(self, peer: int) -> bool:
         """Whether the peer is known to have died without its links being closed (in-process ranks can)."""

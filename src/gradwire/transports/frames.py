@@ -33,6 +33,7 @@ class FrameReader:
         self._header: Header | None = None
         self._payload = memoryview(b"")
         self._filled = 0
+        self.more = False  # the last pass took all it had room for, so there may be more
 
     def pump(self) -> int:
         """Take in what has arrived, as far as one pass goes; the number of bytes. `LinkClosed` at the end."""
@@ -40,6 +41,7 @@ class FrameReader:
             with self._lock:
                 got = self.link.receive([self._payload[self._filled :]])
                 self._filled += got
+                self.more = self._filled == len(self._payload)
             self._complete()
             return got
         if self._start:
@@ -48,6 +50,7 @@ class FrameReader:
             self._start = 0
         got = self.link.receive([self._ahead[self._end :]])
         self._end += got
+        self.more = self._end == len(self._ahead)
         self._cut()
         return got
 

@@ -192,7 +192,7 @@ class LocalTransport:
     def bell(self) -> LocalBell:
         return LocalBell(self._hub.activity[self.rank])
 
-    def wait(self, reads: Iterable[Link], writes: Iterable[Link], bell: Bell, timeout: float) -> None:
+    def wait(self, reads: Iterable[Link], writes: Iterable[Link], bell: Bell, timeout: float) -> list[Link]:
         assert isinstance(bell, LocalBell)
         readers = [link for link in reads if isinstance(link, LocalLink)]
         writers = [link for link in writes if isinstance(link, LocalLink)]
@@ -204,6 +204,7 @@ class LocalTransport:
                 ),
                 timeout,
             )
+            return [link for link in readers if link.readable()]
 
     def close(self) -> None:
         self.arrivals.close()

@@ -15,7 +15,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -208,21 +208,25 @@ class TcpTransport:
             self._bells.append(bell)
         return bell
 
-    def wait(self, reads: Iterable[Link], writes: Iterable[Link], bell: Bell, timeout: float) -> None:
+    def wait(self, reads: Iterable[Link], writes: Iterable[Link], bell: Bell, timeout: float) -> Collection[Link]:
         interest: dict[Any, int] = {bell: select.POLLIN}
+        reads = list(reads)
         for link in reads:
             if isinstance(link, TlsLink) and link.pending:
-                return
+                return reads
             interest[link] = select.POLLIN
         for link in writes:
             interest[link] = interest.get(link, 0) | select.POLLOUT
         poll = select.poll()
+        descriptors: dict[int, Any] = {}
         for thing, events in interest.items():
             descriptor = thing.fileno()
             if descriptor < 0:
-                return  # closed by another thread meanwhile: the caller's next use of it tells
+                return reads  # closed by another thread meanwhile: the caller's next use of it tells
+            descriptors[descriptor] = thing
             poll.register(descriptor, events)
-        poll.poll(max(0.0, timeout) * 1000)
+        ready = {descriptors[descriptor] for descriptor, _ in poll.poll(max(0.0, timeout) * 1000)}
+        return ready.intersection(reads)
 
     def gone(self, peer: int) -> bool:
         return False  # the kernel closes a dead process's sockets
