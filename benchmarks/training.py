@@ -1,11 +1,13 @@
 """Whole training steps beside torch's own DistributedDataParallel: what does keeping replicas in step cost?
 
     python benchmarks/training.py                            # MLP and GPT, 2 ranks, one thread each: some minutes
-    python benchmarks/training.py --models mlp --blocks 3    # a glance
+    python benchmarks/training.py --models mlp --crews 1     # a glance
     python benchmarks/training.py --json out.json
 
 The same loop (forward, backward, SGD) runs in several ways, each with processes of its own that sleep while others are
 measured; blocks of steps take turns, because on a shared machine only what was measured side by side can be compared.
+Some processes are slower than others for their whole life, wherever their memory happens to lie: so all of them are
+started anew several times.
 
     off         no exchange at all: what the computation takes
     gradwire    gw.torch.DistributedDataParallel
@@ -246,13 +248,15 @@ def measure(model: str, engines: list[str], options: argparse.Namespace) -> dict
     blocks: dict[str, list[float]] = {engine: [] for engine in engines}
     work: dict[str, list[float]] = {engine: [] for engine in engines}
     middle: Callable[[list[float]], float] = min if options.least else statistics.median
-    with crews(engines, model, options.ranks) as made:
-        for number in range(options.blocks):
-            for engine in turns(engines, number):
-                of_ranks = made[engine].ask(options.steps)
-                blocks[engine].append(statistics.mean(middle(took) for took, _ in of_ranks))
-                work[engine].append(statistics.mean(statistics.median(worked) for _, worked in of_ranks))
-        held = {engine: crew.ask("weights") for engine, crew in made.items()}
+    held: dict[str, list[Any]] = {}
+    for _ in range(options.crews):
+        with crews(engines, model, options.ranks) as made:
+            for number in range(options.blocks):
+                for engine in turns(engines, number):
+                    of_ranks = made[engine].ask(options.steps)
+                    blocks[engine].append(statistics.mean(middle(took) for took, _ in of_ranks))
+                    work[engine].append(statistics.mean(statistics.median(worked) for _, worked in of_ranks))
+            held = {engine: crew.ask("weights") for engine, crew in made.items()}
     in_step = {engine: told for engine, told in held.items() if engine != "off"}
     identical = {engine: all(one == told[0] for one in told) for engine, told in in_step.items()}
     first = next(iter(in_step.values()))[0][1:-1]
@@ -309,7 +313,8 @@ def main() -> int:
     parser.add_argument("--models", default=",".join(MODELS), help="mlp (25 M parameters), gpt (4 M), or both")
     parser.add_argument("--engines", help=f"some of {','.join(ENGINES)}; off is always among them")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--blocks", type=int, default=8, help="of each engine, in turns (default: 8)")
+    parser.add_argument("--crews", type=int, default=4, help="times that all processes are started (default: 4)")
+    parser.add_argument("--blocks", type=int, default=3, help="of each engine and crew, in turns (default: 3)")
     parser.add_argument("--steps", type=int, default=8, help="in a block (default: 8)")
     parser.add_argument("--least", action="store_true", help="of each block the least, not the median: a busy machine")
     parser.add_argument("--no-memory", action="store_true", help="time only")

@@ -32,7 +32,7 @@ path, largest_file = Path(sys.argv[1]), int(sys.argv[2])
 if largest_file:
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
 state = Membership("job", RUN, start=1, minimum=1, maximum=1)
-with Journal(path) as journal:
+with Journal(path, durable="durable" in sys.argv) as journal:
     for generation in range(100_000):
         state.register(worker("a", generation), float(generation))
         journal.save(state.changes(), state.snapshot())
@@ -64,8 +64,8 @@ def rows(path: Path, query: str) -> list[Any]:
 
 
 @contextlib.contextmanager
-def other_process(path: Path, largest_file: int = 0) -> Any:
-    command = [sys.executable, "-c", OTHER_PROCESS, str(path), str(largest_file)]
+def other_process(path: Path, largest_file: int = 0, durable: bool = True) -> Any:
+    command = [sys.executable, "-c", OTHER_PROCESS, str(path), str(largest_file), *(["durable"] if durable else [])]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -129,9 +129,10 @@ def test_two_coordinators_cannot_have_it(tmp_path: Path) -> None:
     Journal(tmp_path / "theirs").close()
 
 
-def test_what_was_saved_survives_a_kill(tmp_path: Path) -> None:
+@pytest.mark.parametrize("durable", [True, False])
+def test_what_was_saved_survives_a_kill(tmp_path: Path, durable: bool) -> None:
     path = tmp_path / "journal"
-    with other_process(path) as process:
+    with other_process(path, durable=durable) as process:
         told = [int(process.stdout.readline()) for _ in range(25)][-1]
         process.send_signal(signal.SIGKILL)
         process.wait(timeout=60)
@@ -141,6 +142,13 @@ def test_what_was_saved_survives_a_kill(tmp_path: Path) -> None:
     assert snapshot is not None
     assert snapshot["generation"] in (told, told + 1)
     assert Membership.restore(snapshot, 0.0).generation == snapshot["generation"]
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_who_needs_no_durable_journal_does_not_wait_for_the_disk(tmp_path: Path, durable: bool) -> None:
+    with Journal(tmp_path / "journal", durable=durable) as journal:
+        (waits,) = journal._db.execute("PRAGMA synchronous").fetchone()
+    assert bool(waits) is durable
 
 
 def flip(path: Path, found: bytes, instead: bytes) -> None:

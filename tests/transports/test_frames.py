@@ -96,6 +96,17 @@ def test_how_the_stream_is_cut_makes_no_difference(payloads: list[bytes], places
     assert read(cut(stream, places), ahead) == list(enumerate(payloads))
 
 
+@given(st.lists(st.binary(max_size=700), min_size=1, max_size=6), st.sampled_from([HEADER_BYTES, 100, 4096]))
+def test_who_stops_when_there_is_no_more_has_read_all_that_came(payloads: list[bytes], ahead: int) -> None:
+    """A wire that is read in one go as far as there is room, as a socket is."""
+    stream = b"".join(frame(number, payload) for number, payload in enumerate(payloads))
+    taker = Taker()
+    reader = FrameReader(Wire([stream]), taker, threading.Lock(), ahead)
+    while reader.pump() and reader.more:
+        pass
+    assert taker.messages == list(enumerate(payloads))
+
+
 @given(st.binary(min_size=HEADER_BYTES, max_size=400), st.lists(st.integers(0, 400), max_size=10))
 def test_random_bytes_are_an_error(noise: bytes, places: list[int]) -> None:
     with pytest.raises(WireError):

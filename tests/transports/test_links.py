@@ -119,6 +119,21 @@ def test_several_buffers_are_filled_in_turn(transports: list[Transport]) -> None
     assert [bytes(part) for part in parts] == [b"a", b"bc", b"def"]
 
 
+def test_who_waits_for_several_links_is_told_which_to_read(transports: list[Transport]) -> None:
+    silent, loud, closed = (linked(transports, channel=channel) for channel in (7, 8, 9))
+    mine, bell = [pair[1] for pair in (silent, loud, closed)], transports[0].bell()
+    assert list(transports[0].wait(mine, [], bell, 0.0)) == []
+    loud[0].send([b"!"])
+    closed[0].close()
+    ready, until = set(), deadline()
+    while len(ready) < 2 and time.monotonic() < until:
+        ready.update(transports[0].wait([link for link in mine if link not in ready], [], bell, 0.1))
+    assert ready == {loud[1], closed[1]}
+    assert set(transports[0].wait(mine, [], bell, 0.0)) == ready, "it is told again until it is read"
+    assert receive(transports[0], loud[1], 1) == b"!"
+    assert set(transports[0].wait(mine, [], bell, 0.0)) == {closed[1]}
+
+
 def test_a_link_that_nobody_reads_takes_only_so_much(transports: list[Transport]) -> None:
     one, two = linked(transports)
     sent = 0
