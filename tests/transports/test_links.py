@@ -125,7 +125,8 @@ def test_who_waits_for_several_links_is_told_which_to_read(transports: list[Tran
     assert list(transports[0].wait(mine, [], bell, 0.0)) == []
     loud[0].send([b"!"])
     closed[0].close()
-    ready, until = set(), deadline()
+    ready: set[Link] = set()
+    until = deadline()
     while len(ready) < 2 and time.monotonic() < until:
         ready.update(transports[0].wait([link for link in mine if link not in ready], [], bell, 0.1))
     assert ready == {loud[1], closed[1]}
