@@ -249,6 +249,7 @@ def measure(model: str, engines: list[str], options: argparse.Namespace) -> dict
     work: dict[str, list[float]] = {engine: [] for engine in engines}
     middle: Callable[[list[float]], float] = min if options.least else statistics.median
     held: dict[str, list[Any]] = {}
+    identical = {engine: True for engine in engines if engine != "off"}
     for _ in range(options.crews):
         with crews(engines, model, options.ranks) as made:
             for number in range(options.blocks):
@@ -256,11 +257,10 @@ def measure(model: str, engines: list[str], options: argparse.Namespace) -> dict
                     of_ranks = made[engine].ask(options.steps)
                     blocks[engine].append(statistics.mean(middle(took) for took, _ in of_ranks))
                     work[engine].append(statistics.mean(statistics.median(worked) for _, worked in of_ranks))
-            held = {engine: crew.ask("weights") for engine, crew in made.items()}
-    in_step = {engine: told for engine, told in held.items() if engine != "off"}
-    identical = {engine: all(one == told[0] for one in told) for engine, told in in_step.items()}
-    first = next(iter(in_step.values()))[0][1:-1]
-    far = {e: max(abs(a - b) for a, b in zip(first, told[0][1:-1], strict=True)) for e, told in in_step.items()}
+            held = {engine: made[engine].ask("weights") for engine in identical}
+        identical = {engine: identical[engine] and all(one == told[0] for one in told) for engine, told in held.items()}
+    first = next(iter(held.values()))[0][1:-1]
+    far = {e: max(abs(a - b) for a, b in zip(first, told[0][1:-1], strict=True)) for e, told in held.items()}
     return {"model": model, "blocks": blocks, "work": work, "identical": identical, "distance": far}
 
 

@@ -180,6 +180,19 @@ def test_the_last_one_that_has_the_state_does_not_go_because_joiners_cannot_reac
     assert members(state) == left
 
 
+def test_who_has_not_heard_that_it_was_let_in_does_not_have_the_state() -> None:
+    state = at_work("a", minimum=1)
+    for name in "bc":
+        state.register(worker(name), 1.0)
+    back(state, 2.0, "a")
+    assert members(state) == "abc"
+    state.register(worker("c"), 2.1)
+    state.register(replace(worker("c", 2, "a"), stranger=True), 3.0)  # c does not reach a
+    state.register(worker("a", 2), 3.1)
+    state.register(worker("b"), 3.2)  # asks again: it was not told of generation 2
+    assert members(state) == "ab"
+
+
 def test_whoever_stood_still_and_is_back_keeps_nobody_apart() -> None:
     """Two of three were stopped for a moment: the third is the only one that complains, and is not the one cut off."""
     state = at_work("abc")

@@ -100,6 +100,17 @@ def test_what_died_with_all_who_knew_it_is_done_again(ledger: Ledger) -> None:
         commit(ledger, (1, 1))
 
 
+def test_after_a_loss_what_is_committed_counts_as_before(ledger: Ledger) -> None:
+    commit(ledger, (2, 1))
+    ledger.settled(2, Settlement(1, 1, {}), False)  # step 2 died with all who knew it
+    complete(ledger, (2, 2), size=1)  # by one only, never committed
+    ledger.settled(3, Settlement(1, 1, {}), True)
+    complete(ledger, (2, 3), size=2)
+    commit(ledger, (2, 3))
+    with pytest.raises(Broken, match=r"begins after \(2, 2\), which did not come of \(2, 3\)"):
+        ledger.settled(4, Settlement(2, 2, {}), True)
+
+
 def test_who_returns_with_a_state_that_is_farther_on_than_a_new_beginning_brings_its_history_back(
     ledger: Ledger,
 ) -> None:

@@ -97,6 +97,50 @@ def test_a_joiner_gets_the_state_at_a_vote() -> None:
     assert {joined["digest"]} == {result["digest"] for result in results}
 
 
+class Unloadable:
+    """A state that goes out, and does not come in."""
+
+    def __init__(self) -> None:
+        self.w = np.zeros(3)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"w": self.w}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise Left
+
+
+def test_a_joiner_that_fails_when_it_has_all_bytes_takes_no_state_with_it() -> None:
+    """The others change their state before their first collective: not before the joiner is known to have it, too."""
+
+    def new(group: gw.Group) -> bool:
+        run = gw.Elastic({"model": Unloadable()}, group, 1)
+        try:
+            next(run.steps(STEPS))
+        except Left:
+            run.close()
+            return True
+        return False
+
+    joiner = Joiner(new)
+
+    def old(group: gw.Group) -> tuple[list[float], int, int]:
+        model = Unloadable()
+        run = gw.Elastic({"model": model}, group, 1)
+        for step in run.steps(STEPS):
+            with step:
+                model.w += 1
+                total = run.group.all_reduce(np.full(3, (step.index + 1) / run.group.size))
+                model.w += total.round(9) - 1
+                if step.index == 2 and run.group.generation == 1:
+                    joiner.let_in()
+        return model.w.tolist(), run.committed, run.group.size
+
+    results, failed = joiner.run(old)
+    assert failed
+    assert results == [(EXPECTED, STEPS - 1, 2)] * 2
+
+
 def test_a_state_that_was_changed_in_an_interrupted_step_is_pulled_again() -> None:
     def spoil(group: gw.Group) -> Any:
         state = {"w": np.zeros(4)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,38 +17,59 @@ LARGE = transfer.CHUNK_FOR_ONE // 4 * 2 + 3  # in several chunks, of which the l
 
 
 def of(rank: int) -> dict[str, Any]:
-    return {
-        "w": np.full(LARGE, rank, np.float32),
-        "empty": np.zeros((0, 3)),
-        "deep": {"n": rank, "b": np.ones(3) * rank},
-    }
+    return {"w": np.full(LARGE, rank, np.float32), "empty": np.zeros((0, 3)), "deep": {"b": np.ones(3) * rank}}
 
 
-def handed_over(
-    ranks: int, takers: Sequence[int], *, overwrite: bool, digest: str | None = None
-) -> list[dict[str, Any]]:
-    """What all ranks hold after rank 1 has handed its state to the takers."""
-    states = [of(rank) for rank in range(ranks)]
+def numbered(rank: int) -> dict[str, Any]:
+    """Not alike on all ranks but for what is in its arrays."""
+    return of(rank) | {"n": rank}
+
+
+class Rounding:
+    """Like an optimizer that takes its state in as another type."""
+
+    def __init__(self, rank: int) -> None:
+        self.moments = np.full(5, rank / 3, np.float32)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"m": self.moments.copy()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.moments = state["m"].astype(np.float16).astype(np.float32)
+
+
+def hand_over(states: Sequence[Any], takers: Sequence[int], *, overwrite: bool, digest: str | None = None) -> None:
+    """Rank 1 hands its state to the takers."""
     told = digest or State(states[1]).digest()
 
     def exchange(group: gw.Group) -> None:
         if group.rank in (1, *takers):
             transfer.hand_over(group, State(states[group.rank]), 1, takers, told, overwrite=overwrite)
 
-    run_ranks(gw.local_group(ranks), exchange)
-    return states
+    run_ranks(gw.local_group(len(states)), exchange)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("takers", [[0], [0, 2]])
-def test_takers_hold_what_the_giver_holds(takers: list[int], overwrite: bool) -> None:
-    states = handed_over(4, takers, overwrite=overwrite)
+@pytest.mark.parametrize("make", [of, numbered])
+def test_takers_hold_what_the_giver_holds(make: Callable[[int], Any], takers: list[int], overwrite: bool) -> None:
+    states = [make(rank) for rank in range(4)]
+    arrays = [state["w"] for state in states]
+    hand_over(states, takers, overwrite=overwrite)
     for rank in takers:
-        assert State(states[rank]).digest() == State(of(1)).digest()
-    assert State(states[3]).digest() == State(of(3)).digest(), "who takes no part keeps its own"
+        assert State(states[rank]).digest() == State(make(1)).digest()
+    assert State(states[3]).digest() == State(make(3)).digest(), "who takes no part keeps its own"
+    assert all(state["w"] is array for state, array in zip(states, arrays, strict=True)), "others may refer to it"
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_state_that_is_not_what_was_told_is_not_believed(overwrite: bool) -> None:
+@pytest.mark.parametrize("make", [of, numbered])
+def test_a_state_that_is_not_what_was_told_is_not_believed(make: Callable[[int], Any], overwrite: bool) -> None:
     with pytest.raises(gw.StateLost, match=r"from rank 1 has the digest [0-9a-f]{32}, not feed"):
-        handed_over(2, [0], overwrite=overwrite, digest="feed")
+        hand_over([make(0), make(1)], [0], overwrite=overwrite, digest="feed")
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_counts_is_the_state_and_not_what_came(overwrite: bool) -> None:
+    with pytest.raises(gw.StateLost, match="from rank 1 has the digest"):
+        hand_over([Rounding(0), Rounding(1)], [0], overwrite=overwrite)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import secrets
 import select
@@ -159,6 +160,20 @@ def test_what_is_changed_on_the_wire_ends_the_link(tapped: tuple[list[TcpTranspo
     wire.spoils = False
     other[0].send([b"fine"])
     assert receive(transports[0], other[1], 4) == b"fine"
+
+
+def test_what_is_changed_behind_good_bytes_is_not_slept_on(transports: list[TcpTransport]) -> None:
+    """Both come in one piece: whoever has read the good ones is told to look again."""
+    one, two = linked(transports)
+    good, bad = one.records([b"good", b"bad"])
+    with socket.socket(fileno=os.dup(one.fileno())) as sender:
+        sender.sendall(good + bad[:-1] + bytes([bad[-1] ^ 1]))
+    bell, room = transports[0].bell(), memoryview(bytearray(100))
+    transports[0].wait([two], [], bell, LONG)
+    assert two.receive([room]) == 4
+    assert list(transports[0].wait([two], [], bell, LONG)) == [two]
+    with pytest.raises(LinkClosed):
+        two.receive([room])
 
 
 def test_a_recorded_connection_cannot_be_replayed(tapped: tuple[list[TcpTransport], Wire], journal: Journal) -> None:

@@ -262,7 +262,7 @@ class Membership:
         # Whoever stood still was missed, and is back: that keeps nobody apart. If something does, they say so again.
         back = {name for name in order if roster.back[name].claim.stood_still}
         complaints = {name: roster.back[name].complaints - back for name in order}
-        strangers = {name for name in order if roster.back[name].claim.stranger}
+        strangers = {name for name in order if not self._knows(roster.back[name].claim)}
         for name in cut_off(order, complaints, strangers):
             roster.send_to_line(name)
         survivors = [name for name in order if name in roster.back]
@@ -279,7 +279,7 @@ class Membership:
         beside it.
         """
         roster, room = self._roster, self.terms.largest - len(survivors)
-        if any(not roster.back[name].claim.stranger for name in survivors):
+        if any(self._knows(roster.back[name].claim) for name in survivors):
             return list(islice(roster.ready(), room))
         if self._out_of_sight() and not self._returned():
             return None
@@ -287,6 +287,11 @@ class Membership:
         known = [name for name in worked if not roster.dropped_again(name)]
         known.sort(key=lambda name: -roster.line[name].claim.generation)
         return [*known, *(name for name in roster.ready() if name not in known)][:room]
+
+    def _knows(self, claim: Claim) -> bool:
+        """Whether a member that is back has the state of the training: not if it joined, and was not handed it yet, or
+        has not even heard that it was let in."""
+        return not claim.stranger and self.generation - claim.generation <= 1
 
     def _returned(self) -> bool:
         """Whether somebody in line was at work in the present generation, and dropped from it."""
@@ -331,7 +336,7 @@ class Membership:
             names = ", ".join(str(roster.seats[name].member) for name in late)
             more = f" and {roster.awaited() - 4} more" if roster.awaited() > 4 else ""
             return f"waits for {names}{more} of generation {roster.generation} to come back"
-        knowing = any(not place.claim.stranger for place in roster.back.values())
+        knowing = any(self._knows(place.claim) for place in roster.back.values())
         hidden = [] if knowing or self._returned() else self._out_of_sight()
         if hidden:
             who = ", ".join(str(roster.seats[other].member) for other in hidden[:4])

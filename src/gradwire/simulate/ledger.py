@@ -108,8 +108,9 @@ class Ledger:
             return
         if holders and self._forgotten.isdisjoint(history.values()):
             self._fail(f"generation {number} begins after {base}, which did not come of {self.commits[last]}")
-        self._forgotten.update(self.commits.values())
-        self.commits = {step: one for step, one in history.items() if one in self._forgotten}
+        ever = self._forgotten.union(self.commits.values())
+        self.commits = {step: one for step, one in history.items() if one in ever}
+        self._forgotten = ever.difference(self.commits.values())
         self._since = number
 
     def began(self, name: str, number: int, state: Array) -> None:

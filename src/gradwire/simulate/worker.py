@@ -144,9 +144,8 @@ class Worker(Process):
         ledger.began(self.name, rank.number, self.state)
         self.completed, self.completed_in, self.digest = *settlement.version, digest(self.state)
         self._stranger = False
-        if settlement.completed > max(one.committed for one in standings):
-            all_here = np.zeros(1, np.uint8)
-            yield from rank.calls.run("all_reduce", self.world.setting.voting, all_here, all_here, "max")
+        all_here = np.zeros(1, np.uint8)
+        yield from rank.calls.run("all_reduce", self.world.setting.voting, all_here, all_here, "max")
         self.committed = settlement.completed
         if self.committed != NONE:
             self.world.committed(self, settlement.version)

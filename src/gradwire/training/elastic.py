@@ -187,9 +187,8 @@ class Elastic:
         self._completed, self._completed_in = settlement.version
         giver = settlement.pulls.get(self.group.rank)
         self.digest = digest if giver is None else standings[giver].digest
-        if settlement.completed > max(one.committed for one in standings):
-            self._tell_all(None, "settling, done")
-        self.committed = settlement.completed  # all are known to have it, or to have had it
+        self._tell_all(None, "settling, done")  # until then nobody changes its state: takers may yet fail
+        self.committed = settlement.completed  # now all are known to have it
         self.group._generation.stranger = False
         self._settled = self.group
 

@@ -11,7 +11,7 @@ import json
 import math
 import mmap
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -71,10 +71,15 @@ class State:
                 pages[...] = pages.copy()
 
     def own_memory(self, skeleton: bytes) -> list[Array] | None:
-        """The state's own arrays, to be overwritten, if they are such as the skeleton speaks of."""
+        """The arrays that the state gives of itself, to be overwritten, if they are such as the skeleton speaks of."""
         own, leaves = self.take_apart()
         fits = own == skeleton and all(leaf.flags.writeable for leaf in leaves)
         return leaves if fits else None
+
+    def lies_in(self, leaves: Sequence[Array]) -> bool:
+        """Whether these arrays are the state's own memory, and no copies of it."""
+        own = self.take_apart()[1]
+        return [leaf.ctypes.data for leaf in own] == [leaf.ctypes.data for leaf in leaves]
 
     def put_together(self, skeleton: bytes, leaves: list[Array]) -> None:
         """Become the state that was taken apart on another rank; `memory_for` has found nothing wrong with it."""

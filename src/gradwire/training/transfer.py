@@ -51,17 +51,20 @@ def _take(circle: Group, state: State, root: int, giver: int, digest: str, overw
     except ValueError as error:
         raise StateLost(f"the state of rank {giver} cannot be taken in here: {error}", peer=giver) from error
     arrived = digest_of(skeleton)
-    _spread(circle, leaves, root, arrived.update)
+    _spread(circle, leaves, root, arrived.update if own else _no_look)
     state.put_together(skeleton, leaves)
-    found = arrived.hexdigest() if own else state.digest()  # what was copied once more may differ from what arrived
+    # What was copied once more may differ from what has arrived.
+    found = arrived.hexdigest() if own and state.lies_in(own) else state.digest()
     if found != digest:
         raise StateLost(f"the state that came from rank {giver} has the digest {found}, not {digest}", peer=giver)
     return length + sum(leaf.nbytes for leaf in leaves)
 
 
-def _spread(
-    circle: Group, parts: Sequence[Array], root: int, look: Callable[[memoryview], object] = lambda chunk: None
-) -> None:
+def _no_look(chunk: memoryview) -> None:
+    """For chunks that are looked at later."""
+
+
+def _spread(circle: Group, parts: Sequence[Array], root: int, look: Callable[[memoryview], object] = _no_look) -> None:
     """The root's bytes to all, in chunks: so that a large state needs no longer timeout than a small one.
 
     `look` is called with each chunk as it comes, while the next one is on its way.

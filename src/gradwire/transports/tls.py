@@ -46,6 +46,7 @@ class TlsStream:
         self._sealed = memoryview(b"")  # records that the kernel has had no room for
         self._owed = False  # whether the last byte in them has not been counted as sent
         self._ended = False
+        self._failed = False  # after bytes that were still good
 
     def fileno(self) -> int:
         return self.socket.fileno()
@@ -89,7 +90,7 @@ class TlsStream:
     def pending(self) -> bool:
         """Whether something has come that no poll of the socket will tell."""
         with self._lock:
-            return bool(self._tls.pending() or self._incoming.pending)
+            return bool(self._tls.pending() or self._incoming.pending or self._failed)
 
     def recv(self, count: int) -> bytes:
         """At most so many bytes; none at the end."""
@@ -108,6 +109,7 @@ class TlsStream:
                     except OSError:
                         if not total:
                             raise
+                        self._failed = True
                         return total  # what came before the end; the next call finds that
                     if not got:
                         if not total and not self._ended:
