@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+
+import pytest
 
 from gradwire.membership.answers import Waiting
 from gradwire.membership.members import Assembly
@@ -131,3 +134,47 @@ def test_whoever_was_silent_can_leave() -> None:
     assert state.leave(worker("b").member, now)
     assert state.beat("ab", now).evicted == (), "it has left, and is not struck off"
     assert order(state.register(worker("a", 1), now)) == ["a"]
+
+
+def without(state: Membership, dropped: str, left: str) -> None:
+    """At 1 s a generation goes on without one that others could not reach; at 3 s all who are left have died."""
+    for name in left:
+        state.register(worker(name, 1, dropped), 1.0)
+    pass_time(state, 1.0, 3.0)
+    assert [member.id for member in state.members] == list(left)
+    state.gone(left, 3.0)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_the_line_does_not_begin_anew_while_one_that_was_dropped_may_live(restarted: bool) -> None:
+    state = at_work("abc")
+    without(state, "c", "ab")
+    if restarted:
+        state = Membership.restore(json.loads(json.dumps(state.snapshot())), 3.0)
+    wait_in_line(state, "x", 3.0, 9.0)
+    assert "to hear of rank 2 (host host, pid 7): nobody else knows" in waits(state.register(worker("x"), 9.0))
+    state.register(worker("c", 1), 9.0)
+    assert order(state.register(worker("c", 1), pass_time(state, 9.0, 10.0))) == ["c", "x"]
+
+
+def test_one_that_was_dropped_and_is_not_heard_of_is_given_up_in_the_end() -> None:
+    state = at_work("abc")
+    without(state, "c", "ab")
+    wait_in_line(state, "x", 3.0, LEASE + HOPE)
+    now = pass_time(state, LEASE + HOPE, LEASE + HOPE + 3.0)
+    assert order(state.register(worker("x"), now)) == ["x"]
+
+
+def test_one_that_was_dropped_and_has_died_is_not_waited_for() -> None:
+    state = at_work("abc")
+    without(state, "c", "ab")
+    state.gone("c", 3.0)
+    state.register(worker("x"), 3.0)
+    assert order(state.register(worker("x"), pass_time(state, 3.0, 4.0))) == ["x"]
+
+
+def test_one_that_was_dropped_is_not_waited_for_by_those_who_know_as_much() -> None:
+    state = at_work("abcd")
+    without(state, "cd", "ab")
+    state.register(worker("c", 1), 3.0)
+    assert order(state.register(worker("c", 1), pass_time(state, 3.0, 4.0))) == ["c"]

@@ -24,7 +24,9 @@ def test_no_invariant_breaks(first: int) -> None:
         World(seed).run()
 
 
-@pytest.mark.parametrize("seed", [708001, 1300987, 2010526, 2014967, 2015008, 3000312, 3009034, 3012567, 6001328])
+@pytest.mark.parametrize(
+    "seed", [708001, 1300987, 2010526, 2014967, 2015008, 3000312, 3009034, 3012567, 6001328, 423007741242]
+)
 def test_what_once_broke_an_invariant_breaks_none(seed: int) -> None:
     World(seed).run()
 

@@ -52,6 +52,15 @@ class Seat:
         return replace(self.member, rank=self.wish)
 
 
+@dataclass(frozen=True, slots=True)
+class Outsider:
+    """A member that was dropped, and may live all the same: it knows the state of a generation."""
+
+    member: Member
+    generation: int
+    since: float
+
+
 class Roster:
     """Members by id: `seats` in rank order, `back` and `line` in the order of arrival; `out` are seats given up.
 
@@ -66,6 +75,7 @@ class Roster:
         self.back: dict[str, Place] = {}
         self.over = False  # somebody has come back: for the present generation that is the end
         self.line: dict[str, Place] = {}
+        self.outside: dict[str, Outsider] = {}  # for some minutes
         self.expected: dict[str, None] = {}  # members at work, neither out nor back
         self.arrived = 0.0  # when somebody last came
         self.stirred = 0.0  # when somebody last came or went who matters to the next generation
@@ -127,6 +137,10 @@ class Roster:
 
     def rests_until(self) -> list[float]:
         return [until for _, until in self._rests.values()]
+
+    def unseen(self) -> list[str]:
+        """Members of the present generation that are out, but may live all the same."""
+        return [name for name, cause in self.out.items() if cause in ("silent", "accused")]
 
     def wishes(self) -> list[int | None]:
         """The ranks that those in line asked for."""
@@ -210,6 +224,7 @@ class Roster:
         """A process is no more, wherever it was."""
         self.free(name, _WHY[cause])
         self._rests.pop(name, None)
+        self.outside.pop(name, None)
         if self.returnable(name):
             self.strike(name, cause)
 
@@ -239,6 +254,9 @@ class Roster:
     def seat(self, order: Sequence[str]) -> None:
         """The next generation: these, from back and line, in this order. Who is not among them stays in line."""
         places = {name: self.back.get(name) or self.line[name] for name in order}
+        kept = {name: one for name, one in self.outside.items() if not self._clock.reached(one.since + LONGEST_REST)}
+        kept |= {name: Outsider(self.seats[name].member, self.generation, self._clock.time) for name in self.unseen()}
+        self.outside = {name: one for name, one in kept.items() if name not in places}
         self.generation += 1
         self.seats, self.out, self.over = {}, {}, False
         for rank, (name, place) in enumerate(places.items()):
@@ -262,6 +280,7 @@ class Roster:
             "members": [_to_json(seat) for seat in self.seats.values()],
             "out": dict(self.out),
             "over": self.over,
+            "outside": [[_described(one.member), one.generation] for one in self.outside.values()],
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
@@ -269,6 +288,8 @@ class Roster:
         self.generation = snapshot["generation"]
         self.seats = {fields["id"]: _from_json(fields, now) for fields in snapshot["members"]}
         self.out, self.over = dict(snapshot["out"]), snapshot["over"]
+        outside = [Outsider(Member(**fields), number, now) for fields, number in snapshot.get("outside", [])]
+        self.outside = {one.member.id: one for one in outside}
         self._know_members()
         self.arrived = self.stirred = now
 
@@ -303,9 +324,12 @@ class Roster:
 _FIELDS = ("id", "rank", "host", "hostname", "pid", "address")
 
 
+def _described(member: Member) -> dict[str, Any]:
+    return {name: getattr(member, name) for name in _FIELDS}
+
+
 def _to_json(seat: Seat) -> dict[str, Any]:
-    fields = {name: getattr(seat.member, name) for name in _FIELDS}
-    return fields | {"wish": seat.wish, "session": seat.session.hex(), "came_from": seat.came_from}
+    return _described(seat.member) | {"wish": seat.wish, "session": seat.session.hex(), "came_from": seat.came_from}
 
 
 def _from_json(fields: Mapping[str, Any], now: float) -> Seat:

@@ -276,7 +276,7 @@ class Membership:
         Where no survivor knows the state, those in line who have been at work do, the last ones best: they are needed,
         rested or not, unless they were dropped again and again. If none of them is of the present generation, it must
         have ended: whoever of it is merely not heard of may work on out of our sight, and the others would begin anew
-        beside it.
+        beside it. So may those who were dropped before: they know an earlier state.
         """
         roster, room = self._roster, self.terms.largest - len(survivors)
         if any(self._knows(roster.back[name].claim) for name in survivors):
@@ -298,14 +298,16 @@ class Membership:
         claims = [place.claim for place in self._roster.line.values()]
         return any(claim.generation == self.generation and not claim.stranger for claim in claims)
 
-    def _out_of_sight(self) -> list[str]:
-        """Members of the present generation that are out, do not wait anew, and may live all the same."""
-        hidden = [name for name, cause in self._roster.out.items() if cause in ("silent", "accused")]
-        return [name for name in hidden if name not in self._roster.line and self._hoped_for(name) > 0]
-
-    def _hoped_for(self, name: str) -> float:
-        """For how many seconds it is not given up yet."""
-        return self._roster.seats[name].heard + self.terms.lease + HOPE - self._clock.time
+    def _out_of_sight(self) -> dict[Member, float]:
+        """Members that may live, do not wait anew, and know more than those who wait, with the seconds after which they
+        are given up: they are out of the present generation, or were dropped before."""
+        roster = self._roster
+        claims = [place.claim for place in roster.line.values()]
+        known = max((claim.generation for claim in claims if not claim.stranger), default=0)
+        since = {one.member: one.since for one in roster.outside.values() if one.generation > known}
+        since |= {roster.seats[name].member: roster.seats[name].heard for name in roster.unseen()}
+        left = {member: at + self.terms.lease + HOPE - self._clock.time for member, at in since.items()}
+        return {one: seconds for one, seconds in left.items() if seconds > 0 and roster.place(one.id) is None}
 
     def _form(self, order: list[str]) -> None:
         self._roster.seat(order)
@@ -337,10 +339,10 @@ class Membership:
             more = f" and {roster.awaited() - 4} more" if roster.awaited() > 4 else ""
             return f"waits for {names}{more} of generation {roster.generation} to come back"
         knowing = any(self._knows(place.claim) for place in roster.back.values())
-        hidden = [] if knowing or self._returned() else self._out_of_sight()
+        hidden = {} if knowing or self._returned() else self._out_of_sight()
         if hidden:
-            who = ", ".join(str(roster.seats[other].member) for other in hidden[:4])
-            left = max(map(self._hoped_for, hidden))
+            who = ", ".join(map(str, islice(hidden, 4)))
+            left = max(hidden.values())
             return f"waits {left:.0f} s to hear of {who}: nobody else knows the state of generation {roster.generation}"
         return f"{len(roster.back) + sum(1 for _ in roster.ready())} of at least {terms.smallest} members are here"
 
