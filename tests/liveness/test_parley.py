@@ -12,7 +12,7 @@ import gradwire as gw
 from gradwire.errors import Aborted, Closed, CollectiveMismatch, InvalidSize, PeerLost, Timeout
 from gradwire.liveness.parley import Parley
 from gradwire.wire import MAX_CONTROL
-from ranks import run_group, run_ranks
+from ranks import eventually, run_group, run_ranks
 
 LONG = 30.0
 
@@ -135,25 +135,41 @@ def test_words_that_lack_something_are_malformed(message: dict[str, Any]) -> Non
         group._generation.control.hear(1, json.dumps({"t": "tell", **message}).encode(), 0.0)
 
 
-def test_a_rank_that_is_interrupted_in_a_round_is_an_error_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups = gw.local_group(2)
-
-    def ctrl_c(self: Parley, *_: object) -> None:
-        if self is groups[0]._generation.parley:
-            raise KeyboardInterrupt
-        wait(self, *_)  # type: ignore[arg-type]
-
-    wait = Parley._await
-    monkeypatch.setattr(Parley, "_await", ctrl_c)
+def test_a_rank_that_is_interrupted_while_it_waits_is_an_error_of_who_comes_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def ctrl_c(*_: object) -> None:
+        raise KeyboardInterrupt
 
     def body(group: gw.Group) -> None:
+        control = group._generation.control
+        if group.rank == 1:
+            assert eventually(lambda: not control.sound)
         with pytest.raises(KeyboardInterrupt if group.rank == 0 else Aborted):
             tell_all(group, None)
-        assert not group._generation.control.sound
+        assert not control.sound
 
-    run_ranks(groups, body)
-    for group in groups:
-        group.close()
+    monkeypatch.setattr(Parley, "_await", ctrl_c)  # rank 1 does not come as far
+    run_group(2, body)
+
+
+def test_a_rank_that_is_interrupted_before_it_has_told_is_an_error_of_who_waits() -> None:
+    def body(group: gw.Group) -> None:
+        control = group._generation.control
+        tell = control.tell_all
+
+        def ctrl_c(message: dict[str, Any]) -> None:
+            if message["t"] == "tell":
+                raise KeyboardInterrupt
+            tell(message)
+
+        if group.rank == 0:
+            control.tell_all = ctrl_c  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt if group.rank == 0 else Aborted):
+            tell_all(group, None)
+        assert not control.sound
+
+    run_group(2, body)
 
 
 def test_a_closed_generation_is_told_at_once() -> None:
