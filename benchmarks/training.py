@@ -15,6 +15,9 @@ started anew several times.
     gloo        torch's DistributedDataParallel on Gloo
     backend     torch's DistributedDataParallel on the backend "gradwire", if it is there
 
+With `--malloc keep` all of them keep the memory that a step frees, as workers of `gradwire run` do. Otherwise faulting
+pages back in may take a third of the MLP's step, of those who exchange nothing too.
+
 *Beyond compute* is a step's time minus that of `off` in the same round. *Overlap* is the part of the exchange that is
 hidden behind backward: 1 - beyond(gradwire) / beyond(waiting). Memory is the sum over ranks of their highest PSS
 (memory that several processes share is counted once), looked at while no time is taken; here torch's is asked for
@@ -42,6 +45,7 @@ import torch
 from torch import nn
 
 from gradwire.bench.conductor import turns
+from gradwire.launch.environment import kept_memory
 
 ENGINES = ("off", "gradwire", "waiting", "gloo", "backend")
 MODELS = ("mlp", "gpt")
@@ -186,12 +190,13 @@ def work(engine: str, name: str, lean: bool) -> None:
 class Crew:
     """The ranks of one engine."""
 
-    def __init__(self, engine: str, model: str, ranks: int, lean: bool = False) -> None:
-        self.engine = engine
+    def __init__(self, engine: str, model: str, options: argparse.Namespace, lean: bool = False) -> None:
+        self.engine, ranks = engine, options.ranks
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
         common |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        common |= kept_memory(os.environ, ranks) if options.malloc == "keep" else {}
         command = [sys.executable, __file__, "--work", engine, model, *(["--lean"] if lean else [])]
         self.processes = [
             subprocess.Popen(
@@ -231,11 +236,11 @@ class Crew:
 
 
 @contextlib.contextmanager
-def crews(engines: list[str], model: str, ranks: int, lean: bool = False) -> Iterator[dict[str, Crew]]:
+def crews(engines: list[str], model: str, options: argparse.Namespace, lean: bool = False) -> Iterator[dict[str, Crew]]:
     made: dict[str, Crew] = {}
     try:
         for engine in engines:
-            made[engine] = Crew(engine, model, ranks, lean)
+            made[engine] = Crew(engine, model, options, lean)
             made[engine].hear()
         yield made
     finally:
@@ -251,7 +256,7 @@ def measure(model: str, engines: list[str], options: argparse.Namespace) -> dict
     held: dict[str, list[Any]] = {}
     identical = {engine: True for engine in engines if engine != "off"}
     for _ in range(options.crews):
-        with crews(engines, model, options.ranks) as made:
+        with crews(engines, model, options) as made:
             for number in range(options.blocks):
                 for engine in turns(engines, number):
                     of_ranks = made[engine].ask(options.steps)
@@ -268,7 +273,7 @@ def peaks(model: str, engines: list[str], options: argparse.Namespace) -> dict[s
     """Bytes at the highest, of all ranks of an engine together; one engine at a time."""
     found = {}
     for engine in engines:
-        with crews([engine], model, options.ranks, lean=True) as made:
+        with crews([engine], model, options, lean=True) as made:
             found[engine] = sum(made[engine].ask("memory"))
     return found
 
@@ -316,6 +321,7 @@ def main() -> int:
     parser.add_argument("--crews", type=int, default=4, help="times that all processes are started (default: 4)")
     parser.add_argument("--blocks", type=int, default=3, help="of each engine and crew, in turns (default: 3)")
     parser.add_argument("--steps", type=int, default=8, help="in a block (default: 8)")
+    parser.add_argument("--malloc", choices=("keep", "system"), default="system", help="keep: what a step frees")
     parser.add_argument("--least", action="store_true", help="of each block the least, not the median: a busy machine")
     parser.add_argument("--no-memory", action="store_true", help="time only")
     parser.add_argument("--json", metavar="FILE", help="write every block there")

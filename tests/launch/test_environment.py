@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import os
+import platform
 import socket
 from pathlib import Path
 
 import pytest
 
-from gradwire import config
+from gradwire import config, machine
 from gradwire.launch.environment import free_port, of_worker, shared_by_workers
 from gradwire.launch.worker import Task
 from launch.jobs import run, written
@@ -53,6 +54,41 @@ def test_threads_are_shared_out_unless_the_user_says_how_many() -> None:
     assert environment({}, size=1)["OMP_NUM_THREADS"] == str(cores)
     assert environment({}, size=10 * cores)["OMP_NUM_THREADS"] == "1"
     assert environment({"OMP_NUM_THREADS": "5"})["OMP_NUM_THREADS"] == "5"
+
+
+@pytest.mark.parametrize("own", ["MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_"])
+def test_malloc_is_told_to_keep_memory_unless_the_user_has_told_it_something(own: str) -> None:
+    names = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
+    assert names <= set(environment({"GLIBC_TUNABLES": "glibc.cpu.x86_ibt=off"}))
+    assert {name for name in environment({own: "1"}) if name.startswith("MALLOC_")} == {own}
+    assert not names & set(environment({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}))
+
+
+def test_all_workers_together_keep_a_part_of_the_machine_s_memory() -> None:
+    for size in (1, 7, 1000):
+        assert 8 * size * int(environment({}, size=size)["MALLOC_TRIM_THRESHOLD_"]) <= machine.memory()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries do as they like")
+def test_what_a_worker_frees_it_takes_again_without_page_faults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_", raising=False)
+    script = written(
+        tmp_path,
+        """
+        import resource
+
+        def faults():
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            one, another = b"x" * (33 << 20), b"x" * (33 << 20)  # more than glibc keeps by itself
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+        first, second = faults(), faults()
+        print(first > 16000, second < 1000)
+        """,
+    )
+    assert run(Task.script(script), 1).out.splitlines() == ["[0] True True"]
 
 
 def test_the_free_port_is_free() -> None:
