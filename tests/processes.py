@@ -129,8 +129,8 @@ class Rank:
 
     def output(self) -> str:
         """What it has printed."""
-        self._output.seek(0)
-        return self._output.read().decode(errors="replace")
+        file = self._output.fileno()  # which it writes to: where it does so must not be moved
+        return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
 
     def end(self) -> None:
         if self.pid:

@@ -19,7 +19,12 @@ from processes import job_fixture as job_fixture
 from processes import zygote_fixture as zygote_fixture
 from ranks import run_ranks
 
-SOON = 3.0  # seconds; about 0.3 where nothing else runs
+SOON = 8.0  # seconds; about 0.3 where nothing else runs
+PATIENCE = {
+    "gradwire.liveness.control.BEHIND_SECONDS": 5.0,
+    "gradwire.liveness.verdict.CALLS_SECONDS": 10.0,
+    "gradwire.group.group.CONFER_SECONDS": 20.0,
+}
 Call = Callable[[gw.Group], Any]
 
 
@@ -92,6 +97,13 @@ def line(call: Call) -> str:
     return f"{Path(__file__).name}:{call.__code__.co_firstlineno}"
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all ranks make a call, they get to tell it, however busy the machine is."""
+    for name, seconds in PATIENCE.items():
+        monkeypatch.setattr(name, seconds)
+
+
 def goes_wrong(group: gw.Group, call: Call, *, until: float = SOON) -> gw.CollectiveMismatch:
     """Make a call, and further ones until one raises: a rank that only sends learns of it a little later."""
     began = time.monotonic()
@@ -105,12 +117,9 @@ def goes_wrong(group: gw.Group, call: Call, *, until: float = SOON) -> gw.Collec
     return told.value
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("difference", DIFFERENCES)
-def test_each_rank_shows_what_every_rank_called(
-    groups: list[gw.Group], difference: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(control, "BEHIND_SECONDS", 5.0)  # all ranks get there, however busy the machine is
-    monkeypatch.setattr(verdict, "CALLS_SECONDS", 10.0)
+def test_each_rank_shows_what_every_rank_called(groups: list[gw.Group], difference: str) -> None:
     usual, odd, shown = DIFFERENCES[difference]
     run_ranks(groups, lambda group: group.barrier())
     errors = run_ranks(groups, lambda group: goes_wrong(group, odd if group.rank == 1 else usual))
@@ -125,6 +134,7 @@ def test_each_rank_shows_what_every_rank_called(
         assert error.generation == 1
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("after", ["idle", "all_reduce", "recv", "send"])
 def test_two_roots_that_both_send_and_never_receive_are_found(groups: list[gw.Group], after: str) -> None:
     def play(group: gw.Group) -> gw.CollectiveMismatch:
@@ -147,6 +157,7 @@ def test_two_roots_that_both_send_and_never_receive_are_found(groups: list[gw.Gr
     assert {error.culprit for error in errors} == {0 if len(groups) == 3 else None}
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_different_order_is_found_where_it_begins(groups: list[gw.Group]) -> None:
     def play(group: gw.Group) -> gw.CollectiveMismatch:
         def calls(group: gw.Group) -> None:
@@ -185,6 +196,7 @@ def arrays(**shapes: tuple[int, ...]) -> dict[str, Any]:
     return {name: np.zeros(shape, "float32") for name, shape in shapes.items()}
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize(
     ("usual", "odd", "said"),
     [
@@ -303,6 +315,7 @@ def test_a_mismatch_in_a_subgroup_breaks_all_and_shows_only_its_members() -> Non
 
 
 def disagrees(here: Here, difference: str) -> None:
+    control.BEHIND_SECONDS, verdict.CALLS_SECONDS = 5.0, 10.0
     group = gw.init()
     group.barrier()
     usual, odd, _ = DIFFERENCES[difference]
@@ -328,6 +341,7 @@ def test_processes_that_disagree(job: StartJob, difference: str) -> None:
             assert told["took"] < SOON
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("n", [2, 3])
 def test_two_roots_that_never_wait_are_told_when_they_leave_the_group(n: int) -> None:
     def leave_at_once(group: gw.Group) -> str:

@@ -91,7 +91,7 @@ def test_a_recv_that_timed_out_halfway_gets_the_message_whole_later(pair: list[g
     sender = sending(pair[0], message(), errors)
     x = np.zeros(WHOLE, np.uint8)
     with pytest.raises(gw.Timeout, match="the recv can be repeated"):
-        pair[1].recv(x, src=0, timeout=1.0)
+        pair[1].recv(x, src=0, timeout=3.0)
     assert gate.reached.wait(10), "the time-out was to strike in the middle of the payload"
     assert x.any()
     x[:] = 0
@@ -112,9 +112,9 @@ def test_a_recv_that_timed_out_halfway_gets_the_message_whole_later(pair: list[g
 def test_the_next_recv_may_ask_while_the_rest_is_still_coming(pair: list[gw.Group], gate: Gate) -> None:
     errors: list[BaseException] = []
     sender = sending(pair[0], message(), errors)
-    with pytest.raises(gw.Timeout):
-        pair[1].recv(np.zeros(WHOLE, np.uint8), src=0, timeout=0.5)
-    assert gate.reached.wait(10)
+    while not gate.reached.is_set():
+        with pytest.raises(gw.Timeout):
+            pair[1].recv(np.zeros(WHOLE, np.uint8), src=0, timeout=0.5)
     y = np.zeros(WHOLE, np.uint8)
     opener = threading.Timer(0.05, gate.opened.set)
     opener.start()
