@@ -28,12 +28,19 @@ def threads() -> dict[object, str]:
 def children() -> dict[object, str]:
     """Child processes by id, also ended ones that nobody waited for."""
     found: dict[object, str] = {}
-    for file in PROC.glob("task/*/children"):
+    for pid in children_of("self"):
+        command = _command(pid)
+        if not any(name in command for name in KEPT):
+            found[pid] = f"process {pid} ({command or 'ended, but nobody waited for it'})"
+    return found
+
+
+def children_of(pid: int | str) -> list[int]:
+    """The processes that a process has started; its threads may end while they are asked."""
+    found: list[int] = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
-            for pid in map(int, file.read_text().split()):
-                command = _command(pid)
-                if not any(name in command for name in KEPT):
-                    found[pid] = f"process {pid} ({command or 'ended, but nobody waited for it'})"
+            found += map(int, file.read_text().split())
     return found
 
 

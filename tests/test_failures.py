@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 import gradwire as gw
+from gradwire.liveness import verdict
 from processes import Here, Rank, StartJob, place
 from processes import job_fixture as job_fixture
 from processes import zygote_fixture as zygote_fixture
 
-SOON = 1.0  # seconds, from the kill to the error
+SOON = 5.0  # seconds, from the kill to the error; much less on a machine with nothing else to do
 LARGE = 64 << 20  # bytes
 
 
@@ -134,9 +135,14 @@ def test_a_rank_that_is_killed_while_others_do_not_compute_with_it_is_named(
             check_lost(rank, victim, killed, operation)
 
 
+def reduces_until_several_are_lost(here: Here) -> None:
+    verdict.SETTLE_SECONDS = 0.5  # time for both to end, however busy the machine is
+    reduces_until_broken(here, 8, "none")
+
+
 @pytest.mark.parametrize("order", [(1, 3), (3, 1)])
 def test_of_several_that_are_killed_at_once_all_name_the_lowest(job: StartJob, order: tuple[int, int]) -> None:
-    with job(reduces_until_broken, 4, 8, "none") as ranks:
+    with job(reduces_until_several_are_lost, 4) as ranks:
         for rank in ranks:
             assert rank.hear()["ready"]
         killed = min([ranks[victim].signal() for victim in order])

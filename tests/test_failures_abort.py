@@ -17,7 +17,7 @@ from processes import job_fixture as job_fixture
 from processes import zygote_fixture as zygote_fixture
 from ranks import run_ranks
 
-SOON = 1.0
+SOON = 5.0
 
 
 def gives_up(here: Here, how: str) -> None:

@@ -15,7 +15,7 @@ from processes import job_fixture as job_fixture
 from processes import zygote_fixture as zygote_fixture
 from ranks import run_ranks
 
-SOON = 1.0
+SOON = 5.0
 
 
 def leave(how: str, group: gw.Group) -> None:

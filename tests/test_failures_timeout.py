@@ -33,23 +33,25 @@ def early_call(group: gw.Group) -> None:
 @pytest.mark.parametrize("called", [True, False], ids=["behind", "never called"])
 def test_a_rank_that_never_comes_is_named_with_its_last_call(groups: list[gw.Group], called: bool) -> None:
     late = len(groups) - 1
-    everybody_else_is_done = threading.Barrier(len(groups))
+    everybody_else_is_done, together = threading.Barrier(len(groups)), threading.Barrier(late)
 
     def play(group: gw.Group) -> str:
         if called:
             early_call(group)
         if group.rank == late:
             everybody_else_is_done.wait(10)
+        else:
+            together.wait(10)
         began = time.monotonic()
         with pytest.raises(gw.Timeout) as told:
-            group.all_reduce(np.ones(3), timeout=0.3)
+            group.all_reduce(np.ones(3), timeout=0.6)
         took = time.monotonic() - began
         if group.rank != late:
-            assert 0.25 < took < 2.0
+            assert 0.3 < took < 5.0
             everybody_else_is_done.wait(10)
         assert isinstance(told.value, TimeoutError)
         assert (told.value.culprit, told.value.operation) == (late, "all_reduce")
-        assert (told.value.generation, told.value.seconds) == (1, 0.3)
+        assert (told.value.generation, told.value.seconds) == (1, 0.6)
         with pytest.raises(gw.Timeout, match="did not finish"):
             group.barrier()
         return str(told.value)
@@ -59,7 +61,7 @@ def test_a_rank_that_never_comes_is_named_with_its_last_call(groups: list[gw.Gro
     number = 3 if called else 1
     for text in said:
         expected = (
-            rf"all_reduce #{number} did not finish within its timeout of 0.3 s: "
+            rf"all_reduce #{number} did not finish within its timeout of 0.6 s: "
             rf"rank {late} is alive but stuck outside of any call, its last call was {last}"
         )
         assert re.fullmatch(expected, text), text
@@ -72,12 +74,12 @@ def test_a_time_out_of_one_rank_breaks_all(groups: list[gw.Group]) -> None:
     def play(group: gw.Group) -> float:
         began = time.monotonic()
         if group.rank != late:
-            with pytest.raises(gw.Timeout, match=r"did not finish within its timeout of 0.2 s") as told:
-                group.barrier(timeout=0.2 if group.rank == 0 else 60)
+            with pytest.raises(gw.Timeout, match=r"did not finish within its timeout of 0.6 s") as told:
+                group.barrier(timeout=0.6 if group.rank == 0 else 60)
             assert told.value.culprit == late
         return time.monotonic() - began
 
-    assert max(run_ranks(groups, play)) < 2.0
+    assert max(run_ranks(groups, play)) < 10.0
 
 
 def announced(group: gw.Group) -> bool:

@@ -19,6 +19,7 @@ from gradwire.bench import rivals
 from gradwire.bench.cases import COLLECTIVES
 from gradwire.cli import main
 from launch.jobs import LONG
+from leftovers import children_of
 
 QUICK = ("--blocks", "2", "--iterations", "2")
 
@@ -107,17 +108,13 @@ def test_an_interrupt_leaves_nothing(number: int) -> None:
             for line in process.stdout:
                 if line.startswith("# all_reduce"):
                     break
-            workers = children(process.pid)
+            workers = children_of(process.pid)
             assert len(workers) >= 2
             process.send_signal(number)
             _, err = process.communicate(timeout=LONG)
         assert (process.returncode, err) == (128 + number, "")
         assert os.listdir(folder) == []
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
-
-
-def children(pid: int) -> list[int]:
-    return [int(word) for file in Path(f"/proc/{pid}/task").glob("*/children") for word in file.read_text().split()]
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 
 from gradwire.cli import main
 from launch.jobs import LONG, Watched, written
+from leftovers import children_of
 from ranks import eventually
 
 Start = Callable[..., subprocess.Popen[str]]
@@ -59,9 +60,11 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 def children(pid: int) -> list[Watched]:
     """The processes that a process has started: the workers, the coordinator, the guard."""
-    tasks = Path(f"/proc/{pid}/task")
-    found = [child for task in tasks.iterdir() for child in (task / "children").read_text().split()]
-    return [Watched(int(child)) for child in found]
+    found = []
+    for child in children_of(pid):
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            found.append(Watched(child))
+    return found
 
 
 def test_a_lost_worker_is_replaced_and_the_training_ends_as_if_nothing_had_been(start: Start, tmp_path: Path) -> None:

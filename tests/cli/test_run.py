@@ -78,13 +78,16 @@ def test_a_module_too(start: Start, tmp_path: Path) -> None:
 
 def test_the_root_cause_comes_last_and_its_exit_code_is_returned(start: Start, tmp_path: Path) -> None:
     script = """
-        import os, signal
+        import os, signal, time
         from gradwire.errors import PeerLost
 
         def step():
             raise ValueError("no more data")
 
         rank = int(os.environ["RANK"])
+        open(f"{rank} is here", "w").close()
+        while not all(os.path.exists(f"{other} is here") for other in range(3)):
+            time.sleep(0.01)
         if rank == 2:
             step()
         if rank == 1:

@@ -14,6 +14,7 @@ import pytest
 from gradwire import tuning
 from gradwire.collectives import DEFAULTS
 from launch.jobs import LONG
+from leftovers import children_of
 from ranks import eventually
 
 
@@ -68,8 +69,8 @@ def test_an_interrupt_leaves_nothing(number: int, tmp_path: Path) -> None:
     environ = os.environ | {"TMPDIR": str(tmp_path), "GRADWIRE_TUNING": str(tmp_path / "tuning.json")}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, text=True, env=environ, **pipes) as process:  # type: ignore[call-overload]
-        assert eventually(lambda: len(children(process.pid)) >= 2)
-        workers = children(process.pid)
+        assert eventually(lambda: len(children_of(process.pid)) >= 2)
+        workers = children_of(process.pid)
         process.send_signal(number)
         _, err = process.communicate(timeout=LONG)
     assert process.returncode == 128 + number
@@ -77,7 +78,3 @@ def test_an_interrupt_leaves_nothing(number: int, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     # One that was only just being started ends by itself.
     assert eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
-
-
-def children(pid: int) -> list[int]:
-    return [int(word) for file in Path(f"/proc/{pid}/task").glob("*/children") for word in file.read_text().split()]

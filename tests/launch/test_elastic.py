@@ -201,11 +201,13 @@ def test_workers_hear_the_news(tmp_path: Path, ready: Ready) -> None:
     code = f"""
     {NUMBER}
     {ready.code}
+    import time
     from gradwire.membership.news import NewsReader
     reader = NewsReader.from_environ()
     say(b"ready\\n")
     ready.recv(1)
-    news = reader.latest()
+    while (news := reader.latest()) is None:
+        time.sleep(0.01)
     print(news.generation, news.joiners, news.evicted, *reader.cuts())
     """.replace("\n    ", "\n")
     job = Elastic(written(tmp_path, code), 2, chaos="cut 0-1 @0s")

@@ -84,7 +84,7 @@ def test_a_rank_that_does_not_come_is_named_when_the_time_is_over() -> None:
             assert over.wait(LONG)
             return
         with pytest.raises(Timeout, match="init") as caught:
-            tell_all(group, None, timeout=0.2)
+            tell_all(group, None, timeout=0.6)
         assert caught.value.culprit == 2
         over.set()
 

@@ -237,21 +237,21 @@ def test_size_zero(serve: Serve) -> None:
 def test_the_deadline_names_who_did_not_come_and_frees_the_place(serve: Serve) -> None:
     coordinator = serve(4)
     start = time.monotonic()
-    with pytest.raises(Timeout, match=r"within 0\.3 s: of 4, ranks 0, 2, 3 did not come") as caught:
-        join(coordinator, member(1), 4, timeout=0.3)
-    assert 0.3 <= time.monotonic() - start < 5
-    assert (caught.value.seconds, caught.value.operation) == (0.3, "rendezvous")
+    with pytest.raises(Timeout, match=r"within 1 s: of 4, ranks 0, 2, 3 did not come") as caught:
+        join(coordinator, member(1), 4, timeout=1.0)
+    assert 1.0 <= time.monotonic() - start < 10
+    assert (caught.value.seconds, caught.value.operation) == (1.0, "rendezvous")
     with pytest.raises(Timeout, match="ranks 0, 2, 3"):
-        join(coordinator, member(1, "restarted"), 4, timeout=0.1)
+        join(coordinator, member(1, "restarted"), 4, timeout=1.0)
 
 
 def test_a_killed_worker_frees_its_place_at_once(serve: Serve, spawn: Spawn, journal: Journal) -> None:
     coordinator = serve(2)
     victim = spawn(coordinator, 1, 2)
-    journal.wait_for("rank 1 .* has come")
+    journal.wait_for("rank 1 .* has come", timeout=60)
     victim.kill()
     assert victim.wait(10) == -signal.SIGKILL
-    journal.wait_for("rank 1 .* went away while it waited", timeout=2.0)
+    journal.wait_for("rank 1 .* went away while it waited")
     again = joining(coordinator, member(1, "restarted"), 2)
     assert join(coordinator, member(0), 2).members[1].id == "restarted"
     assert again.result(10).rank == 1

@@ -309,6 +309,7 @@ def test_half_a_renewal_changes_nothing_until_it_is_whole(tmp_path: Path, journa
 def test_slow_handshakes_delay_nobody(
     transports: list[TcpTransport], journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(tcp_accept, "PATIENCE_SECONDS", 10 * LONG)
     slow = [socket.create_connection(transports[0].address, timeout=LONG) for _ in range(60)]
     try:
         hello = client_hello()
