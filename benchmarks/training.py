@@ -321,7 +321,9 @@ def main() -> int:
     parser.add_argument("--crews", type=int, default=4, help="times that all processes are started (default: 4)")
     parser.add_argument("--blocks", type=int, default=3, help="of each engine and crew, in turns (default: 3)")
     parser.add_argument("--steps", type=int, default=8, help="in a block (default: 8)")
-    parser.add_argument("--malloc", choices=("keep", "system"), default="system", help="keep: what a step frees")
+    parser.add_argument(
+        "--malloc", choices=("keep", "system"), default="system", help="keep: what a step frees is not given back"
+    )
     parser.add_argument("--least", action="store_true", help="of each block the least, not the median: a busy machine")
     parser.add_argument("--no-memory", action="store_true", help="time only")
     parser.add_argument("--json", metavar="FILE", help="write every block there")

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from gradwire.liveness import control, verdict
 from in_process import groups_fixture as groups_fixture
 from processes import Here, StartJob
 from processes import job_fixture as job_fixture
@@ -100,8 +99,12 @@ def line(call: Call) -> str:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where all ranks make a call, they get to tell it, however busy the machine is."""
+    be_patient(monkeypatch)
+
+
+def be_patient(patch: pytest.MonkeyPatch) -> None:
     for name, seconds in PATIENCE.items():
-        monkeypatch.setattr(name, seconds)
+        patch.setattr(name, seconds)
 
 
 def goes_wrong(group: gw.Group, call: Call, *, until: float = SOON) -> gw.CollectiveMismatch:
@@ -315,7 +318,7 @@ def test_a_mismatch_in_a_subgroup_breaks_all_and_shows_only_its_members() -> Non
 
 
 def disagrees(here: Here, difference: str) -> None:
-    control.BEHIND_SECONDS, verdict.CALLS_SECONDS = 5.0, 10.0
+    be_patient(pytest.MonkeyPatch())  # for the life of this process
     group = gw.init()
     group.barrier()
     usual, odd, _ = DIFFERENCES[difference]

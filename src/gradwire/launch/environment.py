@@ -23,7 +23,7 @@ _IDENTITY |= {config.ELASTIC, config.MEMBER, NEWS}
 _IDENTITY |= {torchrun.RANK, torchrun.SIZE, torchrun.LOCAL_RANK, torchrun.HOST, torchrun.PORT, LOCAL_SIZE}
 _IDENTITY |= {"GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"}
 _ELASTIC = "TORCHELASTIC_"
-_MOST_KEPT = 4 << 30
+_MOST_KEPT = 4 << 30  # bytes that one worker keeps
 
 
 def without_identity(environ: Mapping[str, str]) -> dict[str, str]:
