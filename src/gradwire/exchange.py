@@ -2,6 +2,10 @@
 
 Every call takes a ticket when it is made; whoever holds the lowest one runs, on the thread that made it or, from a
 stream, on the group's progress thread. Each schedule that runs gets the next sequence number.
+
+Where ranks that share memory have no core to spare, a queued operation beside the program only takes turns with it, and
+both find their caches full of the other's data. It is held back then, until somebody waits for it, who also does it; or
+for a moment only, since others may need it.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import CodeType
 from typing import Any, cast
@@ -34,6 +39,7 @@ from gradwire.transports.base import Link
 from gradwire.work import Work
 
 Site = tuple[CodeType, int]
+HELD_BACK = 0.1  # seconds at most
 
 
 class Turns:
@@ -49,6 +55,14 @@ class Turns:
     def pass_on(self) -> int:
         self.serving += 1
         return self.serving
+
+
+@dataclass(frozen=True)
+class _Queued:
+    ticket: int
+    work: Work
+    body: Callable[..., Any]
+    due: float  # when it runs beside the program, if nobody has waited for it before
 
 
 class Runner:
@@ -81,7 +95,9 @@ class Runner:
         self._turn = threading.Condition(threading.Lock())
         self._turns = core.native.Turns() if core.available() else Turns()
         self._skipped: set[int] = set()
-        self._queue: deque[tuple[int, Work, Callable[..., Any]]] = deque()
+        self._queue: deque[_Queued] = deque()
+        self._wanted = 0  # tickets below this one are waited for
+        self._held_back = 0.0
         self._progress: threading.Thread | None = None
         self._failed = False
         self._spins = False
@@ -142,6 +158,7 @@ class Runner:
         self._plans.hosts_share = bool(shares) and all(shares) and not self._speaks_tls
         if self._plans.hosts_share and len(self._topology.hosts) == 1:
             self._plans.tile_bytes = native.SHARED_TILE_BYTES
+            self._held_back = HELD_BACK if self.generation.transport.cores < 2 else 0.0
         generation, shared = self.generation, self.generation.shared
         if not self.is_native:
             return
@@ -180,7 +197,8 @@ class Runner:
             ticket = self._turns.take()
             try:
                 while self._turns.serving != ticket:
-                    self._turn.wait()
+                    if not self._did_next():
+                        self._turn.wait()
             except BaseException as error:  # Ctrl-C: this call will not be made, but others may already wait for it
                 self._skipped.add(ticket)
                 self._pass_skipped()
@@ -197,7 +215,8 @@ class Runner:
         work = Work(operation.name, self._hurry)
         with self._turn:
             self._step_aside()
-            self._queue.append((self._turns.take(), work, partial(self._run, operation, timeout, site)))
+            body, due = partial(self._run, operation, timeout, site), time.monotonic() + self._held_back
+            self._queue.append(_Queued(self._turns.take(), work, body, due))
             self._have_progress()
             self._turn.notify_all()
         return work
@@ -218,28 +237,52 @@ class Runner:
         own = threading.current_thread()
         while True:
             with self._turn:
-                while self._progress is own and not self._is_next_queued():
+                while self._progress is own and (pause := self._pause()) != 0:
                     if self.closed and not self._queue:
                         return
-                    self._turn.wait()
+                    self._turn.wait(pause)
                 if self._progress is not own:
                     return
-                _, work, body = self._queue.popleft()
-            self._do(work, partial(body, beside=True))
-            del work, body  # the last reference may be ours: an error that nobody waits for is logged now
+                queued = self._queue.popleft()
+            self._do(queued.work, partial(queued.body, beside=True))
+            del queued  # the last reference may be ours: an error that nobody waits for is logged now
+
+    def _pause(self) -> float | None:
+        """Seconds until the progress thread has something to do; None: until it is told."""
+        if not self._is_next_queued():
+            return None
+        first = self._queue[0]
+        held_back = self._held_back and not self.closed and first.ticket >= self._wanted
+        return max(0.0, first.due - time.monotonic()) if held_back else 0.0
 
     def _is_next_queued(self) -> bool:
-        return bool(self._queue) and self._turns.serving == self._queue[0][0]
+        return bool(self._queue) and self._turns.serving == self._queue[0].ticket
 
-    def _hurry(self, work: Work) -> None:
-        """Do what is queued up to this work, which somebody waits for, where nobody has begun it: here, since to wake
-        another thread takes longer than most calls."""
-        while not work.done:
-            with self._turn:
-                if not self._is_next_queued():
-                    return
-                _, first, body = self._queue.popleft()
-            self._do(first, body)
+    def _hurry(self, work: Work, here: bool) -> None:
+        """Somebody waits for this work. What is queued up to it is done here, where nobody has begun it: to wake
+        another thread takes longer than most calls. Otherwise it is no longer held back."""
+        with self._turn:
+            while here and not work.done and self._did_next():
+                pass
+            if not work.done:
+                self._wanted = self._turns.issued
+                self._turn.notify_all()
+
+    def _did_next(self) -> bool:
+        """With the lock held: do what is queued and has its turn, on this thread; False if there is no such thing."""
+        if not self._is_next_queued():
+            return False
+        queued = self._queue.popleft()
+        self._turn.release()
+        try:
+            self._do(queued.work, queued.body)
+        finally:
+            self._turn.acquire()
+        error = queued.work._error
+        if error is not None and not isinstance(error, Exception):  # Ctrl-C, meant for this thread
+            queued.work.heed()
+            raise error
+        return True
 
     def _do(self, work: Work, body: Callable[[], Any]) -> None:
         went_well = work.run(body, first_error=not self._failed)

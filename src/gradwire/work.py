@@ -35,8 +35,8 @@ class Work:
     2.5
     """
 
-    def __init__(self, operation: str, hurry: Callable[[Work], None] | None = None) -> None:
-        """`hurry` is told by a thread that has nothing to do but wait for this work."""
+    def __init__(self, operation: str, hurry: Callable[[Work, bool], None] | None = None) -> None:
+        """`hurry` is told that somebody waits for this work, and whether that thread has nothing else to do."""
         self.operation = operation
         self._hurry = hurry
         self._done = threading.Event()
@@ -55,9 +55,9 @@ class Work:
         >>> with gw.init() as group: group.stream().all_reduce(np.ones(2)).wait(timeout=60)
         array([1., 1.])
         """
-        if timeout is None and self._hurry is not None and not self._done.is_set():
-            self._hurry(self)
-        if not self._done.wait(bounded(timeout)):
+        seconds = bounded(timeout)
+        self.hurry(here=seconds is None)
+        if not self._done.wait(seconds):
             raise Timeout(
                 f"{self.operation} was not done in {timeout:g} s; it goes on", operation=self.operation, seconds=timeout
             )
@@ -65,6 +65,11 @@ class Work:
             self._heeded = True
             raise self._error
         return self._result
+
+    def hurry(self, *, here: bool) -> None:
+        """Somebody waits for it; `here`, on a thread that has nothing else to do, and until it is done."""
+        if self._hurry is not None and not self._done.is_set():
+            self._hurry(self, here)
 
     @property
     def done(self) -> bool:
@@ -201,6 +206,8 @@ class Stream:
         deadline = None if seconds is None else time.monotonic() + seconds
         with self._lock:
             works = list(self._works)
+        if works:
+            works[-1].hurry(here=deadline is None)
         late = next((work for work in works if not work._done.wait(_left(deadline))), None)
         ended = {work for work in works if work.done}
         first = next((work._error for work in works if work in ended and work._error is not None), None)

@@ -15,6 +15,7 @@ from torch.distributed import ReduceOp
 
 import gradwire as gw
 from backend_ranks import VERY_LONG, environ_of, meet, run
+from gradwire.torch.backend.works import Handle
 from processes import Here, StartJob
 from processes import job_fixture as job_fixture
 from processes import zygote_fixture as zygote_fixture
@@ -227,3 +228,14 @@ def test_nothing_that_goes_wrong_in_torch_at_registration_is_raised(monkeypatch:
 
     monkeypatch.setattr(dist.Backend, "backend_list", None)
     gradwire_autoload.register()
+
+
+def test_what_torch_waits_for_by_a_future_is_not_held_back() -> None:
+    told: list[bool] = []
+    running = gw.Work("all_reduce", lambda work, here: told.append(here))
+    tensors = [torch.ones(2)]
+    future = Handle(running, tensors, lambda: None).get_future()
+    assert told == [False], "somebody waits, on a thread that we do not know"
+    running.run(lambda: None, first_error=True)
+    running._call_back()
+    assert future.wait() is tensors

@@ -8,6 +8,7 @@ supervisor.py   `Supervisor`: start, wait, stop; everything below is its parts
   ladder.py       when to send which signal, pure
   restarts.py     who is replaced, and when the job has failed, pure
   rootcause.py    which failure explains the others, pure
+  undisturbed.py  signals wait while it starts
   sessions.py     all processes of a worker; the guard that ends them if the supervisor is killed
 stage.py        what the workers of a job of fixed size find around them
   environment.py  the variables of a worker

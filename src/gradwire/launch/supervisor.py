@@ -32,6 +32,7 @@ from gradwire.launch.rootcause import Ending
 from gradwire.launch.sessions import Guard
 from gradwire.launch.stage import Stage
 from gradwire.launch.trouble import Trouble
+from gradwire.launch.undisturbed import undisturbed
 from gradwire.launch.worker import Task, Worker
 
 _ASK_EVERY = 0.02  # seconds, for news that no descriptor tells
@@ -103,18 +104,10 @@ class Supervisor:
 
     def start(self) -> None:
         try:
-            self._news, self._wake = socket.socketpair()
-            self._wake.setblocking(False)
-            self._selector.register(self._news, selectors.EVENT_READ)
-            self._guard = Guard()
-            self._stage.start(self)
-            for local_rank in range(self.size):
-                self._start_worker(local_rank)
-            self._output.start()
-            self._thread = threading.Thread(target=self._run, name="gradwire-supervisor", daemon=True)
-            self._thread.start()
+            with undisturbed():
+                self._start()
         except BaseException as error:
-            if self._thread is not None and self._thread.is_alive():  # an interrupt at the last moment
+            if self._thread is not None and self._thread.is_alive():  # an interrupt that came meanwhile
                 self.stop(signal.SIGKILL)
                 self._thread.join()
             else:
@@ -122,6 +115,18 @@ class Supervisor:
             if isinstance(error, OSError) and not isinstance(error, TransportError):
                 raise TransportError(f"cannot start worker {len(self.workers)} of {self.size}: {error}") from error
             raise
+
+    def _start(self) -> None:
+        self._news, self._wake = socket.socketpair()
+        self._wake.setblocking(False)
+        self._selector.register(self._news, selectors.EVENT_READ)
+        self._guard = Guard()
+        self._stage.start(self)
+        for local_rank in range(self.size):
+            self._start_worker(local_rank)
+        self._output.start()
+        self._thread = threading.Thread(target=self._run, name="gradwire-supervisor", daemon=True)
+        self._thread.start()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Whether the job has ended; `outcome` then says how."""

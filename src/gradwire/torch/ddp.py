@@ -46,7 +46,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]  # torch i
     check_finite    a NaN or Inf on one rank raises `NotFinite` on all, naming rank and tensor
     contract_every  compare all parameters and buffers each so many backwards; 0: never
     broadcast_buffers  take over rank 0's buffers after each backward
-    overlap         exchange gradients while backward still runs
+    overlap         exchange gradients while backward still runs, where there is a core for it
     algorithm       of the all-reduce; chosen by size, ranks and topology unless named
     """
 

@@ -66,6 +66,8 @@ class Handle(TorchWork):  # type: ignore[misc]
             self._running.add_done_callback(tell)
             if torch._C._current_graph_task_id() != NO_BACKWARD:
                 Variable._execution_engine.queue_callback(partial(self._see_through, told))
+            else:  # torch waits for a future without telling us
+                self._running.hurry(here=False)
         return self._future
 
     def _see_through(self, told: threading.Event) -> None:
