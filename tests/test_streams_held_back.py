@@ -60,15 +60,48 @@ def test_who_waits_does_all_that_was_queued_before(pair: list[gw.Group]) -> None
     assert run_ranks(pair, program) == [[4, 0, 2]] * 2
 
 
-def test_a_call_of_the_group_does_what_was_queued_before(pair: list[gw.Group]) -> None:
+def test_a_call_of_the_group_holds_nothing_back_that_was_queued_before(pair: list[gw.Group]) -> None:
     def program(group: gw.Group) -> np.ndarray:
         stream, x = group.stream(), np.ones(300_000)
         names = doers(stream.all_reduce(x), stream.all_reduce(x))
         group.all_reduce(x)
-        assert names == [threading.current_thread().name] * 2
+        assert eventually(lambda: names == [PROGRESS] * 2)
         return x
 
     assert all(set(x) == {8.0} for x in run_ranks(pair, program))
+
+
+def test_a_callback_may_call_the_group_that_its_work_is_waited_for_by(pair: list[gw.Group]) -> None:
+    """And take a lock that the caller holds: it is another thread's."""
+
+    def program(group: gw.Group) -> list[int]:
+        lock, told, ended = threading.Lock(), [], threading.Event()
+
+        def call(work: gw.Work) -> None:
+            with lock:
+                told.append(group.all_reduce(10))
+            ended.set()
+
+        with lock:
+            group.stream().all_reduce(1).add_done_callback(call)
+            told.append(group.all_reduce(100))
+        assert ended.wait(SOON)
+        return told
+
+    assert run_ranks(pair, program) == [[200, 20]] * 2
+
+
+def test_callbacks_of_several_may_each_call_the_group(pair: list[gw.Group]) -> None:
+    def program(group: gw.Group) -> list[int]:
+        stream, told = group.stream(), []
+        works = [stream.all_reduce(number) for number in range(3)]
+        for work in works:
+            work.add_done_callback(lambda _: told.append(group.all_reduce(10)))
+        works[-1].wait()
+        assert eventually(lambda: len(told) == 3)
+        return told
+
+    assert run_ranks(pair, program) == [[20] * 3] * 2
 
 
 def test_synchronize_does_it_too(pair: list[gw.Group]) -> None:
@@ -127,16 +160,14 @@ def test_an_interrupt_reaches_the_thread_that_it_is_meant_for(pair: list[gw.Grou
     runner = pair[0]._runner
     runner.later(Operation("all_reduce", interrupted), SOON, (test_closing_ends_what_is_held_back.__code__, 1))
     with pytest.raises(KeyboardInterrupt):
-        pair[0].all_reduce(1)
+        pair[0].stream().all_reduce(1).wait()
 
 
 def test_it_is_held_back_for_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "HELD_BACK", 0.01)
     with closing(ranks("shm")) as pair:
         works = [group.stream().all_reduce(1) for group in pair]
-        names = doers(*works)
-        assert eventually(lambda: names == [PROGRESS] * 2)
-        assert [work.result for work in works] == [2, 2]
+        assert eventually(lambda: all(work.done for work in works))
 
 
 @pytest.mark.parametrize(("transport", "cores"), [("shm", 2.0), ("tcp", 0.0), ("local", 0.0)])
@@ -144,5 +175,4 @@ def test_elsewhere_it_begins_at_once(for_long: None, transport: str, cores: floa
     """With a core to spare; and over links, which take time without taking a core."""
     with closing(ranks(transport, cores)) as pair:
         works = [group.stream().all_reduce(1) for group in pair]
-        names = doers(*works)
-        assert eventually(lambda: names == [PROGRESS] * 2)
+        assert eventually(lambda: all(work.done for work in works))

@@ -4,8 +4,8 @@ Every call takes a ticket when it is made; whoever holds the lowest one runs, on
 stream, on the group's progress thread. Each schedule that runs gets the next sequence number.
 
 Where ranks that share memory have no core to spare, a queued operation beside the program only takes turns with it, and
-both find their caches full of the other's data. It is held back then, until somebody waits for it, who also does it; or
-for a moment only, since others may need it.
+both find their caches full of the other's data. It is held back then, until somebody waits for it, who also does it, or
+calls the group; and for a moment only, since others may need it.
 """
 
 from __future__ import annotations
@@ -197,8 +197,8 @@ class Runner:
             ticket = self._turns.take()
             try:
                 while self._turns.serving != ticket:
-                    if not self._did_next():
-                        self._turn.wait()
+                    self._begin_all()
+                    self._turn.wait()
             except BaseException as error:  # Ctrl-C: this call will not be made, but others may already wait for it
                 self._skipped.add(ticket)
                 self._pass_skipped()
@@ -258,31 +258,30 @@ class Runner:
     def _is_next_queued(self) -> bool:
         return bool(self._queue) and self._turns.serving == self._queue[0].ticket
 
+    def _begin_all(self) -> None:
+        """With the lock held: hold back nothing of what is queued by now."""
+        if self._queue and self._wanted < self._turns.issued:
+            self._wanted = self._turns.issued
+            self._turn.notify_all()
+
     def _hurry(self, work: Work, here: bool) -> None:
         """Somebody waits for this work. What is queued up to it is done here, where nobody has begun it: to wake
         another thread takes longer than most calls. Otherwise it is no longer held back."""
-        with self._turn:
-            while here and not work.done and self._did_next():
-                pass
-            if not work.done:
-                self._wanted = self._turns.issued
-                self._turn.notify_all()
-
-    def _did_next(self) -> bool:
-        """With the lock held: do what is queued and has its turn, on this thread; False if there is no such thing."""
-        if not self._is_next_queued():
-            return False
-        queued = self._queue.popleft()
-        self._turn.release()
-        try:
+        if self.generation.inherited:  # nobody may be there to release the lock
+            return
+        while here and not work.done and (queued := self._next_queued()) is not None:
             self._do(queued.work, queued.body)
-        finally:
-            self._turn.acquire()
-        error = queued.work._error
-        if error is not None and not isinstance(error, Exception):  # Ctrl-C, meant for this thread
-            queued.work.heed()
-            raise error
-        return True
+            error = queued.work._error
+            if error is not None and not isinstance(error, Exception):  # Ctrl-C, meant for this thread
+                queued.work.heed()
+                raise error
+        if not work.done:
+            with self._turn:
+                self._begin_all()
+
+    def _next_queued(self) -> _Queued | None:
+        with self._turn:
+            return self._queue.popleft() if self._is_next_queued() else None
 
     def _do(self, work: Work, body: Callable[[], Any]) -> None:
         went_well = work.run(body, first_error=not self._failed)

@@ -14,6 +14,15 @@ from gradwire.launch.supervisor import Supervisor
 from gradwire.launch.undisturbed import undisturbed
 from gradwire.launch.worker import Task, Worker
 from launch.jobs import WAIT, Watched, nowhere, written
+from ranks import eventually
+
+
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """As in a program in the foreground."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
@@ -32,6 +41,13 @@ def test_handlers_run_afterwards_and_once_for_each_signal(handled: list[int]) ->
     assert handled == [signal.SIGTERM]
     signal.raise_signal(signal.SIGTERM)
     assert handled == [signal.SIGTERM] * 2
+
+
+def test_each_handler_runs_even_if_one_raises(handled: list[int]) -> None:
+    with pytest.raises(KeyboardInterrupt), undisturbed():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+    assert handled == [signal.SIGTERM]
 
 
 def test_an_interrupt_comes_beside_an_error() -> None:
@@ -88,4 +104,4 @@ def test_ctrl_c_while_workers_are_started(tmp_path: Path) -> None:
         raise AssertionError("it goes on")
     assert len(watched) == 3, "nothing is left half-started"
     assert all(one.ends() for one in watched)
-    assert set(threading.enumerate()) <= threads
+    assert eventually(lambda: set(threading.enumerate()) <= threads)

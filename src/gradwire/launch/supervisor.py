@@ -107,7 +107,7 @@ class Supervisor:
             with undisturbed():
                 self._start()
         except BaseException as error:
-            if self._thread is not None and self._thread.is_alive():  # an interrupt that came meanwhile
+            if self._thread is not None and self._thread.ident is not None:  # an interrupt that came meanwhile
                 self.stop(signal.SIGKILL)
                 self._thread.join()
             else:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
+from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -20,12 +21,19 @@ def undisturbed() -> Iterator[None]:
         return
     came: list[tuple[int, FrameType | None]] = []
     handlers = {number: handler for number in _SIGNALS if callable(handler := signal.getsignal(number))}
-    for number in handlers:
-        signal.signal(number, lambda number, frame: came.append((number, frame)))
-    try:
-        yield
-    finally:
+    with contextlib.ExitStack() as afterwards:
+        afterwards.callback(lambda: _replay(came, handlers))
         for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for one, frame in came:
-            handlers[signal.Signals(one)](one, frame)
+            afterwards.callback(signal.signal, number, handler)
+            signal.signal(number, lambda number, frame: came.append((number, frame)))
+        yield
+
+
+def _replay(came: list[tuple[int, FrameType | None]], handlers: Mapping[Any, Callable[..., object]]) -> None:
+    """Each handler runs, even if one raises."""
+    if came:
+        (number, frame), *more = came
+        try:
+            handlers[number](number, frame)
+        finally:
+            _replay(more, handlers)

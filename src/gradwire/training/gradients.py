@@ -250,12 +250,12 @@ class GradientSync:
         """
         try:
             self.agree()
+            for work in self._works:  # whoever waits does what nobody has begun
+                work.wait()
             for bucket in self._buckets[self._started :]:
                 for name in bucket.missing:
                     bucket.views[name].fill(0)
                 self._start(bucket, beside=False)
-            for work in self._works:
-                work.wait()
             self._vote()
         finally:
             self._heed_works()

@@ -54,7 +54,7 @@ class Handle(TorchWork):  # type: ignore[misc]
     @untraced
     def get_future(self) -> Future:
         if self._future is None:
-            self._future = future = Future()
+            self._future = future = _Awaited(self._begin)
             tensors, told = self._tensors, threading.Event()
 
             def tell(running: work.Work) -> None:
@@ -66,9 +66,13 @@ class Handle(TorchWork):  # type: ignore[misc]
             self._running.add_done_callback(tell)
             if torch._C._current_graph_task_id() != NO_BACKWARD:
                 Variable._execution_engine.queue_callback(partial(self._see_through, told))
-            else:  # torch waits for a future without telling us
-                self._running.hurry(here=False)
+            else:
+                self._begin()
         return self._future
+
+    def _begin(self) -> None:
+        """Somebody waits who does not tell for how long, or wants to go on when it is done."""
+        self._running.hurry(here=False)
 
     def _see_through(self, told: threading.Event) -> None:
         """DDP waits for a future at the end of the backward pass, but cannot pass on what Python raises: it becomes a
@@ -81,6 +85,26 @@ class Handle(TorchWork):  # type: ignore[misc]
         return -1
 
     _source_rank = source_rank
+
+
+class _Awaited(Future):  # type: ignore[misc]
+    """A future that tells us when Python wants it. DDP's reducer waits without a word, and is seen through."""
+
+    def __init__(self, begin: Callable[[], None]) -> None:
+        super().__init__()
+        self._begin = begin
+
+    def wait(self) -> Any:
+        self._begin()
+        return super().wait()
+
+    def then(self, callback: Callable[[Future], Any]) -> Future:
+        self._begin()
+        return super().then(callback)
+
+    def add_done_callback(self, callback: Callable[[Future], None]) -> None:
+        self._begin()
+        super().add_done_callback(callback)
 
 
 class Done(TorchWork):  # type: ignore[misc]
