@@ -21,9 +21,10 @@ pages back in may take a third of the MLP's step, of those who exchange nothing 
 *Beyond compute* is a step's time minus that of `off` in the same round. *Overlap* is the part of the exchange that is
 hidden behind backward: 1 - beyond(gradwire) / beyond(waiting). Memory is the sum over ranks of their highest PSS
 (memory that several processes share is counted once), looked at while no time is taken; here torch's is asked for
-gradient_as_bucket_view=True. At the end the weights must be the same bits on all ranks of an engine, and close to those
-of the others; otherwise the exit code is 1. *CPU* is what a step costs a rank's threads together, which a busy machine
-changes less than the time. It is 2 if a step beyond compute costs more than a third of Gloo's.
+gradient_as_bucket_view=True. *CPU* is what a step costs a rank's threads together, which a busy machine changes less
+than the time. At the end the weights must be the same bits on all ranks of an engine, and close to those of the others;
+otherwise the exit code is 1. It is 2 if a step beyond compute costs gradwire more than a third of what it costs Gloo,
+or the backend more than half of it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from gradwire.launch.environment import kept_memory
 
 ENGINES = ("off", "gradwire", "waiting", "gloo", "backend")
 MODELS = ("mlp", "gpt")
-ALLOWED = 1 / 3  # of Gloo's time beyond compute
+ALLOWED = {"gradwire": 1 / 3, "backend": 1 / 2}  # of Gloo's time beyond compute
 CLOSE = 1e-4  # float32 weights of two engines: their sums round differently
 PATIENCE = 120.0
 
@@ -121,7 +122,7 @@ def wrapped(engine: str, model: Any, lean: bool) -> Iterator[Any]:
         if engine == "backend":
             import gradwire.torch  # noqa: F401 — registers the backend
         dist.init_process_group("gloo" if engine == "gloo" else "gradwire")
-        yield nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=lean)
+        yield nn.parallel.DistributedDataParallel(model, **({"gradient_as_bucket_view": True} if lean else {}))
         dist.destroy_process_group()
 
 
@@ -284,7 +285,7 @@ def beyond(result: dict[str, Any], engine: str) -> list[float]:
 
 
 def report(result: dict[str, Any]) -> bool:
-    """Print a table; whether our target is met."""
+    """Print a table; whether our targets are met."""
     blocks, off = result["blocks"], statistics.median(result["blocks"]["off"])
     rival = statistics.median(beyond(result, "gloo")) if "gloo" in blocks else None
     print(f"\n{result['model']}: a step without exchange takes {1000 * off:.1f} ms")
@@ -301,9 +302,10 @@ def report(result: dict[str, Any]) -> bool:
     if "waiting" in blocks and "gradwire" in blocks:
         hidden = 1 - statistics.median(beyond(result, "gradwire")) / statistics.median(beyond(result, "waiting"))
         print(f"overlap: {hidden:.0%} of the exchange is hidden behind backward")
-    if rival is None or "gradwire" not in blocks:
+    if rival is None:
         return True
-    return statistics.median(beyond(result, "gradwire")) <= ALLOWED * rival
+    limits = {engine: part * rival for engine, part in ALLOWED.items() if engine in blocks}
+    return all(statistics.median(beyond(result, engine)) <= limit for engine, limit in limits.items())
 
 
 def has_backend() -> bool:
@@ -318,9 +320,9 @@ def main() -> int:
     parser.add_argument("--models", default=",".join(MODELS), help="mlp (25 M parameters), gpt (4 M), or both")
     parser.add_argument("--engines", help=f"some of {','.join(ENGINES)}; off is always among them")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--crews", type=int, default=4, help="times that all processes are started (default: 4)")
-    parser.add_argument("--blocks", type=int, default=3, help="of each engine and crew, in turns (default: 3)")
-    parser.add_argument("--steps", type=int, default=8, help="in a block (default: 8)")
+    parser.add_argument("--crews", type=int, default=6, help="times that all processes are started (default: 6)")
+    parser.add_argument("--blocks", type=int, default=5, help="of each engine and crew, in turns (default: 5)")
+    parser.add_argument("--steps", type=int, default=4, help="in a block (default: 4)")
     parser.add_argument(
         "--malloc", choices=("keep", "system"), default="system", help="keep: what a step frees is not given back"
     )

@@ -27,6 +27,7 @@ from gradwire.operations import Exchange, Operation
 from gradwire.operations.call import settled
 from gradwire.operations.into import Strip, all_gather_into, all_to_all_into, gather_into, scatter_into
 from gradwire.torch.backend import meeting, reductions, sparse
+from gradwire.torch.backend.bucket_views import prefer_bucket_views
 from gradwire.torch.backend.mail import Receiving, Sending
 from gradwire.torch.backend.roll_call import roll_call
 from gradwire.torch.backend.tensors import array_of, arrays_of, describe, reduction
@@ -46,6 +47,7 @@ def register() -> None:
 
 def create(options: Any, backend_options: Any) -> GradwireProcessGroup:
     """What torch calls in `init_process_group` and `new_group`, on the members of the group."""
+    prefer_bucket_views(GradwireProcessGroup)
     timeout: float = options.timeout.total_seconds()
     ranks = list(options.global_ranks_in_group)
     world = _world() if ranks else None
