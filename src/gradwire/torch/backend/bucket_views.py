@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel on a group of ours: gradients are views of its buckets unless a script says otherwise.
+"""torch's DistributedDataParallel on groups of ours: gradients are views of its buckets unless a script says otherwise.
 
 torch leaves `gradient_as_bucket_view` off, for programs that keep a gradient from one step to the next. It then holds
 all gradients twice, and copies them into buckets and back, which here takes longer than the exchange. Scripts that only
