@@ -35,7 +35,10 @@ verify: test $(VENV)/.installed-verify ## test, then the slow tests, some fuzzin
 	$(RUN) pytest -m "slow or soak" --timeout=600 -o faulthandler_timeout=660 $(ARGS)
 	PYTHONPATH=tests $(RUN) fuzz.atheris --seconds 10
 	@set -e; for script in examples/*.py; do \
-	    echo "$$script"; $(BIN)/gradwire run -n 3 "$$script"; \
+	    echo "$$script"; timeout 60 $(BIN)/gradwire run -n 3 "$$script"; \
+	done; \
+	for script in examples/gpt_torchrun.py examples/fsdp2.py; do \
+	    echo "$$script, by torchrun"; timeout 60 $(BIN)/torchrun --standalone --nproc-per-node 2 "$$script"; \
 	done
 	$(BIN)/gradwire bench --sizes 8,64Ki,1Mi --blocks 3 --transport tcp --against gloo
 

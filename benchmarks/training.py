@@ -15,11 +15,11 @@ started anew several times.
     gloo        torch's DistributedDataParallel on Gloo
     backend     torch's DistributedDataParallel on the backend "gradwire", if it is there
 
-With `--malloc keep` all of them keep the memory that a step frees, as workers of `gradwire run` do. Otherwise faulting
-pages back in may take a third of the MLP's step, of those who exchange nothing too.
+gradwire has malloc keep the memory that a step frees. Elsewhere, faulting pages back in may take a third of the MLP's
+step, where nothing is exchanged too; with `--malloc keep` all of them keep it, as workers of `gradwire run` do.
 
-*Beyond compute* is a step's time minus that of `off` in the same round. *Overlap* is the part of the exchange that is
-hidden behind backward: 1 - beyond(gradwire) / beyond(waiting). Memory is the sum over ranks of their highest PSS
+*Beyond compute* is a step's time minus that of `off` in the same round. *Overlap* is what is hidden behind backward: a
+step's time with `waiting` minus that with `gradwire`. Memory is the sum over ranks of their highest PSS
 (memory that several processes share is counted once), looked at while no time is taken; here torch's is asked for
 gradient_as_bucket_view=True. *CPU* is what a step costs a rank's threads together, which a busy machine changes less
 than the time. At the end the weights must be the same bits on all ranks of an engine, and close to those of the others;
@@ -45,8 +45,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gradwire import malloc
 from gradwire.bench.conductor import turns
-from gradwire.launch.environment import kept_memory
 
 ENGINES = ("off", "gradwire", "waiting", "gloo", "backend")
 MODELS = ("mlp", "gpt")
@@ -197,7 +197,7 @@ class Crew:
             port = free.getsockname()[1]
         common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
         common |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        common |= kept_memory(os.environ, ranks) if options.malloc == "keep" else {}
+        common |= malloc.variables(os.environ, ranks) if options.malloc == "keep" else {}
         command = [sys.executable, __file__, "--work", engine, model, *(["--lean"] if lean else [])]
         self.processes = [
             subprocess.Popen(
@@ -300,8 +300,8 @@ def report(result: dict[str, Any]) -> bool:
         busy = f"{1000 * statistics.median(result['work'][engine]):8.1f}"
         print(f"{engine:10} {middle} {span:>18} {busy}  {same}", flush=True)
     if "waiting" in blocks and "gradwire" in blocks:
-        hidden = 1 - statistics.median(beyond(result, "gradwire")) / statistics.median(beyond(result, "waiting"))
-        print(f"overlap: {hidden:.0%} of the exchange is hidden behind backward")
+        saved = [later - beside for later, beside in zip(blocks["waiting"], blocks["gradwire"], strict=True)]
+        print(f"overlap: exchanging while backward runs takes {1000 * statistics.median(saved):.1f} ms off a step")
     if rival is None:
         return True
     limits = {engine: part * rival for engine, part in ALLOWED.items() if engine in blocks}

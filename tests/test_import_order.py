@@ -26,6 +26,7 @@ LAYERS = [
     "topology",
     "identity",
     "machine",
+    "malloc",
     "collectives",
     "tuning",
     "security",

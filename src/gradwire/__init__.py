@@ -10,6 +10,7 @@ The layers, each importing only from those above it:
     topology        which ranks share a host
     identity        who a rank is, and among whom: what every message says
     machine         what this machine is, and what of it this process may use
+    malloc          memory that a training step frees is kept for the next one
     collectives     algorithms as schedules; their verifier
     tuning          the table that algorithms are chosen by, in a file
     security        the job's secret, and who may open a link

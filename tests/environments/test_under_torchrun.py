@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = """
+GROUP = """
 import gradwire as gw
 with gw.init(timeout=60) as group:
     total = group.all_reduce(group.rank + 1)
@@ -16,13 +16,25 @@ with gw.init(timeout=60) as group:
         print("size", group.size, "total", total)
 """
 
+# The name of the backend is known to torch without an import.
+BACKEND = """
+import torch, torch.distributed as dist
+dist.init_process_group("gradwire")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+model(torch.full((1, 2), float(dist.get_rank()))).sum().backward()
+if dist.get_rank() == 0:
+    print("size", dist.get_world_size(), "mean", model.module.weight.grad.tolist())
+dist.destroy_process_group()
+"""
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--standalone"]])
-def test_ranks_meet_under_torchrun(tmp_path: Path, options: list[str]) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", *options, "--nproc-per-node", "3", str(script)]
+@pytest.mark.parametrize(("script", "told"), [(GROUP, "size 3 total 6"), (BACKEND, "size 3 mean [[1.0, 1.0]]")])
+def test_ranks_meet_under_torchrun(tmp_path: Path, script: str, told: str, options: list[str]) -> None:
+    file = tmp_path / "script.py"
+    file.write_text(script)
+    command = [sys.executable, "-m", "torch.distributed.run", *options, "--nproc-per-node", "3", str(file)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert run.returncode == 0, run.stderr
-    assert "size 3 total 6" in run.stdout
+    assert told in run.stdout

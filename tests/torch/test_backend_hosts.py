@@ -146,8 +146,7 @@ def trains_until_one_is_lost(here: Here, networks: list[int]) -> None:
 
 
 def secured(hosts: Hosts) -> Environ:
-    token, where = secrets.token_hex(32), tls_files.folder()
-    common = on_hosts(2, MASTER_ADDR=hosts.address(0), MASTER_PORT=str(PORT), GRADWIRE_TOKEN=token)
+    common, where = trusting(hosts), tls_files.folder()
 
     def environ(rank: int) -> dict[str, str]:
         files = {"CA": "ca.pem", "CERT": f"m{rank}.pem", "KEY": f"m{rank}.key"}
@@ -156,13 +155,21 @@ def secured(hosts: Hosts) -> Environ:
     return environ
 
 
+def trusting(hosts: Hosts, **given: str) -> Environ:
+    """Nothing but a token."""
+    token = secrets.token_hex(32)
+    return on_hosts(2, MASTER_ADDR=hosts.address(0), MASTER_PORT=str(PORT), GRADWIRE_TOKEN=token, **given)
+
+
 @pytest.mark.slow
-def test_two_networks_with_certificates_train_what_one_host_does(job: StartJob, hosts: Hosts, tmp_path: Path) -> None:
-    with job(trains_until_one_is_lost, SIZE, hosts.pids, environ=secured(hosts)) as ranks:
+@pytest.mark.parametrize("encrypted", [True, False])
+def test_two_networks_train_what_one_host_does(job: StartJob, hosts: Hosts, tmp_path: Path, encrypted: bool) -> None:
+    environ = secured(hosts) if encrypted else trusting(hosts, GRADWIRE_INSECURE="1")
+    with job(trains_until_one_is_lost, SIZE, hosts.pids, environ=environ) as ranks:
         told = [rank.hear(VERY_LONG) for rank in ranks]
         assert all(one == told[0] for one in told)
         assert told[0]["hosts"] == [[0, 1], [2, 3]]
-        assert told[0]["encrypted"]
+        assert told[0]["encrypted"] == encrypted
         assert_trained_alike(told[0], trained(job, tmp_path / "store", on_hosts(1)))
         for rank in ranks:
             rank.tell()

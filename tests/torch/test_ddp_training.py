@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 import weakref
 from typing import Any
 
@@ -340,29 +339,3 @@ def test_a_model_that_is_let_go_is_freed() -> None:
         gc.collect()
         assert [one() for one in gone] == [None, None]
         step(model, 0, 0)  # its hooks know nobody any more
-
-
-# -- the compiler -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("default")  # the compiler's own
-@pytest.mark.parametrize(("inside", "backend"), [(True, "aot_eager"), (False, "aot_eager"), (False, "inductor")])
-def test_compiled(inside: bool, backend: str) -> None:
-    """In one thread: the compiler is not made for several."""
-
-    def train(make: Any) -> dict[str, Any]:
-        model = make()
-        for seed in range(3):
-            model.zero_grad()
-            step(model, seed, 0)
-        return {re.sub(r"_orig_mod\.|module\.", "", name): one for name, one in gradients(model).items()}
-
-    with gw.init() as group:
-
-        def compiled() -> Any:
-            if inside:
-                return DDP(torch.compile(mlp(), backend=backend), group)
-            return torch.compile(DDP(mlp(), group), backend=backend)
-
-        assert_close(train(compiled), train(mlp))

@@ -126,6 +126,23 @@ def test_what_was_kept_goes_with_the_buckets(crew: Crew) -> None:
     assert crew.run(run) == [[True, False]] * 2
 
 
+def test_the_next_generation_begins_with_nothing_kept(crew: Crew) -> None:
+    following = gw.local_group(2)
+
+    def run(group: gw.Group) -> list[bytes]:
+        sync = gw.GradientSync(group, {"a": np.zeros(4)}, compression=TopK(0.25))
+        gradients = {"a": np.arange(1.0, 5.0)}
+        sent = [sync.sync(gradients)["a"].tobytes() for _ in range(2)]
+        sync.rebind(following[group.rank])
+        return [*sent, sync.sync(gradients)["a"].tobytes()]
+
+    for first, second, anew in crew.run(run):
+        assert second != first
+        assert anew == first
+    for group in following:
+        group.close()
+
+
 def test_an_object_is_not_shared(crew: Crew) -> None:
     def run(group: gw.Group) -> bool:
         mine = TopK(0.25)

@@ -7,7 +7,7 @@ import random
 import socket
 from collections.abc import Mapping
 
-from gradwire import config, machine
+from gradwire import config, malloc
 from gradwire.environments import torchrun
 from gradwire.errors import TransportError
 from gradwire.membership.news import NEWS
@@ -23,7 +23,6 @@ _IDENTITY |= {config.ELASTIC, config.MEMBER, NEWS}
 _IDENTITY |= {torchrun.RANK, torchrun.SIZE, torchrun.LOCAL_RANK, torchrun.HOST, torchrun.PORT, LOCAL_SIZE}
 _IDENTITY |= {"GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"}
 _ELASTIC = "TORCHELASTIC_"
-_MOST_KEPT = 4 << 30  # bytes that one worker keeps
 
 
 def without_identity(environ: Mapping[str, str]) -> dict[str, str]:
@@ -78,22 +77,9 @@ def _manners(environ: Mapping[str, str], size: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(max(1, cores // size)),
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
-        **kept_memory(environ, size),
+        **malloc.variables(environ, size),
         **without_identity(environ),
     }
-
-
-def kept_memory(environ: Mapping[str, str], size: int) -> dict[str, str]:
-    """Variables by which glibc keeps the memory that a training step frees, for the next step to take.
-
-    Left to itself it gives large blocks back to the system, which clears them page by page when they are taken again:
-    with gradients of 100 MB that can be a third of a step. All workers together keep an eighth of the machine's memory
-    at most. Who has told malloc anything is not overruled.
-    """
-    if any(name.startswith("MALLOC_") for name in environ) or "glibc.malloc" in environ.get("GLIBC_TUNABLES", ""):
-        return {}
-    kept = min(_MOST_KEPT, machine.memory() // (8 * size))
-    return dict.fromkeys(("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"), str(kept))
 
 
 def free_port() -> int:

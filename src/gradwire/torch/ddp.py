@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gradwire import job, lifetime
+from gradwire import job, lifetime, malloc
 from gradwire.errors import ConfigError
 from gradwire.group import Group
 from gradwire.torch import join
@@ -84,6 +84,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]  # torch i
         )
         self._met: Group | None = None  # with whose ranks it is known to agree
         self._remembered: tuple[int, dict[str, Any]] | None = None  # buffers, as they were after a step
+        malloc.keep(self.group.topology, self.group.rank)
         if isinstance(self._owner, Group):  # an elastic run brings the state, to those who join later too
             self._meet()
             broadcast_named(self.group, self._arrays())

@@ -9,7 +9,6 @@ Its parts:
     reductions      reducing collectives with all of torch's ops
     sparse          all-reduce of sparse tensors
     roll_call       the monitored barrier
-    bucket_views    what torch's DDP does on these groups unless told otherwise
     meeting         how the ranks of a process group find each other, through torch's store
     process_group   what torch calls
 """

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import ProcessGroup
 
-from gradwire import operations
+from gradwire import malloc, operations
 from gradwire.errors import InvalidSize, UnsupportedOp
 from gradwire.group import Group
 from gradwire.liveness.calls import call_site, count_as_inside
@@ -27,7 +27,6 @@ from gradwire.operations import Exchange, Operation
 from gradwire.operations.call import settled
 from gradwire.operations.into import Strip, all_gather_into, all_to_all_into, gather_into, scatter_into
 from gradwire.torch.backend import meeting, reductions, sparse
-from gradwire.torch.backend.bucket_views import prefer_bucket_views
 from gradwire.torch.backend.mail import Receiving, Sending
 from gradwire.torch.backend.roll_call import roll_call
 from gradwire.torch.backend.tensors import array_of, arrays_of, describe, reduction
@@ -47,12 +46,12 @@ def register() -> None:
 
 def create(options: Any, backend_options: Any) -> GradwireProcessGroup:
     """What torch calls in `init_process_group` and `new_group`, on the members of the group."""
-    prefer_bucket_views(GradwireProcessGroup)
     timeout: float = options.timeout.total_seconds()
     ranks = list(options.global_ranks_in_group)
     world = _world() if ranks else None
     if world is None:
         group = meeting.meet(options.store, options.group_rank, options.group_size, timeout)
+        malloc.keep(group.topology, group.rank)
     else:
         group = world.part(ranks, options.group_id, timeout)
     return GradwireProcessGroup(options.store, group)

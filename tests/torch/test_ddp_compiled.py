@@ -1,0 +1,62 @@
+"""DistributedDataParallel and torch.compile: of what is wrapped, or of the wrapped model."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # once, in the process that ranks are forked from
+
+import gradwire as gw
+from ddp_ranks import DDP, step
+from processes import Here, StartJob
+from processes import job_fixture as job_fixture
+from processes import zygote_fixture as zygote_fixture
+from small_models import assert_close, gradients, mlp
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.filterwarnings("default")  # the compiler's own
+@pytest.mark.parametrize(("inside", "backend"), [(True, "aot_eager"), (False, "aot_eager"), (False, "inductor")])
+def test_compiled(inside: bool, backend: str) -> None:
+    """In one thread: the compiler is not made for several."""
+
+    def train(make: Any) -> dict[str, Any]:
+        model = make()
+        for seed in range(3):
+            model.zero_grad()
+            step(model, seed, 0)
+        return {re.sub(r"_orig_mod\.|module\.", "", name): one for name, one in gradients(model).items()}
+
+    with gw.init() as group:
+
+        def compiled() -> Any:
+            if inside:
+                return DDP(torch.compile(mlp(), backend=backend), group)
+            return torch.compile(DDP(mlp(), group), backend=backend)
+
+        assert_close(train(compiled), train(mlp))
+
+
+def trains_compiled(here: Here) -> None:
+    torch.set_num_threads(1)
+    with gw.init() as group:
+        for way in (lambda: DDP(mlp(), group), lambda: DDP(torch.compile(mlp(), backend="inductor"), group)):
+            model = way()
+            for seed in range(3):
+                model.zero_grad()
+                step(model, seed, group.rank)
+            here.tell(gradients=torch.cat([one.grad.flatten() for one in model.parameters()]).tolist())
+
+
+def test_compiled_between_processes(job: StartJob) -> None:
+    with job(trains_compiled, 2) as ranks:
+        plain, compiled = ([rank.hear(200)["gradients"] for rank in ranks] for _ in range(2))
+        for rank in ranks:
+            assert rank.ended() == 0, rank.output()
+    assert plain[0] == plain[1]
+    assert compiled[0] == compiled[1]
+    assert compiled[0] == pytest.approx(plain[0], rel=1e-9)
