@@ -171,7 +171,8 @@ def checkpoint(place: Path) -> Tensor:
         if kind == "save":
             dcp.save(to, checkpoint_id=place / kind)
         else:
-            writing = dcp.async_save(to, checkpoint_id=place / kind)
+            apart = dist.new_group()  # it is written by another thread, in whatever order with the training
+            writing = dcp.async_save(to, checkpoint_id=place / kind, process_group=apart)
             trained(net, optimizer)  # which the checkpoint must not see
             writing.result()
         other = model(2)
