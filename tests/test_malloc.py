@@ -1,4 +1,4 @@
-"""Memory that a step frees: who trains a torch model on gradwire takes it again without page faults."""
+"""Memory that a step frees: who trains on gradwire takes it again without page faults."""
 
 from __future__ import annotations
 
@@ -7,18 +7,24 @@ import platform
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
 from gradwire import machine, malloc
+from gradwire.launch.worker import Task
+from launch.jobs import run, written
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries do as they like")
 
-WRAPPED = "gw.init(rank=0, size=1); gw.torch.DistributedDataParallel(torch.nn.Linear(2, 2))"
-BACKEND = "torch.distributed.init_process_group('gradwire', store=torch.distributed.HashStore(), rank=0, world_size=1)"
+WRAPPED = (
+    "import gradwire as gw, torch; gw.init(rank=0, size=1); gw.torch.DistributedDataParallel(torch.nn.Linear(2, 2))"
+)
+BACKEND = (
+    "from torch import distributed as d; d.init_process_group('gradwire', store=d.HashStore(), rank=0, world_size=1)"
+)
 SCRIPT = """
-    import resource, torch
-    import gradwire as gw
+    import resource
     {}
 
     def faults():
@@ -36,7 +42,7 @@ SCRIPT = """
     [
         pytest.param(WRAPPED, {}, "True True", id="DDP"),
         pytest.param(BACKEND, {}, "True True", id="backend"),
-        pytest.param("gw.init(rank=0, size=1)", {}, "True False", id="neither"),
+        pytest.param("import gradwire as gw; gw.init(rank=0, size=1)", {}, "True False", id="neither"),
         pytest.param(BACKEND, {"MALLOC_ARENA_MAX": "2"}, "True False", id="told by the user"),
     ],
 )
@@ -45,6 +51,12 @@ def test_what_a_step_frees_is_kept(start: str, own: dict[str, str], told: str) -
     script = textwrap.dedent(SCRIPT).format(start)
     ended = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=100)
     assert (ended.stdout.strip(), ended.returncode) == (told, 0), ended.stderr
+
+
+def test_what_a_worker_frees_is_kept_whatever_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_", raising=False)
+    script = written(tmp_path, SCRIPT.format("pass"))
+    assert run(Task.script(script), 1).out.splitlines() == ["[0] True True"]
 
 
 def test_all_ranks_together_keep_a_part_of_the_machine_s_memory() -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import socket
 from pathlib import Path
 
@@ -62,28 +61,6 @@ def test_malloc_is_told_to_keep_memory_unless_the_user_has_told_it_something(own
     assert names <= set(environment({"GLIBC_TUNABLES": "glibc.cpu.x86_ibt=off"}))
     assert {name for name in environment({own: "1"}) if name.startswith("MALLOC_")} == {own}
     assert not names & set(environment({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}))
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries do as they like")
-def test_what_a_worker_frees_it_takes_again_without_page_faults(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_", raising=False)
-    script = written(
-        tmp_path,
-        """
-        import resource
-
-        def faults():
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            one, another = b"x" * (33 << 20), b"x" * (33 << 20)  # more than glibc keeps by itself
-            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-        first, second = faults(), faults()
-        print(first > 16000, second < 1000)
-        """,
-    )
-    assert run(Task.script(script), 1).out.splitlines() == ["[0] True True"]
 
 
 def test_the_free_port_is_free() -> None:
