@@ -122,7 +122,7 @@ def wrapped(engine: str, model: Any, lean: bool) -> Iterator[Any]:
         if engine == "backend":
             import gradwire.torch  # noqa: F401 — registers the backend
         dist.init_process_group("gloo" if engine == "gloo" else "gradwire")
-        yield nn.parallel.DistributedDataParallel(model, **({"gradient_as_bucket_view": True} if lean else {}))
+        yield nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=lean)
         dist.destroy_process_group()
 
 
