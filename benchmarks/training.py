@@ -45,9 +45,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradwire import malloc
-from gradwire.bench.conductor import turns
-
 ENGINES = ("off", "gradwire", "waiting", "gloo", "backend")
 MODELS = ("mlp", "gpt")
 ALLOWED = {"gradwire": 1 / 3, "backend": 1 / 2}  # of Gloo's time beyond compute
@@ -192,6 +189,8 @@ class Crew:
     """The ranks of one engine."""
 
     def __init__(self, engine: str, model: str, options: argparse.Namespace, lean: bool = False) -> None:
+        from gradwire import malloc  # here: what does not exchange by gradwire holds none of it in memory
+
         self.engine, ranks = engine, options.ranks
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
@@ -251,6 +250,8 @@ def crews(engines: list[str], model: str, options: argparse.Namespace, lean: boo
 
 def measure(model: str, engines: list[str], options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of a step by engine and block, and whether all came to the same weights."""
+    from gradwire.bench.conductor import turns
+
     blocks: dict[str, list[float]] = {engine: [] for engine in engines}
     work: dict[str, list[float]] = {engine: [] for engine in engines}
     middle: Callable[[list[float]], float] = min if options.least else statistics.median

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo  # optimizers want it: once, before ranks are forked
@@ -19,6 +21,7 @@ from processes import zygote_fixture as zygote_fixture
 from ranks import run_group
 from small_models import assert_close, assert_same_bits, batch, filled, gradients, loss, mean_gradients, mlp, weights
 
+DIGITS = Path(__file__).parents[2] / "examples" / "data" / "digits.csv.gz"
 DDP = gw.torch.DistributedDataParallel
 NAMES = ["f16", "bf16", "int8", "topk"]
 # How far from the mean one exchange may be: every element, by two roundings. Top-k is not about every element.
@@ -300,6 +303,35 @@ def test_clipping_by_the_norm_of_what_came_out(name: str) -> None:
     assert_same_bits([found for _, found in of_ranks])
     after = nn.utils.get_total_norm([one for one in of_ranks[0][1].values() if one is not None])
     assert float(after) == pytest.approx(0.01, rel=1e-3)
+
+
+# -- what it costs in accuracy ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_network_reads_digits_within_a_point_of_whole_gradients() -> None:
+    table = torch.from_numpy(np.loadtxt(DIGITS, delimiter=",", dtype=np.float32))
+    images, labels = table[:, :64] / 16, table[:, 64].long()
+
+    test, train = (images[:360], labels[:360]), (images[360:], labels[360:])
+
+    def learn(group: gw.Group, compression: str | None) -> float:
+        network = filled(nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10)), 0)
+        ddp = DDP(network, group, compression=compression)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
+        sampler = gw.Sampler(len(train[0]), rank=group.rank, size=group.size, seed=0)
+        right = []
+        for epoch in range(40):
+            for mine in sampler.batches(epoch, 120):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(ddp(train[0][mine]), train[1][mine]).backward()
+                optimizer.step()
+            right.append(float((ddp(test[0]).argmax(dim=1) == test[1]).float().mean()))
+        return sum(right[-4:]) / 4
+
+    whole, *others = (run_group(2, lambda group, name=name: learn(group, name))[0] for name in (None, *NAMES))
+    assert whole > 0.9
+    assert min(others) > whole - 0.01
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------
