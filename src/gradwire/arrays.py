@@ -160,8 +160,26 @@ def as_array(x: Any) -> Array:
         ) from error
 
 
+def torch_objection(tensor: Any) -> str | None:
+    """Why a torch tensor's memory does not hold its values; None if it does. Through DLPack torch shows it anyway."""
+    if type(tensor).__torch_dispatch__ is not sys.modules["torch"].Tensor.__torch_dispatch__:
+        return "only stands for others and has no memory: pass those (of a DTensor, x.to_local() or x.full_tensor())"
+    if tensor.is_conj() or tensor.is_neg():
+        return "is a view that negates on reading: pass x.resolve_conj().resolve_neg()"
+    if tensor._is_zerotensor():
+        return "stands for zeros that are not in memory: pass torch.zeros_like(x)"
+    return None
+
+
 def _from_dlpack(x: SupportsDLPack) -> Array:
-    device, _ = x.__dlpack_device__()
+    torch = sys.modules.get("torch")
+    objection = torch_objection(x) if torch is not None and isinstance(x, torch.Tensor) else None
+    if objection is not None:
+        raise ArrayError(f"{type(x).__name__} {objection}")
+    try:
+        device, _ = x.__dlpack_device__()
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ArrayError(f"{type(x).__name__} is in no memory that DLPack knows: {error}") from error
     if device not in _HOST_MEMORY:
         raise ArrayError(f"{type(x).__name__} is not in CPU memory (DLPack device type {device}); move it there first")
     try:

@@ -6,12 +6,16 @@ import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch._dynamo  # DDP wants it: once, before ranks are forked
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch.distributed import ReduceOp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import gradwire as gw
 from backend_ranks import VERY_LONG, environ_of, meet, run
@@ -141,6 +145,62 @@ def test_messages_cross_and_come_in_any_order(job: StartJob, tmp_path: Path) -> 
     zero, one = run(job, messages, 2, tmp_path)
     assert zero == {"first": 2.0, "second": 3.0, "source": 1, "batch": 3.0}
     assert one == {"first": 1.0, "second": 2.0, "source": None, "batch": 0.0}
+
+
+# -- odd callers -------------------------------------------------------------------------------------------------------
+
+
+class Numbers(torch.utils.data.Dataset[Any]):  # type: ignore[misc]  # torch is Any to mypy
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, place: int) -> Any:
+        return torch.tensor(float(place))
+
+
+def odd(here: Here, file: str) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # here: it warns that parts of torch are old
+
+    rank, size = meet(file)
+    gathered = funcol.all_gather_tensor(torch.full((2,), float(rank)), 0, dist.group.WORLD)
+    dist.all_reduce(gathered)  # it may not be there yet
+    spread = distribute_tensor(torch.arange(4.0), init_device_mesh("cpu", (size,)), [Shard(0)])
+    sharded = ZeroRedundancyOptimizer([torch.nn.Parameter(torch.ones(2)) for _ in range(2)], torch.optim.Adam)
+    refused = []
+    for call in (
+        lambda: dist.all_reduce(spread),
+        lambda: gw.elastic({"weights": spread}),
+        lambda: gw.elastic({"optimizer": sharded}),
+    ):
+        try:
+            call()
+        except gw.GradwireError as error:
+            refused.append(type(error).__name__)
+    loaded = torch.utils.data.DataLoader(Numbers(), num_workers=2, multiprocessing_context="fork")
+    total = sum(one for batch in loaded for one in batch)
+    dist.all_reduce(total)
+    here.tell(gathered=gathered.tolist(), refused=refused, total=float(total))
+    world = dist.group.WORLD
+    dist.barrier()
+    world.abort()
+    world.abort()  # again is harmless
+    try:
+        dist.barrier()
+    except (gw.Aborted, gw.PeerLost) as error:
+        here.tell_error(error)
+    dist.destroy_process_group()
+
+
+def test_odd_tensors_forked_loaders_and_a_second_abort(job: StartJob, tmp_path: Path) -> None:
+    with job(odd, 2, str(tmp_path / "store"), environ=environ_of(2)) as ranks:
+        for rank in ranks:
+            told = rank.hear(VERY_LONG)
+            assert told["gathered"] == [0.0, 0.0, 2.0, 2.0]
+            assert told["refused"] == ["ArrayError", "ArrayError", "ConfigError"]
+            assert told["total"] == 2 * sum(range(8))
+        for rank in ranks:
+            assert rank.hear()["error"] in ("Aborted", "PeerLost")
+            assert rank.ended() == 0, rank.output()
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------

@@ -329,7 +329,10 @@ def test_a_network_reads_digits_within_a_point_of_whole_gradients() -> None:
             right.append(float((ddp(test[0]).argmax(dim=1) == test[1]).float().mean()))
         return sum(right[-4:]) / 4
 
-    whole, *others = (run_group(2, lambda group, name=name: learn(group, name))[0] for name in (None, *NAMES))
+    def accuracy(compression: str | None) -> float:
+        return run_group(2, lambda group: learn(group, compression))[0]
+
+    whole, *others = map(accuracy, (None, *NAMES))
     assert whole > 0.9
     assert min(others) > whole - 0.01
 

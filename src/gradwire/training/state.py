@@ -19,7 +19,7 @@ import xxhash
 
 from gradwire import arrays
 from gradwire.arrays import Array, SupportsDLPack
-from gradwire.errors import ArrayError
+from gradwire.errors import ArrayError, ConfigError, GradwireError
 from gradwire.machine import memory
 from gradwire.wire import parse_json
 
@@ -52,7 +52,7 @@ class State:
     def take_apart(self) -> tuple[bytes, list[Array]]:
         """The skeleton, and the arrays in its order: views of the state's own memory where that is contiguous."""
         leaves: list[Array] = []
-        skeleton = json.dumps(_pack(_opened(self._state), leaves, "state"), separators=(",", ":"))
+        skeleton = json.dumps(_pack(_opened(self._state, "state"), leaves, "state"), separators=(",", ":"))
         return skeleton.encode(), leaves
 
     def digest(self) -> str:
@@ -107,11 +107,18 @@ def memory_for(skeleton: bytes) -> list[Array]:
         raise ValueError(f"no memory for a state of {nbytes} bytes: {error}") from error
 
 
-def _opened(state: Any) -> Any:
+def _opened(state: Any, path: str) -> Any:
     """The state with everything stateful replaced by what it says of itself."""
     if isinstance(state, Mapping):
-        return {key: _opened(value) for key, value in state.items()}
-    return state.state_dict() if _is_stateful(state) else state
+        return {key: _opened(value, f"{path}[{key!r}]") for key, value in state.items()}
+    if not _is_stateful(state):
+        return state
+    try:
+        return state.state_dict()
+    except GradwireError:
+        raise
+    except Exception as error:  # of torch's ZeroRedundancyOptimizer, for one
+        raise ConfigError(f"{path} cannot tell its state, all of it, on this rank: {error}") from error
 
 
 def _is_stateful(value: Any) -> bool:

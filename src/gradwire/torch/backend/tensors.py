@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.distributed import ReduceOp
 
-from gradwire.arrays import Array
+from gradwire.arrays import Array, torch_objection
 from gradwire.errors import ArrayError, UnsupportedOp
 
 
@@ -49,11 +49,14 @@ class _Memory(ctypes.c_char * (1 << 62)):  # type: ignore[misc]  # NumPy asks on
 
 def array_of(tensor: torch.Tensor) -> Array:
     """The memory of a tensor as an array."""
+    if type(tensor) is not torch.Tensor and hasattr(tensor, "trigger_wait"):
+        tensor = tensor.trigger_wait()  # the result of a functional collective, which may not be there yet
     dtype = _TYPES.get(tensor.dtype)
     if dtype is None or tensor.layout is not torch.strided or not tensor.is_cpu:
         raise ArrayError(f"{describe(tensor)} cannot be exchanged: only plain tensors in the CPU's memory")
-    if tensor.is_conj() or tensor.is_neg():
-        raise ArrayError(f"{describe(tensor)} is a view that negates on reading: pass x.resolve_conj().resolve_neg()")
+    objection = torch_objection(tensor)
+    if objection is not None:
+        raise ArrayError(f"{describe(tensor)} {objection}")
     shape = tuple(tensor.shape)
     if not tensor.numel():
         return np.empty(shape, dtype)
