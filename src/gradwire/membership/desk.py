@@ -15,13 +15,12 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from urllib.parse import unquote
 
 from gradwire.errors import ConfigError, JournalError
 from gradwire.membership.answers import Change, Claim, Outcome, Refusal, Waiting
 from gradwire.membership.entry import Terms
-from gradwire.membership.journal import Journal
 from gradwire.membership.members import Assembly
 from gradwire.membership.messages import (
     Malformed,
@@ -39,6 +38,9 @@ from gradwire.membership.v1 import gradwire_pb2 as pb
 from gradwire.membership.v1 import gradwire_pb2_grpc as rpc
 from gradwire.security.admission import NO_SECRET
 from gradwire.security.tokens import Gate
+
+if TYPE_CHECKING:
+    from gradwire.membership.journal import Journal
 
 log = logging.getLogger("gradwire.membership")
 

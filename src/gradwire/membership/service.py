@@ -20,7 +20,6 @@ from gradwire.membership.addresses import Endpoint, join, resolve
 from gradwire.membership.desk import THREADS, Desk
 from gradwire.membership.entry import LARGEST_JOB
 from gradwire.membership.health import Health
-from gradwire.membership.journal import Journal
 from gradwire.membership.quiet import grpc
 from gradwire.membership.sealing import CoordinatorSeal
 from gradwire.membership.state import Membership
@@ -114,6 +113,8 @@ class Coordinator:
     def _take_journal(self) -> None:
         if self._journal_file is None:
             return
+        from gradwire.membership.journal import Journal  # loads SQLite
+
         name = self.job
         self._desk.resume(self._journal.enter_context(Journal(self._journal_file, durable=self._durable)))
         if self._named and self.job != name:
