@@ -22,6 +22,19 @@ from training.gradients import three_fixture as three_fixture
 # --- the mean
 
 
+def test_what_was_added_takes_part_in_the_long_way_too(pair: list[gw.Group]) -> None:
+    def body(group: gw.Group) -> dict[str, list[float]]:
+        sync = gw.GradientSync(group, {name: np.zeros(2) for name in "abc"})
+        sync.add({"a": np.ones(2), "b": np.ones(2)})
+        sync.write("a", np.ones(2))
+        sync.ready("a")
+        sync.finish()
+        assert sync.used == {"a", "b"}
+        return {name: sync.gradients[name].tolist() for name in sync.used}
+
+    assert run_ranks(pair, body) == [{"a": [2, 2], "b": [1, 1]}] * 2
+
+
 @pytest.mark.parametrize("sizes", [SMALL, {}], ids=["many buckets", "one bucket"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
 def test_the_mean_over_ranks_in_the_same_bits_on_all(three: list[gw.Group], dtype: str, sizes: dict[str, Any]) -> None:

@@ -47,6 +47,21 @@ def test_equal_weights_are_no_weights(three: list[gw.Group]) -> None:
     Weights(0.1, 3).apply(untouched)
 
 
+def test_float16_does_not_overflow_where_its_mean_does_not(three: list[gw.Group]) -> None:
+    like = {"w": np.zeros(4, np.float16)}
+
+    def body(group: gw.Group) -> list[float]:
+        sync = gw.GradientSync(group, like)
+        gradient = np.full(4, (60000, -20000, 3)[group.rank], np.float16)
+        means = [copied(sync.sync({"w": gradient}, weight=weight[group.rank])) for weight in ((7, 0, 0), (3, 1, 0))]
+        assert sync.clip(1e-4) == pytest.approx(80000)
+        clipped = float(np.linalg.norm(sync.gradients["w"].astype(float)))
+        assert clipped == pytest.approx(1e-4, rel=1e-2)
+        return [float(mean["w"][0]) for mean in means]
+
+    assert run_ranks(three, body) == [[60000.0, 40000.0]] * 3
+
+
 def test_a_rank_without_data_does_not_count_whatever_it_has(three: list[gw.Group]) -> None:
     def body(group: gw.Group) -> None:
         sync = gw.GradientSync(group, LIKE, **SMALL)

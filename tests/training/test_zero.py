@@ -129,3 +129,17 @@ def test_what_cannot_be() -> None:
             ShardedOptimizer(group, {"w": np.broadcast_to(1.0, 3)}, Adam)
         with pytest.raises(gw.ConfigError, match="'v'"):
             ShardedOptimizer(group, {"w": np.ones(2)}, Adam).step({"v": np.ones(2)})
+
+
+def test_an_optimizer_that_makes_new_weights_is_told_to_change_the_old_ones() -> None:
+    class Forgets:
+        def __init__(self, weights: dict[str, Array]) -> None:
+            self.weights = weights
+
+        def step(self, gradients: dict[str, Array]) -> None:
+            self.weights["w"] = self.weights["w"] - gradients["w"]
+
+    with gw.init() as group:
+        optimizer = ShardedOptimizer(group, {"w": np.ones(2)}, Forgets)
+        with pytest.raises(gw.ConfigError, match="in the place of 'w'"):
+            optimizer.step({"w": np.ones(2)})

@@ -13,10 +13,11 @@ from gradwire import job, lifetime, malloc
 from gradwire.errors import ConfigError
 from gradwire.group import Group
 from gradwire.torch import join
-from gradwire.torch.buffers import Buffers
+from gradwire.torch.buffers import Buffers, describe
+from gradwire.torch.parts import Parts, trained
 from gradwire.torch.reducer import Reducer
 from gradwire.torch.views import as_array
-from gradwire.training import alike
+from gradwire.training import alike, weights
 from gradwire.training.contract import broadcast_named
 from gradwire.training.elastic import Elastic
 from gradwire.training.gradients import Compression
@@ -69,10 +70,10 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]  # torch i
         self.broadcast_buffers = broadcast_buffers
         self._owner: Any = group if group is not None else lifetime.current() or job.init()
         self._buffers_of = Buffers(module)
-        self._frozen = [(name, one) for name, one in module.named_parameters() if not one.requires_grad]
+        self._parts = Parts(module)
         self._reducer = Reducer(
             self.group,
-            _trained(module),
+            trained(module),
             _weakly(self),
             overlap,
             bucket_bytes=max(1, int(bucket_mb * (1 << 20))),
@@ -90,7 +91,9 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]  # torch i
             broadcast_named(self.group, self._arrays())
         else:
             self._owner.when_cut_short(_undoing(self))
-        self._register_load_state_dict_pre_hook(_put_prefix)
+        self._register_load_state_dict_pre_hook(_put_prefix, with_module=True)
+        named = (*module.named_parameters(), *module.named_buffers())
+        self._own_names = frozenset(name for name, _ in named).difference(self.__dict__)
 
     @property
     def group(self) -> Group:
@@ -117,15 +120,15 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]  # torch i
             return
         self._meet()
         self._remember()
-        reducer = self._reducer
-        if reducer.busy and torch._C._current_graph_task_id() == -1:
-            reducer.give_up()
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise ConfigError(
-                    f"{name!r} was frozen when the model was wrapped, so nobody averages its gradient: "
-                    "make a new DistributedDataParallel after unfreezing"
-                )
+        self._reducer.forget_cut_short()
+        if self._reducer.retired:
+            raise ConfigError(
+                "the model, or a part of it, was wrapped again: use the new DistributedDataParallel; "
+                "models that share parameters are wrapped as one"
+            )
+        self._parts.check()
+        if not self._own_names.isdisjoint(self.__dict__):
+            raise ConfigError("functional_call puts tensors beside the wrapped model: call it with the model's .module")
 
     def _remember(self) -> None:
         """Forward changes buffers. If the step of an elastic run is cut short, they must be what they were."""
@@ -144,6 +147,8 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]  # torch i
         if self._met is group:
             return
         alike.tell(group, "DistributedDataParallel", self._description())
+        if self.broadcast_buffers:
+            self._buffers_of.are_alike(group)
         if group is not self._reducer.sync.group:
             self._reducer.rebind(group)
         else:
@@ -156,7 +161,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]  # torch i
             for name, one in self.module.named_parameters()
         ]
         buffers = self._buffers_of.arrays() if self.broadcast_buffers else {}
-        return [*parameters, *(f"{name!r}: {one.dtype}{list(one.shape)}" for name, one in buffers.items())]
+        return [*parameters, *describe(buffers)]
 
     def _after_backward(self, had_data: bool) -> None:
         """Gradients are the same everywhere now; see to the rest of the model."""
@@ -227,7 +232,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]  # torch i
         ...     model.weigh(2)
         ...     model(torch.ones(2, 3)).mean().backward()
         """
-        self._reducer.weight = float(samples)
+        self._reducer.weight = weights.checked(samples)
 
     def sit_out(self) -> None:
         """Take part in the next backward of the others without data: a weight of 0.
@@ -249,7 +254,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]  # torch i
         ...     model.clip(1.0)
         2.0
         """
-        return self._reducer.sync.clip(max_norm)
+        return self._reducer.clip(max_norm)
 
     # -- as if it were not wrapped ------------------------------------------------------------------------------------
 
@@ -301,18 +306,7 @@ def _undoing(model: DistributedDataParallel) -> Callable[[], None]:
     return undo
 
 
-def _trained(module: Any) -> dict[str, Any]:
-    """The parameters to be trained, each once."""
-    found = {name: one for name, one in module.named_parameters() if one.requires_grad}
-    if not found:
-        raise ConfigError("the model has no parameter that is trained: nothing to keep in step")
-    for name, one in found.items():
-        if isinstance(one, torch.nn.parameter.UninitializedParameter):
-            raise ConfigError(f"{name!r} has no shape yet: run the model once on some data, then wrap it")
-    return found
-
-
-def _put_prefix(state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _put_prefix(wrapper: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """For models that contain a wrapped one: what was saved without the prefix is loaded without it."""
-    for name in [name for name in state if name.startswith(prefix) and not name.startswith(prefix + PREFIX)]:
+    for name in [prefix + name for name in wrapper.module.state_dict() if prefix + name in state]:
         state[f"{prefix}{PREFIX}{name.removeprefix(prefix)}"] = state.pop(name)

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradwire.errors import NotFinite
 from gradwire.group import Group
 from gradwire.training.contract import broadcast_named
 from gradwire.training.state import State, memory_for
 
 if TYPE_CHECKING:
     from gradwire.torch.ddp import DistributedDataParallel
+    from gradwire.torch.reducer import Reducer
 
 
 @contextlib.contextmanager
@@ -26,7 +28,7 @@ def joined(model: DistributedDataParallel, states: Sequence[Any]) -> Iterator[No
     try:
         yield
         model.zero_grad()
-        while reducer.sit_out():
+        while _sat_out(reducer):
             model.zero_grad()
             rounds += 1
     finally:
@@ -37,6 +39,14 @@ def joined(model: DistributedDataParallel, states: Sequence[Any]) -> Iterator[No
         broadcast_named(model.group, model._arrays(), root=last)
         for state in travelling:
             broadcast_state(model.group, state, last)
+
+
+def _sat_out(reducer: Reducer) -> bool:
+    """Whether others had data. What is wrong with theirs is theirs to mind: they may leave the step out, and go on."""
+    try:
+        return reducer.sit_out()
+    except NotFinite:
+        return True
 
 
 def first_with_data(group: Group, has_data: bool) -> int:

@@ -13,17 +13,28 @@ The first backward therefore overlaps nothing. It learns who fires twice, and th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradwire.arrays import Array
 from gradwire.errors import ConfigError, UnsupportedOp
 from gradwire.group import Group
 from gradwire.torch.views import as_array, as_tensor, in_memory_order, laid_out_like, tensors_in
 from gradwire.training.gradients import GradientSync
+
+
+def _nobody() -> None:
+    """A weak reference to nothing."""
+
+
+_OWNERS = WeakTensorKeyDictionary()  # whose each parameter is: two reducers would write over each other's buckets
+# Who of a group's reducers began first in the backward that runs. The others overlap nothing: in which order buckets of
+# two models get full depends on what a rank has used of them.
+_FIRST: weakref.WeakKeyDictionary[Group, Callable[[], Reducer | None]] = weakref.WeakKeyDictionary()
 
 
 class Reducer:
@@ -52,18 +63,40 @@ class Reducer:
         self._twice: set[int] = set()  # hooks that fired more than once in a backward
         self._seen: dict[int, None] | None = {}  # the order of the first backward, while it is being learned
         self._changed = [False] * len(self._names)  # since the last exchange
+        self._ordered = False  # whether ranks have told each other the order of this generation
+        self._leaves: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # outputs that are watched
+        self._callback: Callable[[], Any] = _nobody  # at the end of the backward that runs, as long as it runs
         self._forget()
+        self._take_over()
+
+    def _take_over(self) -> None:
+        """Hook the parameters; whoever had them before gives them up.
+
+        The nodes that accumulate, not the tensors: there, ours come after all that a user may add.
+        """
         mine = weakref.ref(self)  # a hook that held its reducer would keep the model alive
-        for index, parameter in enumerate(self._parameters):
-            parameter.register_post_accumulate_grad_hook(partial(_accumulated, mine, index))
+        for parameter in self._parameters:
+            former = _OWNERS.get(parameter, _nobody)()
+            if former is not None:
+                former.retire()
+            _OWNERS[parameter] = mine
+        hooks = [node.register_hook(partial(_accumulated, mine, index)) for index, node in enumerate(self._nodes)]
+        self.retire = weakref.finalize(self, _remove, hooks)
+        self.retire.atexit = False
 
     @property
-    def busy(self) -> bool:
-        """Whether a backward was begun and has not ended."""
-        return self._busy
+    def retired(self) -> bool:
+        """Whether another reducer has these parameters, or some of them."""
+        return not self.retire.alive
+
+    @property
+    def _cut_short(self) -> bool:
+        """Whether the engine has let go of the last backward without calling back."""
+        return self._busy and self._callback() is None
 
     def _forget(self) -> None:
         self._busy = False
+        self._first = True  # in this backward, of all reducers of the group
         self._done = [False] * len(self._names)  # those that were made ready in this backward
 
     def _look_up_views(self) -> None:
@@ -82,7 +115,7 @@ class Reducer:
             parameter.grad = None
         self.sync.rebind(group)
         self._changed = [False] * len(self._names)
-        self._seen = {}
+        self._seen, self._ordered = {}, False
         self._forget()
         self.agree()
 
@@ -97,11 +130,15 @@ class Reducer:
         """Notice when a backward from this output begins."""
         mine = weakref.ref(self)
         for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(partial(_reached, mine))
+            if not tensor.requires_grad or (tensor.is_leaf and self._leaves.get(id(tensor)) is tensor):
+                continue
+            if tensor.is_leaf:  # it keeps its hook
+                self._leaves[id(tensor)] = tensor
+            tensor.register_hook(partial(_reached, mine))
 
     def _reach(self) -> None:
         """A backward came by an output; it may be one that accumulates nothing."""
+        self.forget_cut_short()
         if self.enabled and not self._busy and _accumulates(self._nodes):
             self._begin()
 
@@ -109,14 +146,22 @@ class Reducer:
         self._busy = True
         if self._seen is not None:
             self._seen = {}
-        torch.autograd.Variable._execution_engine.queue_callback(partial(_ended, weakref.ref(self)))
+        callback = partial(_ended, weakref.ref(self))
+        self._callback = weakref.ref(callback)
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+        first = _FIRST.get(self.sync.group, _nobody)()
+        self._first = first is None or first is self or not first._busy or first._cut_short
+        if self._first:
+            _FIRST[self.sync.group] = weakref.ref(self)
         if self.weight is None and self.uneven:
             self.weight = 1.0
-        if self.weight is not None:
+        if self.weight is not None and self._first:
             self.sync.begin(self.weight)
 
-    def give_up(self) -> None:
-        """Forget a backward that an error has cut short, if no other rank can know of it yet."""
+    def forget_cut_short(self) -> None:
+        """If an error has ended the last backward before its end, and no other rank can know of it yet, forget it."""
+        if not self._cut_short:
+            return
         if self.sync.under_way:
             raise ConfigError(
                 "an error has cut the last backward short while gradients were on their way: "
@@ -125,10 +170,12 @@ class Reducer:
         self.sync.begin()
         self._forget()
 
-    def _accumulate(self, index: int, parameter: Any) -> None:
+    def _accumulate(self, index: int) -> None:
         """A gradient is there, or more of it."""
+        parameter = self._parameters[index]
         if parameter.grad is None:  # another hook has taken it away
             return
+        self.forget_cut_short()
         if self.enabled and not self._busy:
             self._begin()
         if self._done[index]:
@@ -145,7 +192,7 @@ class Reducer:
                 self._twice.add(index)
             self._seen.pop(index, None)  # the last time counts
             self._seen[index] = None
-        elif self._overlap and index not in self._twice:
+        elif self._overlap and self._first and index not in self._twice:
             self._done[index] = True
             self.sync.ready(self._names[index])
 
@@ -155,6 +202,11 @@ class Reducer:
         if gradient is view:
             self.sync.places.look_again(name)
             return
+        if gradient.requires_grad:
+            raise UnsupportedOp(
+                f"the gradient of {name!r} has a graph of its own (create_graph=True), which is not averaged: for a "
+                "penalty on gradients use torch.autograd.grad, add it to the loss, and call backward() once"
+            )
         if gradient.layout != torch.strided:
             raise UnsupportedOp(f"the gradient of {name!r} is sparse: gradwire averages dense ones (sparse=False)")
         if not self._lies_alike(index, gradient):
@@ -179,6 +231,8 @@ class Reducer:
     def end(self) -> None:
         """Exchange what is left of the gradients; afterwards all ranks have the same."""
         try:
+            if self.weight is not None and not self._first:
+                self.sync.begin(self.weight)
             self._complete()
             self.sync.finish()
             self._hand_out()
@@ -209,9 +263,15 @@ class Reducer:
         """After the first backward buckets are filled in the order in which rank 0 saw gradients become complete."""
         if self._seen is None:
             return
-        last = [self._names[index] for index in self._seen if index in self._twice]
-        self.sync.reorder([*(name for index in self._seen if (name := self._names[index]) not in last), *last])
-        self._seen = None
+        if not self._ordered:
+            self._order(self._seen)
+        if self._seen:  # not if this rank had no data: it has yet to see who fires twice
+            self._seen = None
+
+    def _order(self, seen: Iterable[int]) -> None:
+        last = [self._names[index] for index in seen if index in self._twice]
+        self.sync.reorder([*(name for index in seen if (name := self._names[index]) not in last), *last])
+        self._ordered = True
         self._look_up_views()
 
     def sit_out(self) -> bool:
@@ -221,13 +281,22 @@ class Reducer:
         self.end()
         return self.sync.total_weight > 0
 
+    def clip(self, max_norm: float) -> float:
+        """Scale what `.grad` holds now, whoever has put it there; returns the norm that it had."""
+        for index, parameter in enumerate(self._parameters):
+            if parameter.grad is None:
+                self._views[index].zero_()
+            else:
+                self._place(index, parameter)
+        return self.sync.clip(max_norm)
+
 
 # Hooks know their reducer weakly.
 
 
-def _accumulated(reducer: weakref.ref[Reducer], index: int, parameter: Any) -> None:
+def _accumulated(reducer: weakref.ref[Reducer], index: int, *_: Any) -> None:
     if (mine := reducer()) is not None:
-        mine._accumulate(index, parameter)
+        mine._accumulate(index)
 
 
 def _reached(reducer: weakref.ref[Reducer], _: Any) -> None:
@@ -238,6 +307,11 @@ def _reached(reducer: weakref.ref[Reducer], _: Any) -> None:
 def _ended(reducer: weakref.ref[Reducer]) -> None:
     if (mine := reducer()) is not None:
         mine.end()
+
+
+def _remove(hooks: Sequence[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 def _accumulates(parameters: list[Any]) -> bool:

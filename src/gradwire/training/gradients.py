@@ -103,6 +103,9 @@ class GradientSync:
         self.group = _group_of(group)
         self.contract = Contract(self.group, contract_every)
         self._bind(self.group)
+        if isinstance(self._compression, Keeping):
+            for bucket in self._buckets:
+                self._compression.operation(bucket.flat, self._share)  # complains now of what cannot be compressed
 
     def __repr__(self) -> str:
         tensors, buckets = len(self._tensors), len(self._buckets)
@@ -253,6 +256,7 @@ class GradientSync:
             for work in self._works:  # whoever waits does what nobody has begun
                 work.wait()
             for bucket in self._buckets[self._started :]:
+                bucket.missing -= self._added
                 for name in bucket.missing:
                     bucket.views[name].fill(0)
                 self._start(bucket, beside=False)
@@ -295,6 +299,8 @@ class GradientSync:
                 self._weights.apply(bucket.flat)
             if exchange.size > 1:
                 exchange(shape, bucket.flat, bucket.flat)
+            if self._weights is not None:
+                self._weights.settle(bucket.flat)
 
         return Operation("GradientSync", body)
 
@@ -345,7 +351,7 @@ class GradientSync:
         self._begin(weight, beside=False)
         for name in self._order:
             if name in given:
-                self._write(name, given[name])
+                self.write(name, given[name])
             if name in given or name in self._added:
                 self.ready(name, beside=False)
         self.finish()
@@ -363,15 +369,13 @@ class GradientSync:
         """
         self._follow()
         for name, gradient in fitting(self._tensors, gradients).items():
-            self._write(name, gradient)
+            self.write(name, gradient)
             self._added.add(name)
 
     def write(self, name: str, gradient: Array) -> None:
-        """Copy a gradient into its place, and look on the way whether it is finite: then its bucket need not be read
-        once more. What is written there later, in another way, would not be looked at."""
-        self.places.write(name, gradient)
-
-    def _write(self, name: str, gradient: Array) -> None:
+        """Copy a gradient into its place, on top of what was added before, and look on the way whether it is finite:
+        then its bucket need not be read once more. What is written there later, in another way, would not be looked at.
+        """
         if name in self._added:
             self.places.add(name, gradient)
         else:
@@ -384,6 +388,7 @@ class GradientSync:
 
         The same on all ranks, bit for bit.
         """
+        max_norm = norms.check_norm(max_norm)
         flats = [bucket.flat for bucket in self._buckets]
         norm = norms.global_norm(self.group, flats)
         factor = norms.clip_factor(norm, max_norm)

@@ -13,6 +13,7 @@ import numpy as np
 
 from gradwire import arrays, core
 from gradwire.arrays import Array
+from gradwire.errors import ConfigError
 from gradwire.group import Group
 
 _CHUNK = 1 << 15  # elements that are squared in one go: in the cache
@@ -45,7 +46,17 @@ def scale(flats: Iterable[Array], factor: float) -> None:
     """Multiply in place, rounding once per element."""
     for flat in flats:
         parts = flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat
-        np.multiply(parts, parts.dtype.type(factor), out=parts)
+        exact = (
+            parts.dtype.type if parts.dtype.itemsize > 2 else np.float32
+        )  # a half would round the factor, or lose it
+        np.multiply(parts, exact(factor), out=parts, casting="unsafe")
+
+
+def check_norm(max_norm: float) -> float:
+    """A greatest norm; `ConfigError` for one that is none."""
+    if not float(max_norm) >= 0:
+        raise ConfigError(f"a greatest norm of {max_norm!r}: it must be a number, 0 or more")
+    return float(max_norm)
 
 
 def clip_factor(norm: float, max_norm: float) -> float:

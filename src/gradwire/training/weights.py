@@ -56,9 +56,24 @@ class Weights:
 
     def apply(self, flat: Array) -> None:
         """Scale an array so that the plain mean over ranks is the weighted one; nothing to do if all weigh the same."""
-        if (self.everyones != self.mine).any():
+        if self._differ:
             # Near 1 for most: half types lose less than if each rank scaled by its share and all were summed.
-            norms.scale([flat], self.share * self.everyones.size)
+            norms.scale([flat], self.share * self.everyones.size / self._put_off(flat))
+
+    def settle(self, flat: Array) -> None:
+        """Scale the mean by what `apply` has put off."""
+        if self._differ and self._put_off(flat) > 1:
+            norms.scale([flat], self._put_off(flat))
+
+    @property
+    def _differ(self) -> bool:
+        return bool((self.everyones != self.everyones[0]).any())
+
+    def _put_off(self, flat: Array) -> float:
+        """By which factor values are too small in between: scaled up on the heaviest rank, float16 would overflow."""
+        if flat.dtype != np.float16:
+            return 1.0
+        return float(self.everyones.max()) / self.total * self.everyones.size
 
 
 def weighted_mean(group: Group, value: Any, weight: float) -> Any:

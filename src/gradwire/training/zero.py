@@ -76,6 +76,7 @@ class ShardedOptimizer(Generic[O]):
         """Which rank keeps which tensor."""
         self.share = {name: weights[name] for name, rank in self.owners.items() if rank == group.rank}
         """This rank's tensors."""
+        self._kept = dict(self.share)
         self.optimizer = make(self.share)
         """What was made for them, with their state."""
         self._rounds = list(self._plan())
@@ -102,12 +103,21 @@ class ShardedOptimizer(Generic[O]):
             raise ConfigError(f"a gradient of {unknown[0]!r}, of which there are no weights")
         try:
             self.group._runner.check("ShardedOptimizer.step")
-            self.optimizer.step({name: gradients[name] for name in self.share if gradients.get(name) is not None})
+            self.optimizer.step({name: gradients[name] for name in self._kept if gradients.get(name) is not None})
+            self._check_kept()
             for names in self._rounds:
                 self._exchange(names)
         except (Closed, PeerLost) as error:
             error.add_note("the optimizer's state was spread over the ranks: what a lost one kept is gone")
             raise
+
+    def _check_kept(self) -> None:
+        for name, weight in self._kept.items():
+            if self.share.get(name) is not weight:
+                raise ConfigError(
+                    f"the optimizer has put another tensor in the place of {name!r}, which nobody else would see: "
+                    "change the one that it was given (`weights[name] -= …`, `weights[name][...] = …`)"
+                )
 
     def state_dict(self) -> Any:
         """Refused: this rank has the state of its share only. `optimizer` has it, for a checkpoint of each rank.

@@ -1,0 +1,380 @@
+"""DistributedDataParallel among people who change things: hooks, gradients, parts of the model, wrappers, errors."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # optimizers want it: once, before threads do
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import gradwire as gw
+from ranks import run_group
+from small_models import assert_close, assert_same_bits, batch, filled, gradients, loss, mean_gradients, mlp
+
+DDP = gw.torch.DistributedDataParallel
+SMALL: Any = {"bucket_mb": 0.0001, "first_bucket_mb": 0.0001}  # a bucket for each tensor
+
+
+def backward(model: Any, seed: int, rank: int) -> None:
+    x, y = batch(seed, rank)
+    loss(model(x), y).backward()
+
+
+def expected(seed: int, size: int = 2) -> dict[str, Any]:
+    return mean_gradients(mlp, size, lambda model, rank: backward(model, seed, rank))
+
+
+class Cut(Exception):
+    """What ends a backward in the middle."""
+
+
+class Trap(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to mypy
+    """Does nothing, but for what is to happen when backward comes by."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, when: Callable[[], None]) -> Any:
+        ctx.when = when
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        ctx.when()
+        return gradient, None
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+def halve(parameter: Any) -> None:
+    parameter.grad.mul_(0.5)
+
+
+def test_hooks_that_were_added_later_count_before_the_mean() -> None:
+    def run(group: gw.Group) -> list[dict[str, Any]]:
+        ddp = DDP(mlp(), group, **SMALL)
+        for parameter in ddp.parameters():
+            parameter.register_post_accumulate_grad_hook(halve)
+        found = []
+        for seed in range(8):
+            ddp.zero_grad()
+            backward(ddp, seed, group.rank)
+            found.append(gradients(ddp))
+        return found
+
+    for seed, of_ranks in enumerate(zip(*run_group(2, run), strict=True)):
+        assert_same_bits(list(of_ranks))
+        assert_close(of_ranks[0], {name: 0.5 * mean for name, mean in expected(seed).items()})
+
+
+def test_clip_is_about_what_grad_holds() -> None:
+    def run(group: gw.Group) -> tuple[float, float, dict[str, Any]]:
+        ddp = DDP(mlp(), group)
+        backward(ddp, 0, group.rank)
+        for name, parameter in ddp.named_parameters():
+            parameter.grad = None if name == "0.weight" else torch.full_like(parameter, 7.0)
+        before = float(nn.utils.get_total_norm([one.grad for one in ddp.parameters() if one.grad is not None]))
+        return before, ddp.clip(1.0), gradients(ddp)
+
+    for before, told, after in run_group(2, run):
+        assert told == pytest.approx(before)
+        assert after.pop("0.weight") is None
+        assert float(nn.utils.get_total_norm(after.values())) == pytest.approx(1.0, rel=1e-5)
+
+
+@pytest.mark.parametrize("norm", [-1.0, float("nan")])
+def test_a_norm_to_clip_to_is_0_or_more(norm: float) -> None:
+    with gw.init() as group:
+        ddp = DDP(mlp(), group)
+        backward(ddp, 0, 0)
+        with pytest.raises(gw.ConfigError, match="greatest norm"):
+            ddp.clip(norm)
+
+
+def test_a_gradient_that_can_be_differentiated_is_refused() -> None:
+    with gw.init() as group:
+        ddp = DDP(mlp(), group)
+        x, y = batch(0, 0)
+        with pytest.raises(gw.UnsupportedOp, match="create_graph"):
+            loss(ddp(x), y).backward(create_graph=True)
+
+
+@pytest.mark.parametrize("samples", [-1, float("nan"), "2"])
+def test_a_bad_weight_is_refused_where_it_is_given(samples: Any) -> None:
+    with gw.init() as group:
+        ddp = DDP(mlp(), group)
+        with pytest.raises(gw.ConfigError, match="weight"):
+            ddp.weigh(samples)
+        backward(ddp, 0, 0)
+
+
+# -- errors, threads ---------------------------------------------------------------------------------------------------
+
+
+def test_another_graph_runs_after_a_backward_that_was_cut_short() -> None:
+    def run(group: gw.Group) -> dict[str, Any]:
+        cuts = [True]
+
+        def when() -> None:
+            if cuts:
+                cuts.pop()
+                raise Cut
+
+        model = mlp()
+        model.append(nn.Identity())
+        model[-1].forward = lambda x: Trap.apply(x, when)
+        ddp = DDP(model, group, **SMALL)
+        x, y = batch(0, group.rank)
+        one, two = ddp(x), ddp(x)
+        with pytest.raises(Cut):
+            loss(one, y).backward()
+        loss(two, y).backward()
+        return gradients(ddp)
+
+    of_ranks = run_group(2, run)
+    assert_same_bits(of_ranks)
+    assert_close(of_ranks[0], expected(0))
+
+
+def test_another_thread_may_look_at_the_model_during_backward() -> None:
+    def run(group: gw.Group) -> dict[str, Any]:
+        model = mlp()
+        looked = []
+
+        def when() -> None:
+            if group.rank == 0:
+                thread = threading.Thread(target=lambda: looked.append(ddp(batch(1, 0)[0])))
+                thread.start()
+                thread.join()
+
+        first = model[0].forward
+        model[0].forward = lambda x: Trap.apply(first(x), when)
+        ddp = DDP(model, group, **SMALL)
+        for seed in range(2):
+            ddp.zero_grad()
+            backward(ddp, seed, group.rank)
+        assert len(looked) == (2 if group.rank == 0 else 0)
+        return gradients(ddp)
+
+    of_ranks = run_group(2, run)
+    assert_same_bits(of_ranks)
+    assert_close(of_ranks[0], expected(1))
+
+
+def test_a_nan_may_be_skipped_while_others_are_out_of_data() -> None:
+    def run(group: gw.Group) -> int:
+        ddp = DDP(mlp(), group)
+        skipped = 0
+        with ddp.join():
+            for seed in range(4 if group.rank else 1):
+                ddp.zero_grad()
+                x, y = batch(seed, group.rank)
+                if seed == 2:
+                    x[0, 0] = float("nan")
+                try:
+                    loss(ddp(x), y).backward()
+                except gw.NotFinite:
+                    skipped += 1
+        return skipped
+
+    assert run_group(2, run) == [0, 1]
+
+
+class Twice(nn.Module):  # type: ignore[misc]
+    """A layer in two checkpointed parts: its gradient comes in two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.both, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Any) -> Any:
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(self.both, x, use_reentrant=True)
+        return self.last(x)
+
+
+def test_who_sat_out_the_first_backward_learns_in_the_next() -> None:
+    def make() -> Any:
+        return filled(Twice(), 0).double()
+
+    def run(group: gw.Group) -> dict[str, Any]:
+        ddp = DDP(make(), group, **SMALL)
+        if group.rank:
+            ddp.sit_out()
+        else:
+            ddp.weigh(1)
+            backward(ddp, 0, 0)
+        for seed in (1, 2):
+            ddp.zero_grad()
+            backward(ddp, seed, group.rank)
+        return gradients(ddp)
+
+    of_ranks = run_group(2, run)
+    assert_same_bits(of_ranks)
+    assert_close(of_ranks[0], mean_gradients(make, 2, lambda model, rank: backward(model, 2, rank)))
+
+
+# -- wrappers ----------------------------------------------------------------------------------------------------------
+
+
+def test_who_wraps_a_model_again_takes_it_over() -> None:
+    def run(group: gw.Group) -> dict[str, Any]:
+        model = mlp()
+        old = DDP(model, group, **SMALL)
+        backward(old, 0, group.rank)
+        new = DDP(model, group, **SMALL)
+        for seed in range(4):
+            new.zero_grad()
+            backward(new, seed, group.rank)
+        with pytest.raises(gw.ConfigError, match="wrapped again"):
+            old(batch(0, 0)[0])
+        with torch.no_grad():
+            old(batch(0, 0)[0])
+        return gradients(new)
+
+    of_ranks = run_group(2, run)
+    assert_same_bits(of_ranks)
+    assert_close(of_ranks[0], expected(3))
+
+
+class Branches(nn.Module):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Any, skip: bool) -> Any:
+        return self.always(x) if skip else self.sometimes(self.always(x))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_two_wrapped_models_in_one_backward(weighted: bool) -> None:
+    def run(group: gw.Group) -> dict[str, Any]:
+        one, two = DDP(mlp(), group, **SMALL), DDP(filled(Branches(), 1).double(), group, **SMALL)
+        for seed in range(4):
+            for model in (one, two):
+                model.zero_grad()
+                if weighted:
+                    model.weigh(1)
+            x, y = batch(seed, group.rank)
+            loss(two(one(x), skip=seed > 1 and group.rank == 1), y).backward()
+        return gradients(one) | gradients(two)
+
+    def alone(rank: int) -> dict[str, Any]:
+        one, two = mlp(), filled(Branches(), 1).double()
+        x, y = batch(3, rank)
+        loss(two(one(x), skip=rank == 1), y).backward()
+        return gradients(one) | gradients(two)
+
+    of_ranks = run_group(2, run)
+    assert_same_bits(of_ranks)
+    parts = [alone(rank) for rank in range(2)]
+    means = {name: sum(one[name] for one in parts if one[name] is not None) / 2 for name in parts[0]}
+    assert_close(of_ranks[0], means)
+
+
+def test_hooks_do_not_pile_up() -> None:
+    class Shows(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Any) -> Any:
+            return x * self.weight, self.weight
+
+    model = Shows()
+    with gw.init() as group:
+        for _ in range(3):
+            ddp = DDP(model, group)
+            for _ in range(5):
+                ddp(torch.ones(3))[0].sum().backward()
+        assert len(model.weight._backward_hooks) <= 3
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+
+def replace_layer(model: Any) -> None:
+    model[2] = nn.Linear(12, 8).double()
+
+
+def replace_parameter(model: Any) -> None:
+    model[2].bias = nn.Parameter(torch.zeros(8).double())
+
+
+def add_parameter(model: Any) -> None:
+    model.extra = nn.Parameter(torch.zeros(8).double())
+
+
+def assign(model: Any) -> None:
+    model.load_state_dict({name: one.clone() for name, one in model.state_dict().items()}, assign=True)
+
+
+@pytest.mark.parametrize("change", [replace_layer, replace_parameter, add_parameter, assign])
+def test_what_was_put_into_the_model_later_is_not_averaged_and_that_is_told(change: Callable[[Any], None]) -> None:
+    with gw.init() as group:
+        model = mlp()
+        ddp = DDP(model, group)
+        backward(ddp, 0, 0)
+        change(model)
+        with pytest.raises(gw.ConfigError, match="after it was wrapped"):
+            ddp(batch(0, 0)[0])
+
+
+def test_what_is_not_trained_may_be_replaced() -> None:
+    with gw.init() as group:
+        model = mlp()
+        ddp = DDP(model, group)
+        model[1], model[3] = nn.ReLU(), nn.Identity()
+        model.extra = nn.Parameter(torch.zeros(2), requires_grad=False)
+        for seed in range(2):
+            backward(ddp, seed, 0)
+
+
+def test_functional_call_belongs_to_the_model_itself() -> None:
+    with gw.init() as group:
+        ddp = DDP(nn.Linear(6, 3).double(), group)
+        zeros = {name: torch.zeros_like(one) for name, one in ddp.named_parameters()}
+        with pytest.raises(gw.ConfigError, match=r"\.module"):
+            torch.func.functional_call(ddp, zeros, batch(0, 0)[0])
+        assert not torch.func.functional_call(ddp.module, zeros, batch(0, 0)[0]).any()
+        backward(ddp, 0, 0)
+
+
+def test_buffers_that_differ_are_not_taken_for_each_other() -> None:
+    def run(group: gw.Group, ranks: tuple[int, ...]) -> Any:
+        model = nn.Linear(3, 1)
+        model.register_buffer("kept", torch.full((4,), 1.5))
+        ddp = DDP(model, group)
+        ddp(torch.ones(1, 3)).sum().backward()
+        if group.rank in ranks:
+            model.kept = torch.full((2, 2), 3, dtype=torch.int32)  # as many bytes
+        ddp(torch.ones(1, 3)).sum().backward()
+        return model.kept.tolist()
+
+    assert run_group(2, lambda group: run(group, (0, 1))) == [[[3, 3], [3, 3]]] * 2
+    with pytest.raises(gw.CollectiveMismatch):
+        run_group(2, lambda group: run(group, (1,)))
+
+
+def test_a_model_with_a_part_called_module_finds_its_state_again() -> None:
+    class Inner(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.Linear(2, 1)
+
+    with gw.init() as group:
+        outer = nn.ModuleDict({"net": DDP(Inner(), group)})
+        state = {name: torch.full_like(one, 5.0) for name, one in outer.state_dict().items()}
+        assert list(state) == ["net.module.weight", "net.module.bias"]
+        outer.load_state_dict(state)
+        assert outer["net"].module.module.bias.tolist() == [5.0]
+
+
+def test_what_cannot_be_compressed_is_refused_at_once() -> None:
+    with gw.init() as group, pytest.raises(gw.ArrayError, match="complex64 cannot be compressed"):
+        DDP(nn.Linear(2, 1, dtype=torch.complex64), group, compression="f16")
