@@ -21,7 +21,7 @@ from typing import Any, cast
 
 from gradwire import core, events
 from gradwire.arrays import Array
-from gradwire.errors import Broken, Closed, GradwireError, NoConnection
+from gradwire.errors import Broken, Closed, GradwireError, InvalidSize, NoConnection
 from gradwire.executors import native
 from gradwire.executors.desk import NO_DESK, Desk
 from gradwire.executors.native import Descriptor, NativeExecutor
@@ -345,6 +345,10 @@ class Runner:
             self._connect(Watch(self.generation, self.calls, name, self.calls.sequence + 1, timeout))
         known = self._plans.find(shape)
         plan = known or self._plans.make(shape)
+        if x.size < plan.in_count or out.size < plan.out_count:  # the core would read and write beyond their ends
+            raise InvalidSize(
+                f"{name} of {x.size} elements into {out.size}: {plan.in_count} and {plan.out_count} needed"
+            )
         sequence = self.calls.record(plan.meaning, site)
         if not self.generation.control.sound:
             self.generation.control.called(time.monotonic())

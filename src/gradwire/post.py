@@ -53,13 +53,16 @@ class Post:
             self.finish_send(promised)
 
     def begin_send(
-        self, data: memoryview, dst: int, tag: int, timeout: float, operation: str = "send"
+        self, data: memoryview, dst: int, tag: int, timeout: float, operation: str = "send", *, waits: bool = True
     ) -> Promised | None:
-        """Give bytes their place among the messages to a rank; None if nothing is left to do for them."""
+        """Give bytes their place among the messages to a rank; None if nothing is left to do for them.
+
+        Where too many are on their way, it waits until some have gone, or else offers what is short, too.
+        """
         deadline = time.monotonic() + timeout
         self._check(operation)
         outbox = self._outbox(dst, deadline, operation)
-        if len(data) <= MAX_EAGER:
+        if len(data) <= MAX_EAGER and (waits or not outbox.full):
             self._send_eagerly(outbox, data, dst, tag, deadline, timeout, operation)
             return None
         offer = self.generation.mailbox.offer()
@@ -90,6 +93,11 @@ class Post:
                     seconds=timeout,
                 )
         self._tell(outbox, dst, operation, self._frame(Kind.EAGER, bytes(data), tag))
+
+    def due(self, promised: Promised) -> bool:
+        """Whether `finish_send` has something to do but wait: the receiver is ready, gone, or late."""
+        late = time.monotonic() >= promised.deadline
+        return promised.offer.accepted or late or not self._usable() or self._absent(promised.dst)
 
     def finish_send(self, promised: Promised) -> None:
         """Deliver a long message when the receiver has a buffer for it."""

@@ -142,11 +142,12 @@ def call_site() -> tuple[CodeType, int]:
     return frame.f_code, frame.f_lasti
 
 
-def count_as_inside(folder: str) -> None:
-    """Do not take the code in this folder for the user's."""
+def count_as_inside(path: str) -> None:
+    """Do not take the code in this folder, or file, for the user's."""
     global inside
-    if folder + os.sep not in inside:
-        inside = (*inside, folder + os.sep)
+    beginning = path + os.sep if os.path.isdir(path) else path
+    if beginning not in inside:
+        inside = (*inside, beginning)
 
 
 def place(code: CodeType, instruction: int) -> str:

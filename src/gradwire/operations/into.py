@@ -84,9 +84,11 @@ def _one_piece(views: Sequence[View]) -> Array | None:
     return np.lib.stride_tricks.as_strided(filled[0], ((end - first) // itemsize,), (itemsize,))
 
 
-def all_gather_into(out: Strip, x: Strip, counts: Sequence[int]) -> Operation:
+def all_gather_into(out: Strip, x: Strip, counts: Sequence[int], rank: int) -> Operation:
     """Everybody's x, in rank order; `counts` says how many elements each rank brings."""
     _check(out, x, sum(counts))
+    if x.size != counts[rank]:
+        raise InvalidSize(f"rank {rank} brings {x.size} elements, and the result has room for {counts[rank]} of them")
     shape = Shape("all_gather", x.dtype, tuple(counts))
     return Operation("all_gather", _one_exchange(shape, x, out))
 
@@ -105,6 +107,7 @@ def gather_into(out: Strip | None, x: Strip, root: int, size: int) -> Operation:
     root = check_root(root, size)
     if out is not None:
         _check(out, x, x.size * size)
+        _check_even(out, x.size)
     return Operation("gather", _one_exchange(Shape("gather", x.dtype, (x.size,) * size, None, root), x, out))
 
 
@@ -113,6 +116,8 @@ def scatter_into(out: Strip, x: Strip | None, root: int, size: int) -> Operation
     root = check_root(root, size)
     if x is not None and x.size != out.size * size:
         raise InvalidSize(f"{x.size} elements cannot be split into {size} parts of {out.size}")
+    if x is not None:
+        _check_even(x, out.size)
     return Operation("scatter", _one_exchange(Shape("scatter", out.dtype, (out.size,) * size, None, root), x, out))
 
 
@@ -120,7 +125,7 @@ def all_to_all_into(out: Strip, x: Strip, received: Sequence[int], sent: Sequenc
     """Part j of x to rank j; `even` says that all parts of all ranks are alike, so that nobody has to ask."""
     if out.size != sum(received) or x.size != sum(sent):
         raise InvalidSize(f"{out.size} and {x.size} elements cannot be split by {list(received)} and {list(sent)}")
-    _check(out, x, out.size)
+    _check(out, x, x.size if even else out.size)
     if even:
         shape = Shape("all_to_all", x.dtype, (sent[0],) * len(sent) ** 2)
         return Operation("all_to_all", _one_exchange(shape, x, out))
@@ -140,11 +145,30 @@ def all_to_all_into(out: Strip, x: Strip, received: Sequence[int], sent: Sequenc
 def _one_exchange(shape: Shape, x: Strip | None, out: Strip | None) -> Any:
     def body(exchange: Exchange) -> None:
         room = nothing(shape.dtype) if out is None else out.room()
-        exchange(shape, nothing(shape.dtype) if x is None else x.load(), room)
+        given = nothing(shape.dtype) if x is None else x.load()
+        if np.may_share_memory(given, room) and not _in_place(shape, given, room, exchange.rank):
+            given = given.copy()
+        exchange(shape, given, room)
         if out is not None:
             out.store(room)
 
     return body
+
+
+def _in_place(shape: Shape, given: Array, room: Array, rank: int) -> bool:
+    """Whether the smaller array is this rank's part of the greater: that is how collectives are done in place."""
+    if shape.collective == "all_to_all":
+        return False
+    assert isinstance(shape.counts, tuple)
+    before = sum(shape.counts[:rank]) * given.itemsize
+    whole, part = (room, given) if shape.collective in ("all_gather", "gather") else (given, room)
+    return bool(part.ctypes.data - whole.ctypes.data == before)
+
+
+def _check_even(parts: Strip, elements: int) -> None:
+    """Of several arrays each is for one rank."""
+    if len(parts.views) > 1 and any(count != elements for count in parts.counts):
+        raise InvalidSize(f"arrays of {list(parts.counts)} elements, where each rank has {elements}")
 
 
 def _check(out: Strip, x: Strip, elements: int) -> None:

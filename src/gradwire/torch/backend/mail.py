@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -10,8 +12,10 @@ from torch.distributed import Work as TorchWork
 from torch.futures import Future
 
 from gradwire.arrays import raw, view
+from gradwire.errors import Timeout
 from gradwire.group import Group
 from gradwire.group.messaging import checked_tag
+from gradwire.liveness.watch import POLL_SECONDS
 from gradwire.torch.backend.tensors import array_of
 from gradwire.torch.backend.works import seconds, settle
 
@@ -35,7 +39,9 @@ class Message(TorchWork):  # type: ignore[misc]
         raise NotImplementedError
 
     def _end(self, timeout: float | None = None) -> None:
-        with self._lock:
+        if not self._lock.acquire(timeout=timeout or -1):  # somebody else sees it through
+            raise Timeout(f"a message was not through in {timeout:g} s", operation="wait", seconds=timeout)
+        try:
             if not self._ended:
                 try:
                     self._source = self._finish(timeout)
@@ -43,6 +49,8 @@ class Message(TorchWork):  # type: ignore[misc]
                     self._error = error
                 self._ended = True
             future, self._unsettled = self._unsettled, None
+        finally:
+            self._lock.release()
         if future is not None:  # without the lock: its callbacks may wait for this message
             settle(future, self._tensors, self._error)
 
@@ -86,6 +94,42 @@ class Message(TorchWork):  # type: ignore[misc]
     _source_rank = source_rank
 
 
+class Couriers:
+    """A thread for all messages of a group that wait for their receivers; there is none while there are none."""
+
+    def __init__(self, group: Group) -> None:
+        self._post = group._post
+        self._waiting: list[Sending] = []
+        self._lock = threading.Lock()
+
+    def see_through(self, sending: Sending) -> None:
+        """Have a message delivered when its receiver is ready, whether or not somebody here waits for that."""
+        with self._lock:
+            self._waiting.append(sending)
+            first = len(self._waiting) == 1
+        if first:
+            threading.Thread(target=self._run, name="gradwire-messages", daemon=True).start()
+        else:  # its receiver may have been quicker
+            self._post.generation.mailbox.wake_waits()
+
+    def _run(self) -> None:
+        changed = self._post.generation.mailbox.changed
+        while True:
+            with changed:
+                due = [one for one in list(self._waiting) if one.due]
+                if not due:
+                    changed.wait(POLL_SECONDS)
+            for one in due:
+                one._end()
+            with self._lock:
+                self._waiting = [one for one in self._waiting if not one.is_completed()]
+                if not self._waiting:
+                    return
+
+
+_COURIERS: weakref.WeakKeyDictionary[Group, Couriers] = weakref.WeakKeyDictionary()
+
+
 class Sending(Message):
     """A tensor on its way to a rank. It has its place among the messages to that rank from the beginning."""
 
@@ -93,15 +137,27 @@ class Sending(Message):
         super().__init__(group, [tensor])
         self._flat = view(array_of(tensor), writable=False).load()
         peer, number = group._peer(dst), checked_tag(tag)
-        self._promised = group._post.begin_send(raw(self._flat), peer, number, group._timeout)
+        self._promised = group._post.begin_send(raw(self._flat), peer, number, group._timeout, waits=False)
         if self._promised is None:
             self._ended = True
-        else:
-            self._begin_thread()  # the receiver must not wait for this rank to wait
+        else:  # the receiver must not wait for this rank to wait
+            _COURIERS.setdefault(group, Couriers(group)).see_through(self)
+
+    @property
+    def due(self) -> bool:
+        """Whether there is something to do for it that nobody does; or nothing any more."""
+        assert self._promised is not None
+        return self._ended or (not self._lock.locked() and self._group._post.due(self._promised))
+
+    def _begin_thread(self) -> None:
+        """There is one already."""
 
     def _finish(self, timeout: float | None) -> int:
         assert self._promised is not None
-        self._group._post.finish_send(self._promised)
+        promised = self._promised
+        if timeout is not None:
+            promised = promised._replace(deadline=min(promised.deadline, time.monotonic() + timeout), timeout=timeout)
+        self._group._post.finish_send(promised)
         return -1
 
 

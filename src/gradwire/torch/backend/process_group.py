@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import typing_extensions  # torch needs it
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import ProcessGroup
 
@@ -34,7 +36,8 @@ from gradwire.torch.backend.untraced import untraced
 from gradwire.torch.backend.works import Done, Handle, seconds
 
 NAME = "gradwire"
-count_as_inside(os.path.dirname(torch.__file__))  # errors name the line that called torch
+for _inside in (os.path.dirname(torch.__file__), typing_extensions.__file__, warnings.__file__):
+    count_as_inside(_inside)  # errors name the line that called torch, part of which is called through the other two
 Tensors = Sequence[torch.Tensor]
 
 
@@ -220,8 +223,8 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
     def _gathering(self, outputs: Tensors, tensor: torch.Tensor) -> Operation:
         """All-gather into a tensor for each rank, or into one for all of them."""
         out, x = Strip.of(arrays_of(outputs), writable=True), Strip.of([array_of(tensor)], writable=False)
-        counts = out.counts if len(outputs) == self._size else (x.size,) * self._size
-        return all_gather_into(out, x, counts)
+        counts = out.counts if len(outputs) == self._size > 1 else (x.size,) * self._size
+        return all_gather_into(out, x, counts, self._rank)
 
     @untraced
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Done | Handle:
@@ -240,14 +243,14 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Done | Handle:
         tensor = _only(input_tensors)
         opts = _options(opts, None, c10d.GatherOptions)
-        out = None
+        out, outputs = None, []
         if self._rank == opts.rootRank:
-            outputs = _only(output_tensors)
+            outputs = list(_only(output_tensors))
             if len(outputs) != self._size:
                 raise InvalidSize(f"a list of {len(outputs)} tensors for what {self._size} ranks bring")
             out = Strip.of(arrays_of(outputs), writable=True)
         x = Strip.of([array_of(tensor)], writable=False)
-        return self._run(gather_into(out, x, opts.rootRank, self._size), opts, output_tensors)
+        return self._run(gather_into(out, x, opts.rootRank, self._size), opts, outputs)
 
     @untraced
     def scatter(self, output_tensors: Tensors, input_tensors: Any, opts: Any = None) -> Done | Handle:

@@ -35,10 +35,10 @@ def all_reduce(x: Array, how: Reduction, size: int) -> Operation:
 
 def _fold(x: Array, how: Reduction, size: int) -> Operation:
     parts = np.empty((size, *x.shape), x.dtype)
-    gathering = all_gather_into(Strip.of([parts], writable=True), Strip.of([x], writable=False), (x.size,) * size)
+    room, given, counts = Strip.of([parts], writable=True), Strip.of([x], writable=False), (x.size,) * size
 
     def body(exchange: Exchange) -> None:
-        gathering.body(exchange)
+        all_gather_into(room, given, counts, exchange.rank).body(exchange)
         assert how.fold is not None
         x[...] = fold_up(how.fold, parts)
 
@@ -57,8 +57,9 @@ def reduce_scatter(
 ) -> Operation:
     """The sum of what the ranks bring for this one."""
     target, given = Strip.of([out], writable=True), Strip.of(xs, writable=False)
+    plain = reduce_scatter_into(target, given, how.op, counts, rank)  # looks at all sizes
     if how.plain:
-        return reduce_scatter_into(target, given, how.op, counts, rank)
+        return plain
     if how.fold is not None:
         begin = sum(counts[:rank])
         return _by_all_reduce("reduce_scatter", xs, how, size, lambda whole: out, slice(begin, begin + counts[rank]))
@@ -90,5 +91,7 @@ def _by_all_reduce(name: str, xs: Sequence[Array], how: Reduction, size: int, ho
 
 def divided(x: Array, n: int) -> Array:
     """Integers divided, towards zero as in C."""
-    quotient: Array = np.abs(x) // x.dtype.type(n)
-    return np.where(x < 0, -quotient, quotient) if x.dtype.kind == "i" else quotient
+    wide = x if x.dtype.itemsize == 8 else x.astype(np.int64)  # n may not be a number of x's type
+    down: Array = wide // wide.dtype.type(n)
+    down += ((wide < 0) & (down * wide.dtype.type(n) != wide)).astype(wide.dtype)
+    return down.astype(x.dtype)

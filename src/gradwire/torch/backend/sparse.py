@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
 from gradwire import operations
 from gradwire.errors import UnsupportedOp
@@ -22,6 +23,7 @@ def all_reduce(tensor: torch.Tensor, op: Any, size: int) -> Operation:
 
     def body(exchange: Exchange) -> None:
         own = tensor.detach().coalesce()
+        _check_alike(own, exchange)
         indices = operations.all_gather(array_of(own.indices().t().contiguous()), None, "auto").body(exchange)
         values = operations.all_gather(array_of(own.values().contiguous()), None, "auto").body(exchange)
         there = torch.from_numpy(np.ascontiguousarray(indices.T))
@@ -32,3 +34,12 @@ def all_reduce(tensor: torch.Tensor, op: Any, size: int) -> Operation:
             tensor.copy_(total)
 
     return Operation("all_reduce", body)
+
+
+def _check_alike(own: torch.Tensor, exchange: Exchange) -> None:
+    """Indices of another shape would be beyond the end of this one."""
+    mine = xxhash.xxh3_128_digest(f"{describe(own)}, {own.sparse_dim()} sparse".encode())
+    everyones = operations.all_gather(np.frombuffer(mine, np.uint8), None, "auto").body(exchange)
+    for rank, other in enumerate(np.asarray(everyones).reshape(exchange.size, -1)):
+        if other.tobytes() != mine:
+            raise exchange.disagree(f"rank {exchange.rank} has {describe(own)}, and rank {rank} has another")
