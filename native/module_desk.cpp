@@ -148,6 +148,10 @@ class Desk {
         for (int i = 1; i < PyArray_NDIM(array); ++i) form.row[i - 1] = PyArray_DIM(array, i);
         const Known* known = find(form);
         if (!known) return nb::none();
+        if (!out.is_none()) {  // only its size may turn out to be wrong when others wait for this rank already
+            PyArrayObject* to = usable(out, NPY_ARRAY_CARRAY);
+            if (!to || PyArray_DESCR(to) != PyArray_DESCR(array) || overlap(array, to)) return nb::none();
+        }
         Turn turn(*this);
         // What is gathered may be of any length: first how many rows everybody brings, then the rows.
         std::int64_t own = PyArray_DIM(array, 0);
@@ -157,7 +161,11 @@ class Desk {
         for (std::int64_t rows : rows_) form.count += rows;
         const auto found = known_.find(form);
         const bool knows = found != known_.end() && found->second.rows == rows_;
-        nb::object result = knows ? room(array, form.count, out) : nb::object();
+        nb::object result;
+        try {
+            if (knows) result = room(array, form.count, out);
+        } catch (nb::python_error&) {  // no memory: the long way says so, to all
+        }
         if (!result.is_valid()) {
             nb::list rows;
             for (std::int64_t one : rows_) rows.append(one);

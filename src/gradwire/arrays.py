@@ -91,8 +91,8 @@ def _row(dtype: np.dtype[Any]) -> DType:
     row = _TABLE.get(dtype)
     if row is not None and dtype.isnative:
         return row
-    native = dtype.newbyteorder("=")
-    if not dtype.isnative and native in _TABLE:
+    native = dtype if dtype.isnative else dtype.newbyteorder("=")
+    if native is not dtype and native in _TABLE:
         raise ArrayError(f"{dtype} is of foreign byte order: pass x.astype({native.name!r})")
     names = ", ".join(row.name for row in _TABLE.values())
     raise ArrayError(f"arrays of dtype {dtype} cannot be exchanged; these can: {names}")
@@ -168,22 +168,27 @@ def torch_objection(tensor: Any) -> str | None:
         return "is a view that negates on reading: pass x.resolve_conj().resolve_neg()"
     if tensor._is_zerotensor():
         return "stands for zeros that are not in memory: pass torch.zeros_like(x)"
+    strided = tensor.layout is sys.modules["torch"].strided
+    if strided and tensor.numel() and tensor.data_ptr() == tensor.storage_offset() * tensor.element_size():
+        return "has no memory at the moment: its storage was freed"
     return None
 
 
 def _from_dlpack(x: SupportsDLPack) -> Array:
     torch = sys.modules.get("torch")
-    objection = torch_objection(x) if torch is not None and isinstance(x, torch.Tensor) else None
+    try:
+        objection = torch_objection(x) if torch is not None and isinstance(x, torch.Tensor) else None
+        device, _ = x.__dlpack_device__() if objection is None else (0, 0)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise ArrayError(f"{type(x).__name__} is in no memory that DLPack knows: {error}") from error
     if objection is not None:
         raise ArrayError(f"{type(x).__name__} {objection}")
-    try:
-        device, _ = x.__dlpack_device__()
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise ArrayError(f"{type(x).__name__} is in no memory that DLPack knows: {error}") from error
     if device not in _HOST_MEMORY:
         raise ArrayError(f"{type(x).__name__} is not in CPU memory (DLPack device type {device}); move it there first")
     try:
         if str(getattr(x, "dtype", "")) == "torch.bfloat16":  # which NumPy does not know in DLPack
+            if x.requires_grad:  # type: ignore[attr-defined]  # its view would not say so
+                raise BufferError("Can't export tensors that require gradient, use tensor.detach()")
             return np.from_dlpack(x.view(sys.modules["torch"].int16)).view(ml_dtypes.bfloat16)  # type: ignore[attr-defined]
         return np.from_dlpack(x)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:

@@ -227,7 +227,7 @@ class Runner:
             self._progress.start()
 
     def _step_aside(self) -> None:
-        """If this is the progress thread, a callback makes a call, and may wait for it: another has to take over."""
+        """If this is the progress thread, a callback makes a call, or waits for one: another has to take over."""
         if self._progress is not None and self._progress is threading.current_thread():
             self._progress = None
             if self._queue:
@@ -268,7 +268,9 @@ class Runner:
         """Somebody waits for this work. What is queued up to it is done here, where nobody has begun it: to wake
         another thread takes longer than most calls. Otherwise it is no longer held back."""
         if self.generation.inherited:  # nobody may be there to release the lock
-            return
+            self.generation.check(work.operation)
+        with self._turn:
+            self._step_aside()
         while here and not work.done and (queued := self._next_queued()) is not None:
             self._do(queued.work, queued.body)
             error = queued.work._error

@@ -130,6 +130,14 @@ class Post:
             0,
             len(data),
         ).pack()
+        if not self._take_link(outbox, dst, deadline, operation):
+            self._tell(outbox, dst, operation, self._frame(Kind.WITHDRAW, b"", tag, sequence=offer.identity))
+            raise Timeout(
+                f"{operation} of {len(data)} bytes to rank {dst} waited {timeout:g} s behind others to that rank",
+                peer=dst,
+                operation=operation,
+                seconds=timeout,
+            )
         self._stream(outbox, [memoryview(head), data], dst, deadline, timeout, operation)
 
     def _await_acceptance(self, offer: Offer, dst: int, deadline: float, operation: str) -> None:
@@ -155,9 +163,8 @@ class Post:
     def _stream(
         self, outbox: Outbox, parts: list[memoryview], dst: int, deadline: float, timeout: float, operation: str
     ) -> None:
-        """Write a payload straight from the user's memory, in turn with other messages of the link."""
+        """Write a payload straight from the user's memory. The link is taken for it."""
         whole = sum(map(len, parts))
-        self._take_link(outbox, dst, deadline, timeout, operation)
         try:
             while parts:
                 sent = outbox.link.send(parts)
@@ -178,8 +185,8 @@ class Post:
                 self.generation.mailbox.changed.notify_all()
             self.generation.switchboard.wake()
 
-    def _take_link(self, outbox: Outbox, dst: int, deadline: float, timeout: float, operation: str) -> None:
-        """Wait until no other message is on its way."""
+    def _take_link(self, outbox: Outbox, dst: int, deadline: float, operation: str) -> bool:
+        """Wait until no other message is on its way; False if the time was over first."""
         changed = self.generation.mailbox.changed
         try:
             while not outbox.hold():
@@ -187,9 +194,10 @@ class Post:
                     changed.wait(0.01)  # messages that wait are flushed by the service thread
                 self._check_peer(dst, operation)
                 if time.monotonic() >= deadline:
-                    raise self._stalled(dst, timeout, operation)
+                    return False
         except LinkClosed:
             raise self._gone(dst, operation) from None
+        return True
 
     def _await_room(self, outbox: Outbox, dst: int, deadline: float, timeout: float, operation: str) -> None:
         generation = self.generation

@@ -225,7 +225,9 @@ class Switchboard:
             return list(self._outboxes.values())
 
     def _may_read(self, reader: FrameReader) -> bool:
-        return reader.link.channel != MESSAGE_CHANNEL or not self.mailbox.overfull(reader.link.peer)
+        """Whoever sends more than is asked for has to wait; but not with answers, which come on links dialled here."""
+        sends = self._outboxes.get((reader.link.peer, -MESSAGE_CHANNEL))
+        return sends is None or sends.link is not reader.link or not self.mailbox.overfull(reader.link.peer)
 
     def _flush(self, outbox: Outbox) -> None:
         try:

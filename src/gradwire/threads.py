@@ -34,6 +34,7 @@ class Threads:
         self._hubs: dict[int, Hub] = {}
         self._table = tuning.load(os.environ)
         self._sequence = itertools.count(1)
+        self._present: dict[str, Group] = {}  # of each member, where it has moved on
 
     def begin(self, n: int) -> list[Group]:
         """The groups of the first generation."""
@@ -54,6 +55,9 @@ class Threads:
 
     def _next(self, generation: Generation, timeout: float) -> Group:
         ids = generation.member_ids
+        present = self._present.get(ids[generation.identity.rank])
+        if present is not None and present.generation > generation.identity.number and not present._closed:
+            return present  # who asks late gets the present one
         lost = tuple(ids[rank] for rank in sorted(generation.unreachable()))
         generation.belongings = [one for one in generation.belongings if not isinstance(one, _Leave)]
         generation.close()
@@ -62,7 +66,8 @@ class Threads:
     def _take(self, member: str, generation: int, lost: tuple[str, ...], timeout: float) -> Group:
         deadline = time.monotonic() + timeout
         assembly = self._registered(_member(member, None), generation, lost, deadline)
-        return lifetime.start([self._generation(assembly)], self._timeout, deadline)[0]
+        self._present[member] = lifetime.start([self._generation(assembly)], self._timeout, deadline)[0]
+        return self._present[member]
 
     def _registered(self, member: Member, generation: int, lost: tuple[str, ...], deadline: float) -> Assembly:
         with self._changed:
@@ -96,6 +101,7 @@ class Threads:
 
     def leave(self, member: str) -> None:
         """A member has closed its group for good."""
+        self._present.pop(member, None)
         with self._changed:
             self._membership.gone([member], time.monotonic())
             self._changed.notify_all()

@@ -59,7 +59,7 @@ class Work:
         self.hurry(here=seconds is None)
         if not self._done.wait(seconds):
             raise Timeout(
-                f"{self.operation} was not done in {timeout:g} s; it goes on", operation=self.operation, seconds=timeout
+                f"{self.operation} was not done in {seconds:g} s; it goes on", operation=self.operation, seconds=seconds
             )
         if self._error is not None:
             self._heeded = True
@@ -97,7 +97,8 @@ class Work:
     def add_done_callback(self, callback: Callable[[Work], object]) -> None:
         """Call this with the work when it is done, on the thread that does it; at once if it is done already.
 
-        The group goes on meanwhile, and may be called. What it raises is logged.
+        It may call the group, and wait for other works; what is queued goes on when it has ended, or waits. What it
+        raises is logged.
 
         >>> import gradwire as gw
         >>> with gw.init() as group:
@@ -116,7 +117,7 @@ class Work:
     def _call(self, callback: Callable[[Work], object]) -> None:
         try:
             callback(self)
-        except Exception:
+        except BaseException:  # SystemExit too: it would end the thread that others rely on
             log.exception("a callback of %s failed", self.operation)
 
     def heed(self) -> BaseException | None:
@@ -157,9 +158,10 @@ def bounded(timeout: Any) -> float | None:
     """A timeout as threads accept it; `InvalidSize` for one that is none."""
     if timeout is None:
         return None
-    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real) or not float(timeout) > 0:
+    number: Any = timeout if isinstance(timeout, numbers.Real) and not isinstance(timeout, bool) else 0
+    if not number > 0:
         raise InvalidSize(f"a timeout of {timeout!r} s: it must be a number above 0")
-    return min(float(timeout), threading.TIMEOUT_MAX)
+    return float(min(number, threading.TIMEOUT_MAX))
 
 
 class Stream:

@@ -51,6 +51,8 @@ class Messaging:
         >>> one.close(); two.close()
         """
         source = None if src is None else self._peer(src)
+        if self._size == 1:
+            raise InvalidRank("this rank is alone: nobody can send it anything")
         target = view(x, writable=True)
         request = self._post.post_request(raw(target.flat), source, checked_tag(tag))
         sender = self._post.finish_request(request, self._seconds(timeout))

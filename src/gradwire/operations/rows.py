@@ -106,7 +106,9 @@ def learn_counts(exchange: Exchange, own: Sequence[int], call: str, form: Form |
     mine = np.asarray(own, np.int64)
     everyones = np.empty((exchange.size, mine.size), np.int64)
     counts = (mine.size,) * exchange.size
-    exchange(Shape("all_gather", _COUNT, counts, call=call), mine, everyones.reshape(-1), form)
+    # Never to be taken for what is counted, which may be as many numbers of the same type.
+    shape = Shape("all_gather", _COUNT, counts, call=call, items=("counts",))
+    exchange(shape, mine, everyones.reshape(-1), form)
     _check_rows(everyones.reshape(-1))
     return everyones
 

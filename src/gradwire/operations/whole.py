@@ -20,7 +20,7 @@ def all_reduce(x: Any, op: str, out: Any, algorithm: str) -> Operation:
             raise ArrayError("a number has no out=; the result is returned")
         return _all_reduce_number(x, op, algorithm)
     source = view(x, writable=out is None, instead="pass out= for the result, or a copy")
-    target, result = _destination(source, x, out)
+    source, target, result = _destination(source, x, out)
     check_reduction(op, source.dtype)
     shape = Shape("all_reduce", source.dtype, source.flat.size, op, None, algorithm)
     form = Form("all_reduce", source.dtype, op, source.flat.size) if algorithm == "auto" else None
@@ -46,18 +46,19 @@ def _all_reduce_number(x: Any, op: str, algorithm: str) -> Operation:
     return Operation("all_reduce", body)
 
 
-def _destination(source: View, x: Any, out: Any) -> tuple[View, Any]:
-    """Where a reduction of x goes: its own memory, or `out`, which must match it and not overlap it half-way."""
+def _destination(source: View, x: Any, out: Any) -> tuple[View, View, Any]:
+    """From where to where a reduction of x goes: its own memory, or `out`, which must match it and not overlap it
+    half-way; and what is returned."""
     if out is None:
-        return source, x
+        return source, source, x
     target = view(out, writable=True)
     if target.dtype != source.dtype or target.array.size != source.array.size:
         raise ArrayError(f"out is {arrays.describe(target.array)}, which does not fit {arrays.describe(source.array)}")
     if arrays.overlap(target, source):
         if not arrays.same_place(target, source):
             raise ArrayError("out overlaps x: pass x itself as out, or memory of its own")
-        target = source
-    return target, out
+        source = target  # the one of them that can be written
+    return source, target, out
 
 
 def broadcast(x: Any, root: int, size: int, rank: int, algorithm: str) -> Operation:
@@ -86,7 +87,7 @@ def reduce(x: Any, op: str, root: int, out: Any, size: int, rank: int, algorithm
     target, result = None, None
     if rank == root:
         result = np.empty(source.array.shape, source.dtype.storage) if out is None else out
-        target, _ = _destination(source, x, result)
+        source, target, _ = _destination(source, x, result)
     shape = Shape("reduce", source.dtype, source.flat.size, op, root, algorithm)
 
     def body(exchange: Exchange) -> Any:
