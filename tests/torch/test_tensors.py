@@ -36,12 +36,20 @@ def fake() -> Any:
         return torch.ones(3)
 
 
+def freed(dtype: torch.dtype) -> Any:
+    tensor = torch.ones(6, dtype=dtype)[2:]
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 ODD: dict[str, tuple[Any, str]] = {
     "a stand-in": (lambda: Stand((3,)), "has no memory"),
     "a fake": (fake, "has no memory"),
     "negative": (lambda: torch.tensor([1 + 2j]).conj().imag, r"pass x\.resolve_conj\(\)\.resolve_neg\(\)"),
     "conjugate": (lambda: torch.tensor([1 + 2j]).conj(), r"pass x\.resolve_conj\(\)\.resolve_neg\(\)"),
     "zeros": (lambda: torch._efficientzerotensor(3), r"pass torch\.zeros_like\(x\)"),
+    "freed": (lambda: freed(torch.float32), "storage was freed"),
+    "freed halves": (lambda: freed(torch.bfloat16), "storage was freed"),
     "meta": (lambda: torch.ones(3, device="meta"), "memory"),
 }
 
@@ -71,6 +79,7 @@ def test_means_of_tensors_by_samples(dtype: torch.dtype) -> None:
         assert found.tolist() == [2, 3]
 
 
-def test_a_loss_that_still_has_its_graph_is_told_what_to_do() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loss_that_still_has_its_graph_is_told_what_to_do(dtype: torch.dtype) -> None:
     with gw.init() as group, pytest.raises(gw.ArrayError, match=r"detach\(\)"):
-        gw.weighted_mean(group, torch.ones(1, requires_grad=True).sum(), weight=1)
+        gw.weighted_mean(group, torch.ones(1, dtype=dtype, requires_grad=True).sum(), weight=1)

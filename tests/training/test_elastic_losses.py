@@ -201,7 +201,7 @@ def test_nobody_begins_with_half_a_copy_of_somebody_else_s_state() -> None:
         return "begun"
 
     for result in run_ranks(gw.local_group(2), begin):
-        assert "nobody got a whole copy" in result
+        assert "nobody has the whole state" in result
 
 
 def test_a_mismatch_is_no_loss_and_is_raised() -> None:

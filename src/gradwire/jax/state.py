@@ -69,7 +69,7 @@ def _plain(leaf: Any) -> Any:
 
 
 def _like(name: str, own: Any, came: Any) -> Any:
-    if not isinstance(own, jax.Array):
+    if not isinstance(own, jax.Array) or not isinstance(came, jax.Array):
         return came
     array = jnp.asarray(came)
     expected = jax.random.key_data(own) if trees.is_key(own) else own
@@ -77,4 +77,6 @@ def _like(name: str, own: Any, came: Any) -> Any:
         raise ArrayError(f"{name}: {arrays.describe(array)} came where {arrays.describe(expected)} is kept")
     if trees.is_key(own):
         return jax.random.wrap_key_data(array, impl=jax.random.key_impl(own))
+    if own.weak_type and not array.ndim:  # what its type is, others decide: a number becomes such an array
+        array = jnp.asarray(array.item())
     return jax.device_put(array, own.sharding)

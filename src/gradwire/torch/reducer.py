@@ -21,7 +21,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradwire.arrays import Array
-from gradwire.errors import ConfigError, UnsupportedOp
+from gradwire.errors import ConfigError, NotFinite, UnsupportedOp
 from gradwire.group import Group
 from gradwire.torch.views import as_array, as_tensor, in_memory_order, laid_out_like, tensors_in
 from gradwire.training.gradients import GradientSync
@@ -234,7 +234,11 @@ class Reducer:
             if self.weight is not None and not self._first:
                 self.sync.begin(self.weight)
             self._complete()
-            self.sync.finish()
+            try:
+                self.sync.finish()
+            except NotFinite:  # on all ranks: whoever skips this step should have the same buffers
+                self._after(self.weight != 0)
+                raise
             self._hand_out()
             self._changed = [False] * len(self._names)
             self._after(self.weight != 0)

@@ -20,6 +20,8 @@ from gradwire.training.steps import NONE, Settlement, Standing, ballot, count, s
 log = logging.getLogger("gradwire.training")
 
 WAIT_SECONDS = 0.2  # between two looks for others to join
+EARLY = 3  # steps before which it is seen whether the state is changed in between
+_RUNS: dict[tuple[int, str], int] = {}  # how many a member of a job has begun
 
 
 def elastic(state: Any, *, min_size: int = 1) -> Elastic:
@@ -61,6 +63,11 @@ class Elastic:
         self._completed, self._completed_in = NONE, 0
         self._overwritten = False  # the state is neither this rank's own nor yet another's
         self._settled: Group | None = None
+        self._told = False  # that the state was changed between steps
+        generation = self.group._generation
+        job, rank = generation.identity.job, generation.identity.rank
+        member = job, (generation.member_ids or generation.identity.names)[rank]
+        self._number = _RUNS[member] = _RUNS.get(member, 0) + 1
         self._undoing: list[Callable[[], None]] = []
 
     def steps(self, total: SupportsIndex) -> Iterator[Step]:
@@ -88,6 +95,16 @@ class Elastic:
         """
         self._undoing.append(undo)
 
+    def _check_between(self, index: int) -> None:
+        """In the first steps, where it is seen at once: what is changed outside of a step is lost on whoever joins."""
+        if not self._told and self._completed == index - 1 < EARLY and self._state.digest() != self.digest:
+            self._told = True
+            log.error(
+                "the state was changed between steps %d and %d: a rank that joins there gets it without that change, "
+                "and after a loss it counts as spoiled. Change the state only inside of `with step`",
+                *(index - 1, index),
+            )
+
     def _holds(self, step: int, generation: int) -> bool:
         """Whether the state is that after a step as it was done in a generation, and all ranks have it."""
         return self.committed == step and (self._completed, self._completed_in) == (step, generation)
@@ -107,8 +124,9 @@ class Elastic:
         """The body of a step has ended here: take the vote, and let in who waits."""
         if self.group._closed:  # the program has left
             return
+        digest = self._state.digest()
         self._completed, self._completed_in = index, self.group.generation
-        self.digest = self._state.digest()
+        self.digest = digest
         self._go_on(self._vote)
 
     def _vote(self) -> None:
@@ -173,11 +191,13 @@ class Elastic:
         self.group._generation.stranger = self.group._generation.joined
         while self.group.size < self.min_size:
             self._await_others()
-        begun = self._completed != NONE
-        digest = digest or (self._state.digest() if begun else "")
+        # Before the first step is completed, too, one that was cut short may have changed what all began with.
+        begun = self._completed != NONE or (bool(self.digest) and not self._overwritten)
+        digest = digest or (self._digest_if_readable() if begun else "")
         sound = digest == self.digest if begun else not self._overwritten
-        mine = Standing(self._completed, self._completed_in, self.committed, digest, sound)
+        mine = Standing(self._completed, self._completed_in, self.committed, digest, sound, self._number)
         standings = self._compared(mine)
+        self._check_runs([standing.run for standing in standings])
         if all(one.completed == NONE for one in standings):  # else nobody asks for the digest of who has just come
             digest = self._state.digest()
             standings = self._compared(replace(mine, digest=digest), "settling, with digests")
@@ -191,6 +211,26 @@ class Elastic:
         self.committed = settlement.completed  # now all are known to have it
         self.group._generation.stranger = False
         self._settled = self.group
+
+    def _digest_if_readable(self) -> str:
+        """Of a state that a step has left in pieces (arrays of JAX that were donated), nothing: so it is not sound."""
+        try:
+            return self._state.digest()
+        except Exception as error:
+            log.warning("the state cannot be read any more: %s", error)
+            return ""
+
+    def _check_runs(self, numbers: list[int]) -> None:
+        """Who has come in place of a lost rank begins with the program's first run; others may be in a later one."""
+        present = max(numbers)
+        if self._number != present:
+            self.close()
+            raise ConfigError(
+                f"this is run {self._number} of this process, and the others are in their run {present}: a process "
+                "that joins cannot make up for the runs before. Use one run for all phases; keep the phase in its state"
+            )
+        if min(numbers) != present:
+            self._tell_all(None, "settling, until those who are in another run have left")
 
     def _compared(self, mine: Standing, what: str = "settling") -> list[Standing]:
         """Where all ranks stand."""
@@ -246,6 +286,7 @@ class Step:
     def __enter__(self) -> Step:
         if self.ended:
             raise ConfigError(f"step {self.index} has ended: each step is used once")
+        self._run._check_between(self.index)
         return self
 
     def __exit__(

@@ -28,6 +28,7 @@ MAX_ARRAYS = 1 << 20
 _DEPTH = 64
 _MAKERS = {"jaxlib": ("jax.numpy", "asarray")}  # of libraries whose arrays are not made by their own from_dlpack
 _LONGEST = 1 << 48  # of an axis
+_SCALAR = "numpy scalar"
 
 
 @runtime_checkable
@@ -72,7 +73,10 @@ class State:
 
     def own_memory(self, skeleton: bytes) -> list[Array] | None:
         """The arrays that the state gives of itself, to be overwritten, if they are such as the skeleton speaks of."""
-        own, leaves = self.take_apart()
+        try:
+            own, leaves = self.take_apart()
+        except GradwireError:  # arrays that a step has given away
+            return None
         fits = own == skeleton and all(leaf.flags.writeable for leaf in leaves)
         return leaves if fits else None
 
@@ -134,13 +138,26 @@ def _pack(value: Any, leaves: list[Array], path: str) -> Any:
     if isinstance(value, (list, tuple)):
         packed = [_pack(entry, leaves, f"{path}[{i}]") for i, entry in enumerate(value)]
         return packed if isinstance(value, list) else {"t": packed}
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        raise ArrayError(f"{path} is {type(value).__name__}: keep np.frombuffer(x, np.uint8) in its place")
     try:
         array = arrays.as_array(value) if not isinstance(value, np.generic) else np.asarray(value)
         row = arrays.dtype_of(array)
     except ArrayError as error:
         raise ArrayError(f"{path} cannot be sent to another rank: {error}") from error
     leaves.append(np.ascontiguousarray(array).reshape(array.shape))  # it gives a number an axis
-    return {"a": [row.name, list(array.shape), type(value).__module__.partition(".")[0]]}
+    return {"a": [row.name, list(array.shape), _library(value)]}
+
+
+def _library(value: Any) -> str:
+    """How `_in_library` is to make it again, so that it is of this kind there too."""
+    if isinstance(value, (np.generic, np.ndarray)):
+        return _SCALAR if isinstance(value, np.generic) else "numpy"
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return "torch"
+    name = type(value).__module__.partition(".")[0]
+    return name if name in _MAKERS or hasattr(sys.modules.get(name), "from_dlpack") else "numpy"
 
 
 def _key(key: Any, path: str) -> Any:
@@ -206,6 +223,8 @@ def _in_library(array: Array, library: str) -> Any:
     name, maker = _MAKERS.get(library, (library, "from_dlpack"))
     module = sys.modules.get(name)
     make = getattr(module, maker, None)
+    if library == _SCALAR:
+        return array[()]
     if library == "numpy" or make is None:
         return array
     if maker == "from_dlpack" and array.dtype.name == "bfloat16":  # which NumPy does not know in DLPack
@@ -216,15 +235,41 @@ def _in_library(array: Array, library: str) -> Any:
 def _restore(state: Any, found: Any) -> None:
     if _is_stateful(state):
         state.load_state_dict(found)
+        _keep_types(state, found)
         return
-    for key in [key for key in state if key not in found]:
-        del state[key]
-    for key, value in found.items():
-        known: Any = state.get(key)
-        if _is_stateful(known) or (isinstance(known, MutableMapping) and isinstance(value, dict)):
-            _restore(known, value)
-        elif not _written(known, value):
+    placed = {key: _placed(state.get(key), value) for key, value in found.items()}
+    if list(state) != list(placed):  # their order counts too
+        state.clear()
+    for key, value in placed.items():
+        if state.get(key) is not value:
             state[key] = value
+
+
+def _placed(known: Any, value: Any) -> Any:
+    """What is to stand where `known` stands: that itself, if the value can be put into it."""
+    if _is_stateful(known) or (isinstance(known, MutableMapping) and isinstance(value, dict)):
+        _restore(known, value)
+        return known
+    if type(known) in (list, tuple) and type(value) is type(known) and len(known) == len(value):
+        entries = [_placed(own, entry) for own, entry in zip(known, value, strict=True)]
+        if isinstance(known, tuple):
+            return known if all(own is entry for own, entry in zip(known, entries, strict=True)) else tuple(entries)
+        known[:] = entries
+        return known
+    return known if _written(known, value) else value
+
+
+def _keep_types(state: Any, found: Any) -> None:
+    """torch's optimizers cast what they load to the types of their parameters, but had some of it in others."""
+    groups = getattr(state, "param_groups", None)
+    if not isinstance(groups, list) or not isinstance(found, dict) or not {"state", "param_groups"} <= set(found):
+        return
+    for own, came in zip(groups, found["param_groups"], strict=True):
+        for parameter, number in zip(own["params"], came["params"], strict=True):
+            entries = state.state.get(parameter, {})
+            for name, value in found["state"].get(number, {}).items():
+                if getattr(entries.get(name), "dtype", None) != getattr(value, "dtype", None):
+                    entries[name] = value
 
 
 def _written(known: Any, value: Any) -> bool:

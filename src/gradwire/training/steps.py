@@ -34,6 +34,7 @@ class Standing:
     committed: int = NONE
     digest: str = ""
     sound: bool = True
+    run: int = 1  # of those that its process has begun in this job
 
     @property
     def version(self) -> tuple[int, int]:
@@ -44,13 +45,13 @@ class Standing:
     def from_wire(cls, fields: object) -> Standing:
         """Believe a peer's standing as far as it is well-formed; ValueError otherwise."""
         match fields:
-            case [int(completed), int(generation), int(committed), str(digest), bool(sound)]:
-                if NONE <= committed <= completed and generation >= 0:
-                    return cls(completed, generation, committed, digest, sound)
+            case [int(completed), int(generation), int(committed), str(digest), bool(sound), int(run)]:
+                if NONE <= committed <= completed and generation >= 0 and run >= 1:
+                    return cls(completed, generation, committed, digest, sound, run)
         raise ValueError(f"malformed standing {str(fields)[:200]}")
 
     def to_wire(self) -> list[object]:
-        return [self.completed, self.generation, self.committed, self.digest, self.sound]
+        return [self.completed, self.generation, self.committed, self.digest, self.sound, self.run]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,8 @@ def settle(standings: Sequence[Standing], checkpoint: str | None = None) -> Sett
     if not sound or latest[0] < committed:
         where = f"go back to the last checkpoint, {checkpoint}" if checkpoint else "no checkpoint is known"
         what = (
-            "whoever had the state is gone, and nobody got a whole copy of it"
+            "nobody has the whole state to begin with: who had it is gone, or the first step was cut short when it had "
+            "changed it"
             if committed == NONE
             else f"step {committed} was committed, and every copy of its state that is left was changed by the step "
             "after it, which was cut short"

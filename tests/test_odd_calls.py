@@ -1,0 +1,180 @@
+"""Calls that were refused, waited for or repeated in odd places: the group goes on."""
+
+from __future__ import annotations
+
+import os
+import threading
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+from conformance.crews import crew_of
+from ranks import run_ranks
+
+
+@pytest.mark.parametrize("transport", ["local", "tcp"])
+def test_an_all_gather_with_an_unusable_out_is_refused_before_anything_is_sent(transport: str) -> None:
+    def run(group: gw.Group) -> list[list[int]]:
+        x = np.array([group.rank + 7])
+        found = [group.all_gather(x).tolist() for _ in range(3)]  # by now the core knows the call
+        if group.rank == 0:
+            whole = np.zeros(2, np.int64)
+            for mine, out in (
+                (x, np.empty(2, np.float32)),
+                (whole[:1], whole),
+                (x, np.zeros(4, np.int64)[::2].T.copy()[:0]),
+            ):
+                if out.size:
+                    with pytest.raises(gw.ArrayError):
+                        group.all_gather(mine, out=out)
+        return [*found, group.all_gather(x).tolist()]
+
+    with crew_of(transport, gw.Topology.single(2)) as crew:
+        assert crew.run(run) == [[[7, 8]] * 4] * 2
+
+
+def test_a_callback_may_wait_for_a_later_work_while_the_program_is_in_a_call() -> None:
+    def run(group: gw.Group) -> list[float]:
+        stream, later, queued = group.stream(), [], threading.Event()
+        found: list[float] = []
+
+        def callback(_: Any) -> None:
+            queued.wait(30)
+            found.append(float(later[0].wait()))
+
+        first = stream.all_reduce(1.0)
+        first.add_done_callback(callback)
+        later.append(stream.all_reduce(2.0))
+        queued.set()
+        group.barrier()
+        first.wait()
+        later[0].wait()
+        group.barrier()
+        return found or [4.0]
+
+    assert run_ranks(gw.local_group(2), run) == [[4.0]] * 2
+
+
+def leave(_: gw.Work) -> None:
+    raise SystemExit
+
+
+def test_a_callback_that_exits_ends_nothing() -> None:
+    def run(group: gw.Group) -> float:
+        stream = group.stream()
+        stream.all_reduce(1.0).add_done_callback(leave)
+        return float(stream.all_reduce(2.0).wait(timeout=30))
+
+    assert run_ranks(gw.local_group(2), run) == [4.0] * 2
+
+
+@pytest.mark.parametrize("timeout", [Fraction(1, 100), 10**400])
+def test_a_timeout_is_any_number_above_0(timeout: Any) -> None:
+    one, two = gw.local_group(2)
+    with one, two:
+        work = one.stream().barrier()
+        if timeout < 1:
+            with pytest.raises(gw.Timeout, match=r"0\.01 s"):
+                work.wait(timeout)
+        two.barrier()
+        work.wait(timeout if timeout > 1 else None)
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_a_result_may_lie_where_what_is_read_cannot_be_written(strided: bool) -> None:
+    def run(group: gw.Group) -> list[float]:
+        memory = np.arange(6.0)
+        out = memory[::2] if strided else memory[:3]
+        x = out.view()
+        x.flags.writeable = False
+        group.all_reduce(x, out=out)
+        group.reduce(x, root=0, out=out if group.rank == 0 else None)
+        return [float(value) for value in out]
+
+    zero, one = run_ranks(gw.local_group(2), run)
+    assert zero == [2 * value for value in one]
+
+
+def test_a_rank_that_is_alone_hears_from_nobody() -> None:
+    with gw.init() as group, pytest.raises(gw.InvalidRank):
+        group.recv(np.zeros(1))
+
+
+def test_who_recovers_late_gets_the_present_group() -> None:
+    def run(group: gw.Group) -> int:
+        present = group.recover()
+        with present:
+            assert group.recover() is present
+            return int(present.all_reduce(1))
+
+    assert run_ranks(gw.local_group(2), run) == [2, 2]
+
+
+def test_a_send_that_waits_behind_another_breaks_nothing_when_its_time_is_over() -> None:
+    one, two = gw.loopback_pair()
+    big, small = np.ones(40_000_000), np.ones(20_000)
+    with one, two:
+        first = threading.Thread(target=lambda: one.send(big, 1, tag=1))
+        first.start()
+        outcomes: list[str] = []
+
+        def impatient() -> None:
+            try:
+                one.send(small, 1, tag=2, timeout=0.5)
+                outcomes.append("sent")
+            except gw.Timeout:
+                outcomes.append("late")
+
+        second = threading.Thread(target=impatient)
+        second.start()
+        asked = threading.Thread(target=lambda: outcomes.append(_received(two, small.size)))
+        asked.start()
+        target = np.zeros_like(big)
+        two.recv(target, 0, tag=1)
+        for thread in (first, second):
+            thread.join(60)
+        assert target.all()
+        if "late" in outcomes:
+            one.send(small, 1, tag=2)
+        asked.join(60)
+        assert outcomes.count("received") == 1
+        work = one.stream().all_reduce(1)
+        assert two.all_reduce(1) == work.wait() == 2
+
+
+def _received(group: gw.Group, size: int) -> str:
+    x = np.zeros(size)
+    group.recv(x, 0, tag=2)
+    return "received" if x.all() else "wrong"
+
+
+def test_answers_come_through_where_too_much_was_sent() -> None:
+    one, two = gw.loopback_pair()
+    with one, two:
+        small, y = np.ones(1 << 16, np.uint8), np.zeros(1 << 17)
+        for _ in range(1040):  # more than `two` keeps unasked
+            one.send(small, 1, tag=5)
+        asked = threading.Thread(target=lambda: one.recv(y, 1, tag=9))
+        asked.start()
+        two.send(np.ones(1 << 17), 0, tag=9, timeout=60)
+        asked.join(60)
+        assert y.all()
+
+
+def test_a_forked_child_does_not_wait_for_the_parent_s_work() -> None:
+    one, two = gw.local_group(2)
+    with one, two:
+        work = one.stream().all_reduce(1)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                work.wait()
+            except gw.Closed:
+                os._exit(0)
+            os._exit(1)
+        assert os.waitpid(pid, 0)[1] == 0
+        two.all_reduce(1)
+        assert work.wait() == 2
