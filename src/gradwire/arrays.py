@@ -168,8 +168,8 @@ def torch_objection(tensor: Any) -> str | None:
         return "is a view that negates on reading: pass x.resolve_conj().resolve_neg()"
     if tensor._is_zerotensor():
         return "stands for zeros that are not in memory: pass torch.zeros_like(x)"
-    strided = tensor.layout is sys.modules["torch"].strided
-    if strided and tensor.numel() and tensor.data_ptr() == tensor.storage_offset() * tensor.element_size():
+    in_memory = tensor.layout is sys.modules["torch"].strided and not tensor.is_meta
+    if in_memory and tensor.numel() and tensor.data_ptr() == tensor.storage_offset() * tensor.element_size():
         return "has no memory at the moment: its storage was freed"
     return None
 

@@ -99,25 +99,34 @@ class Post:
         late = time.monotonic() >= promised.deadline
         return promised.offer.accepted or late or not self._usable() or self._absent(promised.dst)
 
-    def finish_send(self, promised: Promised) -> None:
-        """Deliver a long message when the receiver has a buffer for it."""
+    def finish_send(self, promised: Promised, within: float | None = None) -> None:
+        """Deliver a long message when the receiver has a buffer for it; if that is not `within` seconds, recall it."""
         outbox, offer, data, dst, tag, deadline, timeout, operation = promised
+        begin_by, patience = deadline, timeout
+        if within is not None:
+            begin_by, patience = min(deadline, time.monotonic() + within), within
         try:
-            self._await_acceptance(offer, dst, deadline, operation)
+            self._await_acceptance(offer, dst, begin_by, operation)
+            if not offer.accepted:
+                raise Timeout(
+                    f"{operation} of {len(data)} bytes to rank {dst} waited {patience:g} s for a recv there. Above "
+                    f"{MAX_EAGER} bytes send waits for its recv: if both ranks send first, use sendrecv",
+                    peer=dst,
+                    operation=operation,
+                    seconds=patience,
+                )
+            if not self._take_link(outbox, dst, begin_by, operation):
+                raise Timeout(
+                    f"{operation} of {len(data)} bytes to rank {dst} waited {patience:g} s behind others to that rank",
+                    peer=dst,
+                    operation=operation,
+                    seconds=patience,
+                )
         except BaseException:  # Ctrl-C too: a recv there must not wait for what nobody sends
             self.generation.mailbox.withdraw(offer)
             with contextlib.suppress(GradwireError):
                 self._tell(outbox, dst, operation, self._frame(Kind.WITHDRAW, b"", tag, sequence=offer.identity))
             raise
-        if not offer.accepted:
-            self._tell(outbox, dst, operation, self._frame(Kind.WITHDRAW, b"", tag, sequence=offer.identity))
-            raise Timeout(
-                f"{operation} of {len(data)} bytes to rank {dst} waited {timeout:g} s for a recv there. Above "
-                f"{MAX_EAGER} bytes send waits for its recv: if both ranks send first, use sendrecv",
-                peer=dst,
-                operation=operation,
-                seconds=timeout,
-            )
         head = Header(
             Kind.PAYLOAD,
             self.generation.identity.job,
@@ -130,14 +139,6 @@ class Post:
             0,
             len(data),
         ).pack()
-        if not self._take_link(outbox, dst, deadline, operation):
-            self._tell(outbox, dst, operation, self._frame(Kind.WITHDRAW, b"", tag, sequence=offer.identity))
-            raise Timeout(
-                f"{operation} of {len(data)} bytes to rank {dst} waited {timeout:g} s behind others to that rank",
-                peer=dst,
-                operation=operation,
-                seconds=timeout,
-            )
         self._stream(outbox, [memoryview(head), data], dst, deadline, timeout, operation)
 
     def _await_acceptance(self, offer: Offer, dst: int, deadline: float, operation: str) -> None:

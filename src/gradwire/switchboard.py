@@ -226,8 +226,10 @@ class Switchboard:
 
     def _may_read(self, reader: FrameReader) -> bool:
         """Whoever sends more than is asked for has to wait; but not with answers, which come on links dialled here."""
-        sends = self._outboxes.get((reader.link.peer, -MESSAGE_CHANNEL))
-        return sends is None or sends.link is not reader.link or not self.mailbox.overfull(reader.link.peer)
+        link = reader.link
+        dialled = self._outboxes.get((link.peer, MESSAGE_CHANNEL))
+        answers = dialled is not None and dialled.link is link
+        return link.channel != MESSAGE_CHANNEL or answers or not self.mailbox.overfull(link.peer)
 
     def _flush(self, outbox: Outbox) -> None:
         try:

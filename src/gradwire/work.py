@@ -117,7 +117,9 @@ class Work:
     def _call(self, callback: Callable[[Work], object]) -> None:
         try:
             callback(self)
-        except BaseException:  # SystemExit too: it would end the thread that others rely on
+        except BaseException as error:  # SystemExit too: it would end the thread that others rely on
+            if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
+                raise
             log.exception("a callback of %s failed", self.operation)
 
     def heed(self) -> BaseException | None:

@@ -169,6 +169,25 @@ def impatient(here: Here, file: str) -> None:
     dist.destroy_process_group()
 
 
+def entangled(here: Here, file: str) -> None:
+    rank, _ = meet(file)
+    if rank == 0:
+        first, second = (dist.isend(torch.ones(LONG), 1, tag=tag) for tag in (1, 2))
+        waited = first.get_future().then(lambda _: second.wait())
+        waited.wait()
+        here.tell(through=True)
+    else:
+        for tag in (1, 2):
+            dist.recv(torch.zeros(LONG), 0, tag=tag)
+        here.tell(through=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_what_is_done_after_one_message_may_wait_for_another(job: StartJob, tmp_path: Path) -> None:
+    assert run(job, entangled, 2, tmp_path) == [{"through": True}] * 2
+
+
 def test_who_waits_for_a_message_says_for_how_long(job: StartJob, tmp_path: Path) -> None:
     with job(impatient, 2, str(tmp_path / "store"), environ=environ_of(2)) as ranks:
         for rank in ranks:

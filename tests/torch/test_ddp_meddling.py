@@ -242,6 +242,17 @@ def test_who_wraps_a_model_again_takes_it_over() -> None:
     assert_close(of_ranks[0], expected(3))
 
 
+def test_a_wrapper_that_cannot_be_made_takes_nothing_over() -> None:
+    def run(group: gw.Group) -> None:
+        model = mlp()
+        old = DDP(model, group)
+        with pytest.raises(gw.ConfigError, match="differ"):
+            DDP(model, group, bucket_mb=1 + group.rank)
+        backward(old, 0, group.rank)
+
+    run_group(2, run)
+
+
 class Branches(nn.Module):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()

@@ -56,20 +56,23 @@ def test_a_first_step_that_changed_nothing_where_it_was_cut_short_is_done_again(
     assert run_ranks(gw.local_group(3), train) == [2.0, 2.0, None]
 
 
-def test_the_long_way_follows_the_run_without_begin() -> None:
+@pytest.mark.parametrize("last", ["v", "w"])
+def test_the_long_way_follows_the_run_without_begin(last: str) -> None:
     def train(group: gw.Group) -> float | None:
-        state = {"w": np.zeros(2)}
+        state = {"v": np.zeros(2), "w": np.zeros(2)}
         run = gw.Elastic(state, group, 1)
-        sync = gw.GradientSync(run, state)
+        sync = gw.GradientSync(run, state, bucket_bytes=16, first_bucket_bytes=16)
         try:
             for step in run.steps(4):
                 with step:
-                    if group.rank == 2 and step.index == 2:
-                        raise Left
-                    sync.gradients["w"][:] = 1
-                    sync.ready("w")
+                    for name in ("w", "v"):
+                        if group.rank == 2 and step.index == 2 and name == last:
+                            raise Left
+                        sync.gradients[name][:] = 1
+                        sync.ready(name)
                     sync.finish()
-                    state["w"] += sync.gradients["w"]
+                    for name, weight in state.items():
+                        weight += sync.gradients[name]
         except Left:
             run.close()
             return None
@@ -148,8 +151,8 @@ def test_arrays_in_lists_are_written_where_they_lie(kind: Any) -> None:
 def test_the_order_of_keys_is_handed_over_too() -> None:
     mine = np.zeros(2)
     taker: dict[str, Any] = {"w": mine, "best": 0.0}
-    handed_over({"best": 1.0, "w": np.ones(2)}, taker)
-    assert list(taker) == ["best", "w"]
+    handed_over({"best": None, "w": np.ones(2), "none": None}, taker)
+    assert list(taker) == ["best", "w", "none"]
     assert taker["w"] is mine
     assert mine.tolist() == [1.0, 1.0]
 

@@ -108,3 +108,10 @@ def test_a_vote_shows_what_all_ranks_said() -> None:
     assert not reduced(ballot(3, "ab" * 16, False), ballot(4, "ab" * 16, False)).agreed
     assert not reduced(ballot(3, "ab" * 16, False), ballot(3, "ac" * 16, False)).identical
     assert reduced(ballot(3, "f" * 32, False), ballot(3, "f" * 32, True)).renew
+
+
+def test_who_has_just_come_does_not_bring_the_state_of_a_run_that_has_begun() -> None:
+    spoiled, fresh = Standing(NONE, 1, NONE, "x", False), Standing(NONE, 0, NONE, "fresh")
+    with pytest.raises(StateLost, match="first step"):
+        settle([spoiled, spoiled, fresh])
+    assert settle([spoiled, Standing(NONE, 1, NONE, "a"), fresh]).pulls == {0: 1, 2: 1}

@@ -91,6 +91,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]  # torch i
             broadcast_named(self.group, self._arrays())
         else:
             self._owner.when_cut_short(_undoing(self))
+        self._reducer.take_over()
         self._register_load_state_dict_pre_hook(_put_prefix, with_module=True)
         named = (*module.named_parameters(), *module.named_buffers())
         self._own_names = frozenset(name for name, _ in named).difference(self.__dict__)
@@ -127,7 +128,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]  # torch i
                 "models that share parameters are wrapped as one"
             )
         self._parts.check()
-        if not self._own_names.isdisjoint(self.__dict__):
+        if any(isinstance(self.__dict__[name], torch.Tensor) for name in self._own_names & self.__dict__.keys()):
             raise ConfigError("functional_call puts tensors beside the wrapped model: call it with the model's .module")
 
     def _remember(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ class Parts:
 
     def _look(self) -> None:
         holders = [held for one in self._model[0].modules() for held in (one._parameters, one._modules)]
-        self._held = [(held, list(held.items())) for held in holders]
+        self._held = [(held, list(held.values())) for held in holders]
 
     def check(self) -> None:
         """Raise `ConfigError` if a parameter is trained that was not there, or was frozen."""
@@ -32,7 +33,7 @@ class Parts:
                     f"{name!r} was frozen when the model was wrapped, so nobody averages its gradient: {_ANEW}"
                 )
         for held, known in self._held:
-            if len(held) != len(known) or any(held.get(name) is not part for name, part in known):
+            if len(held) != len(known) or not all(map(operator.is_, held.values(), known)):
                 self._look_closer()
                 return
 

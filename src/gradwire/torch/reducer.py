@@ -67,9 +67,8 @@ class Reducer:
         self._leaves: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # outputs that are watched
         self._callback: Callable[[], Any] = _nobody  # at the end of the backward that runs, as long as it runs
         self._forget()
-        self._take_over()
 
-    def _take_over(self) -> None:
+    def take_over(self) -> None:
         """Hook the parameters; whoever had them before gives them up.
 
         The nodes that accumulate, not the tensors: there, ours come after all that a user may add.

@@ -11,6 +11,7 @@ from typing import Any, SupportsIndex
 
 from gradwire import job, lifetime
 from gradwire.errors import Aborted, Broken, ConfigError, GradwireError, InvalidSize, PeerLost, Timeout
+from gradwire.generation import Generation
 from gradwire.group import Group
 from gradwire.training import transfer
 from gradwire.training.sampler import whole
@@ -64,10 +65,7 @@ class Elastic:
         self._overwritten = False  # the state is neither this rank's own nor yet another's
         self._settled: Group | None = None
         self._told = False  # that the state was changed between steps
-        generation = self.group._generation
-        job, rank = generation.identity.job, generation.identity.rank
-        member = job, (generation.member_ids or generation.identity.names)[rank]
-        self._number = _RUNS[member] = _RUNS.get(member, 0) + 1
+        self._number = 0  # of the runs that this process has begun
         self._undoing: list[Callable[[], None]] = []
 
     def steps(self, total: SupportsIndex) -> Iterator[Step]:
@@ -191,6 +189,8 @@ class Elastic:
         self.group._generation.stranger = self.group._generation.joined
         while self.group.size < self.min_size:
             self._await_others()
+        if not self._number:
+            self._number = _next_run(self.group._generation)
         # Before the first step is completed, too, one that was cut short may have changed what all began with.
         begun = self._completed != NONE or (bool(self.digest) and not self._overwritten)
         digest = digest or (self._digest_if_readable() if begun else "")
@@ -199,12 +199,14 @@ class Elastic:
         standings = self._compared(mine)
         self._check_runs([standing.run for standing in standings])
         if all(one.completed == NONE for one in standings):  # else nobody asks for the digest of who has just come
-            digest = self._state.digest()
+            digest = digest if begun else self._state.digest()
             standings = self._compared(replace(mine, digest=digest), "settling, with digests")
         settlement = settle(standings)
         self._exchange(settlement, standings)
         # The digest too, before anything can break: a state that was just pulled must not count as spoiled.
         self._completed, self._completed_in = settlement.version
+        if self._completed == NONE:  # what all begin with is known from now on
+            self._completed_in = self.group.generation
         giver = settlement.pulls.get(self.group.rank)
         self.digest = digest if giver is None else standings[giver].digest
         self._tell_all(None, "settling, done")  # until then nobody changes its state: takers may yet fail
@@ -227,7 +229,8 @@ class Elastic:
             self.close()
             raise ConfigError(
                 f"this is run {self._number} of this process, and the others are in their run {present}: a process "
-                "that joins cannot make up for the runs before. Use one run for all phases; keep the phase in its state"
+                "that joins, or loses the others between two runs, cannot catch up. Use one run for all phases; keep "
+                "the phase in its state"
             )
         if min(numbers) != present:
             self._tell_all(None, "settling, until those who are in another run have left")
@@ -261,6 +264,14 @@ class Elastic:
                 self.group = self.group.recover()
                 return
             time.sleep(WAIT_SECONDS)
+
+
+def _next_run(generation: Generation) -> int:
+    """How many runs this member has begun, with this one."""
+    identity = generation.identity
+    member = identity.job, (generation.member_ids or identity.names)[identity.rank]
+    _RUNS[member] = _RUNS.get(member, 0) + 1
+    return _RUNS[member]
 
 
 class Step:

@@ -226,8 +226,7 @@ class GradientSync:
         What is there from an earlier backward, and was not added to in this one, takes part too, but is not `used`: if
         no rank adds to it, it stays. With `beside=False` they are reduced in this call: there is nothing to overlap.
         """
-        if not self.under_way:
-            self._follow()
+        self._follow()
         bucket = self._home.get(name)
         if bucket is None:
             raise ConfigError(f"there is no gradient {name!r}")
@@ -253,8 +252,7 @@ class GradientSync:
 
         If a gradient is not finite, every rank raises `NotFinite`, which names rank and tensor. The group goes on.
         """
-        if not self.under_way:
-            self._follow()
+        self._follow()
         try:
             self.agree()
             for work in self._works:  # whoever waits does what nobody has begun

@@ -49,7 +49,7 @@ def scale(flats: Iterable[Array], factor: float) -> None:
         exact = (
             parts.dtype.type if parts.dtype.itemsize > 2 else np.float32
         )  # a half would round the factor, or lose it
-        np.multiply(parts, exact(factor), out=parts, casting="unsafe")
+        np.multiply(parts, np.array([factor], exact), out=parts, casting="unsafe")
 
 
 def check_norm(max_norm: float) -> float:

@@ -241,7 +241,7 @@ def _restore(state: Any, found: Any) -> None:
     if list(state) != list(placed):  # their order counts too
         state.clear()
     for key, value in placed.items():
-        if state.get(key) is not value:
+        if key not in state or state[key] is not value:
             state[key] = value
 
 

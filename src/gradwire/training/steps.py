@@ -81,7 +81,8 @@ def settle(standings: Sequence[Standing], checkpoint: str | None = None) -> Sett
     committed = max(standing.committed for standing in standings)
     sound = [standing for standing in standings if standing.sound]
     latest = max((standing.version for standing in sound), default=(NONE, 0))
-    if not sound or latest[0] < committed:
+    newest = max(standing.version for standing in standings)
+    if not sound or latest[0] < committed or (newest[0] == NONE and latest < newest):  # a joiner's own is not it
         where = f"go back to the last checkpoint, {checkpoint}" if checkpoint else "no checkpoint is known"
         what = (
             "nobody has the whole state to begin with: who had it is gone, or the first step was cut short when it had "

@@ -119,6 +119,6 @@ TARGETS = (
     Target("all_gather_values", all_gather_values, _framed(b"[1,2]"), memory=_CLAIMED),
     Target("scatter", scatter, (_SCATTERED,), memory=_CLAIMED),
     _json_target("settling", settle, [_TOLD]),
-    _json_target("standing", stand, [[3, 1, 2, "ab", True], [-1, 0, -1, "", False]]),
+    _json_target("standing", stand, [[3, 1, 2, "ab", True, 1], [-1, 0, -1, "", False, 2]]),
     _json_target("state", take_state, [_SKELETON], memory=machine.memory() + MIB),
 )

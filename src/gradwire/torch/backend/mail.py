@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -39,6 +38,12 @@ class Message(TorchWork):  # type: ignore[misc]
         raise NotImplementedError
 
     def _end(self, timeout: float | None = None) -> None:
+        future = self._see_through(timeout)
+        if future is not None:  # without the lock: its callbacks may wait for this message
+            settle(future, self._tensors, self._error)
+
+    def _see_through(self, timeout: float | None = None) -> Future | None:
+        """Do what is left to do; the future that has to be told."""
         if not self._lock.acquire(timeout=timeout or -1):  # somebody else sees it through
             raise Timeout(f"a message was not through in {timeout:g} s", operation="wait", seconds=timeout)
         try:
@@ -49,10 +54,9 @@ class Message(TorchWork):  # type: ignore[misc]
                     self._error = error
                 self._ended = True
             future, self._unsettled = self._unsettled, None
+            return future
         finally:
             self._lock.release()
-        if future is not None:  # without the lock: its callbacks may wait for this message
-            settle(future, self._tensors, self._error)
 
     def _begin_thread(self) -> None:
         threading.Thread(target=self._end, name="gradwire-message", daemon=True).start()
@@ -120,7 +124,7 @@ class Couriers:
                 if not due:
                     changed.wait(POLL_SECONDS)
             for one in due:
-                one._end()
+                one.deliver()
             with self._lock:
                 self._waiting = [one for one in self._waiting if not one.is_completed()]
                 if not self._waiting:
@@ -149,15 +153,18 @@ class Sending(Message):
         assert self._promised is not None
         return self._ended or (not self._lock.locked() and self._group._post.due(self._promised))
 
+    def deliver(self) -> None:
+        """For the courier, who has other messages: callbacks of a future may wait for one of those."""
+        future = self._see_through()
+        if future is not None:
+            threading.Thread(target=settle, args=(future, self._tensors, self._error), daemon=True).start()
+
     def _begin_thread(self) -> None:
         """There is one already."""
 
     def _finish(self, timeout: float | None) -> int:
         assert self._promised is not None
-        promised = self._promised
-        if timeout is not None:
-            promised = promised._replace(deadline=min(promised.deadline, time.monotonic() + timeout), timeout=timeout)
-        self._group._post.finish_send(promised)
+        self._group._post.finish_send(self._promised, timeout)
         return -1
 
 
