@@ -214,7 +214,7 @@ def _times(words: list[str]) -> dict[str, float]:
 
 def _seed(words: list[str]) -> int:
     if len(words) != 1 or not _NUMBER.fullmatch(words[0]):
-        raise ConfigError("a seed is one whole number, as in 'seed 7'")
+        raise ConfigError("a seed is one whole number of at most nine digits, as in 'seed 7'")
     return int(words[0])
 
 
