@@ -16,13 +16,13 @@ class Parts:
     """The modules and parameters of a model, and which of them are trained."""
 
     def __init__(self, model: Any) -> None:
-        self._model = [model]  # in a list: a module would register it as its own
+        self._model = model
         self._trained = frozenset(map(id, trained(model).values()))
         self._frozen = [(name, one) for name, one in model.named_parameters() if not one.requires_grad]
         self._look()
 
     def _look(self) -> None:
-        holders = [held for one in self._model[0].modules() for held in (one._parameters, one._modules)]
+        holders = [held for one in self._model.modules() for held in (one._parameters, one._modules)]
         self._held = [(held, list(held.values())) for held in holders]
 
     def check(self) -> None:
@@ -39,7 +39,7 @@ class Parts:
 
     def _look_closer(self) -> None:
         """Something was replaced: whatever is not trained may be."""
-        for name, parameter in self._model[0].named_parameters():
+        for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and id(parameter) not in self._trained:
                 raise ConfigError(
                     f"{name!r} was put into the model after it was wrapped, so nobody averages its gradient: {_ANEW}"

@@ -98,7 +98,7 @@ class Message(TorchWork):  # type: ignore[misc]
     _source_rank = source_rank
 
 
-class Couriers:
+class Courier:
     """A thread for all messages of a group that wait for their receivers; there is none while there are none."""
 
     def __init__(self, group: Group) -> None:
@@ -131,7 +131,7 @@ class Couriers:
                     return
 
 
-_COURIERS: weakref.WeakKeyDictionary[Group, Couriers] = weakref.WeakKeyDictionary()
+_COURIERS: weakref.WeakKeyDictionary[Group, Courier] = weakref.WeakKeyDictionary()
 
 
 class Sending(Message):
@@ -145,7 +145,7 @@ class Sending(Message):
         if self._promised is None:
             self._ended = True
         else:  # the receiver must not wait for this rank to wait
-            _COURIERS.setdefault(group, Couriers(group)).see_through(self)
+            _COURIERS.setdefault(group, Courier(group)).see_through(self)
 
     @property
     def due(self) -> bool:
