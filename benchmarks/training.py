@@ -10,6 +10,7 @@ Some processes are slower than others for their whole life, wherever their memor
 started anew several times.
 
     off         no exchange at all: what the computation takes
+    barrier     no exchange either, but after backward ranks wait for each other: what no exchange can do without
     gradwire    gw.torch.DistributedDataParallel
     waiting     the same with overlap=False: everything is exchanged after backward
     gloo        torch's DistributedDataParallel on Gloo
@@ -18,13 +19,18 @@ started anew several times.
 gradwire has malloc keep the memory that a step frees. Elsewhere, faulting pages back in may take a third of the MLP's
 step, where nothing is exchanged too; with `--malloc keep` all of them keep it, as workers of `gradwire run` do.
 
-*Beyond compute* is a step's time minus that of `off` in the same round. *Overlap* is what is hidden behind backward: a
-step's time with `waiting` minus that with `gradwire`. Memory is the sum over ranks of their highest PSS
-(memory that several processes share is counted once), looked at while no time is taken; here torch's is asked for
-gradient_as_bucket_view=True. *CPU* is what a step costs a rank's threads together, which a busy machine changes less
-than the time. At the end the weights must be the same bits on all ranks of an engine, and close to those of the others;
-otherwise the exit code is 1. It is 2 if a step beyond compute costs gradwire more than a third of what it costs Gloo,
-or the backend more than half of it.
+*Beyond compute* is a step's time minus that of `off` in the same round. Whoever keeps replicas in step waits for the
+slowest of them, and the busier the machine the longer: `barrier` tells how much of it that is. *Overlap* is what is
+hidden behind backward: a step's time with `waiting` minus that with `gradwire`. *CPU* is what a step costs a rank's
+threads together, which a busy machine changes less than the time.
+
+Memory is the sum over ranks of their highest PSS (memory that several processes share is counted once), looked at while
+no time is taken; here torch's is asked for gradient_as_bucket_view=True. `gradwire` is looked at twice: in processes
+like those of the others, and in such as `gradwire run` starts.
+
+At the end the weights must be the same bits on all ranks of an engine, and close to those of the others; otherwise the
+exit code is 1. It is 2 if a step beyond compute costs gradwire more than a third of what it costs Gloo, or the backend
+more than half of it, or if workers of `gradwire run` take more memory than Gloo's.
 """
 
 from __future__ import annotations
@@ -32,6 +38,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import socket
 import statistics
@@ -45,9 +52,11 @@ from typing import Any
 import torch
 from torch import nn
 
-ENGINES = ("off", "gradwire", "waiting", "gloo", "backend")
+ENGINES = ("off", "barrier", "gradwire", "waiting", "gloo", "backend")
+APART = ("off", "barrier")  # replicas of these are not kept in step
 MODELS = ("mlp", "gpt")
 ALLOWED = {"gradwire": 1 / 3, "backend": 1 / 2}  # of Gloo's time beyond compute
+LAUNCHED = "gradwire run"
 CLOSE = 1e-4  # float32 weights of two engines: their sums round differently
 PATIENCE = 120.0
 
@@ -108,6 +117,12 @@ def wrapped(engine: str, model: Any, lean: bool) -> Iterator[Any]:
     """The model as this engine trains it."""
     if engine == "off":
         yield model
+    elif engine == "barrier":
+        import gradwire as gw
+
+        with gw.init() as group:
+            model.register_forward_hook(lambda module, inputs, out: meet_after_backward(out, group))
+            yield model
     elif engine in ("gradwire", "waiting"):
         import gradwire as gw
 
@@ -121,6 +136,12 @@ def wrapped(engine: str, model: Any, lean: bool) -> Iterator[Any]:
         dist.init_process_group("gloo" if engine == "gloo" else "gradwire")
         yield nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=lean)
         dist.destroy_process_group()
+
+
+def meet_after_backward(out: Any, group: Any) -> None:
+    """Have the backward pass that begins with `out` end with a barrier."""
+    engine = torch.autograd.Variable._execution_engine
+    out.register_hook(lambda gradient: engine.queue_callback(group.barrier))
 
 
 class Peak(threading.Thread):
@@ -188,20 +209,32 @@ def work(engine: str, name: str, lean: bool) -> None:
 class Crew:
     """The ranks of one engine."""
 
-    def __init__(self, engine: str, model: str, options: argparse.Namespace, lean: bool = False) -> None:
+    def __init__(
+        self, engine: str, model: str, options: argparse.Namespace, lean: bool = False, launched: bool = False
+    ) -> None:
+        """`launched`: as `gradwire run` starts them, with a rendezvous in our process."""
         from gradwire import malloc  # here: what does not exchange by gradwire holds none of it in memory
+        from gradwire.launch import environment
+        from gradwire.launch.rendezvous import on_this_machine
 
         self.engine, ranks = engine, options.ranks
+        self._ended = contextlib.ExitStack()
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
         common |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         common |= malloc.variables(os.environ, ranks) if options.malloc == "keep" else {}
+        if launched:
+            meeting = on_this_machine(ranks)
+            meeting.coordinator.start()
+            self._ended.callback(meeting.coordinator.stop)
+            place = {"coordinator": meeting.coordinator.address, "job": meeting.job, "token": meeting.token}
+            common |= environment.shared_by_workers({}, ranks, port=port, **place)
         command = [sys.executable, __file__, "--work", engine, model, *(["--lean"] if lean else [])]
         self.processes = [
             subprocess.Popen(
                 command,
-                env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                env=os.environ | environment.of_worker(common, rank),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -233,14 +266,15 @@ class Crew:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        self._ended.close()
 
 
 @contextlib.contextmanager
-def crews(engines: list[str], model: str, options: argparse.Namespace, lean: bool = False) -> Iterator[dict[str, Crew]]:
+def crews(engines: list[str], model: str, options: argparse.Namespace, **how: bool) -> Iterator[dict[str, Crew]]:
     made: dict[str, Crew] = {}
     try:
         for engine in engines:
-            made[engine] = Crew(engine, model, options, lean)
+            made[engine] = Crew(engine, model, options, **how)
             made[engine].hear()
         yield made
     finally:
@@ -256,7 +290,7 @@ def measure(model: str, engines: list[str], options: argparse.Namespace) -> dict
     work: dict[str, list[float]] = {engine: [] for engine in engines}
     middle: Callable[[list[float]], float] = min if options.least else statistics.median
     held: dict[str, list[Any]] = {}
-    identical = {engine: True for engine in engines if engine != "off"}
+    identical = {engine: True for engine in engines if engine not in APART}
     for _ in range(options.crews):
         with crews(engines, model, options) as made:
             for number in range(options.blocks):
@@ -275,8 +309,9 @@ def peaks(model: str, engines: list[str], options: argparse.Namespace) -> dict[s
     """Bytes at the highest, of all ranks of an engine together; one engine at a time."""
     found = {}
     for engine in engines:
-        with crews([engine], model, options, lean=True) as made:
-            found[engine] = sum(made[engine].ask("memory"))
+        for launched in (False, True) if engine == "gradwire" else (False,):
+            with crews([engine], model, options, lean=True, launched=launched) as made:
+                found[LAUNCHED if launched else engine] = sum(made[engine].ask("memory"))
     return found
 
 
@@ -339,20 +374,21 @@ def main() -> int:
     known = [engine for engine in ENGINES if engine != "backend" or has_backend()]
     wanted = options.engines.split(",") if options.engines else known
     engines = [engine for engine in known if engine in wanted or engine == "off"]
-    results, sound, fast = [], True, True
+    results, sound, frugal = [], True, True
     for model in options.models.split(","):
         result = measure(model, engines, options)
         results.append(result)
-        fast = report(result) and fast
+        frugal = report(result) and frugal
         measured = [one for one in engines if one in ("off", "gradwire", "gloo")]
         result["pss"] = peaks(model, measured if not options.no_memory else [], options)
         told = ", ".join(f"{engine} {nbytes / 1e6:.0f} MB" for engine, nbytes in result["pss"].items())
+        frugal = frugal and result["pss"].get(LAUNCHED, 0) <= result["pss"].get("gloo", math.inf)
         print(f"peak PSS of all ranks together: {told or 'not measured'}", flush=True)
         sound = sound and all(result["identical"].values()) and max(result["distance"].values(), default=0) <= CLOSE
     if options.json:
         with open(options.json, "w") as file:
             json.dump(results, file, indent=1)
-    return 1 if not sound else 0 if fast else 2
+    return 1 if not sound else 0 if frugal else 2
 
 
 if __name__ == "__main__":

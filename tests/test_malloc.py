@@ -62,3 +62,42 @@ def test_what_a_worker_frees_is_kept_whatever_it_does(tmp_path: Path, monkeypatc
 def test_all_ranks_together_keep_a_part_of_the_machine_s_memory() -> None:
     for ranks in (1, 7, 1000):
         assert 8 * ranks * int(malloc.variables({}, ranks)["MALLOC_TRIM_THRESHOLD_"]) <= machine.memory()
+
+
+ALIGNED = """
+    import ctypes
+
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = libc.sbrk.restype = ctypes.c_void_p
+    libc.malloc.argtypes, libc.free.argtypes, libc.sbrk.argtypes = [ctypes.c_size_t], [ctypes.c_void_p], [ctypes.c_long]
+    libc.posix_memalign.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t, ctypes.c_size_t]
+
+    def aligned(size):
+        found = ctypes.c_void_p()
+        assert libc.posix_memalign(found, 64, size) == 0
+        return found.value
+
+    before = libc.sbrk(0)
+    for _ in range(50):
+        large, small = [aligned(4 << 20), aligned(1 << 20)], [libc.malloc(size) for size in (40, 72, 24, 88, 56)]
+        for block in large:
+            libc.free(block)
+    print(libc.sbrk(0) - before < 100 << 20)  # 250 MiB in all
+"""
+
+
+def test_aligned_memory_that_a_worker_frees_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+    assert run(Task.script(written(tmp_path, ALIGNED)), 1).out.splitlines() == ["[0] True"]
+
+
+@pytest.mark.parametrize(
+    ("version", "told"), [("glibc 2.36", True), ("glibc 2.39", False), ("glibc 2.40.1", False), (None, False)]
+)
+def test_small_pieces_are_cached_where_that_does_no_harm(
+    version: str | None, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "confstr", lambda name: version)
+    assert ("GLIBC_TUNABLES" in malloc.variables({}, 1)) is told
+    assert "GLIBC_TUNABLES" not in malloc.variables({"GLIBC_TUNABLES": "glibc.cpu.x86_ibt=off"}, 1)

@@ -3,6 +3,10 @@
 Left to itself glibc gives large blocks back to the system, which clears them page by page when they are taken again:
 with gradients of 100 MB that can be a third of a step. All ranks of a host together keep an eighth of its memory at
 most. Who has told malloc anything is not overruled.
+
+What is kept must be found again. Tensors are aligned, and before glibc 2.39 the slivers that alignment leaves beside a
+block went to a cache of small pieces: somebody took them, and the hole was too small for the next block of that size.
+Without that cache an MLP of 25 M parameters takes an eighth less memory. It can be turned off only as a process starts.
 """
 
 from __future__ import annotations
@@ -16,13 +20,18 @@ from gradwire.topology import Topology
 
 _MOST = 4 << 30  # bytes that one process keeps
 _LARGEST_OPTION = (1 << 31) - 1  # mallopt takes an int
+_MERGES_SLIVERS = (2, 39)  # glibc
+_TUNABLES, _NO_CACHE = "GLIBC_TUNABLES", "glibc.malloc.tcache_count=0"
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>: who sets one turns off glibc's adjustment of the other
 
 
 def variables(environ: Mapping[str, str], ranks: int) -> dict[str, str]:
     """For processes to be started: what tells malloc to keep memory, where so many share this machine."""
     kept = _kept(environ, ranks)
-    return dict.fromkeys(("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"), str(kept)) if kept else {}
+    told = dict.fromkeys(("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"), str(kept)) if kept else {}
+    if kept and _TUNABLES not in environ and () < _glibc() < _MERGES_SLIVERS:
+        told[_TUNABLES] = _NO_CACHE
+    return told
 
 
 def keep(topology: Topology, rank: int) -> None:
@@ -36,6 +45,15 @@ def keep(topology: Topology, rank: int) -> None:
 
 
 def _kept(environ: Mapping[str, str], ranks: int) -> int:
-    if any(name.startswith("MALLOC_") for name in environ) or "glibc.malloc" in environ.get("GLIBC_TUNABLES", ""):
+    if any(name.startswith("MALLOC_") for name in environ) or "glibc.malloc" in environ.get(_TUNABLES, ""):
         return 0
     return min(_MOST, machine.memory() // (8 * ranks))
+
+
+def _glibc() -> tuple[int, ...]:
+    """Its version; nothing if the C library is another one."""
+    try:
+        _, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition("glibc ")
+        return tuple(map(int, version.split("."))) if version else ()
+    except (ValueError, OSError):
+        return ()
