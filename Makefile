@@ -41,7 +41,7 @@ verify: test $(VENV)/.installed-verify ## test, then the slow tests, some fuzzin
 	    echo "$$script, by torchrun"; timeout 60 $(BIN)/torchrun --standalone --nproc-per-node 2 "$$script"; \
 	done
 	$(BIN)/gradwire bench --sizes 8,64Ki,1Mi --blocks 3 --transport tcp --against gloo
-	$(BIN)/python benchmarks/training.py --models gpt --crews 1 --blocks 2 --no-memory || [ $$? -eq 2 ]  # too short to judge speed
+	$(BIN)/python benchmarks/training.py --models gpt --crews 1 --blocks 2 --peaks 0 || [ $$? -eq 2 ]  # too short to judge speed
 
 soak: $(VENV)/.installed-verify sanitize ## the core's own tests with sanitizers, fuzzing, then the stress tests again and again for MINUTES
 	PYTHONPATH=tests $(RUN) fuzz.atheris --seconds 60

@@ -306,13 +306,14 @@ def measure(model: str, engines: list[str], options: argparse.Namespace) -> dict
 
 
 def peaks(model: str, engines: list[str], options: argparse.Namespace) -> dict[str, int]:
-    """Bytes at the highest, of all ranks of an engine together; one engine at a time."""
-    found = {}
-    for engine in engines:
-        for launched in (False, True) if engine == "gradwire" else (False,):
+    """Bytes at the highest, of all ranks of an engine together; one engine at a time, the median of several."""
+    wanted = [(engine, False) for engine in engines] + [(engine, True) for engine in engines if engine == "gradwire"]
+    found: dict[str, list[int]] = {}
+    for _ in range(options.peaks):
+        for engine, launched in wanted:
             with crews([engine], model, options, lean=True, launched=launched) as made:
-                found[LAUNCHED if launched else engine] = sum(made[engine].ask("memory"))
-    return found
+                found.setdefault(LAUNCHED if launched else engine, []).append(sum(made[engine].ask("memory")))
+    return {engine: round(statistics.median(peaks)) for engine, peaks in found.items()}
 
 
 def beyond(result: dict[str, Any], engine: str) -> list[float]:
@@ -363,7 +364,7 @@ def main() -> int:
         "--malloc", choices=("keep", "system"), default="system", help="keep: what a step frees is not given back"
     )
     parser.add_argument("--least", action="store_true", help="of each block the least, not the median: a busy machine")
-    parser.add_argument("--no-memory", action="store_true", help="time only")
+    parser.add_argument("--peaks", type=int, default=3, help="times that memory is looked at (default: 3; 0: not)")
     parser.add_argument("--json", metavar="FILE", help="write every block there")
     parser.add_argument("--work", nargs=2, metavar=("ENGINE", "MODEL"), help=argparse.SUPPRESS)
     parser.add_argument("--lean", action="store_true", help=argparse.SUPPRESS)
@@ -380,7 +381,7 @@ def main() -> int:
         results.append(result)
         frugal = report(result) and frugal
         measured = [one for one in engines if one in ("off", "gradwire", "gloo")]
-        result["pss"] = peaks(model, measured if not options.no_memory else [], options)
+        result["pss"] = peaks(model, measured, options)
         told = ", ".join(f"{engine} {nbytes / 1e6:.0f} MB" for engine, nbytes in result["pss"].items())
         frugal = frugal and result["pss"].get(LAUNCHED, 0) <= result["pss"].get("gloo", math.inf)
         print(f"peak PSS of all ranks together: {told or 'not measured'}", flush=True)

@@ -79,8 +79,10 @@ class Patience {
     // True if the alarm has rung. What woke this rank up is forgotten, but for `ended`: a socket that has, or −1.
     bool sleep() {
         double pause = awake() ? 0 : left_;
-        // A nap makes a wait longer by an eighth at most, and a long one by a fiftieth.
-        if (by_memory_) pause = std::min({pause, LONGEST_NAP, waited_ / 8, std::max(LONG_NAP, waited_ / 50)});
+        // A nap makes a wait longer by an eighth at most, and a long one by a fiftieth. Whoever has a core for itself may
+        // look more often: ranks that train wait some milliseconds for the slowest in each step.
+        const double nap = std::max(spins ? SHORT_NAP : LONG_NAP, waited_ / 50);
+        if (by_memory_) pause = std::min({pause, LONGEST_NAP, waited_ / 8, nap});
         const auto nanoseconds = static_cast<long>(pause * 1e9);
         const timespec timeout{nanoseconds / 1000000000, nanoseconds % 1000000000};
         ::ppoll(polled_.data(), polled_.size(), &timeout, nullptr);
@@ -98,7 +100,7 @@ class Patience {
     static constexpr unsigned FEW_LOOKS = 2;
     static constexpr double AWAKE_SECONDS = 1e-3;
     static constexpr double CHECK_SECONDS = 200e-6;  // between looks at the alarm
-    static constexpr double LONG_NAP = 5e-3, LONGEST_NAP = 50e-3;
+    static constexpr double SHORT_NAP = 200e-6, LONG_NAP = 5e-3, LONGEST_NAP = 50e-3;
 
     bool awake() const { return waited_ < AWAKE_SECONDS; }
 
