@@ -45,7 +45,8 @@ def keep(topology: Topology, rank: int) -> None:
 
 
 def _kept(environ: Mapping[str, str], ranks: int) -> int:
-    if any(name.startswith("MALLOC_") for name in environ) or "glibc.malloc" in environ.get(_TUNABLES, ""):
+    tunables = environ.get(_TUNABLES, "").replace(_NO_CACHE, "")  # which says nothing of what is kept
+    if any(name.startswith("MALLOC_") for name in environ) or "glibc.malloc" in tunables:
         return 0
     return min(_MOST, machine.memory() // (8 * ranks))
 

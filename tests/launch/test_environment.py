@@ -59,6 +59,7 @@ def test_threads_are_shared_out_unless_the_user_says_how_many() -> None:
 def test_malloc_is_told_to_keep_memory_unless_the_user_has_told_it_something(own: str) -> None:
     names = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
     assert names <= set(environment({"GLIBC_TUNABLES": "glibc.cpu.x86_ibt=off"}))
+    assert names <= set(environment({"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}))
     assert {name for name in environment({own: "1"}) if name.startswith("MALLOC_")} == {own}
     assert not names & set(environment({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}))
 
