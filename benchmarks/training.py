@@ -16,7 +16,8 @@ started anew several times.
     gloo        torch's DistributedDataParallel on Gloo
     backend     torch's DistributedDataParallel on the backend "gradwire", if it is there
 
-gradwire has malloc keep the memory that a step frees. Elsewhere, faulting pages back in may take a third of the MLP's
+`gradwire` and `waiting` are started as `gradwire run` starts workers, the others as torchrun does. gradwire has malloc
+keep the memory that a step frees, and find it again. Elsewhere, faulting pages back in may take a third of the MLP's
 step, where nothing is exchanged too; with `--malloc keep` all of them keep it, as workers of `gradwire run` do.
 
 *Beyond compute* is a step's time minus that of `off` in the same round. Whoever keeps replicas in step waits for the
@@ -25,12 +26,11 @@ hidden behind backward: a step's time with `waiting` minus that with `gradwire`.
 threads together, which a busy machine changes less than the time.
 
 Memory is the sum over ranks of their highest PSS (memory that several processes share is counted once), looked at while
-no time is taken; here torch's is asked for gradient_as_bucket_view=True. `gradwire` is looked at twice: in processes
-like those of the others, and in such as `gradwire run` starts.
+no time is taken; here torch's is asked for gradient_as_bucket_view=True.
 
 At the end the weights must be the same bits on all ranks of an engine, and close to those of the others; otherwise the
 exit code is 1. It is 2 if a step beyond compute costs gradwire more than a third of what it costs Gloo, or the backend
-more than half of it, or if workers of `gradwire run` take more memory than Gloo's.
+more than half of it, or if gradwire takes more memory than Gloo.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ ENGINES = ("off", "barrier", "gradwire", "waiting", "gloo", "backend")
 APART = ("off", "barrier")  # replicas of these are not kept in step
 MODELS = ("mlp", "gpt")
 ALLOWED = {"gradwire": 1 / 3, "backend": 1 / 2}  # of Gloo's time beyond compute
-LAUNCHED = "gradwire run"
+LAUNCHED = ("gradwire", "waiting")  # as `gradwire run` starts workers; the others as torchrun does
 CLOSE = 1e-4  # float32 weights of two engines: their sums round differently
 PATIENCE = 120.0
 
@@ -209,10 +209,7 @@ def work(engine: str, name: str, lean: bool) -> None:
 class Crew:
     """The ranks of one engine."""
 
-    def __init__(
-        self, engine: str, model: str, options: argparse.Namespace, lean: bool = False, launched: bool = False
-    ) -> None:
-        """`launched`: as `gradwire run` starts them, with a rendezvous in our process."""
+    def __init__(self, engine: str, model: str, options: argparse.Namespace, lean: bool = False) -> None:
         from gradwire import malloc  # here: what does not exchange by gradwire holds none of it in memory
         from gradwire.launch import environment
         from gradwire.launch.rendezvous import on_this_machine
@@ -224,7 +221,7 @@ class Crew:
         common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
         common |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         common |= malloc.variables(os.environ, ranks) if options.malloc == "keep" else {}
-        if launched:
+        if engine in LAUNCHED:
             meeting = on_this_machine(ranks)
             meeting.coordinator.start()
             self._ended.callback(meeting.coordinator.stop)
@@ -270,11 +267,11 @@ class Crew:
 
 
 @contextlib.contextmanager
-def crews(engines: list[str], model: str, options: argparse.Namespace, **how: bool) -> Iterator[dict[str, Crew]]:
+def crews(engines: list[str], model: str, options: argparse.Namespace, lean: bool = False) -> Iterator[dict[str, Crew]]:
     made: dict[str, Crew] = {}
     try:
         for engine in engines:
-            made[engine] = Crew(engine, model, options, **how)
+            made[engine] = Crew(engine, model, options, lean)
             made[engine].hear()
         yield made
     finally:
@@ -307,12 +304,11 @@ def measure(model: str, engines: list[str], options: argparse.Namespace) -> dict
 
 def peaks(model: str, engines: list[str], options: argparse.Namespace) -> dict[str, int]:
     """Bytes at the highest, of all ranks of an engine together; one engine at a time, the median of several."""
-    wanted = [(engine, False) for engine in engines] + [(engine, True) for engine in engines if engine == "gradwire"]
     found: dict[str, list[int]] = {}
     for _ in range(options.peaks):
-        for engine, launched in wanted:
-            with crews([engine], model, options, lean=True, launched=launched) as made:
-                found.setdefault(LAUNCHED if launched else engine, []).append(sum(made[engine].ask("memory")))
+        for engine in engines:
+            with crews([engine], model, options, lean=True) as made:
+                found.setdefault(engine, []).append(sum(made[engine].ask("memory")))
     return {engine: round(statistics.median(peaks)) for engine, peaks in found.items()}
 
 
@@ -383,7 +379,7 @@ def main() -> int:
         measured = [one for one in engines if one in ("off", "gradwire", "gloo")]
         result["pss"] = peaks(model, measured, options)
         told = ", ".join(f"{engine} {nbytes / 1e6:.0f} MB" for engine, nbytes in result["pss"].items())
-        frugal = frugal and result["pss"].get(LAUNCHED, 0) <= result["pss"].get("gloo", math.inf)
+        frugal = frugal and result["pss"].get("gradwire", 0) <= result["pss"].get("gloo", math.inf)
         print(f"peak PSS of all ranks together: {told or 'not measured'}", flush=True)
         sound = sound and all(result["identical"].values()) and max(result["distance"].values(), default=0) <= CLOSE
     if options.json:
