@@ -269,6 +269,7 @@ def joins_among_many(here: Here) -> None:
     here.hear()
 
 
+@pytest.mark.slow
 def test_thirty_two_processes(job: StartJob) -> None:
     began = time.monotonic()
     with job(joins_among_many, 32) as ranks:

@@ -10,6 +10,7 @@ from pathlib import Path
 from signal import SIGKILL
 from typing import Any
 
+import pytest
 import torch
 import torch._dynamo  # DDP wants it: once, before ranks are forked
 import torch.distributed as dist
@@ -110,6 +111,7 @@ def hooked(here: Here, file: str) -> None:
     here.tell(**told)
 
 
+@pytest.mark.slow
 def test_hooks_that_compress_give_what_they_give_on_gloo(job: StartJob, tmp_path: Path) -> None:
     with job(hooked, SIZE, str(tmp_path / "store"), environ=environ) as ranks:
         told = [rank.hear(VERY_LONG) for rank in ranks]

@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch._dynamo  # imported once, before ranks are forked
 import torch.distributed as dist
@@ -150,6 +151,7 @@ def floods(here: Here, file: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_all_may_send_first_however_much_and_no_thread_is_needed_for_each(job: StartJob, tmp_path: Path) -> None:
     for one in run(job, floods, 2, tmp_path):
         assert one["right"] == 1700

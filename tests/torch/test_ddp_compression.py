@@ -82,6 +82,7 @@ def trains(here: Here) -> None:
         here.tell(held=held(group))
 
 
+@pytest.mark.slow
 def test_four_processes_hold_the_same_weights_as_four_threads(job: StartJob) -> None:
     """What ranks send, and the order in which they add, does not depend on how it travels."""
     expected = run_group(4, held)[0]

@@ -77,6 +77,7 @@ def test_learns_within_one_point_of_whole_gradients(crew: Crew, digits: Any, dty
         assert outcome.weights != whole.weights
 
 
+@pytest.mark.slow
 def test_one_value_in_a_hundred_is_slower_at_first_and_as_good_in_the_end(crew: Crew, digits: Any) -> None:
     whole = train(crew, digits, None, 40)
     assert train(crew, digits, "topk", 40).right > whole.right - 0.01
