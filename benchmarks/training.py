@@ -371,21 +371,21 @@ def main() -> int:
     known = [engine for engine in ENGINES if engine != "backend" or has_backend()]
     wanted = options.engines.split(",") if options.engines else known
     engines = [engine for engine in known if engine in wanted or engine == "off"]
-    results, sound, frugal = [], True, True
+    results, sound, met = [], True, True
     for model in options.models.split(","):
         result = measure(model, engines, options)
         results.append(result)
-        frugal = report(result) and frugal
+        met = report(result) and met
         measured = [one for one in engines if one in ("off", "gradwire", "gloo")]
         result["pss"] = peaks(model, measured, options)
         told = ", ".join(f"{engine} {nbytes / 1e6:.0f} MB" for engine, nbytes in result["pss"].items())
-        frugal = frugal and result["pss"].get("gradwire", 0) <= result["pss"].get("gloo", math.inf)
+        met = met and result["pss"].get("gradwire", 0) <= result["pss"].get("gloo", math.inf)
         print(f"peak PSS of all ranks together: {told or 'not measured'}", flush=True)
         sound = sound and all(result["identical"].values()) and max(result["distance"].values(), default=0) <= CLOSE
     if options.json:
         with open(options.json, "w") as file:
             json.dump(results, file, indent=1)
-    return 1 if not sound else 0 if frugal else 2
+    return 1 if not sound else 0 if met else 2
 
 
 if __name__ == "__main__":
