@@ -3,6 +3,8 @@
 
 #include "module_kernels.hpp"
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <stdexcept>
@@ -10,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "copying.hpp"
 #include "kernels.hpp"
 #if defined(__SSE__)
 #include <xmmintrin.h>
@@ -141,7 +144,9 @@ bool copy_finite(int dtype, nb::handle to, nb::handle from, const std::string& b
 // longer than to copy most of them.
 class Place {
   public:
-    Place(int dtype, nb::handle array) : found_(find_checks("", dtype)), to_(array, true), count_(to_.count(found_.element)) {}
+    // streams: past the caches, which would not hold all gradients until they are exchanged.
+    Place(int dtype, nb::handle array, bool streams)
+        : found_(find_checks("", dtype)), to_(array, true), count_(to_.count(found_.element)), streams_(streams) {}
 
     // Copy what lies there, and tell whether all of it is finite; nothing is done, and none returned, if it lies here or
     // nowhere.
@@ -151,14 +156,29 @@ class Place {
         if (address == 0 || (address < own + nbytes && own < address + nbytes)) return std::nullopt;
         std::optional<nb::gil_scoped_release> released;
         if (nbytes > KEEPS_THE_LOCK) released.emplace();
-        return found_.copy_finite(to_.data(), reinterpret_cast<const void*>(address), count_);
+        const auto* from = reinterpret_cast<const std::byte*>(address);
+        return streams_ ? stream_finite(from, nbytes) : found_.copy_finite(to_.data(), from, count_);
     }
 
   private:
+    // By blocks that stay in the nearest cache between the look and the copy.
+    bool stream_finite(const std::byte* from, std::size_t nbytes) const {
+        constexpr std::size_t BLOCK = 8 << 10;
+        auto* to = static_cast<std::byte*>(to_.data());
+        bool finite = true;
+        for (std::size_t at = 0; at < nbytes; at += BLOCK) {
+            const std::size_t length = std::min(BLOCK, nbytes - at);
+            finite = found_.all_finite(from + at, length / found_.element) && finite;
+            stream_bytes(to + at, from + at, length);
+        }
+        return finite;
+    }
+
     static constexpr std::size_t KEEPS_THE_LOCK = 32 << 10;  // bytes, which take less time than to get it back
     Checks found_;
     Buffer to_;
     std::size_t count_;
+    bool streams_;
 };
 
 // Flush-to-zero and denormals-are-zero, as torch.set_flush_denormal and -ffast-math set them.
@@ -184,7 +204,7 @@ constexpr std::uint64_t FLUSHES = 0, UPWARDS = 0;
 
 void register_kernels(nb::module_& module) {
     nb::class_<Place>(module, "Place")
-        .def(nb::init<int, nb::handle>(), nb::arg("dtype"), nb::arg("array"))
+        .def(nb::init<int, nb::handle, bool>(), nb::arg("dtype"), nb::arg("array"), nb::arg("streams"))
         .def("take", &Place::take);
     module.def("all_finite", &look<&Checks::all_finite>, nb::arg("dtype"), nb::arg("array"), nb::arg("build") = "");
     module.def("copy_finite", &copy_finite, nb::arg("dtype"), nb::arg("to"), nb::arg("source"), nb::arg("build") = "");

@@ -1,7 +1,9 @@
 // How a rank waits that can do nothing: first busily, then giving way to others, in the end asleep.
 //
 // A message through memory wakes nobody. A rank with a core of its own therefore looks for it again and again; ranks that
-// share cores give way to each other; and who waits for long sleeps a little longer each time.
+// share cores give way to each other; and who waits for long sleeps a little longer each time. A rank with a core of its own
+// stays awake as long as ranks that train wait for the slowest of them in each step: a processor that has slept comes back
+// late, and a virtual one, whose place somebody else may have taken, milliseconds late.
 #pragma once
 
 #include <poll.h>
@@ -78,10 +80,11 @@ class Patience {
     void look_at_memory() { by_memory_ = true; }
     // True if the alarm has rung. What woke this rank up is forgotten, but for `ended`: a socket that has, or −1.
     bool sleep() {
+        if (awake()) ::sched_yield();  // the core may be wanted after all: by loaders of data, say
         double pause = awake() ? 0 : left_;
-        // A nap makes a wait longer by an eighth at most, and a long one by a fiftieth. Whoever has a core for itself may
-        // look more often: ranks that train wait some milliseconds for the slowest in each step.
-        const double nap = std::max(spins ? SHORT_NAP : LONG_NAP, waited_ / 50);
+        // A nap makes a wait longer by an eighth at most, and a long one by a fiftieth, as every one of those who have a
+        // core for themselves.
+        const double nap = std::max(spins ? 0.0 : LONG_NAP, waited_ / 50);
         if (by_memory_) pause = std::min({pause, LONGEST_NAP, waited_ / 8, nap});
         const auto nanoseconds = static_cast<long>(pause * 1e9);
         const timespec timeout{nanoseconds / 1000000000, nanoseconds % 1000000000};
@@ -98,11 +101,11 @@ class Patience {
   private:
     static constexpr unsigned LOOKS_PER_TIME = 16;  // the clock takes longer than a look
     static constexpr unsigned FEW_LOOKS = 2;
-    static constexpr double AWAKE_SECONDS = 1e-3;
-    static constexpr double CHECK_SECONDS = 200e-6;  // between looks at the alarm
-    static constexpr double SHORT_NAP = 200e-6, LONG_NAP = 5e-3, LONGEST_NAP = 50e-3;
+    static constexpr double AWAKE_SECONDS = 1e-3, AWAKE_ALONE_SECONDS = 50e-3;
+    static constexpr double CHECK_SECONDS = 200e-6;  // between looks at the alarm, and for others who want this core
+    static constexpr double LONG_NAP = 5e-3, LONGEST_NAP = 50e-3;
 
-    bool awake() const { return waited_ < AWAKE_SECONDS; }
+    bool awake() const { return waited_ < (spins ? AWAKE_ALONE_SECONDS : AWAKE_SECONDS); }
 
     std::vector<pollfd> polled_;
     bool by_memory_ = false;

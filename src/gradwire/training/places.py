@@ -12,12 +12,17 @@ from gradwire.arrays import Array, dtype_of
 from gradwire.training import finite
 
 
+_CACHED = 8 << 20  # bytes of all gradients together: more will not be in the caches any more when they are exchanged
+_LARGE = 32 << 10  # bytes of one
+
+
 class Places:
     """The places of gradients in their buckets. Those in `finite` are not looked at again before they leave; so whoever
     changes them in another way says so."""
 
     def __init__(self, gradients: Mapping[str, Array]) -> None:
         self._gradients = gradients
+        self._many = sum(place.nbytes for place in gradients.values()) > _CACHED
         self._known: dict[str, Any] = {}  # those that were taken from addresses, as the core knows them
         self.finite: set[str] = set()
 
@@ -37,7 +42,8 @@ class Places:
             if not core.available():
                 return False
             array = self._gradients[name].reshape(-1)
-            known = self._known[name] = core.native.Place(dtype_of(array).code, array.view(np.uint8))
+            streams = self._many and array.nbytes >= _LARGE
+            known = self._known[name] = core.native.Place(dtype_of(array).code, array.view(np.uint8), streams)
         found: bool | None = known.take(address)
         self._found(name, found)
         return found is not None
