@@ -1,13 +1,14 @@
 """Whole training steps beside torch's own DistributedDataParallel: what does keeping replicas in step cost?
 
-    python benchmarks/training.py                            # MLP and GPT, 2 ranks, one thread each: some minutes
+    python benchmarks/training.py                            # MLP and GPT, 2 ranks, one thread each: 15 minutes
     python benchmarks/training.py --models mlp --crews 1     # a glance
     python benchmarks/training.py --json out.json
 
 The same loop (forward, backward, SGD) runs in several ways, each with processes of its own that sleep while others are
-measured; blocks of steps take turns, because on a shared machine only what was measured side by side can be compared.
-Some processes are slower than others for their whole life, wherever their memory happens to lie: so all of them are
-started anew several times.
+measured. They take turns, a block of steps each, because on a shared machine only what was measured side by side can be
+compared: its speed drifts within seconds, so many short blocks tell more than a few long ones. Some processes are
+slower than others for their whole life, wherever their memory happens to lie: so all of them are started anew several
+times.
 
     off         no exchange at all: what the computation takes
     barrier     no exchange either, but after backward ranks wait for each other: what no exchange can do without
@@ -20,7 +21,8 @@ started anew several times.
 keep the memory that a step frees, and find it again. Elsewhere, faulting pages back in may take a third of the MLP's
 step, where nothing is exchanged too; with `--malloc keep` all of them keep it, as workers of `gradwire run` do.
 
-*Beyond compute* is a step's time minus that of `off` in the same round. Whoever keeps replicas in step waits for the
+*Beyond compute* is a step's time minus that of `off` in the same round, the median over all rounds; `±` is its standard
+error, as far as the spread of the rounds tells. Whoever keeps replicas in step waits for the
 slowest of them, and the busier the machine the longer: `barrier` tells how much of it that is. *Overlap* is what is
 hidden behind backward: a step's time with `waiting` minus that with `gradwire`. *CPU* is what a step costs a rank's
 threads together, which a busy machine changes less than the time.
@@ -317,21 +319,29 @@ def beyond(result: dict[str, Any], engine: str) -> list[float]:
     return [mine - off for mine, off in zip(result["blocks"][engine], result["blocks"]["off"], strict=True)]
 
 
+def error_of_median(values: list[float]) -> float:
+    """Its standard error: that of a mean, from the middle half alone, times what a median loses against one."""
+    if len(values) < 2:
+        return math.nan
+    lower, _, upper = statistics.quantiles(values, n=4)
+    deviation = (upper - lower) / 1.349
+    return math.sqrt(math.pi / 2) * deviation / math.sqrt(len(values))
+
+
 def report(result: dict[str, Any]) -> bool:
     """Print a table; whether our targets are met."""
     blocks, off = result["blocks"], statistics.median(result["blocks"]["off"])
     rival = statistics.median(beyond(result, "gloo")) if "gloo" in blocks else None
     print(f"\n{result['model']}: a step without exchange takes {1000 * off:.1f} ms")
-    heads = f"{'step ms':>9} {'beyond ms':>10} {'of Gloo':>8} {'least … most ms':>18} {'CPU ms':>8}"
+    heads = f"{'step ms':>9} {'beyond ms':>10} {'± ms':>6} {'of Gloo':>8} {'CPU ms':>8}"
     print(f"{'':10} {heads}  same bits")
     for engine, times in blocks.items():
         extra = beyond(result, engine)
         share = f"{statistics.median(extra) / rival:8.2f}" if rival and engine != "off" else f"{'':8}"
-        span = f"{1000 * min(extra):.1f} … {1000 * max(extra):.1f}"
         same = {True: "yes", False: "NO", None: ""}[result["identical"].get(engine)]
-        middle = f"{1000 * statistics.median(times):9.1f} {1000 * statistics.median(extra):10.1f} {share}"
+        middle = f"{1000 * statistics.median(times):9.1f} {1000 * statistics.median(extra):10.1f}"
         busy = f"{1000 * statistics.median(result['work'][engine]):8.1f}"
-        print(f"{engine:10} {middle} {span:>18} {busy}  {same}", flush=True)
+        print(f"{engine:10} {middle} {1000 * error_of_median(extra):6.1f} {share} {busy}  {same}", flush=True)
     if "waiting" in blocks and "gradwire" in blocks:
         saved = [later - beside for later, beside in zip(blocks["waiting"], blocks["gradwire"], strict=True)]
         print(f"overlap: exchanging while backward runs takes {1000 * statistics.median(saved):.1f} ms off a step")
@@ -354,8 +364,8 @@ def main() -> int:
     parser.add_argument("--engines", help=f"some of {','.join(ENGINES)}; off is always among them")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--crews", type=int, default=6, help="times that all processes are started (default: 6)")
-    parser.add_argument("--blocks", type=int, default=5, help="of each engine and crew, in turns (default: 5)")
-    parser.add_argument("--steps", type=int, default=4, help="in a block (default: 4)")
+    parser.add_argument("--blocks", type=int, default=20, help="of each engine and crew, in turns (default: 20)")
+    parser.add_argument("--steps", type=int, default=1, help="in a block, after one to warm up (default: 1)")
     parser.add_argument(
         "--malloc", choices=("keep", "system"), default="system", help="keep: what a step frees is not given back"
     )

@@ -218,7 +218,8 @@ class Runner:
             body, due = partial(self._run, operation, timeout, site), time.monotonic() + self._held_back
             self._queue.append(_Queued(self._turns.take(), work, body, due))
             self._have_progress()
-            self._turn.notify_all()
+            if not self._held_back or len(self._queue) == 1:  # else it will look when the first of them is due
+                self._turn.notify_all()
         return work
 
     def _have_progress(self) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gradwire.errors import Broken
 from gradwire.liveness.calls import KEPT, CallLog, Meaning, call_site
-from gradwire.liveness.control import BEHIND_SECONDS, Control
+from gradwire.liveness.control import ANNOUNCE_SECONDS, BEHIND_SECONDS, Control
 from gradwire.liveness.verdict import SETTLE_SECONDS, Finding
 
 WORLD = 1
@@ -188,13 +188,24 @@ def test_calls_that_differ_are_found_without_any_message_of_the_collective() -> 
     ranks.deliver()
     assert all(control.sound for control in ranks.controls)
     disagree(ranks, "all_reduce", "broadcast", "broadcast")
-    ranks.pass_time(0.1)
+    ranks.pass_time(ANNOUNCE_SECONDS)
     ranks.deliver()
     errors = ranks.errors()
     assert {type(error).__name__ for error in errors.values()} == {"CollectiveMismatch"}
     assert {error.culprit for error in errors.values()} == {0}
     assert len({str(error) for error in errors.values()}) == 1
     assert "rank 0: all_reduce() at test_control.py:" in str(errors[2])
+
+
+def test_ranks_that_call_all_the_time_tell_how_far_they_are_twice_a_second() -> None:
+    ranks, told = Ranks(2), 0
+    for _ in range(100):
+        disagree(ranks, "barrier", "barrier")
+        ranks.pass_time(0.1)
+        told += len(ranks.sent)
+        ranks.deliver()
+    assert all(control.sound for control in ranks.controls)
+    assert 2 * 19 <= told <= 2 * 21  # in 10 s, to one other rank each
 
 
 def test_who_is_ahead_is_compared_when_the_other_gets_there() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ from gradwire.arrays import Array, parse_dtype
 from gradwire.errors import InvalidSize
 from gradwire.transports.shm import SharedMemory
 
+_NOTHING = np.dtype([])  # elements without a byte: NumPy says what it thinks of a shape, and takes no memory
+
 
 def empty(shape: int | tuple[int, ...], dtype: Any, shared: SharedMemory | None) -> Array:
     """An uninitialised array, in shared memory if there is any."""
@@ -18,11 +21,11 @@ def empty(shape: int | tuple[int, ...], dtype: Any, shared: SharedMemory | None)
     if shape is None:  # which NumPy used to take for ()
         raise InvalidSize("no array of shape None")
     try:
-        plain = np.empty(shape, row.storage)
+        lengths = np.empty(shape, _NOTHING).shape
+        nbytes = math.prod(lengths) * row.storage.itemsize
+        if shared is not None and nbytes:
+            with contextlib.suppress(MemoryError):  # the arena is full: any memory will do
+                return shared.own.array(nbytes).view(row.storage).reshape(lengths)
+        return np.empty(shape, row.storage)
     except (TypeError, ValueError, OverflowError, MemoryError) as error:
         raise InvalidSize(f"no array of shape {shape!r}: {error}") from error
-    if shared is None or not plain.nbytes:
-        return plain
-    with contextlib.suppress(MemoryError):  # the arena is full: any memory will do
-        return shared.own.array(plain.nbytes).view(row.storage).reshape(plain.shape)
-    return plain

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gradwire.liveness")
 
+ANNOUNCE_SECONDS = 0.5  # between two words on how far this rank has got: whoever reads them is held up in its computing
+TICK_SECONDS = 0.3  # at most between two looks at what is due
 BEHIND_SECONDS = 0.3  # how long a rank that has not made a disputed call waits for its program to make it
 MAX_GROUPS = 4096
 MAX_DISPUTES = 16
@@ -73,6 +76,7 @@ class Control:
         self._logs: dict[int, CallLog] = {}
         self._announced: dict[int, bool] = {}
         self._sent: dict[int, int] = {}
+        self._announce_at = -math.inf  # not before
         self._reached: dict[tuple[int, int], int] = {}
         self._ahead: dict[tuple[int, int], tuple[int, int]] = {}
         self._positions: dict[tuple[int, int], Position] = {}
@@ -245,14 +249,15 @@ class Control:
     def tick(self, now: float) -> float:
         """Do what is due; the seconds until the next call."""
         with self._lock:
-            moved = self._announce()
+            if now >= self._announce_at and self._announce():
+                self._announce_at = now + ANNOUNCE_SECONDS
             self._catch_up(now)
             self._dispute(now)
             self._decide(now)
             due = self._verdict.due()
             if due is not None:
                 return max(0.0, min(due, max(self._verdict.since + BEHIND_SECONDS, now + 0.01)) - now)
-            return 0.1 if moved else 0.3
+            return min(TICK_SECONDS, self._announce_at - now) if now < self._announce_at else TICK_SECONDS
 
     def _catch_up(self, now: float) -> None:
         """Compare with those who were ahead, as far as this rank has got there."""

@@ -157,7 +157,8 @@ class GradientSync:
             self._bind(group)
 
     def _follow(self) -> None:
-        self.rebind(_group_of(self._owner) if not isinstance(self._owner, Group) else self.group)
+        if not isinstance(self._owner, Group):
+            self.rebind(self._owner.group)
 
     def agree(self) -> bool:
         """Make sure that all ranks sync the same tensors in the same order; True if the gradients have moved.

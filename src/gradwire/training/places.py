@@ -11,7 +11,6 @@ from gradwire import core
 from gradwire.arrays import Array, dtype_of
 from gradwire.training import finite
 
-
 _CACHED = 8 << 20  # bytes of all gradients together: more will not be in the caches any more when they are exchanged
 _LARGE = 32 << 10  # bytes of one
 
