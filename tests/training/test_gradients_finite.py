@@ -108,6 +108,21 @@ def test_what_is_taken_from_an_address_is_looked_at(pair: list[gw.Group]) -> Non
 
 
 @needs_core
+@pytest.mark.parametrize("bad", [None, 0, 2047, 2048, -1])  # blocks are of 8 KiB: within one, at its ends, in the last
+@pytest.mark.parametrize("count", [8192, 1_000_003])
+def test_more_than_the_caches_hold_is_taken_bit_for_bit_and_looked_at_too(count: int, bad: int | None) -> None:
+    with gw.local_group(1)[0] as group:
+        like = {"a": np.zeros(count, np.float32), "rest": np.zeros(9 << 18, np.float32)}
+        places = gw.GradientSync(group, like).places
+        lying = np.random.default_rng(count).normal(size=count + 3).astype(np.float32)[3:]  # not at the start of a line
+        if bad is not None:
+            lying[bad] = np.nan
+        assert places.take("a", lying.ctypes.data)
+        assert ("a" in places.finite) == (bad is None)
+        assert np.array_equal(places._gradients["a"].view(np.uint32), lying.view(np.uint32))
+
+
+@needs_core
 def test_nothing_is_taken_from_where_it_goes_and_what_was_added_there_is_looked_at() -> None:
     with gw.local_group(1)[0] as group:
         sync = gw.GradientSync(group, {"a": np.zeros(4)})
