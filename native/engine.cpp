@@ -40,11 +40,11 @@ std::uint64_t Engine::in_arena(const void* data, std::size_t nbytes) const {
 // --- one program
 
 void Engine::begin(const Program& program, void* in, void* out, std::uint64_t sequence, std::uint64_t fingerprint,
-                   bool spins) {
+                   double awake_for) {
     program_ = &program;
     sheet_.sequence = sequence;
     sheet_.fingerprint = fingerprint;
-    patience_.spins = spins;
+    patience_.awake_for = awake_for;
     patience_.refresh();
     status_ = Status::waiting;
     manner_.begin();

@@ -47,8 +47,8 @@ class Engine {
     void map(std::uint32_t peer, std::byte* arena, std::size_t nbytes);
 
     // --- one program at a time
-    // spins: whether this rank has a core for itself to wait on.
-    void begin(const Program& program, void* in, void* out, std::uint64_t sequence, std::uint64_t fingerprint, bool spins);
+    // awake_for: seconds in which this rank may keep a core busy by waiting; 0: it has none for itself.
+    void begin(const Program& program, void* in, void* out, std::uint64_t sequence, std::uint64_t fingerprint, double awake_for);
     Status advance(double seconds);
     std::uint32_t culprit = 0;
     Header heard{};

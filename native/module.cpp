@@ -105,8 +105,8 @@ NB_MODULE(_native, module) {
                        std::size_t nbytes) { self.map(peer, pointer(arena), nbytes); })
         .def("run",
              [](Engine& self, const Program& program, nb::handle x, nb::handle out, std::uint64_t sequence,
-                std::uint64_t fingerprint, bool spins, double seconds) {
-                 self.begin(program, data(x), data(out), sequence, fingerprint, spins);
+                std::uint64_t fingerprint, double awake_for, double seconds) {
+                 self.begin(program, data(x), data(out), sequence, fingerprint, awake_for);
                  nb::gil_scoped_release released;
                  return static_cast<int>(self.advance(seconds));
              })

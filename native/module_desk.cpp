@@ -62,7 +62,7 @@ class Desk {
     // complete(x, rows, out, sequence) ends an all_gather whose rows are known but new;
     // wake() lets others know that a turn is over; `events` is the dictionary of the events' module.
     Desk(nb::object engine, nb::object turns, nb::object ring, std::size_t size, nb::object resume, nb::object complete,
-         nb::object wake, nb::dict events, nb::tuple inside, bool spins)
+         nb::object wake, nb::dict events, nb::tuple inside, double awake_for)
         : kept_(nb::make_tuple(engine, turns, ring)),
           engine_(nb::cast<Engine&>(engine)),
           turns_(nb::cast<Turns&>(turns)),
@@ -72,7 +72,7 @@ class Desk {
           wake_(std::move(wake)),
           events_(std::move(events)),
           inside_(std::move(inside)),
-          spins_(spins),
+          awake_for_(awake_for),
           rows_(size) {}
 
     // Calls of this form run this plan. `count` is of elements, or the rows of all ranks.
@@ -261,7 +261,7 @@ class Desk {
     std::uint64_t run(int operation, const Known& known, void* in, void* out) {
         const nb::object plan = known.plan;  // others may call `learn` while the interpreter's lock is released
         const std::uint64_t sequence = record(known);
-        engine_.begin(*known.program, in, out, sequence, known.fingerprint, spins_);
+        engine_.begin(*known.program, in, out, sequence, known.fingerprint, awake_for_);
         Status status;
         {
             nb::gil_scoped_release released;
@@ -309,7 +309,7 @@ class Desk {
     nb::object resume_, complete_, wake_;
     nb::dict events_;
     nb::tuple inside_;
-    bool spins_;
+    double awake_for_;
     std::vector<std::int64_t> rows_;
     std::uint8_t token_ = 0;
     bool halted_ = false;
@@ -322,7 +322,7 @@ void register_desk(nb::module_& module) {
     if (PyArray_ImportNumPyAPI() < 0) throw nb::python_error();
     nb::class_<Desk>(module, "Desk")
         .def(nb::init<nb::object, nb::object, nb::object, std::size_t, nb::object, nb::object, nb::object, nb::dict,
-                      nb::tuple, bool>())
+                      nb::tuple, double>())
         .def("learn", &Desk::learn, nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
              nb::arg(), nb::arg())
         .def("halt", &Desk::halt)

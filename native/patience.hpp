@@ -1,9 +1,9 @@
 // How a rank waits that can do nothing: first busily, then giving way to others, in the end asleep.
 //
 // A message through memory wakes nobody. A rank with a core of its own therefore looks for it again and again; ranks that
-// share cores give way to each other; and who waits for long sleeps a little longer each time. A rank with a core of its own
-// stays awake as long as ranks that train wait for the slowest of them in each step: a processor that has slept comes back
-// late, and a virtual one, whose place somebody else may have taken, milliseconds late.
+// share cores give way to each other; and who waits for long sleeps a little longer each time. How long a rank with a core of
+// its own stays awake it is told: a processor that has slept comes back late, and a virtual one, whose place somebody else
+// may have taken, milliseconds late.
 #pragma once
 
 #include <poll.h>
@@ -32,7 +32,7 @@ class Patience {
   public:
     explicit Patience(int alarm) { polled_.push_back({alarm, POLLIN, 0}); }
 
-    bool spins = false;  // a core is there for this rank alone
+    double awake_for = 0;  // seconds in which whoever waits may keep a core busy; 0: it has none for itself
 
     // There was something to do.
     void refresh() {
@@ -49,7 +49,7 @@ class Patience {
     enum class Step { look, sleep, over };
     // What to do after another look that found nothing.
     Step step() {
-        if (spins && ++looks_ % LOOKS_PER_TIME != 0) {
+        if (spins() && ++looks_ % LOOKS_PER_TIME != 0) {
             relax();
             return Step::look;
         }
@@ -60,11 +60,11 @@ class Patience {
         waited_ = time - began_;
         left_ = until_ - time;
         if (left_ <= 0) return Step::over;
-        if (!awake() || time - checked_ >= CHECK_SECONDS) {
+        if (waited_ >= longest_awake() || time - checked_ >= CHECK_SECONDS) {
             checked_ = time;
             return Step::sleep;
         }
-        if (spins || ++looks_ < FEW_LOOKS) relax();
+        if (spins() || ++looks_ < FEW_LOOKS) relax();
         else ::sched_yield();
         return Step::look;
     }
@@ -80,11 +80,11 @@ class Patience {
     void look_at_memory() { by_memory_ = true; }
     // True if the alarm has rung. What woke this rank up is forgotten, but for `ended`: a socket that has, or −1.
     bool sleep() {
-        if (awake()) ::sched_yield();  // the core may be wanted after all: by loaders of data, say
-        double pause = awake() ? 0 : left_;
-        // A nap makes a wait longer by an eighth at most, and a long one by a fiftieth, as every one of those who have a
-        // core for themselves.
-        const double nap = std::max(spins ? 0.0 : LONG_NAP, waited_ / 50);
+        const bool awake = waited_ < (by_memory_ ? longest_awake() : AWAKE_SECONDS);  // sockets wake who sleeps
+        if (awake && spins()) ::sched_yield();  // the core may be wanted after all: by loaders of data, say
+        double pause = awake ? 0 : left_;
+        // A nap makes a wait longer by an eighth at most, and a long one by a fiftieth.
+        const double nap = std::max(spins() ? SHORT_NAP : LONG_NAP, waited_ / 50);
         if (by_memory_) pause = std::min({pause, LONGEST_NAP, waited_ / 8, nap});
         const auto nanoseconds = static_cast<long>(pause * 1e9);
         const timespec timeout{nanoseconds / 1000000000, nanoseconds % 1000000000};
@@ -101,11 +101,12 @@ class Patience {
   private:
     static constexpr unsigned LOOKS_PER_TIME = 16;  // the clock takes longer than a look
     static constexpr unsigned FEW_LOOKS = 2;
-    static constexpr double AWAKE_SECONDS = 1e-3, AWAKE_ALONE_SECONDS = 50e-3;
+    static constexpr double AWAKE_SECONDS = 1e-3;  // at least
     static constexpr double CHECK_SECONDS = 200e-6;  // between looks at the alarm, and for others who want this core
-    static constexpr double LONG_NAP = 5e-3, LONGEST_NAP = 50e-3;
+    static constexpr double SHORT_NAP = 200e-6, LONG_NAP = 5e-3, LONGEST_NAP = 50e-3;
 
-    bool awake() const { return waited_ < (spins ? AWAKE_ALONE_SECONDS : AWAKE_SECONDS); }
+    bool spins() const { return awake_for > 0; }
+    double longest_awake() const { return std::max(AWAKE_SECONDS, awake_for); }
 
     std::vector<pollfd> polled_;
     bool by_memory_ = false;

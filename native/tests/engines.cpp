@@ -51,7 +51,7 @@ void reduce_once(Ranks& ranks, std::uint32_t rank, std::size_t call, std::size_t
     if (where == Where::arena) to = registered + (ARRAYS / 2) / sizeof(T);
     if (where == Where::into_arena) to = registered;
     for (std::size_t i = 0; i < count; ++i) from[i] = number<T>(value(rank, call, i));
-    ranks.engine(rank).begin(program, from, to, call + 1, 1000 + count, false);
+    ranks.engine(rank).begin(program, from, to, call + 1, 1000 + count, 0);
     finish(ranks.engine(rank));
     for (std::size_t i = 0; i < count; ++i) CHECK(to[i] == number<T>(sum(ranks.size, call, i)));
     // It is the caller's again: whoever still reads or writes it is found by ThreadSanitizer.
@@ -92,7 +92,7 @@ void tiny_calls() {
         const Program program = one_shot(rank, ranks.size, 1, DType::i64);
         for (std::int64_t call = 0; call < 3000 * MANY; ++call) {
             std::int64_t x = call + rank;
-            ranks.engine(rank).begin(program, &x, &x, static_cast<std::uint64_t>(call) + 1, 5, false);
+            ranks.engine(rank).begin(program, &x, &x, static_cast<std::uint64_t>(call) + 1, 5, 0);
             finish(ranks.engine(rank));
             CHECK(x == 3 * call + 3);
         }
@@ -113,7 +113,7 @@ void a_sender_runs_ahead() {
             bind(program, 1, 0, count, DType::i64);
             program.prepare();
             std::vector<std::uint64_t> x(count, rank ? 0 : call);
-            ranks.engine(rank).begin(program, x.data(), x.data(), call, 5, false);
+            ranks.engine(rank).begin(program, x.data(), x.data(), call, 5, 0);
             finish(ranks.engine(rank));
             for (std::uint64_t one : x) CHECK(one == call);
         }
@@ -138,7 +138,7 @@ void a_root_falls_behind() {
             const bool registered = own.below(2);
             auto* x = registered ? reinterpret_cast<std::uint64_t*>(ranks.array(rank)) : ordinary.data();
             std::fill(x, x + count, call + rank);
-            ranks.engine(rank).begin(program, x, x, call, 5, false);
+            ranks.engine(rank).begin(program, x, x, call, 5, 0);
             finish(ranks.engine(rank));
             for (std::size_t i = 0; i < count; ++i) CHECK(x[i] == (rank ? call + rank : 3 * call + 3));
         }
@@ -157,9 +157,9 @@ void waiting_can_be_resumed() {
                 programs[rank] = count == 1 ? one_shot(rank, 2, count, DType::i64) : two_shot(rank, 2, count, DType::i64);
                 x[rank].assign(count, rank + 1);
             }
-            ranks.engine(0).begin(programs[0], x[0].data(), x[0].data(), count, 5, false);
+            ranks.engine(0).begin(programs[0], x[0].data(), x[0].data(), count, 5, 0);
             for (int turn = 0; turn < 3; ++turn) CHECK(ranks.engine(0).advance(0.001) == Status::waiting);
-            ranks.engine(1).begin(programs[1], x[1].data(), x[1].data(), count, 5, false);
+            ranks.engine(1).begin(programs[1], x[1].data(), x[1].data(), count, 5, 0);
             // In turns, on one thread: neither depends on the other to be awake.
             bool done[2] = {false, false};
             for (int turn = 0; turn < 100000 && !(done[0] && done[1]); ++turn)
@@ -173,12 +173,12 @@ void waiting_can_be_resumed() {
 void the_alarm_ends_a_wait() {
     for (const char* hosts : {"aa", "ab"})
         for (const std::size_t count : {1u, 5000u})
-            for (const bool spins : {false, true}) {
+            for (const double awake_for : {0.0, 1e-3, 50e-3}) {
                 Ranks ranks(hosts);
                 ranks.open(0);
                 const Program program = count == 1 ? one_shot(0, 2, count, DType::i64) : two_shot(0, 2, count, DType::i64);
                 std::vector<std::int64_t> x(count);
-                ranks.engine(0).begin(program, x.data(), x.data(), 1, 5, spins);
+                ranks.engine(0).begin(program, x.data(), x.data(), 1, 5, awake_for);
                 CHECK(ranks.engine(0).advance(0.005) == Status::waiting);
                 std::thread other([&] { ranks.ring(0); });
                 CHECK(ranks.engine(0).advance(LONG) == Status::alarmed);
@@ -192,7 +192,7 @@ void a_closed_link_is_a_loss() {
     CHECK(::shutdown(ranks.socket(1, 0), SHUT_RDWR) == 0);
     const Program program = two_shot(0, 3, 5000, DType::i64);
     std::vector<std::int64_t> x(5000);
-    ranks.engine(0).begin(program, x.data(), x.data(), 1, 5, false);
+    ranks.engine(0).begin(program, x.data(), x.data(), 1, 5, 0);
     CHECK(ranks.engine(0).advance(LONG) == Status::lost && ranks.engine(0).culprit == 1);
 }
 

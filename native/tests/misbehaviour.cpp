@@ -18,7 +18,7 @@ struct Case {
         ranks.open(0);
         CHECK(reinterpret_cast<Directory*>(ranks.arena(1))->publish(GROUP, ranks.region()));
     }
-    void begin(void* data) { ranks.engine(0).begin(program, data, data, SEQUENCE, FINGERPRINT, false); }
+    void begin(void* data) { ranks.engine(0).begin(program, data, data, SEQUENCE, FINGERPRINT, 0); }
     Status run() {
         begin(x.data());
         return ranks.engine(0).advance(LONG);

@@ -53,7 +53,7 @@ class Desk:
         wake: Callable[[], None],
         events: dict[str, Any],
         inside: tuple[str, ...],
-        spins: bool,
+        awake_for: float,
         /,
     ) -> None: ...
     def learn(
@@ -83,7 +83,7 @@ class Engine:
     def withdraw(self) -> bool: ...
     def map(self, peer: int, arena: int, nbytes: int, /) -> None: ...
     def run(
-        self, program: Program, x: Any, out: Any, sequence: int, fingerprint: int, spins: bool, seconds: float, /
+        self, program: Program, x: Any, out: Any, sequence: int, fingerprint: int, awake_for: float, seconds: float, /
     ) -> int: ...
     def advance(self, seconds: float, /) -> int: ...
     @property

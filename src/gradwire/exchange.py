@@ -40,6 +40,9 @@ from gradwire.work import Work
 
 Site = tuple[CodeType, int]
 HELD_BACK = 0.1  # seconds at most
+# Seconds in which whoever waits, and has a core for that, keeps it busy: a program that could do nothing else with it
+# (ranks that train wait so long for the slowest in each step); and a thread beside the program, which may yet want it.
+AWAKE, AWAKE_BESIDE = 50e-3, 1e-3
 
 
 class Turns:
@@ -100,7 +103,7 @@ class Runner:
         self._held_back = 0.0
         self._progress: threading.Thread | None = None
         self._failed = False
-        self._spins = False
+        self._awake_for = 0.0
         generation.control.watch(self.calls)
         generation.groups.add(self)
 
@@ -169,7 +172,7 @@ class Runner:
             arenas = {rank: shared.peers[world] for rank, world in enumerate(self.members) if world in shared.peers}
             executor.share(shared.own, arenas)
         self._executor = executor
-        spins = generation.transport.cores >= 1
+        awake_for = AWAKE if generation.transport.cores >= 1 else 0.0
         turns, ring = cast(Any, self._turns), cast(Any, self.calls.ring)  # the core's, since it is available
         self.desk = Desk(
             core.native.Desk(
@@ -182,7 +185,7 @@ class Runner:
                 self._wake,
                 vars(events),
                 calls.inside,
-                spins,
+                awake_for,
             )
         )
         generation.on_halt(self.desk.halt)
@@ -325,7 +328,8 @@ class Runner:
         """Run an operation whose turn has come; `beside` the program, on the progress thread."""
         self._check_open(operation.name)
         self.generation.transport.touch()
-        self._spins = self.generation.transport.cores >= (2 if beside else 1)
+        cores = self.generation.transport.cores
+        self._awake_for = (AWAKE_BESIDE if cores >= 2 else 0.0) if beside else (AWAKE if cores >= 1 else 0.0)
         step = _Step(self, operation.name, timeout, site)
         try:
             if events.watched():
@@ -360,7 +364,7 @@ class Runner:
         sheet.sequence = sequence
         sheet.fingerprint = plan.meaning.fingerprint
         patience = partial(Watch, self.generation, self.calls, name, sequence, timeout)
-        self._executor.run(plan, x, out, sheet, patience, self._spins)
+        self._executor.run(plan, x, out, sheet, patience, self._awake_for)
         self.calls.finished = sequence
         if known is None and form is not None:
             self.desk.learn(*form, plan)

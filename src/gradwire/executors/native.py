@@ -72,11 +72,11 @@ class NativeExecutor:
             self._own = None
 
     def run(
-        self, plan: Plan, x: Array, out: Array, sheet: Sheet, patience: Callable[[], Patience], spins: bool
+        self, plan: Plan, x: Array, out: Array, sheet: Sheet, patience: Callable[[], Patience], awake_for: float
     ) -> None:
         """Carry the plan out: read x, leave the result in out (which may be x)."""
         self._program = plan.native or lower(plan)
-        status = self.engine.run(self._program, x, out, sheet.sequence, sheet.fingerprint, spins, FIRST_SECONDS)
+        status = self.engine.run(self._program, x, out, sheet.sequence, sheet.fingerprint, awake_for, FIRST_SECONDS)
         if status != _DONE:
             self.finish(status, patience())
 

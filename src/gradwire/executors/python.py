@@ -103,10 +103,11 @@ class PythonExecutor:
         self._scratch = _NOTHING
 
     def run(
-        self, plan: Plan, x: Array, out: Array, sheet: Sheet, patience: Callable[[], Patience], spins: bool
+        self, plan: Plan, x: Array, out: Array, sheet: Sheet, patience: Callable[[], Patience], awake_for: float
     ) -> None:
-        """Carry the plan out: read x, leave the result in out (which may be x); `spins`: poll before sleeping."""
-        waits, spin, spin_until = patience(), SPIN_SECONDS if spins else 0.0, 0.0
+        """Carry the plan out: read x, leave the result in out (which may be x); `awake_for`: seconds in which
+        it may poll before it sleeps."""
+        waits, spin, spin_until = patience(), min(SPIN_SECONDS, awake_for), 0.0
         with numerics.quiet() if plan.reduces else _NO_CONTEXT:
             for idle in self.steps(plan, x, out, sheet, waits):
                 now = time.monotonic()
