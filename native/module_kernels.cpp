@@ -1,5 +1,5 @@
-// gradwire._native.kernels: the kernels on their own, for tests and measurements; and those that look at gradients. All
-// arrays are contiguous buffers.
+// gradwire._native.kernels: the kernels on their own, for tests and measurements; those that look at gradients; and what
+// becomes of the memory that these leave. All arrays are contiguous buffers.
 
 #include "module_kernels.hpp"
 
@@ -14,6 +14,7 @@
 
 #include "copying.hpp"
 #include "kernels.hpp"
+#include "slivers.hpp"
 #if defined(__SSE__)
 #include <xmmintrin.h>
 #endif
@@ -206,6 +207,7 @@ void register_kernels(nb::module_& module) {
     nb::class_<Place>(module, "Place")
         .def(nb::init<int, nb::handle, bool>(), nb::arg("dtype"), nb::arg("array"), nb::arg("streams"))
         .def("take", &Place::take);
+    module.def("join_slivers", &join_slivers, nb::arg("largest"));
     module.def("all_finite", &look<&Checks::all_finite>, nb::arg("dtype"), nb::arg("array"), nb::arg("build") = "");
     module.def("copy_finite", &copy_finite, nb::arg("dtype"), nb::arg("to"), nb::arg("source"), nb::arg("build") = "");
     module.def("sum_squares", &look<&Checks::sum_squares>, nb::arg("dtype"), nb::arg("array"), nb::arg("build") = "");

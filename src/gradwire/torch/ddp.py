@@ -119,6 +119,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]  # torch i
     def _prepare(self) -> None:
         if not torch.is_grad_enabled():
             return
+        malloc.between_passes()
         self._meet()
         self._remember()
         self._reducer.forget_cut_short()

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from gradwire import malloc
 from gradwire.arrays import Array
 from gradwire.errors import ConfigError, NotFinite, UnsupportedOp
 from gradwire.group import Group
@@ -214,6 +215,7 @@ class Reducer:
             self.sync.places.look_again(name)
         elif not self.sync.places.take(name, gradient.data_ptr()):
             self.sync.write(name, as_array(name, in_memory_order(gradient)).reshape(view.shape))
+        malloc.about_to_free(gradient.nbytes)
         parameter.grad = view
 
     def _lies_alike(self, index: int, gradient: Any) -> bool:
@@ -245,6 +247,7 @@ class Reducer:
         finally:
             self.weight = None
             self._forget()
+            malloc.between_passes()
 
     def _complete(self) -> None:
         """Make ready what has changed since the last exchange. What has not, but is there from an earlier one, takes
