@@ -67,7 +67,11 @@ HEIGHT = {name: height for height, name in enumerate(LAYERS)}
 ROOT = Path(gradwire.__file__).parent
 MODULES = sorted(ROOT.rglob("*.py"))
 # Heavy or optional: nobody pays for them who only says `import gradwire`.
-UNASKED = ("grpc", "h2", "google.protobuf", "click", "rich", "cloudpickle", "cryptography", "torch", "jax", "mpi4py")
+UNASKED = (
+    *("grpc", "h2", "google.protobuf", "click", "rich", "cloudpickle", "cryptography", "ml_dtypes"),
+    *("torch", "jax", "mpi4py"),
+    *("gradwire.membership.state", "gradwire.training", "gradwire.collectives.verify"),
+)
 
 
 def layer(dotted: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwire import machine, malloc
+from gradwire import core, machine, malloc
 from gradwire.launch.worker import Task
 from launch.jobs import run, written
 
@@ -90,6 +90,36 @@ def test_aligned_memory_that_a_worker_frees_is_found_again(tmp_path: Path, monke
     for name in ("MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"):
         monkeypatch.delenv(name, raising=False)
     assert run(Task.script(written(tmp_path, ALIGNED)), 1).out.splitlines() == ["[0] True"]
+
+
+TRAINED = """
+    import ctypes
+
+    import gradwire as gw, torch
+
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = libc.sbrk.restype = ctypes.c_void_p
+    libc.malloc.argtypes, libc.sbrk.argtypes = [ctypes.c_size_t], [ctypes.c_long]
+    torch.set_num_threads(1)
+    gw.init(rank=0, size=1)
+    model = gw.torch.DistributedDataParallel(torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(6))))
+    for parameter in model.parameters():  # somebody keeps something of each gradient
+        parameter.register_hook(lambda gradient: [libc.malloc(size) for size in (40, 72, 24, 88, 56)] and None)
+    ends = []
+    for _ in range(50):
+        model(torch.ones(512, 512)).sum().backward()
+        model.zero_grad()
+        ends.append(libc.sbrk(0))
+    print(ends[-1] - ends[0] < 64 << 20)  # what is kept is less than a megabyte
+"""
+
+
+@pytest.mark.skipif(not core.available(), reason="the core does it")
+def test_aligned_memory_is_found_again_whoever_starts_the_process() -> None:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    script = textwrap.dedent(TRAINED)
+    ended = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=100)
+    assert (ended.stdout.strip(), ended.returncode) == ("True", 0), ended.stderr
 
 
 @pytest.mark.parametrize(

@@ -76,18 +76,18 @@ from gradwire.errors import (
 from gradwire.group import Capabilities, Group
 from gradwire.job import init, local_group, loopback_pair
 from gradwire.launch.function import launch
-from gradwire.membership.worker import WorkerNode
 from gradwire.topology import Topology
-from gradwire.training.contract import Contract, broadcast_named, check_replicas
-from gradwire.training.elastic import Elastic, Step, elastic
-from gradwire.training.gradients import GradientSync
-from gradwire.training.sampler import Sampler
-from gradwire.training.weights import weighted_mean
 from gradwire.work import Stream, Work
 
 if TYPE_CHECKING:
     from gradwire import jax as jax
     from gradwire import torch as torch
+    from gradwire.membership.worker import WorkerNode
+    from gradwire.training.contract import Contract, broadcast_named, check_replicas
+    from gradwire.training.elastic import Elastic, Step, elastic
+    from gradwire.training.gradients import GradientSync
+    from gradwire.training.sampler import Sampler
+    from gradwire.training.weights import weighted_mean
 
 __version__ = "0.1.0"
 
@@ -136,12 +136,31 @@ __all__ = [
     "weighted_mean",
 ]
 
-_WHEN_ASKED = ("jax", "torch")  # what needs a framework that nobody pays for who does not use it
+# Loaded when somebody asks for it: each process of a job holds what it loads.
+_FRAMEWORKS = ("jax", "torch")
+_HOMES = {
+    "Contract": "training.contract",
+    "Elastic": "training.elastic",
+    "GradientSync": "training.gradients",
+    "Sampler": "training.sampler",
+    "Step": "training.elastic",
+    "WorkerNode": "membership.worker",
+    "broadcast_named": "training.contract",
+    "check_replicas": "training.contract",
+    "elastic": "training.elastic",
+    "weighted_mean": "training.weights",
+}
 
 
 if not TYPE_CHECKING:  # who checks types should still find misspelt names
 
     def __getattr__(name: str) -> Any:
-        if name in _WHEN_ASKED:
+        if name in _FRAMEWORKS:
             return importlib.import_module(f"gradwire.{name}")
-        raise AttributeError(f"module 'gradwire' has no attribute {name!r}")
+        if name not in _HOMES:
+            raise AttributeError(f"module 'gradwire' has no attribute {name!r}")
+        found = globals()[name] = getattr(importlib.import_module(f"gradwire.{_HOMES[name]}"), name)
+        return found
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__, *_FRAMEWORKS})

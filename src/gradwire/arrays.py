@@ -7,13 +7,13 @@ where it is not (strided arrays): `load()` fills it, `store()` writes it back. N
 from __future__ import annotations
 
 import contextlib
+import functools
 import numbers
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -54,32 +54,37 @@ class DType:
         return self.storage != self.accumulator
 
 
+_BFLOAT16 = "bfloat16"
 _FLOAT = frozenset(REDUCE_OPS)
 _INTEGER = frozenset({"sum", "min", "max", "prod"})  # the mean of integers is not an integer
 _COMPLEX = frozenset({"sum", "mean", "prod"})  # complex numbers have no order
 
 
-def _rows() -> dict[np.dtype[Any], DType]:
-    single = np.dtype(np.float32)
-    kinds: list[tuple[Any, Any, frozenset[str]]] = [
-        (np.float16, single, _FLOAT),
-        (ml_dtypes.bfloat16, single, _FLOAT),
-        (np.float32, None, _FLOAT),
-        (np.float64, None, _FLOAT),
-        *((kind, None, _INTEGER) for kind in (np.int8, np.int16, np.int32, np.int64)),
-        *((kind, None, _INTEGER) for kind in (np.uint8, np.uint16, np.uint32, np.uint64)),
-        (np.bool_, None, _INTEGER),  # sum is "or", prod is "and", as NumPy's + and * on booleans
-        (np.complex64, None, _COMPLEX),
-        (np.complex128, None, _COMPLEX),
-    ]
-    rows = {}
-    for code, (kind, accumulator, ops) in enumerate(kinds, start=1):
-        storage = np.dtype(kind)
-        rows[storage] = DType(storage.name, code, storage, accumulator or storage, ops)
-    return rows
+_OPS = {  # by name, in the order of their codes
+    **dict.fromkeys(("float16", _BFLOAT16, "float32", "float64"), _FLOAT),
+    **dict.fromkeys(("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"), _INTEGER),
+    "bool": _INTEGER,  # sum is "or", prod is "and", as NumPy's + and * on booleans
+    **dict.fromkeys(("complex64", "complex128"), _COMPLEX),
+}
+_CODES = {name: code for code, name in enumerate(_OPS, start=1)}
 
 
-_TABLE = _rows()
+@functools.cache
+def bfloat16() -> np.dtype[Any]:
+    """NumPy knows it from ml_dtypes, which is loaded when somebody has such elements: it takes a megabyte."""
+    import ml_dtypes
+
+    found: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return found
+
+
+def _made(storage: np.dtype[Any]) -> DType:
+    name = storage.name
+    accumulator = np.dtype(np.float32) if name in ("float16", _BFLOAT16) else storage
+    return DType(name, _CODES[name], storage, accumulator, _OPS[name])
+
+
+_TABLE = {np.dtype(name): _made(np.dtype(name)) for name in _OPS if name != _BFLOAT16}  # which comes when it is met
 
 
 def dtype_of(array: Array) -> DType:
@@ -91,23 +96,23 @@ def _row(dtype: np.dtype[Any]) -> DType:
     row = _TABLE.get(dtype)
     if row is not None and dtype.isnative:
         return row
+    if dtype.name == _BFLOAT16 and dtype == bfloat16():
+        return _TABLE.setdefault(dtype, _made(dtype))
     native = dtype if dtype.isnative else dtype.newbyteorder("=")
     if native is not dtype and native in _TABLE:
         raise ArrayError(f"{dtype} is of foreign byte order: pass x.astype({native.name!r})")
-    names = ", ".join(row.name for row in _TABLE.values())
-    raise ArrayError(f"arrays of dtype {dtype} cannot be exchanged; these can: {names}")
+    raise ArrayError(f"arrays of dtype {dtype} cannot be exchanged; these can: {', '.join(_OPS)}")
 
 
 def dtype_named(code: int) -> str:
     """The name of the dtype with this code, for messages; codes come from peers, so any number will do."""
-    return next((row.name for row in _TABLE.values() if row.code == code), f"dtype {code}")
+    return next((name for name, one in _CODES.items() if one == code), f"dtype {code}")
 
 
 def dtype_called(name: str) -> DType:
     """The dtype of exactly this name; ValueError if there is none. For names from peers: NumPy reads much into them."""
-    for row in _TABLE.values():
-        if row.name == name:
-            return row
+    if name in _OPS:
+        return parse_dtype(name)
     raise ValueError(f"there is no dtype {name[:50]!r}")
 
 
@@ -117,8 +122,8 @@ def parse_dtype(dtype: Any) -> DType:
     >>> parse_dtype("bfloat16").accumulator
     dtype('float32')
     """
-    if isinstance(dtype, str) and dtype == "bfloat16":
-        return _row(np.dtype(ml_dtypes.bfloat16))
+    if isinstance(dtype, str) and dtype == _BFLOAT16:
+        return _row(bfloat16())
     if dtype is None:  # which NumPy takes for float64
         raise ArrayError("None is not a dtype")
     try:
@@ -189,13 +194,13 @@ def _from_dlpack(x: SupportsDLPack) -> Array:
         if str(getattr(x, "dtype", "")) == "torch.bfloat16":  # which NumPy does not know in DLPack
             if x.requires_grad:  # type: ignore[attr-defined]  # its view would not say so
                 raise BufferError("Can't export tensors that require gradient, use tensor.detach()")
-            return np.from_dlpack(x.view(sys.modules["torch"].int16)).view(ml_dtypes.bfloat16)  # type: ignore[attr-defined]
+            return np.from_dlpack(x.view(sys.modules["torch"].int16)).view(bfloat16())  # type: ignore[attr-defined]
         return np.from_dlpack(x)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         with contextlib.suppress(TypeError, ValueError, RuntimeError):  # JAX shows NumPy its bfloat16 in another way
             array = np.asarray(x).view()
             array.flags.writeable = False  # it may be a copy
-            if array.dtype in _TABLE:
+            if array.dtype.name in _OPS:
                 return array
         raise ArrayError(f"{type(x).__name__} cannot be viewed through DLPack: {error}") from error
 

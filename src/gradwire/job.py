@@ -13,9 +13,7 @@ from gradwire.generation import Generation
 from gradwire.group import Group
 from gradwire.identity import Identity
 from gradwire.seat import Seat
-from gradwire.threads import Threads
 from gradwire.topology import Topology
-from gradwire.transports.local import Hub
 from gradwire.transports.tcp import TcpTransport
 
 log = logging.getLogger("gradwire")
@@ -56,6 +54,8 @@ def init(
 
 def alone(timeout: float) -> Group:
     """The group of a job of one."""
+    from gradwire.transports.local import Hub
+
     job = int.from_bytes(secrets.token_bytes(8), "little")
     identity = Identity(job, 1, 0, ("rank 0 (this process)",), Topology.single(1))
     generation = Generation(identity, Hub(1).transports[0])
@@ -77,6 +77,8 @@ def local_group(n: int) -> list[Group]:
     """
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise InvalidSize(f"a group of {n!r} ranks: there must be at least 1")
+    from gradwire.threads import Threads  # and with them the coordinator's state machine
+
     return Threads(DEFAULT_TIMEOUT).begin(n)
 
 

@@ -1,4 +1,4 @@
-"""What torch runs of gradwire whenever it is imported: the name of a backend, and nothing else.
+"""What torch runs of gradwire whenever it is imported, and gradwire.torch too: the name of a backend, and nothing else.
 
 A package of its own, because importing anything of gradwire imports gradwire, which torch's users have not asked for.
 Whatever went wrong here would make `import torch` fail, so nothing may.
@@ -23,6 +23,6 @@ def register() -> None:
 
 
 def _create(options: Any, backend_options: Any) -> Any:
-    from gradwire.torch.backend import create
+    from gradwire.torch.backend.process_group import create
 
     return create(options, backend_options)

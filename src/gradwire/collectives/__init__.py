@@ -35,7 +35,6 @@ from gradwire.collectives.schedule import (
     Term,
     placement,
 )
-from gradwire.collectives.verify import InvalidSchedule, verify
 
 __all__ = [
     "COLLECTIVES",
@@ -48,7 +47,6 @@ __all__ = [
     "Finish",
     "Fold",
     "From",
-    "InvalidSchedule",
     "Operation",
     "Program",
     "Recv",
@@ -62,5 +60,4 @@ __all__ = [
     "build",
     "choose",
     "placement",
-    "verify",
 ]

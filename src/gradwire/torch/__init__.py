@@ -22,7 +22,8 @@ except ModuleNotFoundError as missing:
 
 from gradwire.torch import backend
 from gradwire.torch.ddp import DistributedDataParallel
+from gradwire_autoload import register as _register
 
 __all__ = ["DistributedDataParallel", "backend"]
 
-backend.register()
+_register()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,8 +19,10 @@ from gradwire.torch.reducer import Reducer
 from gradwire.torch.views import as_array
 from gradwire.training import alike, weights
 from gradwire.training.contract import broadcast_named
-from gradwire.training.elastic import Elastic
 from gradwire.training.gradients import Compression
+
+if TYPE_CHECKING:
+    from gradwire.training.elastic import Elastic
 
 PREFIX = "module."
 

@@ -11,16 +11,18 @@ import numpy as np
 from gradwire.errors import NotFinite
 from gradwire.group import Group
 from gradwire.training.contract import broadcast_named
-from gradwire.training.state import State, memory_for
 
 if TYPE_CHECKING:
     from gradwire.torch.ddp import DistributedDataParallel
     from gradwire.torch.reducer import Reducer
+    from gradwire.training.state import State
 
 
 @contextlib.contextmanager
 def joined(model: DistributedDataParallel, states: Sequence[Any]) -> Iterator[None]:
     """See `DistributedDataParallel.join`."""
+    from gradwire.training.state import State  # loaded by those who join
+
     travelling = [State(one) for one in states]  # complains now about what cannot be sent
     reducer, rounds = model._reducer, 0
     model._meet()
@@ -57,6 +59,8 @@ def first_with_data(group: Group, has_data: bool) -> int:
 
 def broadcast_state(group: Group, state: State, root: int) -> None:
     """Let all ranks have the root's."""
+    from gradwire.training.state import memory_for
+
     skeleton, leaves = state.take_apart()
     size = group.broadcast_value(len(skeleton), root)
     head = np.frombuffer(bytearray(skeleton), np.uint8) if group.rank == root else np.empty(size, np.uint8)

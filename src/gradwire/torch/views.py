@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import torch
 
-from gradwire.arrays import Array
+from gradwire.arrays import Array, bfloat16
 from gradwire.errors import ArrayError
-
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def as_array(name: str, tensor: Any) -> Array:
@@ -22,7 +19,7 @@ def as_array(name: str, tensor: Any) -> Array:
     plain = tensor.detach()
     try:
         if plain.dtype is torch.bfloat16:
-            array: Array = plain.view(torch.int16).numpy().view(BFLOAT16)
+            array: Array = plain.view(torch.int16).numpy().view(bfloat16())
             return array
         array = plain.numpy()
     except (TypeError, RuntimeError) as error:
@@ -32,7 +29,7 @@ def as_array(name: str, tensor: Any) -> Array:
 
 def as_tensor(array: Array) -> Any:
     """A tensor over the memory of an array."""
-    if array.dtype == BFLOAT16:
+    if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -14,12 +14,13 @@ from gradwire.group import Group
 from gradwire.operations.call import Exchange, Operation, Shape, check_algorithm
 from gradwire.training import alike, finite, norms
 from gradwire.training.buckets import Bucket, check_bytes, fitting, make, tensors_like
-from gradwire.training.compression import Compression as Keeping
-from gradwire.training.compression import compression_for
 from gradwire.training.contract import Contract
 from gradwire.training.places import Places
 from gradwire.training.weights import Weights
 from gradwire.work import Work
+
+if TYPE_CHECKING:
+    from gradwire.training.compression import Compression as Keeping
 
 BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20
@@ -92,7 +93,7 @@ class GradientSync:
         self._names = frozenset(self._tensors)
         self._numbers = {name: number for number, name in enumerate(self._tensors)}
         self._sizes = check_bytes("bucket_bytes", bucket_bytes), check_bytes("first_bucket_bytes", first_bucket_bytes)
-        self._compression: Compression | None = compression_for(compression)
+        self._compression, self._keeping = _compressing(compression)
         self.check_finite = check_finite
         check_algorithm("all_reduce", algorithm)
         self._algorithm = algorithm
@@ -103,9 +104,9 @@ class GradientSync:
         self.group = _group_of(group)
         self.contract = Contract(self.group, contract_every)
         self._bind(self.group)
-        if isinstance(self._compression, Keeping):
+        if self._keeping is not None:
             for bucket in self._buckets:
-                self._compression.operation(bucket.flat, self._share)  # complains now of what cannot be compressed
+                self._keeping.operation(bucket.flat, self._share)  # complains now of what cannot be compressed
 
     def __repr__(self) -> str:
         tensors, buckets = len(self._tensors), len(self._buckets)
@@ -338,9 +339,9 @@ class GradientSync:
             raise finite.not_finite(self.group, [[name, self._not_finite[name]] for name in found])
         for name in self._names - self.used:  # nobody looks at what came out: these are what they were
             bucket, before = self._home[name], self._unchanged.get(name, np.zeros(()))
-            if isinstance(self._compression, Keeping):
+            if self._keeping is not None:
                 late = bucket.views[name].astype(float) / self.group.size - before.astype(float) * self._share()
-                self._compression.take_back(bucket.flat, bucket.places[name], late.reshape(-1))
+                self._keeping.take_back(bucket.flat, bucket.places[name], late.reshape(-1))
             bucket.views[name][...] = before
 
     # -- all at once --------------------------------------------------------------------------------------------------
@@ -398,6 +399,17 @@ class GradientSync:
         if factor < 1.0:
             norms.scale(flats, factor)
         return norm
+
+
+def _compressing(wanted: Any) -> tuple[Compression | None, Keeping | None]:
+    """The compression that is wanted; and again, if it is one of ours, which keep what they have not sent."""
+    if wanted is None:
+        return None, None
+    from gradwire.training.compression import Compression as Keeping
+    from gradwire.training.compression import compression_for
+
+    made = compression_for(wanted)
+    return made, made if isinstance(made, Keeping) else None
 
 
 def _group_of(owner: Group | Follows) -> Group:

@@ -11,10 +11,6 @@ Its parts:
     roll_call       the monitored barrier
     meeting         how the ranks of a process group find each other, through torch's store
     process_group   what torch calls
+
+They are loaded when a process group is made: `gradwire_autoload` tells torch the name.
 """
-
-from __future__ import annotations
-
-from gradwire.torch.backend.process_group import GradwireProcessGroup, create, register
-
-__all__ = ["GradwireProcessGroup", "create", "register"]

@@ -41,12 +41,6 @@ for _inside in (os.path.dirname(torch.__file__), typing_extensions.__file__, war
 Tensors = Sequence[torch.Tensor]
 
 
-def register() -> None:
-    """Make the name known to torch; again is harmless."""
-    if dist.is_available() and NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
-
-
 def create(options: Any, backend_options: Any) -> GradwireProcessGroup:
     """What torch calls in `init_process_group` and `new_group`, on the members of the group."""
     timeout: float = options.timeout.total_seconds()

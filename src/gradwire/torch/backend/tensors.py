@@ -6,19 +6,18 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 import torch
 from torch.distributed import ReduceOp
 
-from gradwire.arrays import Array, torch_objection
+from gradwire.arrays import Array, bfloat16, torch_objection
 from gradwire.errors import ArrayError, UnsupportedOp
 
 
 def _types() -> dict[torch.dtype, np.dtype[Any]]:
     same = "float16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool complex64 complex128"
     types = {getattr(torch, name): np.dtype(name) for name in same.split()}
-    types[torch.bfloat16] = np.dtype(ml_dtypes.bfloat16)
+    types[torch.bfloat16] = bfloat16()
     # What cannot be reduced can be moved, as something of the same width.
     for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "complex32"):
         if hasattr(torch, name):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from gradwire import arrays, core
-from gradwire.arrays import Array
+from gradwire.arrays import Array, bfloat16
 from gradwire.training.compression.rounding import Rounding
 
 
@@ -79,5 +78,5 @@ class BF16(_Cast):
     """
 
     name = "bf16"
-    half = np.dtype(ml_dtypes.bfloat16)
+    half = bfloat16()
     largest = (2 - 2**-7) * 2.0**127
