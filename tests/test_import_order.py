@@ -70,7 +70,7 @@ MODULES = sorted(ROOT.rglob("*.py"))
 UNASKED = (
     *("grpc", "h2", "google.protobuf", "click", "rich", "cloudpickle", "cryptography", "ml_dtypes"),
     *("torch", "jax", "mpi4py"),
-    *("gradwire.membership.state", "gradwire.training", "gradwire.collectives.verify"),
+    *("gradwire.membership.state", "gradwire.training"),
 )
 
 

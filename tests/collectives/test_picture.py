@@ -9,10 +9,9 @@ import pytest
 
 from collectives.mutations import with_program
 from collectives.table import CELLS, schedules
-from gradwire.collectives import build
+from gradwire.collectives import InvalidSchedule, build
 from gradwire.collectives.__main__ import main
 from gradwire.collectives.picture import draw
-from gradwire.collectives.verify import InvalidSchedule
 
 RING_OF_THREE = """\
 all_reduce · ring · 3 ranks · 3 segments

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collectives.table import CELLS, FLAT_CELLS, schedules
-from gradwire.collectives import COLLECTIVES, ROOTED, Schedule, algorithms, build, placement
-from gradwire.collectives.verify import verify
+from gradwire.collectives import COLLECTIVES, ROOTED, Schedule, algorithms, build, placement, verify
 from gradwire.topology import Topology
 
 TABLE = {

@@ -16,15 +16,16 @@ from gradwire.collectives import (
     Finish,
     Fold,
     From,
+    InvalidSchedule,
     Program,
     Recv,
     Schedule,
     Send,
     Slice,
     build,
+    verify,
 )
 from gradwire.collectives.schedule import Phase
-from gradwire.collectives.verify import InvalidSchedule, verify
 from gradwire.errors import GradwireError
 
 IN, OUT, ACC = Slice("in", 0), Slice("out", 0), Slice("acc", 0)

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from gradwire.arrays import Array, DType, dtype_of
-from gradwire.collectives import Schedule, build, choose
+from gradwire.collectives import Schedule, build, choose, verify
 from gradwire.collectives.expressions import Expression
-from gradwire.collectives.verify import verify
 from gradwire.executors.plan import even_bounds, ragged_bounds
 from gradwire.topology import Topology
 

@@ -35,6 +35,7 @@ from gradwire.collectives.schedule import (
     Term,
     placement,
 )
+from gradwire.collectives.verify import InvalidSchedule, verify
 
 __all__ = [
     "COLLECTIVES",
@@ -47,6 +48,7 @@ __all__ = [
     "Finish",
     "Fold",
     "From",
+    "InvalidSchedule",
     "Operation",
     "Program",
     "Recv",
@@ -60,4 +62,5 @@ __all__ = [
     "build",
     "choose",
     "placement",
+    "verify",
 ]
