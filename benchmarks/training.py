@@ -28,8 +28,8 @@ hidden behind backward: a step's time with `waiting` minus that with `gradwire`.
 threads together, which a busy machine changes less than the time.
 
 Memory is the sum over ranks of their highest PSS (memory that several processes share is counted once), looked at while
-no time is taken; here torch's is asked for gradient_as_bucket_view=True. `gradwire` is looked at twice: as it is started
-above, and `alike`, started as `gloo` is, where rank 0 serves the rendezvous too.
+no time is taken; here torch's is asked for gradient_as_bucket_view=True. `gradwire` is looked at twice: started as
+above, and `alike`, as `gloo` is, where rank 0 serves the rendezvous too.
 
 At the end the weights must be the same bits on all ranks of an engine, and close to those of the others; otherwise the
 exit code is 1. It is 2 if a step beyond compute costs gradwire more than a third of what it costs Gloo, or the backend
