@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo  # optimizers want it: once, before threads do
@@ -389,3 +391,17 @@ def test_a_model_with_a_part_called_module_finds_its_state_again() -> None:
 def test_what_cannot_be_compressed_is_refused_at_once() -> None:
     with gw.init() as group, pytest.raises(gw.ArrayError, match="complex64 cannot be compressed"):
         DDP(nn.Linear(2, 1, dtype=torch.complex64), group, compression="f16")
+
+
+def test_who_calls_something_else_during_a_backward_is_told_the_lines_of_both() -> None:
+    def train(group: gw.Group) -> str:
+        ddp = DDP(mlp(), group)
+        with pytest.raises(gw.CollectiveMismatch) as caught:
+            if group.rank == 0:
+                backward(ddp, 0, group.rank)
+            else:
+                group.all_reduce(np.ones(1))
+        return str(caught.value)
+
+    for told in run_group(2, train):
+        assert told.count(Path(__file__).name) == 2, told  # not torch's code, from which hooks are called

@@ -12,18 +12,26 @@ backend     torch.distributed's process groups on gradwire's groups
 
 from __future__ import annotations
 
+import os
+import warnings
+
 try:
-    import torch as _torch  # noqa: F401 — is it there at all?
+    import torch as _torch
 except ModuleNotFoundError as missing:
     if missing.name != "torch":
         raise
     text = "gw.torch needs PyTorch, which is not installed: pip install torch"
     raise ModuleNotFoundError(text, name="torch") from None
 
+import typing_extensions  # torch needs it
+
+from gradwire.liveness.calls import count_as_inside
 from gradwire.torch import backend
 from gradwire.torch.ddp import DistributedDataParallel
 from gradwire_autoload import register as _register
 
 __all__ = ["DistributedDataParallel", "backend"]
 
+for _inside in (os.path.dirname(_torch.__file__), typing_extensions.__file__, warnings.__file__):
+    count_as_inside(_inside)  # errors name the line that called torch, part of which is called through the other two
 _register()

@@ -9,22 +9,19 @@ all of them in the group's one order.
 from __future__ import annotations
 
 import math
-import os
-import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import typing_extensions  # torch needs it
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import ProcessGroup
 
 from gradwire import malloc, operations
 from gradwire.errors import InvalidSize, UnsupportedOp
 from gradwire.group import Group
-from gradwire.liveness.calls import call_site, count_as_inside
+from gradwire.liveness.calls import call_site
 from gradwire.operations import Exchange, Operation
 from gradwire.operations.call import settled
 from gradwire.operations.into import Strip, all_gather_into, all_to_all_into, gather_into, scatter_into
@@ -36,8 +33,6 @@ from gradwire.torch.backend.untraced import untraced
 from gradwire.torch.backend.works import Done, Handle, seconds
 
 NAME = "gradwire"
-for _inside in (os.path.dirname(torch.__file__), typing_extensions.__file__, warnings.__file__):
-    count_as_inside(_inside)  # errors name the line that called torch, part of which is called through the other two
 Tensors = Sequence[torch.Tensor]
 
 
