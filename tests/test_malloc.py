@@ -7,7 +7,9 @@ import platform
 import subprocess
 import sys
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -37,6 +39,14 @@ SCRIPT = """
 """
 
 
+def told_by(script: str, own: Mapping[str, str] = MappingProxyType({})) -> str:
+    """What a process prints in which nobody but `own` has told malloc anything."""
+    environ = {name: one for name, one in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))} | dict(own)
+    ended = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.strip()
+
+
 @pytest.mark.parametrize(
     ("start", "own", "told"),
     [
@@ -47,10 +57,7 @@ SCRIPT = """
     ],
 )
 def test_what_a_step_frees_is_kept(start: str, own: dict[str, str], told: str) -> None:
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))} | own
-    script = textwrap.dedent(SCRIPT).format(start)
-    ended = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=100)
-    assert (ended.stdout.strip(), ended.returncode) == (told, 0), ended.stderr
+    assert told_by(textwrap.dedent(SCRIPT).format(start), own) == told
 
 
 def test_what_a_worker_frees_is_kept_whatever_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,10 +123,7 @@ TRAINED = """
 
 @pytest.mark.skipif(not core.available(), reason="the core does it")
 def test_aligned_memory_is_found_again_whoever_starts_the_process() -> None:
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
-    script = textwrap.dedent(TRAINED)
-    ended = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=100)
-    assert (ended.stdout.strip(), ended.returncode) == ("True", 0), ended.stderr
+    assert told_by(textwrap.dedent(TRAINED)) == "True"
 
 
 @pytest.mark.parametrize(

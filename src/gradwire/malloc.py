@@ -36,7 +36,7 @@ def variables(environ: Mapping[str, str], ranks: int) -> dict[str, str]:
     return told
 
 
-_joins_slivers = False  # what was cached, in this process
+_joins_slivers = False  # whether this process, once it keeps memory, has slivers cached that must be joined
 
 
 def keep(topology: Topology, rank: int) -> None:
