@@ -90,7 +90,7 @@ def test_who_joins_gets_the_state_and_who_leaves_is_not_missed() -> None:
 
 
 def test_every_kind_of_fault_is_drawn() -> None:
-    drawn = [fault for seed in range(300) for fault in draw_setting(Random(seed)).faults]
+    drawn = [fault for seed in range(300) for fault in draw_setting(seed, Random(seed), kinds=faults.KINDS).faults]
     assert {fault.kind for fault in drawn} == faults.KINDS.keys()
     assert {fault.kind for fault in drawn if fault.seconds >= ENDLESS} == set(faults.LASTING)
 

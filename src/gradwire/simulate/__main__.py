@@ -7,6 +7,8 @@ import sys
 import time
 from collections import Counter
 
+from gradwire.simulate import faults
+from gradwire.simulate.faults import KINDS
 from gradwire.simulate.world import Outcome, Violation, World
 
 
@@ -15,6 +17,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=None, help="how many (1000, or as many as --minutes allow)")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--members", type=int, default=None, help="members at the start (drawn from the seed)")
+    parser.add_argument("--faults", type=_kinds, default="usual", help=f"usual, rare, all, or of {', '.join(KINDS)}")
     parser.add_argument("--minutes", type=float, default=None, help="stop after so many")
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first broken invariant")
     chosen = parser.parse_args(arguments)
@@ -24,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     broken: list[Violation] = []
     for seed in range(chosen.first, chosen.first + seeds):
         try:
-            outcomes.append(World(seed, members=chosen.members).run())
+            outcomes.append(World(seed, members=chosen.members, kinds=chosen.faults).run())
         except Violation as violation:
             broken.append(violation)
             print(violation, flush=True)
@@ -39,6 +42,13 @@ def main(arguments: list[str] | None = None) -> int:
             break
     print(summary(outcomes, broken, time.monotonic() - began))
     return 1 if broken else 0
+
+
+def _kinds(text: str) -> frozenset[str]:
+    try:
+        return faults.chosen(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def summary(outcomes: list[Outcome], broken: list[Violation], seconds: float) -> str:
@@ -57,6 +67,8 @@ def summary(outcomes: list[Outcome], broken: list[Violation], seconds: float) ->
         median, worst = recoveries[len(recoveries) // 2], recoveries[-1]
         lines.append(", ".join(f"{ending}: {number}" for ending, number in endings.most_common()))
         lines.append(", ".join(totals))
+        kinds = Counter(kind for outcome in outcomes for kind in outcome.faults)
+        lines.append("faults: " + (", ".join(f"{kind} {number}" for kind, number in kinds.most_common()) or "none"))
         lines.append(f"from the last fault to the next step: median {median:.2f} s, worst {worst:.2f} s")
     if broken:
         lines.append("broken: " + ", ".join(f"{violation.seed}" for violation in broken[:50]))

@@ -26,6 +26,7 @@ class Request:
     sequence: int
     start: int
     answer: Callable[[Any], None]
+    ticket: bytes = b""  # of the join token that the caller proves itself by; empty: by the job's secret
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +36,24 @@ class Stale:
     start: int
 
 
+@dataclass(frozen=True, slots=True)
+class Denied:
+    """The caller may not speak for these members."""
+
+    reason: str
+
+
 class Unreachable:
-    """Nobody listens there."""
+    """Nobody listens there, or the coordinator's journal failed."""
 
 
 class Caller:
     """One process's conversations with the coordinator; a late answer to an earlier call is no answer."""
 
-    def __init__(self, process: Process, world: World) -> None:
+    def __init__(self, process: Process, world: World, ticket: bytes = b"") -> None:
         self._process = process
         self._world = world
+        self._ticket = ticket
         self._session = world.new_session()
         self._sequence = 0
         self._start = 0
@@ -65,7 +74,7 @@ class Caller:
 
     def _take(self, answer: Any) -> None:
         self._answer = answer
-        self._world.wake(self._process)
+        self._process.wake()
 
     def send(self, method: str, body: Any, answered: Callable[[Any], None]) -> None:
         """Call once."""
@@ -79,5 +88,5 @@ class Caller:
                 answered(value)
 
         coordinator = world.coordinator
-        request = Request(method, body, process, self._session, mine, self._start, answer)
+        request = Request(method, body, process, self._session, mine, self._start, answer, self._ticket)
         world.network.call(process, coordinator, lambda: coordinator.receive(request), lambda: answer(Unreachable()))

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
+from functools import partial
+from random import Random
 from typing import TYPE_CHECKING, Any, Literal
 
-from gradwire.membership.answers import Claim, Waiting
+from gradwire.errors import JournalError
+from gradwire.membership.answers import Claim, Outcome, Refusal, Waiting
 from gradwire.membership.state import Membership
-from gradwire.simulate.calls import Request, Stale
+from gradwire.security.tokens import Gate
+from gradwire.simulate.calls import Denied, Request, Stale, Unreachable
+from gradwire.simulate.disk import Disk
 from gradwire.simulate.process import Process
+from gradwire.simulate.strangers import JOB
 from gradwire.simulate.time import Clock, Event
 
 if TYPE_CHECKING:
     from gradwire.simulate.world import World
 
 HOLD_SECONDS = 1.0  # in which a call that has to wait is held back
+KEEPER_SECONDS = 1.0  # from the end of a coordinator whose journal failed to its next start
 
 Moment = Literal["now", "unwritten", "untold"]
 """When it crashes: at once; at the next change that lasts, before that is written; or when it is, before it is told."""
@@ -34,22 +40,49 @@ class Coordinator(Process):
     def __init__(self, world: World, clock: Clock) -> None:
         super().__init__("coordinator", "elsewhere", world.timeline, clock)
         self._world = world
-        setting = world.setting
+        self.disk = Disk(world.setting.durable)
+        self.runs = 0  # how many were begun
+        self._start = 1
+        self._newest: dict[int, int] = {}  # by session: the last call heard, so that nothing is heard twice
+        self._held: list[_Held] = []
+        self._doomed: Moment | None = None
+        self._due: Event | None = None
+        self._failed = False  # the journal could not be written: nobody is told anything any more
+        self._gate_changed = False
+        self._unsynced = 0  # entries that the fsync under way has not made safe
+        self._load()
+
+    @property
+    def run(self) -> bytes:
+        return self.membership.terms.run
+
+    @property
+    def member_ids(self) -> tuple[str, ...]:
+        return tuple(member.id for member in self.membership.members)
+
+    def _load(self) -> None:
+        """Go on from the journal; without one this is a new run."""
+        snapshot = self.disk.load()
+        self._gate = Gate(JOB)
+        if snapshot is not None:
+            self.membership = Membership.restore(snapshot, self.now)
+            self._gate.restore(snapshot["invited"])
+            return
+        setting = self._world.setting
+        self.runs += 1
         self.membership = Membership(
-            "simulated",
-            bytes(16),
+            JOB,
+            run_id(self.runs),
             start=setting.start,
             minimum=setting.minimum,
             maximum=setting.maximum,
             lease=setting.lease,
             settle=setting.settle,
         )
-        self._start = 1
-        self._journal = json.dumps(self.membership.snapshot())
-        self._newest: dict[int, int] = {}  # by session: the last call heard, so that nothing is heard twice
-        self._held: list[_Held] = []
-        self._doomed: Moment | None = None
-        self._due: Event | None = None
+        self.disk.save(self._snapshot(), self._world.timeline.now)
+
+    def _snapshot(self) -> dict[str, Any]:
+        return self.membership.snapshot() | {"invited": self._gate.snapshot()}
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
@@ -60,17 +93,10 @@ class Coordinator(Process):
         if request.sequence <= self._newest.get(request.session, 0):
             return
         self._newest[request.session] = request.sequence
-        claim = None
-        match request.method, request.body:
-            case "register", Claim() as body:
-                claim = replace(body, sequence=request.sequence)
-                outcome: Any = self.membership.register(claim, self.now)
-            case "beat", (ids, gone):
-                if gone:
-                    self.membership.gone(gone, self.now)
-                outcome = self.membership.beat(ids, self.now)
-            case "leave", member:
-                outcome = self.membership.leave(member, self.now)
+        if self._failed:
+            self._answer(request, Unreachable())
+            return
+        claim, outcome = self._event(request)
         if self._write():
             if claim is not None and isinstance(outcome, Waiting):
                 self._held.append(_Held(claim, request, self.now + HOLD_SECONDS))
@@ -80,8 +106,42 @@ class Coordinator(Process):
             self._answer_held()
             self._plan_look()
 
+    def _event(self, request: Request) -> tuple[Claim | None, Any]:
+        """Tell the membership; the claim, if the call made one, and what it answers."""
+        match request.method, request.body:
+            case "register", Claim() as body:
+                claim = replace(body, sequence=request.sequence)
+                return claim, self._register(claim, request.ticket)
+            case "beat", (ids, gone):
+                reason = self._objection(request.ticket, [*ids, *gone])
+                if reason is not None:
+                    return None, Denied(reason)
+                if gone:
+                    self.membership.gone(gone, self.now)
+                return None, self.membership.beat(ids, self.now)
+            case "leave", member:
+                reason = self._objection(request.ticket, [member.id])
+                return None, Denied(reason) if reason else self.membership.leave(member, self.now)
+        raise ValueError(request.method)
+
+    def _register(self, claim: Claim, ticket: bytes) -> Outcome:
+        if ticket:
+            before = self._gate.snapshot()
+            reason = self._gate.refusal(ticket, claim.member.id, self._world.timeline.now)
+            self._gate_changed = self._gate.snapshot() != before
+            if reason is not None:
+                return Refusal(reason)
+        return self.membership.register(claim, self.now)
+
+    def _objection(self, ticket: bytes, names: list[str]) -> str | None:
+        """Why a caller with a join token may not speak for members."""
+        for name in names if ticket else ():
+            if self._gate.refusal(ticket, name, float("inf")) is not None:
+                return f"its join token has not let {name} in"
+        return None
+
     def _answer(self, request: Request, outcome: Any) -> None:
-        self._world.network.call(self, request.caller, lambda: request.answer(outcome))
+        self.do(lambda: self._world.network.call(self, request.caller, lambda: request.answer(outcome)))
 
     def _answer_held(self) -> None:
         """Tell those who wait what has become of it."""
@@ -94,28 +154,54 @@ class Coordinator(Process):
                 self._answer(held.request, outcome)
 
     def _write(self) -> bool:
-        """Put what lasts into the journal; False if it crashed over that."""
+        """Put what lasts into the journal; False if it ended over that. While the disk is slow, nobody is told."""
         changes = self.membership.changes()
-        if any(change.lasting for change in changes):
+        lasting = self._gate_changed or any(change.lasting for change in changes)
+        self._gate_changed = False
+        if lasting:
             if self._doomed == "unwritten":
                 self._fall("with a change unwritten")
                 return False
-            self._journal = json.dumps(self.membership.snapshot())
+            if not self._save():
+                return False
         for change in changes:
             self._world.changed(change)
-        if self._doomed == "untold" and any(change.lasting for change in changes):
+        if any(change.kind == "formed" for change in changes):
+            number, ids = self.membership.generation, self.member_ids
+            self.do(lambda: self._world.formed(number, ids))
+        if self._doomed == "untold" and lasting:
             self._fall("with a change untold")
             return False
         return True
 
+    def _save(self) -> bool:
+        try:
+            seconds = self.disk.save(self._snapshot(), self._world.timeline.now)
+        except JournalError as error:
+            self._fail(error)
+            return False
+        if seconds and not self.frozen:
+            self._world.note(self, "waits %.2f s for its disk", seconds)
+            self.freeze()
+            self.timeline.after(seconds, partial(self._synced, self._start))
+        self._unsynced += self.frozen
+        return True
+
+    def _synced(self, start: int) -> None:
+        if self._start == start:
+            self._unsynced = 0
+            self.thaw()
+
     def _look(self) -> None:
+        if self._failed:
+            return
         self.membership.tick(self.now)
         if self._write():
             self._answer_held()
             self._plan_look()
 
     def _plan_look(self) -> None:
-        if not self.alive:
+        if not self.alive or self._failed:
             return
         if self._due is not None:
             self._due.cancel()
@@ -131,20 +217,57 @@ class Coordinator(Process):
         else:
             self._doomed = moment
 
-    def _fall(self, how: str) -> None:
+    def lose_power(self, random: Random) -> None:
+        """Crash together with the host."""
+        self._fall("its host has no power any more", random)
+        self.disk.lose_power(self._world.timeline.now, random)
+
+    def _fail(self, error: JournalError) -> None:
+        """The journal cannot be written: the process answers nothing more, ends, and is started again."""
+        self._world.note(self, "%s", error)
+        self._failed = True
+
+        def end(start: int = self._start) -> None:
+            if self._start == start and self.alive:
+                self._fall("because its journal failed")
+                self.timeline.after(KEEPER_SECONDS, lambda: self.rise(self.clock))
+
+        self.timeline.after(0.1, end)
+
+    def _fall(self, how: str, random: Random | None = None) -> None:
         self._world.note(self, "crashes, %s", how)
         self._doomed = None
+        if self._unsynced:  # those after the first had not even begun
+            first = (random or self._world.random).randint(0, 1)
+            self.disk.drop(self._unsynced - first)
+        self._unsynced = 0
         self.crash()
 
-    def rise(self, clock: Clock) -> None:
-        """Start again from the journal; its clock begins anywhere."""
+    def rise(self, clock: Clock, *, anew: bool = False) -> None:
+        """Start again from the journal, or without it; its clock begins anywhere."""
         self._doomed = None
-        if self.alive:
+        if self.alive and not anew:
             return
-        self.alive, self.clock = True, clock
+        if self.alive:
+            self._fall("to be started without its journal")
+        if anew:
+            self.disk.remove()
+        self.clock = clock
+        try:
+            self._load()
+        except JournalError as error:
+            self._world.note(self, "does not start: %s", error)
+            return
+        self.alive, self._failed = True, False
         self._start += 1
         self._newest.clear()
         self._held.clear()
-        self.membership = Membership.restore(json.loads(self._journal), self.now)
-        self._world.note(self, "is back, and knows generation %d", self.membership.generation)
+        run, number = self.run[-1], self.membership.generation
+        self._world.note(self, "is back with run %d, and knows generation %d", run, number)
+        self._world.resumed()
         self._plan_look()
+
+
+def run_id(number: int) -> bytes:
+    """The id of the run that was begun as this one."""
+    return number.to_bytes(16, "big")

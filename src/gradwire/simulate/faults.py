@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING
+
+from gradwire.simulate.coordinator import run_id
+from gradwire.simulate.strangers import UNFIT, Profile, ticket
 
 if TYPE_CHECKING:
     from gradwire.simulate.worker import Worker
@@ -31,7 +34,7 @@ class Fault:
 
 
 # By kind: how often it is drawn, and the shortest and longest time that it lasts.
-KINDS: dict[str, tuple[int, float, float]] = {
+USUAL: dict[str, tuple[int, float, float]] = {
     "crash": (4, 0.0, 0.0),
     "power": (1, 0.0, 0.0),
     "freeze": (4, 0.05, 8.0),
@@ -47,20 +50,58 @@ KINDS: dict[str, tuple[int, float, float]] = {
     "join": (5, 0.0, 0.0),
     "leave": (2, 0.0, 0.0),
 }
-
+RARE: dict[str, tuple[int, float, float]] = {
+    "unfit": (3, 0.0, 0.0),
+    "token": (2, 0.0, 0.0),
+    "impostor": (3, 0.0, 0.0),
+    "stale": (3, 0.0, 0.0),
+    "no-journal": (3, 0.1, 5.0),
+    "outage": (1, 75.0, 130.0),
+    "blackout": (2, 0.1, 5.0),
+    "slow-disk": (3, 2.0, 10.0),
+    "full-disk": (2, 1.0, 10.0),
+}
+KINDS = USUAL | RARE
 
 LASTING = ("freeze", "cut", "exile", "isolate")  # what may never end; the rest of the job must not mind
 
 
-def draw(random: Random, most: int, first: float, last: float) -> list[Fault]:
-    """Up to `most` faults between two times, in order. Some come in quick succession: that is where it gets hard."""
-    kinds = list(KINDS)
-    weights = [KINDS[kind][0] for kind in kinds]
+def chosen(text: str) -> frozenset[str]:
+    """The kinds that a command line names: "usual", "rare", "all", or kinds with commas in between."""
+    sets = {"usual": USUAL.keys(), "rare": RARE.keys(), "all": KINDS.keys()}
+    kinds = frozenset(kind for name in text.split(",") for kind in sets.get(name, {name}))
+    if not kinds <= KINDS.keys():
+        raise ValueError(f"no such faults: {', '.join(sorted(kinds - KINDS.keys()))}")
+    return kinds
+
+
+def named(kinds: Collection[str]) -> str:
+    """How a command line names kinds."""
+    for name in ("usual", "rare", "all"):
+        if chosen(name) == frozenset(kinds):
+            return name
+    return ",".join(sorted(kinds))
+
+
+def draw(
+    random: Random,
+    table: Mapping[str, tuple[int, float, float]],
+    chosen: Collection[str],
+    most: int,
+    first: float,
+    last: float,
+    fewest: int = 0,
+) -> list[Fault]:
+    """Up to `most` faults of a table between two times, in order. Some come in quick succession, which is hardest."""
+    kinds = [kind for kind in table if kind in chosen]
+    if not kinds:
+        return []
+    weights = [table[kind][0] for kind in kinds]
     faults: list[Fault] = []
-    for kind in random.choices(kinds, weights, k=random.randint(0, most)):
+    for kind in random.choices(kinds, weights, k=random.randint(fewest, most)):
         near = faults and random.random() < 0.6
         at = faults[-1].at + random.expovariate(3.0) if near else random.uniform(first, last)
-        _, shortest, longest = KINDS[kind]
+        _, shortest, longest = table[kind]
         seconds = shortest * (longest / shortest) ** random.random() if shortest else 0.0
         faults.append(Fault(kind, min(at, last), seconds, random.getrandbits(32)))
     lasting = [index for index, fault in enumerate(faults) if fault.kind in LASTING]
@@ -217,6 +258,80 @@ def _leave(world: World, fault: Fault, random: Random) -> None:
         worker.leaving = True
 
 
+# -- rare faults ------------------------------------------------------------------------------------------------------
+
+
+def _unfit(world: World, fault: Fault, random: Random) -> None:
+    """A newcomer that the others cannot work with. At the start of a job nobody could tell who is at fault."""
+    if world.coordinator.membership.generation:
+        world.start_worker("abroad", profile=Profile(unfit=random.choice(UNFIT)))
+
+
+def _token(world: World, fault: Fault, random: Random) -> None:
+    """Workers join with a join token."""
+    count = random.randint(1, 2)
+    world.invite(count, ticket(random, count, world.timeline.now))
+
+
+def _impostor(world: World, fault: Fault, random: Random) -> None:
+    """Somebody with a join token claims to be others, and reports them as gone."""
+    world.add_impostor(random, ticket(random, random.randint(1, 4), world.timeline.now))
+
+
+def _stale(world: World, fault: Fault, random: Random) -> None:
+    """A member of another run of the same job comes, with more steps than this one has done."""
+    known = max(1, world.coordinator.membership.generation)
+    world.start_worker("abroad", profile=Profile(b"", None, run_id(99), random.randint(1, known), 1000))
+
+
+def _no_journal(world: World, fault: Fault, random: Random) -> None:
+    """The coordinator is started anew without its journal, and a new run is begun."""
+    world.coordinator.fall("now")
+    world.timeline.after(fault.seconds, lambda: _begin_anew(world, random))
+
+
+def _begin_anew(world: World, random: Random) -> None:
+    world.coordinator.rise(world.new_clock(random), anew=True)
+    for _ in range(world.setting.start):
+        delay = random.uniform(0.0, 1.0)
+        world.timeline.after(delay, lambda: world.start_worker(random.choice(world.hosts)))
+
+
+def _outage(world: World, fault: Fault, random: Random) -> None:
+    """Nobody reaches the coordinator, for longer than silent members are waited for. Others come meanwhile."""
+    names = world.names()
+    if names:
+        _apart(world, fault, [*names, *world.launchers_of(names)], [world.coordinator.name])
+        for _ in range(random.randint(0, 3)):
+            world.timeline.after(random.uniform(0.0, fault.seconds), lambda: world.start_worker("abroad"))
+
+
+def _blackout(world: World, fault: Fault, random: Random) -> None:
+    """The coordinator's host has no power for a while. A damaged journal is moved away by an operator."""
+    world.coordinator.lose_power(random)
+
+    def restart() -> None:
+        world.coordinator.rise(world.new_clock(random))
+        if not world.coordinator.alive:
+            _begin_anew(world, random)
+
+    world.timeline.after(fault.seconds, restart)
+
+
+def _slow_disk(world: World, fault: Fault, random: Random) -> None:
+    """Each entry of the journal takes seconds to be on the disk."""
+    disk = world.coordinator.disk
+    disk.fsync_seconds = random.uniform(0.5, 8.0)
+    world.timeline.after(fault.seconds, lambda: setattr(disk, "fsync_seconds", 0.0))
+
+
+def _full_disk(world: World, fault: Fault, random: Random) -> None:
+    """The journal cannot be written."""
+    disk = world.coordinator.disk
+    disk.full = True
+    world.timeline.after(fault.seconds, lambda: setattr(disk, "full", False))
+
+
 _STRIKES: dict[str, Callable[[World, Fault, Random], None]] = {
     "crash": _crash,
     "power": _power,
@@ -232,4 +347,13 @@ _STRIKES: dict[str, Callable[[World, Fault, Random], None]] = {
     "restart": _restart,
     "join": _join,
     "leave": _leave,
+    "unfit": _unfit,
+    "token": _token,
+    "impostor": _impostor,
+    "stale": _stale,
+    "no-journal": _no_journal,
+    "outage": _outage,
+    "blackout": _blackout,
+    "slow-disk": _slow_disk,
+    "full-disk": _full_disk,
 }

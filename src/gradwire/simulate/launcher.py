@@ -21,14 +21,17 @@ NOTICE_SECONDS = 0.01  # from a worker's death to the launcher's knowing of it
 class Launcher(Process):
     """One for each host."""
 
-    def __init__(self, world: World, host: str, clock: Clock, random: Random) -> None:
+    def __init__(
+        self, world: World, host: str, clock: Clock, random: Random, *, restarts: int = 0, ticket: bytes = b""
+    ) -> None:
+        """`ticket` is of the join token that it proves itself by, if it does not hold the job's secret."""
         super().__init__(f"launcher of {host}", host, world.timeline, clock)
         self._world = world
         self._random = random
         self._workers: dict[str, Worker] = {}
         self._gone: list[str] = []  # of whose end the coordinator has not confirmed to have heard
-        self._restarts = world.setting.restarts
-        self._coordinator = Caller(self, world)
+        self._restarts = restarts
+        self._coordinator = Caller(self, world, ticket)
         self._beat()
 
     def watch(self, worker: Worker) -> None:

@@ -29,14 +29,15 @@ Version = tuple[int, int]
 
 
 class Ledger:
-    """All that was ever agreed on; `fail` is told what contradicts it."""
+    """All that was ever agreed on in one run; `fail` is told what contradicts it."""
 
-    def __init__(self, seed: int, fail: Callable[[str], NoReturn]) -> None:
+    def __init__(self, seed: int, fail: Callable[[str], NoReturn], run: int = 1) -> None:
         self._seed = seed
         self._fail = fail
+        self.run = run
         self.generations: dict[int, tuple[str, ...]] = {}
         self.commits: dict[int, Version] = {}  # by step
-        self.states: dict[Version, Array] = {}
+        self.states: dict[Version, Array] = {}  # that a generation of this run has completed
         self.bases: dict[int, Version] = {}  # by generation: where it began
         self.beginnings: dict[int, Array] = {}  # by generation: what it began with, if that was from nothing
         self._since = 0  # the generation from which on all this holds: before it everything was lost
@@ -76,7 +77,9 @@ class Ledger:
 
     def holds(self, version: Version, state: Array) -> bool:
         """Whether this is a sound copy of what was committed last, or of something that came of it."""
-        known, last = self.states.get(version), self.committed
+        last = self.committed
+        begun = version[0] == NONE and version[1] == max(self.beginnings, default=0)
+        known = self.beginnings.get(version[1]) if begun else self.states.get(version)
         sound = known is not None and digest(known) == digest(state)
         return sound and (last == NONE or self._history(version).get(last) == self.commits[last])
 
@@ -99,6 +102,8 @@ class Ledger:
             if known != base:
                 self._fail(f"generation {number} begins after {base} for some and after {known} for others")
             return
+        if base[0] != NONE and base not in self.states:
+            self._fail(f"generation {number} of run {self.run} begins after {base}, which is no step of this run")
         last = self.committed
         if base[0] < last and holders:
             self._fail(f"generation {number} begins after step {base[0]}, and step {last} was committed")
@@ -116,7 +121,10 @@ class Ledger:
     def began(self, name: str, number: int, state: Array) -> None:
         """A member has the state that a generation begins with."""
         base = self.bases[number]
-        known = self.beginnings.setdefault(number, state.copy()) if base[0] == NONE else self.states[base]
+        if base[0] == NONE:
+            known = self.beginnings.setdefault(number, self.beginnings.get(base[1], state).copy())
+        else:
+            known = self.states[base]
         if digest(state) != digest(known):
             self._fail(f"{name} begins generation {number} after {base} with {state}; it should be {known}")
 

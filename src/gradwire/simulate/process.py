@@ -43,6 +43,9 @@ class Process:
         elif self.alive:
             action()
 
+    def wake(self) -> None:
+        """Something came for this process, for whichever program of it waits."""
+
     def freeze(self) -> None:
         self.frozen = True
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from gradwire.simulate.worker import Worker
 
 CONTROL, DATA, STATE = 1, 2, 3  # channels
+VERSION, OTHER_VERSION = b"version 2", b"version 1"  # of the set-up protocol
 FAIR_SECONDS = 1.0  # without an answer, before that can be held against anybody
 
 
@@ -38,6 +39,8 @@ class Hello:
     generation: int
     source: int
     channel: int
+    version: bytes
+    run: bytes
     pulses: tuple[Pulse, Pulse] | None = None  # there and back
 
 
@@ -61,6 +64,8 @@ class Rank:
         self._beats = 0
         self._due: Event | None = None
         self._unreachable: set[int] = set()
+        self._misfits: dict[int, None] = {}  # that speak another version of the set-up protocol
+        self._version = VERSION if worker.profile.unfit != "unfit in set-up" else OTHER_VERSION
         self._ends: list[End] = []
         self._look()
         self._beat()
@@ -75,6 +80,7 @@ class Rank:
         look_at = self.worker.now + EXPECTED_SECONDS
         while missing := self._missing():
             yield from self.calls.check("init")
+            self._check_versions()
             met = missing[0] in self.links[CONTROL]  # then its lifeline tells whether it can be reached
             if self.worker.now >= deadline + (FAIR_SECONDS if met else 0.0):  # who has a complaint speaks first
                 raise self._not_found(missing[0], "did not connect in time", accused=not met)
@@ -83,6 +89,10 @@ class Rank:
                 if not self.worker.world.listens(self.assembly.members[missing[0]]):
                     raise self._not_found(missing[0], "has registered and then ended", accused=False)
             yield 0.1
+
+    def _check_versions(self) -> None:
+        for peer in self._misfits:
+            raise self._not_found(peer, "speaks another version of the set-up protocol")
 
     def _missing(self) -> list[int]:
         above = range(self.rank + 1, self.size)
@@ -104,10 +114,13 @@ class Rank:
                     calling[peer] = (self._call(peer, channel), since)
                     continue
                 if welcome is not None:
+                    if welcome != VERSION:
+                        self._misfits[peer] = None
                     del calling[peer]
                     self._adopt(peer, channel, end)
                 elif now >= deadline:
                     raise self._not_found(peer, "does not answer", accused=now - since >= FAIR_SECONDS)
+            self._check_versions()
             yield from self.calls.check("init")
             if calling:
                 yield 0.1
@@ -120,7 +133,7 @@ class Rank:
             there, back = Pulse(worker.network, worker, target), Pulse(worker.network, target, worker)
             pulses = (there, back)
             self._pulses[peer] = (back, there)
-        hello = Hello(member.address, self.number, self.rank, channel, pulses)
+        hello = Hello(member.address, self.number, self.rank, channel, self._version, self.assembly.run, pulses)
         end = worker.network.connect(worker, target, worker.wake, lambda end: target.knocked(hello, end))
         self._ends.append(end)
         return end
@@ -136,9 +149,14 @@ class Rank:
         if self.closed or end.ended or hello.source in self.links[hello.channel]:
             end.close()
             return
+        if hello.version != VERSION:
+            self._misfits[hello.source] = None
+            self.worker.wake()
+            end.close()
+            return
         self._ends.append(end)
         end.take()  # its hello
-        end.send([b"welcome"])
+        end.send([self._version])  # which welcomes it
         if hello.pulses is not None:
             self._pulses[hello.source] = hello.pulses
         self._adopt(hello.source, hello.channel, end)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from random import Random
 
 from gradwire.collectives import algorithms
-from gradwire.simulate.faults import Fault, draw
+from gradwire.simulate import faults
+from gradwire.simulate.faults import Fault
 from gradwire.simulate.network import Quality
 
 FIRST_FAULT, LAST_FAULT = 0.05, 12.0  # seconds
 MOST_FAULTS = 8
+LAST_RARE = 20.0  # seconds
+MOST_RARE = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,7 @@ class Setting:
     reducing: str = "ring"
     voting: str = "tree"
     gathering: str = "direct"
+    durable: bool = True  # the coordinator's journal outlives a loss of power
     quality: Quality = field(default_factory=Quality)
     faults: tuple[Fault, ...] = ()
 
@@ -40,8 +45,11 @@ class Setting:
         return self.quality.lost == 0.0 and self.quality.calls_lost == 0.0
 
 
-def draw_setting(random: Random, members: int | None = None) -> Setting:
+def draw_setting(
+    seed: int, random: Random, members: int | None = None, kinds: Collection[str] = faults.USUAL
+) -> Setting:
     """`members` is how many the job has at its start, if that is not for the seed to decide."""
+    rare = Random(f"rare faults of {seed}")  # its own, so that the rest of a job does not depend on them
     start = members or random.randint(3, 6)
     rough = random.random() < 0.2
     quality = Quality(
@@ -70,5 +78,14 @@ def draw_setting(random: Random, members: int | None = None) -> Setting:
         voting=random.choice(algorithms("all_reduce")),
         gathering=random.choice(algorithms("all_gather")),
         quality=quality,
-        faults=tuple(draw(random, MOST_FAULTS, FIRST_FAULT, LAST_FAULT)),
+        durable=rare.random() < 0.5,
+        faults=tuple(
+            sorted(
+                [
+                    *faults.draw(random, faults.USUAL, kinds, MOST_FAULTS, FIRST_FAULT, LAST_FAULT),
+                    *faults.draw(rare, faults.RARE, kinds, MOST_RARE, FIRST_FAULT, LAST_RARE, fewest=1),
+                ],
+                key=lambda fault: fault.at,
+            )
+        ),
     )

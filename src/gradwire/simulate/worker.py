@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from gradwire.simulate.calls import Caller
 from gradwire.simulate.network import End, Network, nothing
 from gradwire.simulate.process import Process, Program, Thread
 from gradwire.simulate.rank import STATE, Hello, Rank
+from gradwire.simulate.strangers import Profile
 from gradwire.simulate.time import Clock
 from gradwire.training.steps import NONE, Standing, ballot, count, settle
 from gradwire.transports.base import LinkClosed
@@ -32,26 +33,39 @@ if TYPE_CHECKING:
 STANDING_BYTES = 160
 LEASE_BEAT = 1.0
 CHUNK = 16  # bytes of state
+NORMAL = Profile()
 
 
 class Worker(Process):
     """One member, from its start to its end."""
 
-    def __init__(self, world: World, name: str, host: str, clock: Clock, random: Random, wish: int | None) -> None:
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        host: str,
+        clock: Clock,
+        random: Random,
+        wish: int | None = None,
+        profile: Profile = NORMAL,
+    ) -> None:
         super().__init__(name, host, world.timeline, clock)
         self.world = world
+        self.profile = profile
         self.network: Network = world.network
         self.stopped = False  # by a signal: not even its lifeline beats
         self.leaving = False
         self.rank: Rank | None = None
-        self.generation = 0  # the last one it was in
+        self.run = profile.run  # of which it is a member; empty before its first generation
+        self.generation = profile.generation  # the last one it was in
         self._stranger = False  # it joined a generation whose state it has not got yet
         self._stood_still = False
         self.waiting = ""  # for what, as the coordinator says
         self.news: News | None = None
         self.state = beginning(random.randrange(1, 50))
-        self.digest = digest(self.state)
-        self.completed, self.completed_in, self.committed = NONE, 0, NONE
+        self.digest = digest(self.state) if profile.run else ""  # after the last completed step
+        self.completed, self.completed_in, self.committed = profile.completed, profile.generation, profile.completed
+        self._overwritten = False  # its state is neither its own nor yet another's
         self._random = random
         self._wish = wish
         self._lost: tuple[str, ...] = ()
@@ -59,10 +73,10 @@ class Worker(Process):
         self._attempts = 0
         self._session = random.randbytes(16)
         self._knocks: list[tuple[Hello, End]] = []
-        self._coordinator = Caller(self, world)
+        self._coordinator = Caller(self, world, profile.ticket)
         self.thread = Thread(self, self._live(), world.broke_down(self))
-        if not world.setting.launchers:
-            self._lease = Caller(self, world)
+        if not world.has_launcher(host):
+            self._lease = Caller(self, world, profile.ticket)
             self._keep_lease()
 
     def wake(self) -> None:
@@ -73,6 +87,9 @@ class Worker(Process):
     def _live(self) -> Program:
         while True:
             assembly = yield from self._register()
+            if assembly is None:
+                self.world.end_worker(self)
+                return
             rank = self.rank = Rank(self, assembly)
             self._answer_knocks()
             try:
@@ -92,57 +109,75 @@ class Worker(Process):
             rank.close()
             self.rank = None
             if self.leaving:
-                yield from self._coordinator.ask("leave", self._member())
+                yield from self._coordinator.ask("leave", self.member())
                 self.world.note(self, "left")
                 self.world.end_worker(self)
                 return
 
     def _register(self) -> Program:
-        """Ask the coordinator until it has a generation for this member."""
+        """Ask the coordinator until it has a generation for this member; None if it is refused."""
         self._attempts += 1
         self.address = f"{self.name}:{self._attempts}"
-        size = self.world.setting.start if self.generation == 0 and self._wish is not None else None
         self.world.note(self, "registers after generation %d, lost %s", self.generation, self._lost)
         while True:
-            member, last = self._member(), self.generation
-            claim = Claim(member, size, None, self._session, 0, last, self._lost, self._stranger, self._stood_still)
-            outcome = yield from self._coordinator.ask("register", claim)
+            outcome = yield from self._coordinator.ask("register", self._claim())
             if isinstance(outcome, Assembly):
                 self.waiting, self._lost, self._stood_still = "", (), False
-                self.world.ledger.assembled(self.name, outcome)
+                self.world.ledger_of(outcome.run).assembled(self.name, outcome)
                 self._stranger = self._stranger or outcome.generation != self.generation + 1
-                self.generation = outcome.generation
+                self.run, self.generation = outcome.run, outcome.generation
                 return outcome
             if isinstance(outcome, Refusal):
-                self.world.fail(f"{self.name} was refused: {outcome.reason}")
+                self.world.refused(self, outcome.reason)
+                return None
             if isinstance(outcome, Waiting):
                 self.waiting = outcome.reason
                 if not outcome.reason:
                     self.world.fail(f"{self.name} waits and is not told for what")
 
-    def _member(self) -> Member:
+    def _claim(self) -> Claim:
+        size = self.world.setting.start if self.generation == 0 and self._wish is not None else None
+        return Claim(
+            self.member(), size, None, self._session, 0, self.generation, self._lost, self._stranger, self._stood_still
+        )
+
+    def member(self) -> Member:
         wish = self._wish if self.generation == 0 else None
-        return Member(self.name, wish, self.host, self.host, 1, self.address)
+        address = {"no address": "", "bad address": self.name}.get(self.profile.unfit or "", self.address)
+        return Member(self.name, wish, self.host, self.host, 1, address)
+
+    def descent(self, generation: int) -> dict[str, Any]:
+        """What a claim says of the generation that the claimant was in."""
+        return {}
+
+    def _standing(self) -> Standing:
+        """Where this member stands. Its state is sound if no step that was cut short has changed it."""
+        begun = self.completed != NONE or (bool(self.digest) and not self._overwritten)
+        now = digest(self.state)
+        sound = now == self.digest if begun else not self._overwritten
+        return Standing(self.completed, self.completed_in, self.committed, now, sound)
 
     def _settle(self, rank: Rank) -> Program:
         """Tell where this member stands, hear where the others do, and pull the state if it is not the latest."""
-        ledger, now = self.world.ledger, digest(self.state)
-        sound = now == self.digest or self.completed == NONE
-        mine = Standing(self.completed, self.completed_in, self.committed, now, sound)
-        text = json.dumps(mine.to_wire()).encode().ljust(STANDING_BYTES)
+        ledger = self.world.ledger_of(self.run)
+        text = json.dumps(self._standing().to_wire()).encode().ljust(STANDING_BYTES)
         told = np.empty(STANDING_BYTES * rank.size, np.uint8)
         yield from rank.calls.run("all_gather", self.world.setting.gathering, np.frombuffer(text, np.uint8), told)
         parts = told.reshape(rank.size, STANDING_BYTES)
         standings = [Standing.from_wire(json.loads(part.tobytes())) for part in parts]
         settlement = settle(standings)
-        ledger.settled(rank.number, settlement, self.world.state_is_held())
+        ledger.settled(rank.number, settlement, self.world.state_is_held(self.run))
         giver = settlement.pulls.get(rank.rank)
         if giver is not None:
+            self._overwritten = self.completed == NONE and settlement.completed != NONE
             yield from self._pull(rank, giver)
+            self._overwritten = False
         for taker in settlement.gives(rank.rank):
             yield from self._give(rank, taker)
         ledger.began(self.name, rank.number, self.state)
         self.completed, self.completed_in, self.digest = *settlement.version, digest(self.state)
+        if self.completed == NONE:
+            self.completed_in = rank.number
         self._stranger = False
         all_here = np.zeros(1, np.uint8)
         yield from rank.calls.run("all_reduce", self.world.setting.voting, all_here, all_here, "max")
@@ -151,9 +186,9 @@ class Worker(Process):
             self.world.committed(self, settlement.version)
 
     def _pull(self, rank: Rank, giver: int) -> Program:
-        """In pieces, put into place when all are there."""
+        """In pieces, put into place when all are there; a member that has nothing to lose lets them overwrite it."""
         yield from rank.dial((giver,), STATE, self.now + SET_UP_SECONDS)
-        link, pulled, got = rank.links[STATE][giver], np.empty_like(self.state), 0
+        link, pulled, got = rank.links[STATE][giver], self.state if self._overwritten else self.state.copy(), 0
         view = raw(pulled)
         while got < len(view):
             try:
@@ -191,7 +226,7 @@ class Worker(Process):
             yield from rank.calls.run("all_reduce", setting.reducing, total, total, "sum")
             self.state[:] = applied(self.state - 1 if spoils else self.state, total)
             self.completed, self.completed_in, self.digest = step, rank.number, digest(self.state)
-            world.ledger.completed(self.name, (step, rank.number), rank.size, self.state)
+            world.ledger_of(self.run).completed(self.name, (step, rank.number), rank.size, self.state)
             votes = ballot(step, self.digest, self._wants_renewal(rank))
             yield from rank.calls.run("all_reduce", setting.voting, votes, votes, "max")
             tally = count(votes)
@@ -237,7 +272,7 @@ class Worker(Process):
             end.close()
         elif self.rank is None:
             self._knocks.append((hello, end))
-        elif self.rank.number == hello.generation:
+        elif (self.rank.assembly.run, self.rank.number) == (hello.run, hello.generation):
             self.rank.welcome(hello, end)
         else:
             end.close()

@@ -7,8 +7,9 @@ Nothing in it depends on anything but the seed, so whatever was found once is fo
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -19,6 +20,7 @@ import numpy as np
 from gradwire.errors import StateLost
 from gradwire.membership import Member
 from gradwire.membership.answers import Cause, Change
+from gradwire.membership.roster import REST
 from gradwire.simulate import faults
 from gradwire.simulate.coordinator import Coordinator
 from gradwire.simulate.launcher import Launcher
@@ -26,8 +28,9 @@ from gradwire.simulate.ledger import Ledger, Version
 from gradwire.simulate.network import Network
 from gradwire.simulate.process import Process
 from gradwire.simulate.setting import Setting, draw_setting
+from gradwire.simulate.strangers import Impostor, Profile
 from gradwire.simulate.time import Clock, Timeline
-from gradwire.simulate.worker import Worker
+from gradwire.simulate.worker import NORMAL, Worker
 
 KEPT = 400  # lines of history
 LINGER = 20.0  # seconds after a fault in which it may still be the cause of something
@@ -35,6 +38,7 @@ PATIENCE = 150.0  # seconds after the last fault in which the job must go on
 RESTARTED = 5.0  # seconds after the last fault in which launchers have started whom they would
 STEPS_AFTER = 3  # committed after the last fault, and the job has gone on
 ENDLESS = 2_000_000  # events: something goes round in circles
+_WHY = {"gone": "died", "left": "left"}
 
 
 class Violation(AssertionError):
@@ -57,26 +61,33 @@ class Outcome:
     events: int
     recovery: float  # seconds from the end of the last fault to the next committed step
     ending: str
+    faults: tuple[str, ...] = ()  # by kind
 
 
 class World:
     """One simulated job."""
 
-    def __init__(self, seed: int, setting: Setting | None = None, members: int | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        setting: Setting | None = None,
+        members: int | None = None,
+        kinds: Collection[str] = faults.USUAL,
+    ) -> None:
+        """`kinds` are the faults to draw from; `setting` decides on everything instead."""
         self.seed = seed
         self.random = Random(seed)
-        self.setting = setting or draw_setting(self.random, members)
+        self.setting = setting or draw_setting(seed, self.random, members, kinds)
         self.timeline = Timeline()
         self.network = Network(self.timeline, Random(seed + 1), self.setting.quality)
-        self.ledger = Ledger(seed, self.fail)
+        self._ledgers: dict[bytes, Ledger] = {}  # by run
         self.history: deque[tuple[float, str, str, tuple[object, ...]]] = deque(maxlen=KEPT)
         self.quiet_at = max((fault.over_at for fault in self.setting.faults), default=1.0)
         self.ending = ""
         self.lost: set[str] = set()  # whom an endless fault keeps from taking part
         self.hosts = [f"h{number}" for number in range(self.setting.hosts)]
-        self._again = f"python -m gradwire.simulate --first {seed} --seeds 1" + (
-            f" --members {members}" if members else ""
-        )
+        self._dark: set[str] = set()  # hosts without power
+        self._again = _command(seed, members, kinds)
         self._sessions = 0
         self._touched: dict[str, float] = {}
         self._commits_after: set[int] = set()
@@ -84,11 +95,13 @@ class World:
         self._formed = 0
         self._struck: dict[str, str] = {}  # off the present generation, and why
         self._by_name: dict[str, Worker] = {}
+        self._let_in: dict[str, tuple[float, int]] = {}  # unfit newcomers: when first, and how often
+        self._impostors: list[Impostor] = []
         self.coordinator = Coordinator(self, self.new_clock(self.random))
         self._launchers: dict[str, Launcher] = {}
         if self.setting.launchers:
             for host in self.hosts:
-                self._launchers[host] = Launcher(self, host, self.new_clock(self.random), self.random)
+                self._add_launcher(host, restarts=self.setting.restarts)
         for number in range(self.setting.start):
             host = self.hosts[number % len(self.hosts)]
             wish = number if self.setting.launchers else None
@@ -103,7 +116,6 @@ class World:
         with np.errstate(all="ignore"):
             while not self.ending:
                 goes_on = self.timeline.step()
-                self._check()
                 if not goes_on or self.timeline.now > limit or self.timeline.happened > ENDLESS:
                     self._give_up()
         recovery = (self._recovered or self.timeline.now) - self.quiet_at
@@ -115,6 +127,7 @@ class World:
             self.timeline.happened,
             max(0.0, recovery),
             self.ending,
+            tuple(fault.kind for fault in self.setting.faults),
         )
 
     # -- who is there -------------------------------------------------------------------------------------------------
@@ -132,7 +145,10 @@ class World:
     def listens(self, member: Member) -> bool:
         """False if it is certain that nobody listens any more where this member did; no answer is no proof."""
         worker = self._by_name[member.id]
-        return worker.host not in self.hosts or (worker.alive and worker.address == member.address)
+        return worker.host in self._dark or (worker.alive and worker.address == member.address)
+
+    def has_launcher(self, host: str) -> bool:
+        return host in self._launchers
 
     def launchers_of(self, names: list[str]) -> list[str]:
         hosts = {self._by_name[name].host for name in names}
@@ -143,11 +159,26 @@ class World:
         hosts = [host for host, launcher in self._launchers.items() if launcher.name in names]
         return [worker.name for worker in self.workers if worker.host in hosts]
 
-    def start_worker(self, host: str, wish: int | None = None) -> None:
-        if host not in self.hosts:
+    def _add_launcher(self, host: str, *, restarts: int = 0, ticket: bytes = b"") -> None:
+        clock = self.new_clock(self.random)
+        self._launchers[host] = Launcher(self, host, clock, self.random, restarts=restarts, ticket=ticket)
+
+    def invite(self, count: int, ticket: bytes) -> None:
+        """Workers on a host of their own join with a join token; their launcher has nothing but the token, too."""
+        host = f"guest{len(self._by_name)}"
+        if self.setting.launchers:
+            self._add_launcher(host, ticket=ticket)
+        for _ in range(count):
+            self.start_worker(host, profile=Profile(ticket))
+
+    def add_impostor(self, random: Random, ticket: bytes) -> None:
+        self._impostors.append(Impostor(self, f"x{len(self._impostors)}", self.new_clock(random), random, ticket))
+
+    def start_worker(self, host: str, wish: int | None = None, profile: Profile = NORMAL) -> None:
+        if host in self._dark:
             return
-        name = f"m{len(self._by_name)}"
-        worker = Worker(self, name, host, self.new_clock(self.random), Random(self.random.getrandbits(32)), wish)
+        name, random = f"m{len(self._by_name)}", self.random
+        worker = Worker(self, name, host, self.new_clock(random), Random(random.getrandbits(32)), wish, profile)
         self._by_name[name] = worker
         self.note(worker, "starts on %s", host)
         if host in self._launchers:
@@ -166,6 +197,8 @@ class World:
 
     def end_host(self, host: str) -> None:
         self.hosts = [other for other in self.hosts if other != host] or self.hosts
+        if host not in self.hosts:
+            self._dark.add(host)
         if host in self._launchers:
             self._launchers[host].crash(power=True)
         for worker in [worker for worker in self.workers if worker.host == host]:
@@ -177,10 +210,6 @@ class World:
     def new_session(self) -> int:
         self._sessions += 1
         return self._sessions
-
-    def wake(self, process: Process) -> None:
-        if isinstance(process, Worker):
-            process.wake()
 
     # -- what is told -------------------------------------------------------------------------------------------------
 
@@ -196,6 +225,9 @@ class World:
         """The coordinator tells of a change."""
         self.note(self.coordinator, "%s: %s %s", change.kind, change.member or "", change.text)
         if change.member is not None:
+            worker = self._by_name[change.member]
+            if worker.alive and (change.kind == "gone" or (change.kind == "left" and not worker.leaving)):
+                self.fail(f"{worker.name} was struck off because it {_WHY[change.kind]}, and it is still there")
             if change.kind in get_args(Cause):
                 self._struck[change.member] = change.kind
             elif change.kind == "returned":
@@ -203,29 +235,46 @@ class World:
 
     def committed(self, worker: Worker, version: Version) -> None:
         """A member has learned that a step is committed."""
-        self.ledger.commit(worker.name, version, worker.state)
-        if self.timeline.now >= self.quiet_at:
+        self.ledger_of(worker.run).commit(worker.name, version, worker.state)
+        if self.timeline.now >= self.quiet_at and worker.run == self.coordinator.run:
             if self._recovered is None:
                 self._recovered = self.timeline.now
             self._commits_after.add(version[0])
             if len(self._commits_after) >= STEPS_AFTER:
                 self.ending = "went on"
 
-    def state_is_held(self) -> bool:
-        """Whether a living member has a sound copy of what was committed last, or of something later."""
-        return bool(self._holders())
+    @property
+    def ledger(self) -> Ledger:
+        """Of the run that the coordinator serves."""
+        return self.ledger_of(self.coordinator.run)
 
-    def _holders(self) -> list[str]:
-        ledger = self.ledger
-        able = [worker for worker in self.workers if worker.name not in self.lost]
+    def ledger_of(self, run: bytes) -> Ledger:
+        if run not in self._ledgers:
+            self._ledgers[run] = Ledger(self.seed, self.fail, int.from_bytes(run, "big"))
+        return self._ledgers[run]
+
+    def state_is_held(self, run: bytes) -> bool:
+        """Whether a living member of a run has a sound copy of what was committed last, or of something later."""
+        return bool(self._holders(run))
+
+    def _holders(self, run: bytes) -> list[str]:
+        ledger = self.ledger_of(run)
+        able = [worker for worker in self.workers if worker.name not in self.lost and worker.run == run]
         return [one.name for one in able if ledger.holds((one.completed, one.completed_in), one.state)]
 
     def state_lost(self, worker: Worker, members: list[str], error: StateLost) -> None:
         """A generation has found that none of its members has a sound copy of what was committed."""
-        holders = self._holders()
+        holders = self._holders(worker.run)
         if any(name in members for name in holders):
             self.fail(f"{worker.name} gives the state up as lost, and {holders} have it: {error}")
         self.ending = "state lost, but held by one outside" if holders else "state lost"
+
+    def refused(self, worker: Worker, reason: str) -> None:
+        """The coordinator has turned a worker away for good: it ends with an error that says why."""
+        of_another_run = worker.run not in (b"", self.coordinator.run)
+        if not worker.profile.refusable and not of_another_run:
+            self.fail(f"{worker.name} was refused: {reason}")
+        self.note(worker, "is refused: %s", reason)
 
     def broke_down(self, process: Process) -> Callable[[BaseException], None]:
         """What becomes of an error that a program of a process did not expect."""
@@ -247,19 +296,46 @@ class World:
 
     # -- what must hold -----------------------------------------------------------------------------------------------
 
-    def _check(self) -> None:
-        """After every event."""
-        membership = self.coordinator.membership
-        if membership.generation != self._formed and self.coordinator.alive:
-            number = membership.generation
-            ids = tuple(member.id for member in membership.members)
-            self.ledger.formed(number, ids, self._struck.keys(), self.setting.minimum, self.setting.maximum)
-            self._formed = number
-            self.note(self.coordinator, "generation %d: %s", number, ids)
-            for name in self.ledger.generations.get(number - 1, ()):
-                if name not in ids and self._struck.get(name) != "replaced":
-                    self._check_eviction(name)
-            self._struck = {}
+    def formed(self, number: int, ids: tuple[str, ...]) -> None:
+        """The coordinator has formed a generation, and that is in its journal."""
+        run, ledger = self.coordinator.run, self.ledger
+        self.note(self.coordinator, "generation %d: %s", number, ids)
+        ledger.formed(number, ids, self._struck.keys(), self.setting.minimum, self.setting.maximum)
+        self._formed = number
+        for name in ids:
+            self._check_fitness(self._by_name[name], run)
+        for name in ledger.generations.get(number - 1, ()):
+            if name not in ids and self._struck.get(name) != "replaced":
+                self._check_eviction(name)
+        self._struck = {}
+
+    def resumed(self) -> None:
+        """The coordinator was started again."""
+        number, known = self.coordinator.membership.generation, max(self.ledger.generations, default=0)
+        if number < known:
+            self.fail(f"the coordinator goes on with run {self.ledger.run} and knows generation {number} of {known}")
+        if known != self._formed:  # it is another run
+            self._struck, self._formed = {}, known
+        if number > known:
+            self.formed(number, self.coordinator.member_ids)
+
+    def _check_fitness(self, worker: Worker, run: bytes) -> None:
+        """A generation may only have members that it can work with."""
+        if worker.run not in (b"", run):
+            theirs, ours = int.from_bytes(worker.run, "big"), int.from_bytes(run, "big")
+            self.fail(f"{worker.name} is a member of run {theirs}, and was taken into run {ours}")
+        if worker.profile.refusable:
+            self.fail(f"{worker.name} is unfit ({worker.profile.unfit}), and was taken into generation {self._formed}")
+        if worker.profile.unfit:
+            self._check_rests(worker.name)
+
+    def _check_rests(self, name: str) -> None:
+        """A newcomer that breaks each generation it is let into has to wait twice as long each time."""
+        first, times = self._let_in.get(name, (self.timeline.now, 0))
+        self._let_in[name] = first, times + 1
+        waited = self.timeline.now - first
+        if times > 2 + math.log2(1 + waited / REST):
+            self.fail(f"{name} is unfit, and was let in {times + 1} times in {waited:.1f} s")
 
     def _check_eviction(self, name: str) -> None:
         worker = self._by_name[name]
@@ -270,7 +346,9 @@ class World:
             self.fail(f"{name} was evicted, and nothing had happened to it")
 
     def _look_for_life(self) -> None:
-        if sum(worker.name not in self.lost for worker in self.workers) < self.setting.minimum:
+        runs = (b"", self.coordinator.run)
+        able = [one for one in self.workers if one.run in runs and not one.profile.unfit and one.name not in self.lost]
+        if len(able) < self.setting.minimum:
             self.ending = "too few"
 
     def _give_up(self) -> None:
@@ -283,3 +361,12 @@ class World:
         else:
             waits = [f"{worker.name} in {worker.generation}: {worker.waiting or 'at work'}" for worker in self.workers]
             self.fail(f"no step was committed for {PATIENCE:g} s after the last fault: {'; '.join(waits)}")
+
+
+def _command(seed: int, members: int | None, kinds: Collection[str]) -> str:
+    """How to simulate this very job again."""
+    command = f"python -m gradwire.simulate --first {seed} --seeds 1"
+    if members:
+        command += f" --members {members}"
+    name = faults.named(kinds)
+    return command if name == "usual" else f"{command} --faults {name}"
