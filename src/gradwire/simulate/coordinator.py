@@ -8,7 +8,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Literal
 
 from gradwire.errors import JournalError
-from gradwire.membership.answers import Claim, Outcome, Refusal, Waiting
+from gradwire.membership.answers import Claim, News, Outcome, Refusal, Waiting
 from gradwire.membership.state import Membership
 from gradwire.security.tokens import Gate
 from gradwire.simulate.calls import Denied, Request, Stale, Unreachable
@@ -66,7 +66,7 @@ class Coordinator(Process):
         self._gate = Gate(JOB)
         if snapshot is not None:
             self.membership = Membership.restore(snapshot, self.now)
-            self._gate.restore(snapshot["invited"])
+            self._gate.restore(snapshot["tokens"])
             return
         setting = self._world.setting
         self.runs += 1
@@ -82,7 +82,7 @@ class Coordinator(Process):
         self.disk.save(self._snapshot(), self._world.timeline.now)
 
     def _snapshot(self) -> dict[str, Any]:
-        return self.membership.snapshot() | {"invited": self._gate.snapshot()}
+        return self.membership.snapshot() | {"tokens": self._gate.snapshot()}
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
@@ -112,33 +112,33 @@ class Coordinator(Process):
             case "register", Claim() as body:
                 claim = replace(body, sequence=request.sequence)
                 return claim, self._register(claim, request.ticket)
-            case "beat", (ids, gone):
-                reason = self._objection(request.ticket, [*ids, *gone])
-                if reason is not None:
-                    return None, Denied(reason)
-                if gone:
-                    self.membership.gone(gone, self.now)
-                return None, self.membership.beat(ids, self.now)
-            case "leave", member:
-                reason = self._objection(request.ticket, [member.id])
-                return None, Denied(reason) if reason else self.membership.leave(member, self.now)
+            case "beat", (ids, gone, run):
+                return None, self._beat(ids, gone, run, request.ticket)
+            case "leave", (member, run):
+                if not self._gate.speaks_for(request.ticket, member.id):
+                    return None, Denied(f"its join token has not let {member.id} in")
+                return None, self.membership.leave(member, self.now, run=run)
         raise ValueError(request.method)
 
     def _register(self, claim: Claim, ticket: bytes) -> Outcome:
-        if ticket:
-            before = self._gate.snapshot()
-            reason = self._gate.refusal(ticket, claim.member.id, self._world.timeline.now)
-            self._gate_changed = self._gate.snapshot() != before
-            if reason is not None:
-                return Refusal(reason)
-        return self.membership.register(claim, self.now)
+        """As `Desk` does: a use of a join token counts only if the membership has accepted the claim."""
+        name, now = claim.member.id, self._world.timeline.now
+        reason = self._gate.refusal(ticket, name, now, self.membership.knows) if ticket else None
+        if reason is not None:
+            return Refusal(reason)
+        outcome = self.membership.register(claim, self.now)
+        if not isinstance(outcome, Refusal) and self._gate.admit(ticket, name):
+            self._gate_changed = True
+        return outcome
 
-    def _objection(self, ticket: bytes, names: list[str]) -> str | None:
-        """Why a caller with a join token may not speak for members."""
-        for name in names if ticket else ():
-            if self._gate.refusal(ticket, name, float("inf")) is not None:
-                return f"its join token has not let {name} in"
-        return None
+    def _beat(self, ids: list[str], gone: list[str], run: bytes, ticket: bytes) -> News:
+        """As `Desk` does: ids for which a join token does not speak are ignored."""
+        theirs = [name for name in ids if self._gate.speaks_for(ticket, name)]
+        gone = [name for name in gone if self._gate.speaks_for(ticket, name)]
+        if gone:
+            self.membership.gone(gone, self.now, run)
+        news = self.membership.beat(theirs, self.now, run)
+        return replace(news, unknown=(*news.unknown, *set(ids).difference(theirs)))
 
     def _answer(self, request: Request, outcome: Any) -> None:
         self.do(lambda: self._world.network.call(self, request.caller, lambda: request.answer(outcome)))
@@ -156,6 +156,11 @@ class Coordinator(Process):
     def _write(self) -> bool:
         """Put what lasts into the journal; False if it ended over that. While the disk is slow, nobody is told."""
         changes = self.membership.changes()
+        if any(change.kind == "formed" for change in changes):
+            self._gate.seated(self.member_ids)
+        for change in changes:
+            if change.kind == "went" and change.member and not self.membership.knows(change.member):
+                self._gate_changed |= self._gate.release(change.member)
         lasting = self._gate_changed or any(change.lasting for change in changes)
         self._gate_changed = False
         if lasting:

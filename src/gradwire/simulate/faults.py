@@ -264,7 +264,7 @@ def _leave(world: World, fault: Fault, random: Random) -> None:
 def _unfit(world: World, fault: Fault, random: Random) -> None:
     """A newcomer that the others cannot work with. At the start of a job nobody could tell who is at fault."""
     if world.coordinator.membership.generation:
-        world.start_worker("abroad", profile=Profile(unfit=random.choice(UNFIT)))
+        world.start_worker(world.new_host(), profile=Profile(unfit=random.choice(UNFIT)))
 
 
 def _token(world: World, fault: Fault, random: Random) -> None:
@@ -281,7 +281,7 @@ def _impostor(world: World, fault: Fault, random: Random) -> None:
 def _stale(world: World, fault: Fault, random: Random) -> None:
     """A member of another run of the same job comes, with more steps than this one has done."""
     known = max(1, world.coordinator.membership.generation)
-    world.start_worker("abroad", profile=Profile(b"", None, run_id(99), random.randint(1, known), 1000))
+    world.start_worker(world.new_host(), profile=Profile(b"", None, run_id(99), random.randint(1, known), 1000))
 
 
 def _no_journal(world: World, fault: Fault, random: Random) -> None:
@@ -303,7 +303,7 @@ def _outage(world: World, fault: Fault, random: Random) -> None:
     if names:
         _apart(world, fault, [*names, *world.launchers_of(names)], [world.coordinator.name])
         for _ in range(random.randint(0, 3)):
-            world.timeline.after(random.uniform(0.0, fault.seconds), lambda: world.start_worker("abroad"))
+            world.timeline.after(random.uniform(0.0, fault.seconds), lambda: world.start_worker(world.new_host()))
 
 
 def _blackout(world: World, fault: Fault, random: Random) -> None:

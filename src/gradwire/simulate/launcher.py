@@ -29,6 +29,8 @@ class Launcher(Process):
         self._world = world
         self._random = random
         self._workers: dict[str, Worker] = {}
+        self._runs: dict[str, bytes] = {}  # by worker: the run that it is known to be a member of
+        self._run = b""  # of the last news
         self._gone: list[str] = []  # of whose end the coordinator has not confirmed to have heard
         self._restarts = restarts
         self._coordinator = Caller(self, world, ticket)
@@ -55,12 +57,15 @@ class Launcher(Process):
 
     def _say(self) -> None:
         told = list(self._gone)
+        of_this_run = [name for name in self._workers if self._runs.get(name, b"") in (b"", self._run)]
+        running = [name for name in of_this_run if not self._workers[name].stopped]  # the system tells that, too
 
         def answered(news: object) -> None:
             if isinstance(news, News):
                 self._gone = [name for name in self._gone if name not in told]
+                self._runs.update(dict.fromkeys(set(running).difference(news.unknown), news.run))
+                self._run = news.run
                 for worker in self._workers.values():
                     worker.news = news
 
-        running = [name for name, worker in self._workers.items() if not worker.stopped]  # the system tells that, too
-        self._coordinator.send("beat", (running, told), answered)
+        self._coordinator.send("beat", (running, told, self._run), answered)

@@ -65,7 +65,7 @@ class Rank:
         self._due: Event | None = None
         self._unreachable: set[int] = set()
         self._misfits: dict[int, None] = {}  # that speak another version of the set-up protocol
-        self._version = VERSION if worker.profile.unfit != "unfit in set-up" else OTHER_VERSION
+        self._version = VERSION if worker.profile.unfit is None else OTHER_VERSION
         self._ends: list[End] = []
         self._look()
         self._beat()

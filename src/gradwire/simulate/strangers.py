@@ -21,7 +21,9 @@ JOB = "simulated"
 TOKEN_SECONDS = 3600  # for which a simulated join token holds
 TRIES = 5  # of an impostor
 
-Unfit = Literal["no address", "bad address", "old protocol", "memory of another host", "unfit in set-up"]
+Unfit = Literal[
+    "no data plane", "no address", "bad address", "old protocol", "memory of another host", "unfit in set-up"
+]
 """What is wrong with a newcomer. All but the last can be seen from its claim."""
 
 UNFIT: tuple[Unfit, ...] = get_args(Unfit)
@@ -82,10 +84,11 @@ class Impostor(Process):
             member = replace(member, host=self.host, hostname=self.host)
         generation = self._random.choice((0, victim.generation))
         world.note(self, "claims to be %s after generation %d", name, generation)
-        claim = Claim(member, None, None, self._session, generation=generation, **victim.descent(generation))
+        run = victim.run if generation else b""
+        claim = Claim(member, None, None, self._session, generation=generation, run=run, transport="auto")
         outcome = yield from self._coordinator.ask("register", claim)
         if victim.alive and name in world.coordinator.member_ids and not isinstance(outcome, Refusal):
             world.fail(f"{self.name} was given the place of {name}, which lives and came with other credentials")
         world.note(self, "reports %s as gone", name)
-        yield from self._coordinator.ask("beat", ([], [name]))
-        yield from self._coordinator.ask("leave", member)
+        yield from self._coordinator.ask("beat", ([], [name], self._random.choice((b"", victim.run))))
+        yield from self._coordinator.ask("leave", (member, victim.run))

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gradwire.arrays import raw
 from gradwire.errors import Broken, NoConnection, StateLost
+from gradwire.identity import PROTOCOL
 from gradwire.membership import Assembly, Member
 from gradwire.membership.answers import Claim, News, Refusal, Waiting
 from gradwire.seat import SET_UP_SECONDS
@@ -42,14 +43,14 @@ class Worker(Process):
     def __init__(
         self,
         world: World,
-        name: str,
+        number: int,
         host: str,
         clock: Clock,
         random: Random,
         wish: int | None = None,
         profile: Profile = NORMAL,
     ) -> None:
-        super().__init__(name, host, world.timeline, clock)
+        super().__init__(f"m{number}", host, world.timeline, clock)
         self.world = world
         self.profile = profile
         self.network: Network = world.network
@@ -69,6 +70,7 @@ class Worker(Process):
         self._random = random
         self._wish = wish
         self._lost: tuple[str, ...] = ()
+        self._ip = f"10.0.{number >> 8}.{number & 255}"
         self.address = ""
         self._attempts = 0
         self._session = random.randbytes(16)
@@ -109,7 +111,7 @@ class Worker(Process):
             rank.close()
             self.rank = None
             if self.leaving:
-                yield from self._coordinator.ask("leave", self.member())
+                yield from self._coordinator.ask("leave", (self.member(), self.run))
                 self.world.note(self, "left")
                 self.world.end_worker(self)
                 return
@@ -117,11 +119,14 @@ class Worker(Process):
     def _register(self) -> Program:
         """Ask the coordinator until it has a generation for this member; None if it is refused."""
         self._attempts += 1
-        self.address = f"{self.name}:{self._attempts}"
+        self.address = f"{self._ip}:{self._attempts}"
         self.world.note(self, "registers after generation %d, lost %s", self.generation, self._lost)
         while True:
             outcome = yield from self._coordinator.ask("register", self._claim())
             if isinstance(outcome, Assembly):
+                if self.run not in (b"", outcome.run):
+                    self.world.note(self, "refuses the assembly of another run")
+                    return None
                 self.waiting, self._lost, self._stood_still = "", (), False
                 self.world.ledger_of(outcome.run).assembled(self.name, outcome)
                 self._stranger = self._stranger or outcome.generation != self.generation + 1
@@ -136,19 +141,26 @@ class Worker(Process):
                     self.world.fail(f"{self.name} waits and is not told for what")
 
     def _claim(self) -> Claim:
-        size = self.world.setting.start if self.generation == 0 and self._wish is not None else None
+        first, unfit = self.generation == 0, self.profile.unfit
         return Claim(
-            self.member(), size, None, self._session, 0, self.generation, self._lost, self._stranger, self._stood_still
+            self.member(),
+            self.world.setting.start if first and self._wish is not None else None,
+            None,
+            self._session,
+            generation=self.generation,
+            lost=self._lost,
+            stranger=self._stranger,
+            stood_still=self._stood_still,
+            run=self.run,
+            protocol=PROTOCOL - (unfit == "old protocol"),
+            transport={"no data plane": "", "memory of another host": "shm"}.get(unfit or "", "auto"),
         )
 
     def member(self) -> Member:
         wish = self._wish if self.generation == 0 else None
-        address = {"no address": "", "bad address": self.name}.get(self.profile.unfit or "", self.address)
+        unusable = {"no data plane": "", "no address": "", "bad address": self.name}
+        address = unusable.get(self.profile.unfit or "", self.address)
         return Member(self.name, wish, self.host, self.host, 1, address)
-
-    def descent(self, generation: int) -> dict[str, Any]:
-        """What a claim says of the generation that the claimant was in."""
-        return {}
 
     def _standing(self) -> Standing:
         """Where this member stands. Its state is sound if no step that was cut short has changed it."""
@@ -240,7 +252,8 @@ class Worker(Process):
 
     def _wants_renewal(self, rank: Rank) -> bool:
         news = self.news
-        return self.leaving or (news is not None and news.generation == rank.number and news.joiners > 0)
+        own = news is not None and (news.run, news.generation) == (self.run, rank.number)
+        return self.leaving or (news is not None and own and news.joiners > 0)
 
     def _compute(self, seconds: float) -> Program:
         """Work that notices nothing of what happens around it."""
@@ -252,7 +265,7 @@ class Worker(Process):
 
     def _keep_lease(self) -> None:
         """A lone worker's beats to the coordinator."""
-        self._lease.send("beat", ([self.name], []), self._hear_news)
+        self._lease.send("beat", ([self.name], [], self.run), self._hear_news)
         self.later(LEASE_BEAT, self._keep_lease)
 
     def _hear_news(self, news: object) -> None:

@@ -165,7 +165,7 @@ class World:
 
     def invite(self, count: int, ticket: bytes) -> None:
         """Workers on a host of their own join with a join token; their launcher has nothing but the token, too."""
-        host = f"guest{len(self._by_name)}"
+        host = self.new_host()
         if self.setting.launchers:
             self._add_launcher(host, ticket=ticket)
         for _ in range(count):
@@ -177,8 +177,9 @@ class World:
     def start_worker(self, host: str, wish: int | None = None, profile: Profile = NORMAL) -> None:
         if host in self._dark:
             return
-        name, random = f"m{len(self._by_name)}", self.random
-        worker = Worker(self, name, host, self.new_clock(random), Random(random.getrandbits(32)), wish, profile)
+        number, random = len(self._by_name), self.random
+        worker = Worker(self, number, host, self.new_clock(random), Random(random.getrandbits(32)), wish, profile)
+        name = worker.name
         self._by_name[name] = worker
         self.note(worker, "starts on %s", host)
         if host in self._launchers:
@@ -203,6 +204,10 @@ class World:
             self._launchers[host].crash(power=True)
         for worker in [worker for worker in self.workers if worker.host == host]:
             self.end_worker(worker, power=True)
+
+    def new_host(self) -> str:
+        """A host that no launcher with the job's secret looks after."""
+        return f"guest{len(self._by_name)}"
 
     def new_clock(self, random: Random) -> Clock:
         return Clock(self.timeline, random.uniform(0.0, 1e6), random.uniform(0.999, 1.001))
@@ -324,7 +329,8 @@ class World:
         if worker.run not in (b"", run):
             theirs, ours = int.from_bytes(worker.run, "big"), int.from_bytes(run, "big")
             self.fail(f"{worker.name} is a member of run {theirs}, and was taken into run {ours}")
-        if worker.profile.refusable:
+        first = self._formed == 1 and worker.profile.unfit == "memory of another host"  # nobody was there to compare
+        if worker.profile.refusable and not first:
             self.fail(f"{worker.name} is unfit ({worker.profile.unfit}), and was taken into generation {self._formed}")
         if worker.profile.unfit:
             self._check_rests(worker.name)
