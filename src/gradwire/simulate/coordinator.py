@@ -41,7 +41,7 @@ class Coordinator(Process):
         super().__init__("coordinator", "elsewhere", world.timeline, clock)
         self._world = world
         self.disk = Disk(world.setting.durable)
-        self.runs = 0  # how many were begun
+        self._runs = 0  # how many were begun without a journal
         self._start = 1
         self._newest: dict[int, int] = {}  # by session: the last call heard, so that nothing is heard twice
         self._held: list[_Held] = []
@@ -57,6 +57,10 @@ class Coordinator(Process):
         return self.membership.terms.run
 
     @property
+    def previous_run(self) -> bytes:
+        return self.membership.terms.previous_run
+
+    @property
     def member_ids(self) -> tuple[str, ...]:
         return tuple(member.id for member in self.membership.members)
 
@@ -69,10 +73,10 @@ class Coordinator(Process):
             self._gate.restore(snapshot["tokens"])
             return
         setting = self._world.setting
-        self.runs += 1
+        self._runs += 1
         self.membership = Membership(
             JOB,
-            run_id(self.runs),
+            run_id(self._runs),
             start=setting.start,
             minimum=setting.minimum,
             maximum=setting.maximum,
@@ -267,12 +271,12 @@ class Coordinator(Process):
         self._start += 1
         self._newest.clear()
         self._held.clear()
-        run, number = self.run[-1], self.membership.generation
+        run, number = self._world.ledger.run, self.membership.generation
         self._world.note(self, "is back with run %d, and knows generation %d", run, number)
         self._world.resumed()
         self._plan_look()
 
 
 def run_id(number: int) -> bytes:
-    """The id of the run that was begun as this one."""
-    return number.to_bytes(16, "big")
+    """The id of the run that was begun as this one; others may begin in its place before the next."""
+    return (1000 * number).to_bytes(8, "big") + bytes(8)

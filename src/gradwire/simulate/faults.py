@@ -56,7 +56,7 @@ RARE: dict[str, tuple[int, float, float]] = {
     "impostor": (3, 0.0, 0.0),
     "stale": (3, 0.0, 0.0),
     "no-journal": (3, 0.1, 5.0),
-    "outage": (1, 75.0, 130.0),
+    "outage": (1, 72.0, 90.0),
     "blackout": (2, 0.1, 5.0),
     "slow-disk": (3, 2.0, 10.0),
     "full-disk": (2, 1.0, 10.0),

@@ -31,7 +31,7 @@ class Launcher(Process):
         self._workers: dict[str, Worker] = {}
         self._runs: dict[str, bytes] = {}  # by worker: the run that it is known to be a member of
         self._run = b""  # of the last news
-        self._gone: list[str] = []  # of whose end the coordinator has not confirmed to have heard
+        self._gone: dict[str, bytes] = {}  # of whose end the coordinator has not confirmed to have heard; by run
         self._restarts = restarts
         self._coordinator = Caller(self, world, ticket)
         self._beat()
@@ -45,7 +45,7 @@ class Launcher(Process):
 
     def _bury(self, worker: Worker) -> None:
         self._workers.pop(worker.name, None)
-        self._gone.append(worker.name)
+        self._gone[worker.name] = self._runs.pop(worker.name, b"")
         self._say()
         if self._restarts and not worker.leaving:
             self._restarts -= 1
@@ -57,15 +57,16 @@ class Launcher(Process):
 
     def _say(self) -> None:
         told = list(self._gone)
+        gone = [name for name, run in self._gone.items() if run in (b"", self._run)]
         of_this_run = [name for name in self._workers if self._runs.get(name, b"") in (b"", self._run)]
         running = [name for name in of_this_run if not self._workers[name].stopped]  # the system tells that, too
 
         def answered(news: object) -> None:
             if isinstance(news, News):
-                self._gone = [name for name in self._gone if name not in told]
+                self._gone = {name: run for name, run in self._gone.items() if name not in told}
                 self._runs.update(dict.fromkeys(set(running).difference(news.unknown), news.run))
                 self._run = news.run
                 for worker in self._workers.values():
                     worker.news = news
 
-        self._coordinator.send("beat", (running, told, self._run), answered)
+        self._coordinator.send("beat", (running, gone, self._run), answered)

@@ -31,15 +31,20 @@ Version = tuple[int, int]
 class Ledger:
     """All that was ever agreed on in one run; `fail` is told what contradicts it."""
 
-    def __init__(self, seed: int, fail: Callable[[str], NoReturn], run: int = 1) -> None:
+    def __init__(
+        self, seed: int, fail: Callable[[str], NoReturn], run: int = 1, previous: Ledger | None = None
+    ) -> None:
+        """`previous` is of the run in whose place this one was begun: it may begin with an earlier state of that."""
         self._seed = seed
         self._fail = fail
         self.run = run
         self.generations: dict[int, tuple[str, ...]] = {}
         self.commits: dict[int, Version] = {}  # by step
-        self.states: dict[Version, Array] = {}  # that a generation of this run has completed
-        self.bases: dict[int, Version] = {}  # by generation: where it began
-        self.beginnings: dict[int, Array] = {}  # by generation: what it began with, if that was from nothing
+        self.states: dict[Version, Array] = dict(previous.states) if previous else {}
+        self.bases: dict[int, Version] = dict(previous.bases) if previous else {}  # by generation: where it began
+        self.beginnings: dict[int, Array] = (
+            dict(previous.beginnings) if previous else {}
+        )  # by generation: what it began with, if that was from nothing
         self._since = 0  # the generation from which on all this holds: before it everything was lost
         self._forgotten: set[Version] = set()  # what was committed, and lost with all who knew it
         self.generation_of: dict[str, int] = {}  # by member: the last one it entered

@@ -124,7 +124,7 @@ class Worker(Process):
         while True:
             outcome = yield from self._coordinator.ask("register", self._claim())
             if isinstance(outcome, Assembly):
-                if self.run not in (b"", outcome.run):
+                if self.run not in (b"", outcome.run, outcome.previous_run):
                     self.world.note(self, "refuses the assembly of another run")
                     return None
                 self.waiting, self._lost, self._stood_still = "", (), False

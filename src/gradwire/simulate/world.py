@@ -255,7 +255,8 @@ class World:
 
     def ledger_of(self, run: bytes) -> Ledger:
         if run not in self._ledgers:
-            self._ledgers[run] = Ledger(self.seed, self.fail, int.from_bytes(run, "big"))
+            previous = self._ledgers.get(self.coordinator.previous_run) if run == self.coordinator.run else None
+            self._ledgers[run] = Ledger(self.seed, self.fail, len(self._ledgers) + 1, previous)
         return self._ledgers[run]
 
     def state_is_held(self, run: bytes) -> bool:
@@ -326,11 +327,12 @@ class World:
 
     def _check_fitness(self, worker: Worker, run: bytes) -> None:
         """A generation may only have members that it can work with."""
-        if worker.run not in (b"", run):
-            theirs, ours = int.from_bytes(worker.run, "big"), int.from_bytes(run, "big")
+        first = self._formed == min(self.ledger.generations)  # of this run: nobody was there to compare it with
+        founder = first and worker.run == self.coordinator.previous_run
+        if worker.run not in (b"", run) and not founder:
+            theirs, ours = self.ledger_of(worker.run).run, self.ledger.run
             self.fail(f"{worker.name} is a member of run {theirs}, and was taken into run {ours}")
-        first = self._formed == 1 and worker.profile.unfit == "memory of another host"  # nobody was there to compare
-        if worker.profile.refusable and not first:
+        if worker.profile.refusable and not (first and worker.profile.unfit == "memory of another host"):
             self.fail(f"{worker.name} is unfit ({worker.profile.unfit}), and was taken into generation {self._formed}")
         if worker.profile.unfit:
             self._check_rests(worker.name)
