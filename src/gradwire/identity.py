@@ -15,6 +15,7 @@ from gradwire.wire import Header, Kind, WireError
 PROTOCOL = 1
 RUN_BYTES = 16
 _TIME_BYTES = 8
+_MOST_REPLACED = 1000  # runs, one after the other, by one coordinator
 
 
 def new_run(after: bytes = b"") -> bytes:
@@ -38,6 +39,20 @@ def next_run(run: bytes) -> bytes:
     """
     began = int.from_bytes(run[:_TIME_BYTES], "big") + 1
     return began.to_bytes(_TIME_BYTES, "big") + hashlib.sha256(run).digest()[: RUN_BYTES - _TIME_BYTES]
+
+
+def replaces(run: bytes, earlier: bytes) -> bool:
+    """Whether a coordinator has begun `run` in place of `earlier`, directly or in several steps.
+
+    >>> replaces(next_run(next_run(bytes(16))), bytes(16)), replaces(new_run(), bytes(16)), replaces(bytes(16), b"")
+    (True, False, False)
+    """
+    steps = int.from_bytes(run[:_TIME_BYTES], "big") - int.from_bytes(earlier[:_TIME_BYTES], "big")
+    if not earlier or not 0 < steps <= _MOST_REPLACED:
+        return False
+    for _ in range(steps):
+        earlier = next_run(earlier)
+    return run == earlier
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,6 +171,7 @@ class Seat:
             )
             self._lease.start()
         lease = self._lease
+        lease.enter(self._run)
         generation.news = self._own_news(lambda: lease.news)
 
     def _own_news(self, latest: Callable[[], News | None]) -> Callable[[], News | None]:

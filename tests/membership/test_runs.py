@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 
 import gradwire as gw
 from gradwire.errors import Refused
+from gradwire.identity import new_run, replaces
 from gradwire.membership import Member
 from gradwire.membership.answers import News
 from gradwire.membership.client import heartbeat, register
 from gradwire.membership.heartbeats import Heartbeats, not_a_member
+from gradwire.membership.lease import Lease
 from gradwire.membership.service import Coordinator
 from membership.journal import SECRET, Journal
 
@@ -51,6 +54,41 @@ def test_launcher_of_an_old_run_keeps_and_ends_no_lease_in_the_new_one(serve: Se
         assert heartbeat(second.address, ["a"], secret=SECRET, run=second.run).unknown == ()
     finally:
         beats.close()
+
+
+def test_launcher_speaks_for_a_newcomer_that_begins_a_run_in_place_of_the_one_it_waited_in(serve: Serve) -> None:
+    """The only member dies while a newcomer waits; the newcomer begins another run, and needs its lease there."""
+    coordinator = serve(1, minimum=1, maximum=4, lease=0.5)
+    before = join(coordinator, "a")
+    told: queue.SimpleQueue[News] = queue.SimpleQueue()
+    beats = Heartbeats(coordinator.address, ["x"], secret=SECRET, on_news=told.put, interval=0.05)
+    beats.start()
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            run = thread.submit(join, coordinator, "x")
+            while told.get(timeout=30).unknown:
+                heartbeat(coordinator.address, ["a"], secret=SECRET)
+            heartbeat(coordinator.address, [], secret=SECRET, gone=["a"])
+            assert replaces(run.result(timeout=30), before)
+        for _ in range(20):  # longer than a lease
+            assert told.get(timeout=30).evicted in ((), ("a",))
+    finally:
+        beats.close()
+
+
+def test_lease_speaks_for_its_member_in_the_run_that_the_member_has_entered(serve: Serve) -> None:
+    coordinator = serve(1, minimum=1, maximum=4)
+    join(coordinator, "a")
+    told: queue.SimpleQueue[News] = queue.SimpleQueue()
+    lease = Lease(coordinator.address, "a", run=new_run(), secret=SECRET, on_news=told.put, interval=0.05)
+    lease.start()
+    try:
+        assert told.get(timeout=30).unknown == ("a",)
+        lease.enter(coordinator.run)
+        while told.get(timeout=30).unknown:
+            pass  # of a heartbeat that was under way
+    finally:
+        lease.close()
 
 
 def test_worker_node_of_an_old_run_is_told_in_its_log_and_cannot_rejoin(

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 
 from gradwire.errors import GradwireError, NoConnection
+from gradwire.identity import replaces
 from gradwire.membership.answers import News
 from gradwire.membership.calls import CallFailed
 from gradwire.membership.conversation import Conversation, Secret, pauses_between_tries
@@ -160,7 +161,9 @@ class Heartbeats:
         for name in set(ids).difference(news.unknown):
             if name in self._ids:
                 self._ids[name] = news.run
-        if self._run_id and news.run != self._run_id:
+        if replaces(news.run, self._run_id):  # members that wait or come back may be in the new run: ask of all of them
+            self._ids = {name: b"" if run == self._run_id else run for name, run in self._ids.items()}
+        elif self._run_id and news.run != self._run_id:
             lost = [name for name, run in self._ids.items() if run == self._run_id]
             for name in lost[:1]:
                 log.warning("the coordinator at %s %s", self._address, not_a_member(news, name, self._run_id))

@@ -56,6 +56,10 @@ class Lease:
         self._thread = threading.Thread(target=self._run, name="gradwire-lease", daemon=True)
         self._thread.start()
 
+    def enter(self, run: bytes) -> None:
+        """The member is in a generation of `run` now."""
+        self._run_id = run
+
     def close(self) -> None:
         """No more heartbeats. Idempotent; in a forked child it does nothing."""
         thread, self._thread = self._thread, None

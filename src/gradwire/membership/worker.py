@@ -246,3 +246,5 @@ class WorkerNode:
             credentials=self._credentials,
             waiting=waiting,
         )
+        if self._lease is not None:
+            self._lease.enter(self._assembly.run)
