@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
+from gradwire.identity import replaces
 from gradwire.membership.answers import News
 from gradwire.simulate.calls import Caller
 from gradwire.simulate.process import Process
@@ -65,6 +66,8 @@ class Launcher(Process):
             if isinstance(news, News):
                 self._gone = {name: run for name, run in self._gone.items() if name not in told}
                 self._runs.update(dict.fromkeys(set(running).difference(news.unknown), news.run))
+                if replaces(news.run, self._run):
+                    self._runs = {name: run for name, run in self._runs.items() if run != self._run}
                 self._run = news.run
                 for worker in self._workers.values():
                     worker.news = news

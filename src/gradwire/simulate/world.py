@@ -92,6 +92,7 @@ class World:
         self._touched: dict[str, float] = {}
         self._commits_after: set[int] = set()
         self._recovered: float | None = None
+        self._watched_until = 0.0
         self._formed = 0
         self._struck: dict[str, str] = {}  # off the present generation, and why
         self._by_name: dict[str, Worker] = {}
@@ -233,6 +234,8 @@ class World:
             worker = self._by_name[change.member]
             if worker.alive and (change.kind == "gone" or (change.kind == "left" and not worker.leaving)):
                 self.fail(f"{worker.name} was struck off because it {_WHY[change.kind]}, and it is still there")
+            if change.kind == "silent" and self._is_untouched(worker):
+                self.fail(f"{worker.name} was not heard of for the time of its lease, and nothing had happened to it")
             if change.kind in get_args(Cause):
                 self._struck[change.member] = change.kind
             elif change.kind == "returned":
@@ -245,7 +248,7 @@ class World:
             if self._recovered is None:
                 self._recovered = self.timeline.now
             self._commits_after.add(version[0])
-            if len(self._commits_after) >= STEPS_AFTER:
+            if len(self._commits_after) >= STEPS_AFTER and self.timeline.now >= self._watched_until:
                 self.ending = "went on"
 
     @property
@@ -308,6 +311,8 @@ class World:
         self.note(self.coordinator, "generation %d: %s", number, ids)
         ledger.formed(number, ids, self._struck.keys(), self.setting.minimum, self.setting.maximum)
         self._formed = number
+        if self.coordinator.previous_run:  # its members' leases must be kept in the new run, too
+            self._watched_until = self.timeline.now + self.setting.lease + 5.0
         for name in ids:
             self._check_fitness(self._by_name[name], run)
         for name in ledger.generations.get(number - 1, ()):
@@ -349,9 +354,13 @@ class World:
         worker = self._by_name[name]
         # Who leaves while all still find each other may close a link before its goodbye is through.
         found_each_other = self._formed - 1 in self.ledger.bases
-        excused = not worker.alive or worker.leaving or not self.setting.smooth or not found_each_other
-        if not excused and self.timeline.now > self._touched.get(name, -LINGER) + LINGER:
+        if found_each_other and not worker.leaving and self._is_untouched(worker):
             self.fail(f"{name} was evicted, and nothing had happened to it")
+
+    def _is_untouched(self, worker: Worker) -> bool:
+        """Whether a worker lives, and nothing happened to it lately for which others could give it up."""
+        lately = self.timeline.now <= self._touched.get(worker.name, -LINGER) + LINGER
+        return worker.alive and self.setting.smooth and not lately
 
     def _look_for_life(self) -> None:
         runs = (b"", self.coordinator.run)
