@@ -12,11 +12,12 @@ from pathlib import Path
 
 def identity() -> str:
     """What two processes have in common exactly if they run on one machine."""
-    return f"{socket.gethostname()}/{_boot()}"
+    return f"{socket.gethostname()}/{boot()}"
 
 
 @functools.cache
-def _boot() -> str:
+def boot() -> str:
+    """The id of this start of the machine; empty if that cannot be known."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""

@@ -151,6 +151,21 @@ def test_who_needs_no_durable_journal_does_not_wait_for_the_disk(tmp_path: Path,
     assert bool(waits) is durable
 
 
+@pytest.mark.parametrize("durable", [True, False])
+def test_journal_after_a_start_of_the_machine_is_refused_unless_it_is_durable(tmp_path: Path, durable: bool) -> None:
+    path, state = tmp_path / "journal", grown(elastic(), 2)
+    with Journal(path, durable=durable, boot="one") as journal:
+        journal.save(state.changes(), state.snapshot())
+    with Journal(path, durable=durable, boot="one") as journal:
+        assert journal.load() == state.snapshot()
+    with Journal(path, boot="two") as journal:
+        if durable:
+            assert journal.load() == state.snapshot()
+        else:
+            with pytest.raises(JournalError, match=r"the machine was started anew since.*move the file away"):
+                journal.load()
+
+
 def flip(path: Path, found: bytes, instead: bytes) -> None:
     content = path.read_bytes()
     assert found in content

@@ -4,7 +4,9 @@
     generations   the members of each generation, written once; the last few are kept
     changes       what happened, for people to read; the last few thousand are kept
 
-Whatever is saved survives the death of the coordinator and of the machine. One coordinator at a time has the file. A
+Whatever is saved survives the death of the coordinator. A durable journal survives the death of the machine, too; one
+that is not durable may then lack its last entries, and is refused, because a coordinator that forgets a generation
+would form another one with the same number. One coordinator at a time has the file. A
 file that is damaged, of another version or not a journal at all is an error, and is left as it is.
 """
 
@@ -21,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from gradwire import machine
 from gradwire.errors import JournalError
 from gradwire.membership.answers import Change
 
@@ -54,12 +57,14 @@ _MEANING = {
 class Journal:
     """The journal at `path`, made if there is no such file. It is locked until `close`.
 
-    Each entry is on the disk when it is made, unless it need not be `durable`: then it outlives this process only.
+    Each entry is on the disk when it is made, unless it need not be `durable`: then it outlives this process only, and
+    the file is of no use once the machine was started anew. `boot` tells one start of the machine from another.
     """
 
-    def __init__(self, path: Path, *, durable: bool = True) -> None:
+    def __init__(self, path: Path, *, durable: bool = True, boot: str | None = None) -> None:
         self.path = path
         self._durable = durable
+        self._boot = machine.boot() if boot is None else boot
         self._written = 0  # the generation whose members are known to be in it
         with self._explained():
             if not path.exists():
@@ -81,6 +86,12 @@ class Journal:
             if row is None and not self._number("SELECT count(*) FROM generations"):
                 return None
             snapshot: dict[str, Any] = self._read(row, "its state")
+            boot = snapshot.pop("boot", "")
+            if boot not in ("", self._boot):
+                raise self._error(
+                    f"it was written without waiting for the disk, and the machine was started anew since, so the last "
+                    f"entries may be missing: {_ANEW}"
+                )
             number = snapshot["generation"]
             row = self._db.execute("SELECT body, digest FROM generations WHERE number = ?", (number,)).fetchone()
             return snapshot | {"members": self._read(row, f"generation {number}")}
@@ -88,6 +99,8 @@ class Journal:
     def save(self, changes: Sequence[Change], snapshot: Mapping[str, Any]) -> None:
         """Add what happened, and what is so now: all of it or, with an error, nothing."""
         state = {name: value for name, value in snapshot.items() if name != "members"}
+        if not self._durable:
+            state["boot"] = self._boot
         with self._explained(), self._transaction() as db:
             self._save_members(db, snapshot["generation"], snapshot["members"])
             db.execute("INSERT OR REPLACE INTO state VALUES (1, ?, ?)", _sealed(state))
