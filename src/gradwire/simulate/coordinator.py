@@ -83,7 +83,7 @@ class Coordinator(Process):
             lease=setting.lease,
             settle=setting.settle,
         )
-        self.disk.save(self._snapshot(), self._world.timeline.now)
+        self.disk.save(self._snapshot())
 
     def _snapshot(self) -> dict[str, Any]:
         return self.membership.snapshot() | {"tokens": self._gate.snapshot()}
@@ -185,7 +185,7 @@ class Coordinator(Process):
 
     def _save(self) -> bool:
         try:
-            seconds = self.disk.save(self._snapshot(), self._world.timeline.now)
+            seconds = self.disk.save(self._snapshot())
         except JournalError as error:
             self._fail(error)
             return False
@@ -229,7 +229,7 @@ class Coordinator(Process):
     def lose_power(self, random: Random) -> None:
         """Crash together with the host."""
         self._fall("its host has no power any more", random)
-        self.disk.lose_power(self._world.timeline.now, random)
+        self.disk.lose_power(random)
 
     def _fail(self, error: JournalError) -> None:
         """The journal cannot be written: the process answers nothing more, ends, and is started again."""
