@@ -130,7 +130,10 @@ class Fenced(GradwireError):
 
 
 class StateLost(GradwireError):
-    """After a break no surviving rank holds a sound copy of the state; the message names the last checkpoint."""
+    """No rank that is left holds a sound copy of the state, or a copy arrived damaged; the message says which.
+
+    A run does not go back to a checkpoint on its own: start the job again, from one that the program has written.
+    """
 
 
 class NotFinite(GradwireError, ArithmeticError):
