@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.errors import StateLost
-from gradwire.training.steps import NONE, Settlement, Standing, ballot, count, settle
+from gradwire.training.steps import NONE, Settlement, Standing, ballot, count, has_begun, is_sound, settle
 
 
 def test_the_highest_completed_step_wins() -> None:
@@ -69,6 +69,24 @@ def test_settle_with_holders_that_differ_hands_over_the_most_common_state() -> N
 def test_settle_with_two_holders_that_differ_hands_over_the_lower_rank_s_state() -> None:
     found = settle([Standing(), Standing(5, 1, 5, "a"), Standing(5, 1, 5, "b"), Standing()])
     assert found == Settlement(5, 1, {0: 1, 3: 1}, differing=(2,))
+
+
+@pytest.mark.parametrize("completed", [NONE, 0, 5])
+def test_is_sound_with_a_state_that_a_step_has_changed_is_false_from_the_first_step_on(completed: int) -> None:
+    assert is_sound(completed, "before", "before")
+    assert not is_sound(completed, "before", "changed")
+
+
+def test_is_sound_before_the_run_has_begun_depends_on_whether_a_copy_was_cut_short() -> None:
+    assert not has_begun(NONE, "")
+    assert is_sound(NONE, "", "anything")
+    assert not is_sound(NONE, "", "anything", overwritten=True)
+    assert not is_sound(NONE, "before", "before", overwritten=True)
+
+
+def test_settlement_before_the_first_step_is_named_after_the_generation_that_begins() -> None:
+    assert Settlement(NONE, 1).version_in(4) == (NONE, 4)
+    assert Settlement(3, 1).version_in(4) == (3, 1)
 
 
 standings = st.builds(

@@ -27,7 +27,7 @@ from gradwire.training.contract import diverged
 from gradwire.training.fence import Fence
 from gradwire.training.sampler import whole
 from gradwire.training.state import State
-from gradwire.training.steps import NONE, Settlement, Standing, ballot, count, settle
+from gradwire.training.steps import NONE, Settlement, Standing, ballot, count, has_begun, has_joiners, is_sound, settle
 
 log = logging.getLogger("gradwire.training")
 
@@ -183,9 +183,7 @@ class Elastic:
             raise self._divergence.with_traceback(None)
 
     def _others_wait(self) -> bool:
-        """Whether members wait to join this very generation; news of an earlier one is old."""
-        news = self.group._generation.news()
-        return news is not None and news.joiners > 0 and news.generation == self.group.generation
+        return has_joiners(self.group._generation.news(), self.group.generation)
 
     # -- going on -----------------------------------------------------------------------------------------------------
 
@@ -234,10 +232,9 @@ class Elastic:
             self._await_others()
         if not self._number:
             self._number = _next_run(self.group._generation)
-        # Before the first step is completed, too, one that was cut short may have changed what all began with.
-        begun = self._completed != NONE or (bool(self.digest) and not self._overwritten)
+        begun = has_begun(self._completed, self.digest, self._overwritten)
         digest = digest or (self._digest_if_readable() if begun else "")
-        sound = digest == self.digest if begun else not self._overwritten
+        sound = is_sound(self._completed, self.digest, digest, self._overwritten)
         mine = Standing(self._completed, self._completed_in, self.committed, digest, sound, self._number)
         standings = self._compared(mine)
         self._check_runs([standing.run for standing in standings])
@@ -250,9 +247,7 @@ class Elastic:
         self._check_identical(not settlement.differing, settlement.completed, holds)
         self._exchange(settlement, standings)
         # The digest too, before anything can break: a state that was just pulled must not count as spoiled.
-        self._completed, self._completed_in = settlement.version
-        if self._completed == NONE:  # what all begin with is known from now on
-            self._completed_in = self.group.generation
+        self._completed, self._completed_in = settlement.version_in(self.group.generation)
         giver = settlement.pulls.get(self.group.rank)
         self.digest = digest if giver is None else standings[giver].digest
         self._tell_all(None, "settling, done")  # until then nobody changes its state: takers may yet fail

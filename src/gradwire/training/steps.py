@@ -19,11 +19,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gradwire.arrays import Array
 from gradwire.errors import StateLost
+
+if TYPE_CHECKING:
+    from gradwire.membership.answers import News
 
 NONE = -1  # the step before the first
 _POSITIVE = (1 << 62) - 1
@@ -75,9 +79,29 @@ class Settlement:
         """Which state all go on with."""
         return self.completed, self.generation
 
+    def version_in(self, generation: int) -> tuple[int, int]:
+        """What ranks call that state from now on: before the first step, what this generation begins with."""
+        return (NONE, generation) if self.completed == NONE else self.version
+
     def gives(self, rank: int) -> tuple[int, ...]:
         """The ranks that a rank hands its state to, in order."""
         return tuple(sorted(taker for taker, giver in self.pulls.items() if giver == rank))
+
+
+def has_begun(completed: int, remembered: str, overwritten: bool = False) -> bool:
+    """Whether a rank holds a state of the run: of a completed step, or what all ranks have begun with.
+
+    `remembered` is the digest that the rank's state had then, if ever; `overwritten`: by an unfinished copy.
+    """
+    return completed != NONE or (bool(remembered) and not overwritten)
+
+
+def is_sound(completed: int, remembered: str, digest: str, overwritten: bool = False) -> bool:
+    """Whether a rank's state, which has this digest now, can be gone on from.
+
+    Before the first step is completed, too, one that was cut short may have changed what all began with.
+    """
+    return digest == remembered if has_begun(completed, remembered, overwritten) else not overwritten
 
 
 def settle(standings: Sequence[Standing]) -> Settlement:
@@ -111,6 +135,11 @@ def settle(standings: Sequence[Standing]) -> Settlement:
     takers = [rank for rank in range(len(standings)) if rank not in holders and rank not in differing]
     pulls = {taker: holders[index % len(holders)] for index, taker in enumerate(takers)}
     return Settlement(*latest, pulls, differing)
+
+
+def has_joiners(news: News | None, generation: int) -> bool:
+    """Whether members wait to join this very generation; news of an earlier one is old."""
+    return news is not None and news.joiners > 0 and news.generation == generation
 
 
 @dataclass(frozen=True, slots=True)
