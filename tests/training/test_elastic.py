@@ -218,3 +218,20 @@ def test_a_pass_counts_only_if_the_others_went_on_from_it(
         pass
     run.close()
     assert step.committed is counted
+
+
+def diverge_in_a_process() -> tuple[int | None, str | None, int]:
+    state = {"w": np.zeros(2), "b": np.zeros(1)}
+    run = gw.elastic(state)
+    try:
+        for step in run.steps(5):
+            with step:
+                state["w"] += run.group.all_reduce(np.ones(2))
+                state["b"][0] = step.index == 3 and run.group.rank == 0
+    except gw.ReplicasDiverged as error:
+        return error.culprit, error.tensor, run.committed
+    return None, None, run.committed
+
+
+def test_elastic_in_processes_whose_states_differ_raises_in_all_of_them() -> None:
+    assert gw.launch(diverge_in_a_process, 3) == [(0, "b", 2)] * 3
