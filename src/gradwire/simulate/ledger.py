@@ -126,7 +126,7 @@ class Ledger:
     def began(self, name: str, number: int, state: Array) -> None:
         """A member has the state that a generation begins with."""
         base = self.bases[number]
-        if base[0] == NONE:
+        if base[0] == NONE:  # a run that has begun goes on with what it began with; a new one with anything
             known = self.beginnings.setdefault(number, self.beginnings.get(base[1], state).copy())
         else:
             known = self.states[base]

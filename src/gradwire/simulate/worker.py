@@ -25,7 +25,7 @@ from gradwire.simulate.process import Process, Program, Thread
 from gradwire.simulate.rank import STATE, Hello, Rank
 from gradwire.simulate.strangers import Profile
 from gradwire.simulate.time import Clock
-from gradwire.training.steps import NONE, Standing, ballot, count, settle
+from gradwire.training.steps import NONE, Standing, ballot, count, has_joiners, is_sound, settle
 from gradwire.transports.base import LinkClosed
 
 if TYPE_CHECKING:
@@ -64,7 +64,9 @@ class Worker(Process):
         self.waiting = ""  # for what, as the coordinator says
         self.news: News | None = None
         self.state = beginning(random.randrange(1, 50))
-        self.digest = digest(self.state) if profile.run else ""  # after the last completed step
+        self.digest = (
+            digest(self.state) if profile.run else ""
+        )  # after the last completed step, or of what all began with
         self.completed, self.completed_in, self.committed = profile.completed, profile.generation, profile.completed
         self._overwritten = False  # its state is neither its own nor yet another's
         self._random = random
@@ -163,10 +165,8 @@ class Worker(Process):
         return Member(self.name, wish, self.host, self.host, 1, address)
 
     def _standing(self) -> Standing:
-        """Where this member stands. Its state is sound if no step that was cut short has changed it."""
-        begun = self.completed != NONE or (bool(self.digest) and not self._overwritten)
         now = digest(self.state)
-        sound = now == self.digest if begun else not self._overwritten
+        sound = is_sound(self.completed, self.digest, now, self._overwritten)
         return Standing(self.completed, self.completed_in, self.committed, now, sound)
 
     def _settle(self, rank: Rank) -> Program:
@@ -187,9 +187,8 @@ class Worker(Process):
         for taker in settlement.gives(rank.rank):
             yield from self._give(rank, taker)
         ledger.began(self.name, rank.number, self.state)
-        self.completed, self.completed_in, self.digest = *settlement.version, digest(self.state)
-        if self.completed == NONE:
-            self.completed_in = rank.number
+        self.completed, self.completed_in = settlement.version_in(rank.number)
+        self.digest = digest(self.state)
         self._stranger = False
         all_here = np.zeros(1, np.uint8)
         yield from rank.calls.run("all_reduce", self.world.setting.voting, all_here, all_here, "max")
@@ -251,9 +250,8 @@ class Worker(Process):
                 return
 
     def _wants_renewal(self, rank: Rank) -> bool:
-        news = self.news
-        own = news is not None and (news.run, news.generation) == (self.run, rank.number)
-        return self.leaving or (news is not None and own and news.joiners > 0)
+        own = self.news is not None and self.news.run == self.run
+        return self.leaving or (own and has_joiners(self.news, rank.number))
 
     def _compute(self, seconds: float) -> Program:
         """Work that notices nothing of what happens around it."""
