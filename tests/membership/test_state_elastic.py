@@ -230,6 +230,25 @@ def test_whoever_was_cut_off_may_join_again_after_a_rest_that_grows() -> None:
         rest = min(LONGEST_REST, 2 * rest)
 
 
+def test_joiner_that_breaks_each_generation_it_is_let_into_rests_longer_each_time() -> None:
+    """It is not even back when the others have regrouped without it; then it asks again."""
+    state = at_work("ab", minimum=1)
+    now, last, rests = 1.0, 0, []
+    for generation in (1, 3, 5):
+        began = now
+        while not state.beat("ab", now).joiners:
+            state.register(worker("x", last), now)
+            now = pass_time(state, now, now + 1.0)
+        rests.append(now - began)
+        back(state, now, {"a": "", "b": ""}, generation)
+        assert members(state) == "abx"
+        last = generation + 1
+        back(state, now, {"a": "x", "b": "x"}, last)
+        now = pass_time(state, now, now + 1.0)
+        assert members(state) == "ab"
+    assert rests == [1.0, REST, 2 * REST]
+
+
 def test_below_the_minimum_all_wait_and_are_told_so() -> None:
     state = at_work("abc", minimum=3)
     state.gone("c", 1.0)

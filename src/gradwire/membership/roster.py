@@ -86,6 +86,7 @@ class Roster:
         self._wishes: list[int | None] | None = None  # as long as nobody comes or goes
         self._accused: Counter[str] = Counter()  # by how many of those who are back
         self._rests: dict[str, tuple[float, float]] = {}  # by id: how long, and until when
+        self._joined: set[str] = set()  # members that came without the state; not known after a restart
         self._lapse_at = 0.0  # no place lapses before
         self._silent_at = 0.0  # no lease runs out before
 
@@ -214,9 +215,14 @@ class Roster:
         """
         self.line[name] = self.back[name]
         self._leave_back(name)
-        self._rests = {n: rest for n, rest in self._rests.items() if not self._clock.reached(rest[1] + LONGEST_REST)}
-        length = min(LONGEST_REST, 2 * self._rests[name][0]) if name in self._rests else REST
-        self._rests[name] = (length, self._clock.time + length)
+        self._must_rest(name)
+        self.strike(name, "accused")
+
+    def strike_accused(self, name: str) -> None:
+        """Strike off a member that others cannot reach and that is not back. One that has just joined must rest before
+        it may join again: otherwise it could break one generation after the other."""
+        if name in self._joined:
+            self._must_rest(name)
         self.strike(name, "accused")
 
     # -- moves of those who are at work
@@ -267,6 +273,8 @@ class Roster:
         kept = {name: one for name, one in self.outside.items() if not self._clock.reached(one.since + LONGEST_REST)}
         kept |= {name: Outsider(self.seats[name].member, self.generation, self._clock.time) for name in self.unseen()}
         self.outside = {name: one for name, one in kept.items() if name not in places}
+        claims = {name: place.claim for name, place in places.items()}
+        self._joined = {n for n, one in claims.items() if one.stranger or one.generation < self.generation}
         self.generation += 1
         self.seats, self.out, self.over = {}, {}, False
         for rank, (name, place) in enumerate(places.items()):
@@ -308,6 +316,11 @@ class Roster:
         self.outside = {one.member.id: one for one in outside}
         self._know_members()
         self.arrived = self.stirred = now
+
+    def _must_rest(self, name: str) -> None:
+        self._rests = {n: rest for n, rest in self._rests.items() if not self._clock.reached(rest[1] + LONGEST_REST)}
+        length = min(LONGEST_REST, 2 * self._rests[name][0]) if name in self._rests else REST
+        self._rests[name] = (length, self._clock.time + length)
 
     def _waiting(self) -> Iterator[tuple[str, Place]]:
         yield from self.back.items()

@@ -276,7 +276,7 @@ class Membership:
         """Nobody is awaited any more: whoever cannot be reached goes, and if enough are left, they go on."""
         roster = self._roster
         for name in roster.absent():
-            roster.strike(name, "accused")
+            roster.strike_accused(name)
         order = [name for name in roster.seats if name in roster.back]
         # Whoever stood still was missed, and is back: that keeps nobody apart. If something does, they say so again.
         back = {name for name in order if roster.back[name].claim.stood_still}
