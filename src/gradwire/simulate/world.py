@@ -21,6 +21,7 @@ from gradwire.errors import StateLost
 from gradwire.membership import Member
 from gradwire.membership.answers import Cause, Change
 from gradwire.membership.roster import REST
+from gradwire.membership.state import HOPE
 from gradwire.simulate import faults
 from gradwire.simulate.coordinator import Coordinator
 from gradwire.simulate.launcher import Launcher
@@ -113,11 +114,10 @@ class World:
 
     def run(self) -> Outcome:
         """Let everything happen, until the job has gone on after the last fault."""
-        limit = self.quiet_at + PATIENCE
         with np.errstate(all="ignore"):
             while not self.ending:
                 goes_on = self.timeline.step()
-                if not goes_on or self.timeline.now > limit or self.timeline.happened > ENDLESS:
+                if not goes_on or self.timeline.now > self._limit or self.timeline.happened > ENDLESS:
                     self._give_up()
         recovery = (self._recovered or self.timeline.now) - self.quiet_at
         return Outcome(
@@ -130,6 +130,11 @@ class World:
             self.ending,
             tuple(fault.kind for fault in self.setting.faults),
         )
+
+    @property
+    def _limit(self) -> float:
+        """When the job must have gone on. Each unfit newcomer that was let in may be waited for once."""
+        return self.quiet_at + PATIENCE + len(self._let_in) * (self.setting.lease + HOPE)
 
     # -- who is there -------------------------------------------------------------------------------------------------
 
