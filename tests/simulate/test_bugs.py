@@ -5,15 +5,21 @@ The first seeds to try are those that have found it before; if the simulation ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any
 
 import pytest
 
 from gradwire.liveness.control import Control
-from gradwire.membership import state
+from gradwire.membership import entry, state
 from gradwire.membership.roster import Roster
-from gradwire.simulate import worker
+from gradwire.security.tokens import Gate
+from gradwire.simulate import faults, launcher, worker
 from gradwire.simulate.collective import Collectives
+from gradwire.simulate.disk import Disk
+from gradwire.simulate.faults import USUAL
 from gradwire.simulate.process import Program
 from gradwire.simulate.world import Violation, World
 from gradwire.training.steps import NONE, Settlement, Standing, settle
@@ -52,7 +58,9 @@ def a_spoiled_state_counts_as_sound(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_first_step_that_was_cut_short_counts_as_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(worker, "is_sound", lambda completed, remembered, now: completed == NONE or now == remembered)
+    patch.setattr(
+        worker, "is_sound", lambda completed, remembered, now, overwritten: completed == NONE or now == remembered
+    )
 
 
 def a_vote_does_not_wait_for_all(patch: pytest.MonkeyPatch) -> None:
@@ -70,9 +78,56 @@ def nobody_says_goodbye(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Control, "goodbye", lambda control: None)
 
 
-def violation_of(seed: int) -> Violation | None:
+def a_member_of_another_run_is_let_in(patch: pytest.MonkeyPatch) -> None:
+    fence = entry._fence
+    patch.setattr(entry, "_fence", lambda claim, terms, roster: fence(replace(claim, run=terms.run), terms, roster))
+
+
+def an_unfit_newcomer_is_let_in(patch: pytest.MonkeyPatch) -> None:
+    for check in ("_other_version", "_bad_address"):
+        patch.setattr(entry, check, lambda claim: None)
+    patch.setattr(entry, "_unfit", lambda claim, terms, roster: None)
+
+
+def a_refused_claim_counts_as_a_use_of_its_join_token(patch: pytest.MonkeyPatch) -> None:
+    def hasty(gate: Gate, ticket: bytes, member: str, now: float, known: object) -> None:
+        gate.admit(ticket, member)
+
+    patch.setattr(Gate, "refusal", hasty)
+
+
+def a_generation_without_the_state_stays_in_its_run(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(state, "next_run", lambda run: run)
+
+
+def a_launcher_forgets_members_when_another_run_begins(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(launcher, "replaces", lambda run, earlier: False)
+
+
+def a_journal_without_fsync_is_believed_after_a_loss_of_power(patch: pytest.MonkeyPatch) -> None:
+    lose_power = Disk.lose_power
+
+    def forgetful(disk: Disk, random: Random) -> None:
+        lose_power(disk, random)
+        disk.accept()
+
+    patch.setattr(Disk, "lose_power", forgetful)
+
+
+def a_coordinator_goes_on_when_its_journal_fails(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Disk, "save", _careless(Disk.save))
+
+
+def _careless(save: Callable[[Disk, Mapping[str, Any]], float]) -> Callable[[Disk, Mapping[str, Any]], float]:
+    def saved(disk: Disk, snapshot: Mapping[str, Any]) -> float:
+        return 0.0 if disk.full else save(disk, snapshot)
+
+    return saved
+
+
+def violation_of(seed: int, kinds: Collection[str] = USUAL) -> Violation | None:
     try:
-        World(seed).run()
+        World(seed, kinds=kinds).run()
     except Violation as violation:
         return violation
     return None
@@ -97,3 +152,28 @@ def test_a_bug_is_found(plant: Plant, first: int, found: str, monkeypatch: pytes
     assert violation is not None, f"not found in {SEEDS} seeds"
     assert found in violation.reason, violation
     assert f"--first {violation.seed} --seeds 1" in str(violation)
+
+
+@pytest.mark.parametrize(
+    ("plant", "kinds", "first", "found"),
+    [
+        (a_member_of_another_run_is_let_in, "usual,no-journal", 6, "is a member of run"),
+        (a_member_of_another_run_is_let_in, "usual,stale", 0, "is a member of run"),
+        (an_unfit_newcomer_is_let_in, "usual,unfit", 0, "is unfit"),
+        (a_refused_claim_counts_as_a_use_of_its_join_token, "usual,impostor", 0, "was given the place of"),
+        (a_generation_without_the_state_stays_in_its_run, "usual,outage", 2, "was committed"),
+        (a_launcher_forgets_members_when_another_run_begins, "usual,outage", 48, "nothing had happened to it"),
+        (a_journal_without_fsync_is_believed_after_a_loss_of_power, "usual,blackout", 6, "knows generation"),
+        (a_coordinator_goes_on_when_its_journal_fails, "usual,full-disk", 289, "knows generation"),
+    ],
+)
+def test_a_bug_is_found_by_rare_faults(
+    plant: Plant, kinds: str, first: int, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    chosen = faults.chosen(kinds)
+    violations = (violation_of(seed, chosen) for seed in (*range(first, first + 3), *range(SEEDS)))
+    violation = next(filter(None, violations), None)
+    assert violation is not None, f"not found in {SEEDS} seeds"
+    assert found in violation.reason, violation
+    assert f"--first {violation.seed} --seeds 1 --faults {faults.named(chosen)}" in str(violation)

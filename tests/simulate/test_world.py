@@ -8,6 +8,7 @@ import pytest
 
 from gradwire.simulate import __main__ as command
 from gradwire.simulate import faults, ledger
+from gradwire.simulate.coordinator import run_id
 from gradwire.simulate.faults import ENDLESS, Fault
 from gradwire.simulate.setting import Setting, draw_setting
 from gradwire.simulate.world import Violation, World
@@ -29,6 +30,75 @@ def test_no_invariant_breaks(first: int) -> None:
 )
 def test_what_once_broke_an_invariant_breaks_none(seed: int) -> None:
     World(seed).run()
+
+
+@pytest.mark.parametrize("first", range(0, 40, 10))
+def test_no_invariant_breaks_with_rare_faults(first: int) -> None:
+    for seed in range(first, first + 10):
+        World(seed, kinds=faults.KINDS).run()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "seed"),
+    [
+        ("usual", 224),
+        ("usual,no-journal", 6),
+        ("usual,blackout", 6),
+        ("usual,outage", 79),
+        ("usual,unfit", 734),
+        ("all", 100027),
+        ("all", 100306),
+        ("all", 100675),
+    ],
+)
+def test_what_once_broke_an_invariant_with_rare_faults_breaks_none(kinds: str, seed: int) -> None:
+    World(seed, kinds=faults.chosen(kinds)).run()
+
+
+@pytest.mark.parametrize("kind", ["unfit", "stale", "impostor"])
+def test_stranger_does_not_disturb_a_running_generation(kind: str) -> None:
+    for seed in range(6):
+        world = quiet(Fault(kind, 2.0, 0.0, seed))
+        outcome = world.run()
+        refused = not any(worker.profile.unfit == "unfit in set-up" for worker in world.workers)
+        assert outcome.ending == "went on"
+        assert outcome.generations == 1 or not refused
+
+
+@pytest.mark.parametrize("launchers", [True, False])
+def test_members_with_a_join_token_join_and_keep_their_leases(launchers: bool) -> None:
+    world = quiet(Fault("token", 2.0, 0.0, 5), Fault("skew", 20.0, 1.0, 5), launchers=launchers)
+    assert world.run().ending == "went on"
+    assert len(world.ledger.generations[max(world.ledger.generations)]) > 4
+
+
+def test_coordinator_without_its_journal_begins_another_run_beside_the_old_one() -> None:
+    world = quiet(Fault("no-journal", 2.0, 0.5, 5))
+    assert world.run().ending == "went on"
+    assert world.ledger.run == 2
+    assert {worker.run for worker in world.workers} == {run_id(1), run_id(2)}
+
+
+def test_members_that_the_coordinator_lost_sight_of_are_refused_by_the_run_of_others() -> None:
+    joins = [Fault("join", 4.0 + second, 0.0, second) for second in range(2)]
+    world = quiet(Fault("outage", 2.0, 90.0, 5), *joins, Fault("crash", 93.0, 0.0, 1))
+    assert world.run().ending == "went on"
+    assert world.ledger.run == 2
+
+
+@pytest.mark.parametrize("kind", ["slow-disk", "full-disk"])
+def test_faults_of_the_journals_disk_cost_no_member(kind: str) -> None:
+    for seed in range(3):
+        world = quiet(Fault(kind, 1.0, 5.0, seed), Fault("crash", 2.0, 0.0, seed))
+        assert world.run().ending == "went on"
+        assert len(world.ledger.generations[max(world.ledger.generations)]) == 3
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_loss_of_power_keeps_the_run_only_if_the_journal_is_durable(durable: bool) -> None:
+    world = quiet(Fault("blackout", 2.0, 1.0, 5), durable=durable)
+    assert world.run().ending == "went on"
+    assert world.ledger.run == (1 if durable else 2)
 
 
 @pytest.mark.soak
@@ -110,6 +180,15 @@ def test_the_command_runs_seeds_and_sums_up(capsys: pytest.CaptureFixture[str]) 
     said = capsys.readouterr().out
     assert "3 seeds in" in said
     assert "0 broken" in said
+
+
+def test_the_command_draws_from_the_chosen_faults(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--seeds", "2", "--faults", "stale,unfit"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("faults: "))
+    assert {word.split()[0] for word in line.removeprefix("faults: ").split(", ")} <= {"stale", "unfit"}
+    with pytest.raises(SystemExit):
+        command.main(["--faults", "crash,sabotage"])
+    assert "no such faults: sabotage" in capsys.readouterr().err
 
 
 def test_the_command_fails_with_a_broken_seed(

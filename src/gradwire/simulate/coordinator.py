@@ -266,6 +266,8 @@ class Coordinator(Process):
             self._load()
         except JournalError as error:
             self._world.note(self, "does not start: %s", error)
+            if self.disk.full:
+                self.timeline.after(KEEPER_SECONDS, lambda: self.rise(clock))
             return
         self.alive, self._failed = True, False
         self._start += 1

@@ -55,6 +55,10 @@ class Disk:
             self.drop(random.randint(0, len(self._entries)))
             self._refused = True
 
+    def accept(self) -> None:
+        """Believe what is left after a loss of power, which the journal does not."""
+        self._refused = False
+
     def remove(self) -> None:
         """An operator moves the journal away."""
         self._entries.clear()

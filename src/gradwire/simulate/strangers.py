@@ -83,6 +83,7 @@ class Impostor(Process):
         if self._random.random() < 0.5:  # it may know the victim's host and pid from an assembly
             member = replace(member, host=self.host, hostname=self.host)
         generation = self._random.choice((0, victim.generation))
+        world.impersonated.add(name)
         world.note(self, "claims to be %s after generation %d", name, generation)
         run = victim.run if generation else b""
         claim = Claim(member, None, None, self._session, generation=generation, run=run, transport="auto")

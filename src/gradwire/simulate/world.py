@@ -98,6 +98,7 @@ class World:
         self._struck: dict[str, str] = {}  # off the present generation, and why
         self._by_name: dict[str, Worker] = {}
         self._let_in: dict[str, tuple[float, int]] = {}  # unfit newcomers: when first, and how often
+        self.impersonated: set[str] = set()  # members whose ids impostors have claimed
         self._impostors: list[Impostor] = []
         self.coordinator = Coordinator(self, self.new_clock(self.random))
         self._launchers: dict[str, Launcher] = {}
@@ -286,7 +287,7 @@ class World:
     def refused(self, worker: Worker, reason: str) -> None:
         """The coordinator has turned a worker away for good: it ends with an error that says why."""
         of_another_run = worker.run not in (b"", self.coordinator.run)
-        if not worker.profile.refusable and not of_another_run:
+        if not worker.profile.refusable and not of_another_run and "insists on transport 'shm'" not in reason:
             self.fail(f"{worker.name} was refused: {reason}")
         self.note(worker, "is refused: %s", reason)
 
@@ -337,12 +338,16 @@ class World:
 
     def _check_fitness(self, worker: Worker, run: bytes) -> None:
         """A generation may only have members that it can work with."""
-        first = self._formed == min(self.ledger.generations)  # of this run: nobody was there to compare it with
+        first = self._formed == min(self.ledger.generations)  # of this run: there was nobody to compare it with
         founder = first and worker.run == self.coordinator.previous_run
+        if worker.run not in (b"", run) and worker.name in self.impersonated:
+            self.ending = "an impostor took a free id"  # a token holder may choose any id that nobody has
+            return
         if worker.run not in (b"", run) and not founder:
             theirs, ours = self.ledger_of(worker.run).run, self.ledger.run
             self.fail(f"{worker.name} is a member of run {theirs}, and was taken into run {ours}")
-        if worker.profile.refusable and not (first and worker.profile.unfit == "memory of another host"):
+        began = worker.name in self.ledger.generations[min(self.ledger.generations)]
+        if worker.profile.refusable and not (began and worker.profile.unfit == "memory of another host"):
             self.fail(f"{worker.name} is unfit ({worker.profile.unfit}), and was taken into generation {self._formed}")
         if worker.profile.unfit:
             self._check_rests(worker.name)
@@ -364,6 +369,9 @@ class World:
 
     def _is_untouched(self, worker: Worker) -> bool:
         """Whether a worker lives, and nothing happened to it lately for which others could give it up."""
+        launcher = self._launchers.get(worker.host)
+        if launcher is not None and not launcher.alive:
+            return False
         lately = self.timeline.now <= self._touched.get(worker.name, -LINGER) + LINGER
         return worker.alive and self.setting.smooth and not lately
 

@@ -1,0 +1,63 @@
+"""The simulated disk keeps what the real journal keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from gradwire.errors import JournalError
+from gradwire.membership.journal import Journal
+from gradwire.membership.state import Membership
+from gradwire.simulate.disk import Disk
+from membership.claims import RUN, worker
+
+
+def snapshots() -> list[dict[str, object]]:
+    """Of a job whose only member comes back three times."""
+    state = Membership("job", RUN, start=1, minimum=1, maximum=1)
+    found = []
+    for generation in range(3):
+        state.register(worker("a", generation), float(generation))
+        found.append(state.snapshot())
+    return found
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_disk_loads_what_the_journal_loads(tmp_path: Path, durable: bool) -> None:
+    path, disk = tmp_path / "journal", Disk(durable)
+    with Journal(path, durable=durable, boot="one") as journal:
+        assert journal.load() is disk.load() is None
+        for snapshot in snapshots():
+            journal.save([], snapshot)
+            disk.save(snapshot)
+    with Journal(path, durable=durable, boot="one") as journal:  # after a kill
+        assert journal.load() == disk.load() == snapshots()[-1]
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_disk_refuses_after_a_loss_of_power_what_the_journal_refuses(tmp_path: Path, durable: bool) -> None:
+    path, disk = tmp_path / "journal", Disk(durable)
+    with Journal(path, durable=durable, boot="one") as journal:
+        journal.save([], snapshots()[-1])
+        disk.save(snapshots()[-1])
+    disk.lose_power(Random(1))
+    with Journal(path, durable=durable, boot="two") as journal:
+        if durable:
+            assert journal.load() == disk.load() == snapshots()[-1]
+            return
+        for load in (journal.load, disk.load):
+            with pytest.raises(JournalError, match=r"may lack|may be missing"):
+                load()
+    disk.remove()
+    assert disk.load() is None
+
+
+def test_disk_that_is_full_keeps_what_it_has() -> None:
+    disk, (first, second, _) = Disk(), snapshots()
+    disk.save(first)
+    disk.full = True
+    with pytest.raises(JournalError, match="full"):
+        disk.save(second)
+    assert disk.load() == first
