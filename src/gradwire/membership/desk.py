@@ -67,15 +67,18 @@ class Desk(rpc.MembershipServicer):
         seal: CoordinatorSeal,
         *,
         vouched: Callable[[Any, Iterable[str]], str | None] = lambda context, names: None,
+        proved: Callable[[Any], None] = lambda context: None,
         failed: Callable[[JournalError], None] = lambda error: None,
     ) -> None:
-        """`vouched` tells why a caller may not speak for members; `failed` hears that the journal cannot be written,
-        after which nobody is told anything."""
+        """`vouched` tells why a caller may not speak for members; `proved` is called with the context of each call that
+        proves the job's secret; `failed` hears that the journal cannot be written, after which nobody is told anything.
+        """
         self.membership = membership
         self._seal = seal
         self._gate = Gate(membership.terms.job)
         self._journal: Journal | None = None
         self._vouched = vouched
+        self._proved = proved
         self._failed = failed
         self._failure = ""
         self._replies = Replies()
@@ -189,6 +192,7 @@ class Desk(rpc.MembershipServicer):
     def _open(self, method: str, kind: Any, request: pb.Sealed, context: Any) -> Any:
         try:
             body = self._seal.open(method, request)
+            self._proved(context)
             return parse(kind, body)
         except Unproven:
             self._abort(context, grpc.StatusCode.UNAUTHENTICATED, f"the caller {NO_SECRET}")
