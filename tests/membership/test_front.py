@@ -289,6 +289,26 @@ def received(sock: socket.socket, most: int) -> bytes:
     return bytes(data)
 
 
+def test_front_without_descriptors_pauses_and_goes_on(journal: Journal) -> None:
+    front = Front(Endpoint("127.0.0.1", 0), Limits())
+    with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as ending:
+        listener.bind(front.inner.removeprefix("unix:"))
+        listener.listen()
+        front.start()
+        ending.callback(front.close)
+        client = ending.enter_context(socket.socket())
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+        try:
+            client.connect(("127.0.0.1", front.port))
+            journal.wait_for("the coordinator cannot accept connections for now: Too many open files")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        server = ending.enter_context(listener.accept()[0])
+        client.sendall(b"x")
+        assert server.recv(1) == b"x"
+
+
 def test_descriptors_few_lower_the_limits_and_are_given_back() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1000, hard))

@@ -86,7 +86,7 @@ class Front:
         self._names: dict[str, ClientConnection] = {}
         self._proofs: deque[tuple[int, float]] = deque()
         self._closings = _Closings()
-        self._paused_until = 0.0
+        self._paused_until, self._complained = 0.0, -_REPORT_EVERY
         self._listening = self._open = True
         self._thread: threading.Thread | None = None
         _fronts.add(self)
@@ -164,7 +164,7 @@ class Front:
             now = time.monotonic()
             self._enforce(now)
             self._keep_listening(now)
-            due = [time for time in (self._limits.due(), self._paused_until) if time]
+            due = [then for then in (self._limits.due(), self._paused_until) if then]
             self._handle_events(max(0.0, min(due) - now) if due else None)
         self._listener.close()
         deadline = time.monotonic() + _LAST_WORDS
@@ -219,9 +219,7 @@ class Front:
             except OSError as error:
                 if error.errno not in _NO_ROOM:
                     continue  # that connection has ended already
-                log.warning("the coordinator accepts no connections for %g s: %s", _PAUSE, error.strerror)
-                self._poll.unregister(self._listener)
-                self._paused_until = time.monotonic() + _PAUSE
+                self._pause(error, time.monotonic())
                 return
             client.setblocking(False)
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -230,6 +228,14 @@ class Front:
             self._poll.register(client, select.EPOLLRDHUP)
             connection.watched = (select.EPOLLRDHUP, 0)
             self._limits.arrived(connection.id, connection.source, time.monotonic())
+
+    def _pause(self, error: OSError, now: float) -> None:
+        """Accept nothing for a moment: descriptors or memory have run out."""
+        if now >= self._complained + _REPORT_EVERY:
+            log.warning("the coordinator cannot accept connections for now: %s", error.strerror)
+            self._complained = now
+        self._poll.unregister(self._listener)
+        self._paused_until = now + _PAUSE
 
     def _pass_on(self, connection: ClientConnection) -> None:
         """Connect to the server on behalf of a client."""

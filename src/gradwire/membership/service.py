@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import secrets
+import tempfile
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -148,7 +149,10 @@ class Coordinator:
             else:
                 server.add_secure_port(self._front.inner, self._credentials.grpc_server())
         except RuntimeError as error:
-            raise TransportError(f"the coordinator at {self.address} cannot serve: {error}") from error
+            raise TransportError(
+                f"the coordinator at {self.address} cannot make a socket in the folder for temporary files "
+                f"({tempfile.gettempdir()}): {error}"
+            ) from error
         server.start()
         self._front.start()
         self._port = self._front.port
