@@ -28,6 +28,7 @@ APPLICATION = 0x47774A6C  # "GwJl"; tells a journal from any other SQLite file
 VERSION = 2
 GENERATIONS_KEPT = 8
 CHANGES_KEPT = 10_000
+_UNDO = "-journal"  # what SQLite appends to the name of the file by which it undoes half a transaction
 
 _SCHEMA = f"""
 PRAGMA application_id = {APPLICATION};
@@ -179,6 +180,35 @@ class Journal:
 
     def _error(self, reason: str) -> JournalError:
         return JournalError(f"the coordinator's journal {self.path}: {reason}")
+
+
+def set_aside(path: Path, folder: Path, *, timeout: float = 10.0) -> Path | None:
+    """Move the journal of an earlier run into a folder, so that a new run begins one; returns where it is now.
+
+    None if there is no journal. A coordinator that is just ending has `timeout` seconds to let go of it: afterwards it
+    would write its changes beside the new journal. `JournalError` if it still has it then. What is damaged is moved as
+    it is.
+    """
+    if not path.exists():
+        return None
+    try:
+        with contextlib.closing(
+            sqlite3.connect(f"{path.resolve().as_uri()}?mode=rw", uri=True, timeout=timeout, isolation_level=None)
+        ) as db:
+            db.execute("BEGIN EXCLUSIVE")  # also undoes what a killed coordinator had half written
+            db.execute("COMMIT")
+    except sqlite3.Error as error:
+        if (getattr(error, "sqlite_errorcode", 0) & 0xFF) == sqlite3.SQLITE_BUSY:
+            raise JournalError(f"the coordinator's journal {path}: {_MEANING[sqlite3.SQLITE_BUSY]}") from error
+    moved = folder / path.name
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(f"{path}{_UNDO}", f"{moved}{_UNDO}")
+        os.replace(path, moved)
+    except OSError as error:
+        reason = error.strerror or error
+        raise JournalError(f"the coordinator's journal {path} cannot be moved to {folder}: {reason}") from error
+    return moved
 
 
 def _create(path: Path) -> None:
