@@ -39,11 +39,12 @@ def member(name: str) -> Member:
     return Member(name, None, "machine", "host", os.getpid(), "127.0.0.1:1")
 
 
-def assemble(address: str, names: Sequence[str], generation: int = 0) -> list[Assembly]:
+def assemble(address: str, names: Sequence[str], generation: int = 0, run_id: bytes = b"") -> list[Assembly]:
     """These members register at the same time."""
 
     def one(name: str) -> Assembly:
-        return register(address, member(name), size=None, secret=SECRET, job=None, timeout=60.0, generation=generation)
+        options = {"generation": generation, "run": run_id}
+        return register(address, member(name), size=None, secret=SECRET, job=None, timeout=60.0, **options)  # type: ignore[arg-type]
 
     with ThreadPoolExecutor(len(names)) as pool:
         return list(pool.map(one, names))
@@ -92,7 +93,7 @@ def test_coordinator_attacked_by_calls_without_a_body_serves_its_members(
         assert during.get(timeout=30).generation == 1
         assert unregister(coordinator.address, first[0].members[0], secret=SECRET, timeout=30.0)
         others = [one.id for one in first[0].members[1:]]
-        second = assemble(coordinator.address, others, generation=1)
+        second = assemble(coordinator.address, others, 1, coordinator.run)
         assert [found.generation for found in second] == [2, 2]
         assert heartbeat(coordinator.address, others, secret=SECRET, timeout=30.0).evicted == ()
         assert serving(coordinator.address, secret=SECRET, timeout=30.0)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from urllib.parse import unquote
 
 from gradwire.errors import ConfigError, JournalError
+from gradwire.identity import new_run
 from gradwire.membership.answers import Change, Claim, News, Outcome, Refusal, Waiting
 from gradwire.membership.entry import Terms
 from gradwire.membership.members import Assembly
@@ -152,6 +153,7 @@ class Desk(rpc.MembershipServicer):
         """Go on from what a journal holds, if it holds anything, and keep it from now on."""
         snapshot = journal.load()
         if snapshot is None:
+            self.membership.terms = replace(self.membership.terms, run=new_run(after=journal.earlier_run()))
             journal.save([], self._snapshot())
         else:
             self.membership = _restored(snapshot, self.membership.terms, journal)
