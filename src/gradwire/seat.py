@@ -303,7 +303,8 @@ class Seat:
         )
         names = tuple(str(member) for member in members)
         identity = Identity(assembly.run, assembly.generation, assembly.rank, names, topology)
-        return Generation(identity, transport, tuple(member.id for member in members))
+        ids = tuple(member.id for member in members)
+        return Generation(identity, transport, ids, self.config.peer_timeout)
 
     def _place_of(self, rank: int, member: Member) -> Address:
         try:

@@ -49,7 +49,10 @@ class Switchboard:
         self._cut_off = cut_off
         self.control = Control(identity.rank, identity.names, identity.number, self._post_control, broke)
         self._control_sink = ControlSink(self.control, identity.check_header)
-        self.lifeline = Lifeline(self.control, identity.frame(Kind.BEAT), BeatSink(identity.check_header), self._pump)
+        host = identity.topology.host_of(identity.rank)
+        remote = [peer for peer in range(identity.size) if identity.topology.host_of(peer) != host]
+        beats = BeatSink(identity.check_header)
+        self.lifeline = Lifeline(self.control, identity.frame(Kind.BEAT), beats, self._pump, remote)
         self.mailbox = Mailbox(self._accept_offer, self.wake)
         self._mail_sink = MessageSink(self.mailbox, identity.check_header)
         self._bell = transport.bell()

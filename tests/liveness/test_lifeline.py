@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import signal
@@ -16,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from gradwire import core
+from gradwire import core, machine
 from gradwire.liveness import lifeline
 from gradwire.liveness.control import Control
-from gradwire.liveness.detector import LOOK_SECONDS, SLOW_SECONDS, Sight
-from gradwire.liveness.lifeline import ALL_PAIRS, BEAT_THREAD, BeatSink, Lifeline, Nature, beat_waits, linked, state_of
+from gradwire.liveness.detector import LOOK_SECONDS, PEER_SECONDS, SLOW_SECONDS, STARVED_SECONDS, Sight
+from gradwire.liveness.lifeline import ALL_PAIRS, BEAT_THREAD, BeatSink, Lifeline, Nature, beat_waits, linked
 from gradwire.transports.base import LIFELINE_CHANNEL, Buffer, Link, LinkClosed
 from gradwire.transports.frames import FrameReader
 from gradwire.wire import HEADER_BYTES, Header, Kind
@@ -96,11 +97,13 @@ class Doors:
 class Stage:
     """Rank 1 of 3 with its lifeline, and the links to ranks 0 (dialled) and 2 (adopted)."""
 
-    def __init__(self, kind: type[SocketLink] = SocketLink, native: bool | None = None) -> None:
+    def __init__(
+        self, kind: type[SocketLink] = SocketLink, native: bool | None = None, remote: Sequence[int] = ()
+    ) -> None:
         self.control = Control(1, ["a", "b", "c"], 1, lambda peer, message: None, lambda: None)
         self.links = {0: kind(0), 2: kind(2)}
         self.ended: list[int] = []
-        self.lifeline = Lifeline(self.control, frame(), BeatSink(lambda header: None), self.pump)
+        self.lifeline = Lifeline(self.control, frame(), BeatSink(lambda header: None), self.pump, remote)
         self.doors: Any = Doors()
         self.nature = Nature(core.available() if native is None else native, os.getpid(), "")
         self.lifeline.begin(self.nature.native, None)
@@ -150,22 +153,30 @@ def test_both_ends_find_the_same_links(size: int) -> None:
 def test_a_nature_travels() -> None:
     own = Nature.own()
     assert Nature.from_wire(own.to_wire()) == own
-    assert (own.native, own.pid) == (core.available(), os.getpid())
-    for nonsense in (None, [], [1, 2, 3], {"native": True}, [True, "1", "2"]):
+    assert (own.native, own.pid, own.timeout) == (core.available(), os.getpid(), PEER_SECONDS)
+    assert Nature.from_wire(Nature.own(7.5).to_wire()).timeout == 7.5
+    assert Nature.from_wire([True, 1, "n", 2, 7]) == Nature(True, 1, "n", 2, 7.0)
+    of_others = ([True, 1, "n"], [True, 1, "n", 2, math.inf], [True, 1, "n", 2, 0], [True, 1, "n", 2, "3"])
+    for nonsense in (None, [], [1, 2, 3], {"native": True}, *of_others):
         assert Nature.from_wire(nonsense) == Nature(False, 0, "")
 
 
-def test_states_of_processes() -> None:
+def test_a_process_is_seen_as_it_is_and_not_as_a_later_one_with_its_pid() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        assert state_of(child.pid) in "RSD"
+        status = machine.process_status(child.pid)
+        assert status is not None
+        seen = Nature(True, child.pid, "n", status.started)
+        assert seen.sight() in (Sight.OTHER, Sight.STARVED)
+        ended = Nature(True, child.pid, "n", status.started - 1)
+        assert ended.sight() is Sight.STOPPED, "its pid is another's now"
         child.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, child.pid, os.WSTOPPED)
-        assert state_of(child.pid) == "T"
+        assert seen.sight() is Sight.STOPPED
     finally:
         child.kill()
         child.communicate()
-    assert state_of(child.pid) == "X"
+    assert seen.sight() is Sight.STOPPED
 
 
 def threads_called(name: bytes) -> int:
@@ -294,10 +305,72 @@ def test_nothing_but_beats_is_taken(stage: Stage, data: bytes) -> None:
 
 
 def test_only_processes_that_can_be_seen_are_looked_at(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    here, elsewhere = Nature(True, 11, "7"), Nature(True, 11, "8")
+    here, elsewhere = Nature(True, 11, "7", 5), Nature(True, 11, "8", 5)
     stage.lifeline.expect([here, here, elsewhere])
-    for state, stopped in (("R", False), ("S", False), ("D", False), ("T", True), ("t", True), ("X", True)):
-        monkeypatch.setattr(lifeline, "state_of", lambda pid, state=state: state)
+    sights = {**dict.fromkeys("TtZX", Sight.STOPPED), "S": Sight.OTHER, "R": Sight.STARVED, "D": Sight.STARVED}
+    for state, sight in sights.items():
+        monkeypatch.setattr(machine, "process_status", lambda pid, state=state: machine.ProcessStatus(state, 5))
         monkeypatch.setattr(lifeline, "beat_waits", lambda pid, state=state: state == "R")
-        sight = Sight.STOPPED if stopped else Sight.STARVED if state == "R" else Sight.OTHER
         assert [stage.lifeline._look(peer) for peer in (0, 2)] == [sight, None]
+
+
+@pytest.mark.parametrize(("state", "waits"), [("R", True), ("D", True), ("S", False), ("T", False)])
+def test_a_thread_that_waits_for_a_core_or_the_kernel_is_starved(
+    monkeypatch: pytest.MonkeyPatch, state: str, waits: bool
+) -> None:
+    monkeypatch.setattr(machine, "process_status", lambda pid: machine.ProcessStatus(state, 5))
+    monkeypatch.setattr(lifeline, "BEAT_THREAD", Path("/proc/self/comm").read_bytes().strip())
+    assert beat_waits(os.getpid()) is waits
+
+
+class LossyLink(SocketLink):
+    """A link to another host."""
+
+    lossy = False
+
+    def drops_packets(self) -> bool:
+        return self.lossy
+
+
+def silence_on(stage: Stage, *, lossy_after: float, lossy_until: float = math.inf) -> float:
+    """How long rank 2 is silent before it is lost, if packets to it are lost in this span of the silence."""
+    now = began = time.monotonic()
+    link = stage.links[2]
+    assert isinstance(link, LossyLink)
+    while stage.control.sound:
+        now += LOOK_SECONDS / 2
+        link.lossy = lossy_after <= now - began < lossy_until
+        stage.links[0].far.send(frame(source=0))
+        stage.lifeline.tick(now)
+    stage.control.tick(now + 1)
+    assert stage.control.settled
+    return now - began
+
+
+@needs_core
+@pytest.mark.parametrize("stage", [{"kind": LossyLink, "remote": [0, 2]}], indirect=True)
+@pytest.mark.parametrize(
+    ("timeout", "lossy_after", "lossy_until", "seconds", "reason"),
+    [
+        (3.0, math.inf, math.inf, 3.0, "frozen or cut off"),
+        (3.0, 0.0, math.inf, 3.0, "the network to rank 2 drops packets"),
+        (20.0, math.inf, math.inf, STARVED_SECONDS, "frozen or cut off"),
+        (20.0, 0.0, math.inf, 20.0, "the network to rank 2 drops packets"),
+        (20.0, 1.0, 2.0, 20.0, "the network to rank 2 drops packets"),
+    ],
+)
+def test_a_network_that_drops_packets_gets_the_whole_deadline_between_hosts(
+    stage: Stage, timeout: float, lossy_after: float, lossy_until: float, seconds: float, reason: str
+) -> None:
+    natures = [Nature(True, 1, f"machine {rank}", 5, timeout if rank else PEER_SECONDS) for rank in range(3)]
+    stage.lifeline.expect(natures)
+    found = silence_on(stage, lossy_after=lossy_after, lossy_until=lossy_until)
+    assert found == pytest.approx(seconds, abs=2 * LOOK_SECONDS)
+    assert reason in str(stage.control.error(None, ""))
+
+
+@needs_core
+@pytest.mark.parametrize("stage", [{"kind": LossyLink, "remote": [0, 2]}], indirect=True)
+def test_a_rank_without_the_core_on_another_host_has_ten_seconds(stage: Stage) -> None:
+    stage.lifeline.expect([Nature(True, 1, "a", 5), stage.nature, Nature(False, 1, "b", 5)])
+    assert silence_on(stage, lossy_after=math.inf) == pytest.approx(lifeline.PURE_SECONDS, abs=2 * LOOK_SECONDS)

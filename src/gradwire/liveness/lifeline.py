@@ -6,7 +6,9 @@
 A native thread beats (native/lifeline.hpp): it says that the process runs, whatever its interpreter does. Without the
 core the service thread beats, slowly, and such a rank may be silent for 10 s. Who beats but does not come is stuck, not
 lost. The service thread looks every 0.1 s whom it heard; `Detector` decides who is silent for too long. On one host the
-end of a process is seen as well (a pidfd, as a link on which nothing comes but the end), in milliseconds.
+end of a process is seen as well (a pidfd, as a link on which nothing comes but the end), in milliseconds. Between hosts
+silence may be the network's: the deadline is longer there, and all ranks of a job use the longest that any of them has
+in `GRADWIRE_PEER_TIMEOUT`.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +28,8 @@ from gradwire.liveness.control import Control
 from gradwire.liveness.detector import (
     BEAT_SECONDS,
     LINK_SECONDS,
-    MOST_SECONDS,
     PAGE_SECONDS,
+    PEER_SECONDS,
     SLOW_SECONDS,
     Detector,
     Sight,
@@ -46,6 +48,9 @@ AHEAD = 1200  # sealed records that lie ready: a minute's worth
 READ_AHEAD = 64 * HEADER_BYTES
 BEAT_THREAD = b"gradwire-beat"  # as native/lifeline.cpp calls it
 STOPPED = "TtZX"  # states of a process that does not run, as /proc names them
+WAITING = "RD"  # states of a thread that goes on as soon as it has a core, or the kernel an answer
+LEAST_TIMEOUT = 0.5  # between hosts: TCP sends a lost packet again after 0.2 s
+MOST_TIMEOUT = 600.0  # connections give up a little later, whatever is waited for
 
 Seal = Callable[[Sequence[bytes]], list[bytes]]  # messages as they go over an encrypted link
 
@@ -57,23 +62,35 @@ class Nature:
     native: bool  # its beats do not need its interpreter
     pid: int
     namespace: str  # within which the pid means something
+    started: int = 0  # when its process did: the pid may be another's later
+    timeout: float = PEER_SECONDS  # how long a rank on another host may be silent, as far as it is asked
 
     @classmethod
-    def own(cls) -> Nature:
+    def own(cls, timeout: float = PEER_SECONDS) -> Nature:
         namespace = ""
         with contextlib.suppress(OSError):
             namespace = f"{machine.identity()}/{os.stat('/proc/self/ns/pid').st_ino}"
-        return cls(core.available(), os.getpid(), namespace)
+        status = machine.process_status(os.getpid())
+        return cls(core.available(), os.getpid(), namespace, status.started if status else 0, timeout)
 
     def to_wire(self) -> list[Any]:
-        return [self.native, self.pid, self.namespace]
+        return [self.native, self.pid, self.namespace, self.started, self.timeout]
 
     @classmethod
     def from_wire(cls, told: object) -> Nature:
         match told:
-            case [bool(native), int(pid), str(namespace)]:
-                return cls(native, pid, namespace)
+            case [bool(native), int(pid), str(namespace), int(started), int(timeout) | float(timeout)] if (
+                LEAST_TIMEOUT <= timeout <= MOST_TIMEOUT
+            ):
+                return cls(native, pid, namespace, started, float(timeout))
         return cls(False, 0, "")
+
+    def sight(self) -> Sight:
+        """What is seen of its process now, on the machine that it runs on."""
+        status = machine.process_status(self.pid)
+        if status is None or status.started != self.started or status.state in STOPPED:
+            return Sight.STOPPED
+        return Sight.STARVED if status.state == "D" or beat_waits(self.pid) else Sight.OTHER
 
 
 Dial = Callable[[int], Link]
@@ -82,8 +99,17 @@ Dial = Callable[[int], Link]
 class Lifeline:
     """One rank's lifeline. Only `tick` is the service thread's own; everything else is for any thread."""
 
-    def __init__(self, control: Control, record: bytes, sink: BeatSink, pump: Callable[[FrameReader], None]) -> None:
+    def __init__(
+        self,
+        control: Control,
+        record: bytes,
+        sink: BeatSink,
+        pump: Callable[[FrameReader], None],
+        remote: Collection[int] = (),
+    ) -> None:
+        """`remote` are the ranks on other hosts."""
         self._control = control
+        self._remote = frozenset(remote)
         self._record = record  # what a beat is, on a link
         self._sink = sink
         self._pump = pump  # reads a link, and sees to it if that fails
@@ -99,8 +125,10 @@ class Lifeline:
         self._readers: list[FrameReader] = []
         self._outboxes: dict[int, Outbox] = {}  # for beats that this class makes itself; by id of the link
         self._sealed: dict[int, tuple[int, Seal]] = {}
-        self._awaited: deque[tuple[int, float, float]] = deque()  # whom to watch, for the service thread to see
-        self._pids: dict[int, int] = {}  # of ranks whose processes can be looked at
+        self._awaited: deque[tuple[int, Nature]] = deque()  # whom to watch, for the service thread to see
+        self._timeout = PEER_SECONDS
+        self._seen: dict[int, Nature] = {}  # ranks whose processes can be looked at
+        self._outages: dict[int, float] = {}  # ranks to which packets were lost, and when these were last heard
         self._dead: dict[int, float] = {}  # ranks whose process ended, and until when their goodbye may come
         self._beat_at = -math.inf
 
@@ -128,13 +156,17 @@ class Lifeline:
     def expect(self, natures: Sequence[Nature]) -> None:
         """From now on judge silence: all have begun."""
         rank = self._control.rank
-        pages = set(self._shared.peers) if self._shared is not None else set()
-        for peer in sorted(pages | self._linked):
+        self._timeout = max(nature.timeout for nature in natures)
+        for peer in sorted(self._sharing | self._linked):
             nature = natures[peer]
-            if nature.native and nature.namespace == natures[rank].namespace != "":
-                self._pids[peer] = nature.pid
-            least = PAGE_SECONDS if peer in pages else LINK_SECONDS
-            self._awaited.append((peer, least, MOST_SECONDS) if nature.native else (peer, PURE_SECONDS, PURE_SECONDS))
+            if nature.native and nature.started and nature.namespace == natures[rank].namespace != "":
+                self._seen[peer] = nature
+            self._awaited.append((peer, nature))
+
+    @property
+    def _sharing(self) -> set[int]:
+        """The ranks that share memory with this one."""
+        return set(self._shared.peers) if self._shared is not None else set()
 
     def add_link(self, link: Link) -> None:
         """Beat on a link to a rank, and hear its beats there."""
@@ -168,7 +200,7 @@ class Lifeline:
 
     def ignore(self, peer: int) -> None:
         """Hear a rank no more, as if the way to it were cut: for tests of what happens then."""
-        self._pids.pop(peer, None)
+        self._seen.pop(peer, None)
         self._sink.ignored.add(peer)
 
     def close(self) -> None:
@@ -196,14 +228,29 @@ class Lifeline:
         if not self._begun or not self._control.sound:
             return pause
         while self._awaited:
-            peer, least, most = self._awaited.popleft()
-            self._detector.watch(peer, now, least, most)
+            self._watch(*self._awaited.popleft(), now)
         if now >= self._detector.due:
             self._beat(now)
             self._listen(now)
             for peer, silence in self._detector.tick(now, self._look):
-                self._control.lost(peer, now, f"has been silent for {silence:.2f} s (frozen or cut off)")
+                self._control.lost(peer, now, self._describe(peer, silence))
         return min(pause, self._detector.due - now)
+
+    def _watch(self, peer: int, nature: Nature, now: float) -> None:
+        """Begin to judge the silence of a rank."""
+        if peer in self._remote:
+            least = LINK_SECONDS if nature.native else PURE_SECONDS
+            self._detector.watch_remote(peer, now, max(least, self._timeout), least=least)
+        elif nature.native:
+            self._detector.watch(peer, now, PAGE_SECONDS if peer in self._sharing else LINK_SECONDS)
+        else:
+            self._detector.watch(peer, now, PURE_SECONDS, PURE_SECONDS, slow=True)
+
+    def _describe(self, peer: int, silence: float) -> str:
+        """What happened to a rank that is lost, as its error tells it."""
+        if self._look(peer) is Sight.OUTAGE:
+            return f"has been silent for {silence:.2f} s: the network to rank {peer} drops packets"
+        return f"has been silent for {silence:.2f} s (frozen or cut off)"
 
     def _tell_deaths(self, now: float) -> float:
         """Report ranks that died although their links are open: a child keeps them. The seconds until the next."""
@@ -241,13 +288,26 @@ class Lifeline:
             self._pump(reader)
 
     def _look(self, peer: int) -> Sight | None:
-        """At the process of a rank on this machine; None for others, and for those that are ignored on purpose."""
-        pid = self._pids.get(peer)
-        if pid is None or peer in self._sink.ignored:
+        """At the process of a rank on this machine, or else at the connection to another host; None if neither tells
+        anything, and for ranks that are ignored on purpose."""
+        if peer in self._sink.ignored:
             return None
-        if state_of(pid) in STOPPED:
-            return Sight.STOPPED
-        return Sight.STARVED if beat_waits(pid) else Sight.OTHER
+        nature = self._seen.get(peer)
+        sight = nature.sight() if nature is not None else None
+        if peer not in self._remote or sight in (Sight.STOPPED, Sight.STARVED):
+            return sight
+        return Sight.OUTAGE if self._drops_packets(peer) else sight
+
+    def _drops_packets(self, peer: int) -> bool:
+        """Whether packets to a host were lost since the rank there was last heard.
+
+        When an outage is over, this host may learn of it before the other one has sent its beats again.
+        """
+        heard_at = self._detector.heard_at(peer)
+        link = next((reader.link for reader in self._readers if reader.link.peer == peer), None)
+        if heard_at is not None and link is not None and getattr(link, "drops_packets", _never)():
+            self._outages[peer] = heard_at
+        return heard_at is not None and self._outages.get(peer) == heard_at
 
     def alive(self, peer: int) -> bool:
         """Whether a rank was heard lately."""
@@ -284,22 +344,19 @@ def linked(rank: int, size: int, sharing: set[int]) -> set[int]:
     return {peer for peer in others if peer != rank and peer not in sharing}
 
 
-def state_of(pid: int | str) -> str:
-    """The state of a process (or thread, by its path) as /proc names it; "X" if there is none."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0].decode()
-    except (OSError, IndexError, ValueError):
-        return "X"
-
-
 def beat_waits(pid: int) -> bool:
-    """Whether a thread that beats for a process would run, if it had a core."""
+    """Whether a thread that beats for a process would run, if it had a core or the kernel an answer for it."""
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/comm", "rb") as file:
-                if file.read().strip() == BEAT_THREAD and state_of(f"{pid}/task/{thread}") == "R":
-                    return True
+                if file.read().strip() == BEAT_THREAD:
+                    status = machine.process_status(f"{pid}/task/{thread}")
+                    if status is not None and status.state in WAITING:
+                        return True
+    return False
+
+
+def _never() -> bool:
     return False
 
 
