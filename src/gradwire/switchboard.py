@@ -60,6 +60,7 @@ class Switchboard:
         self._outboxes: dict[tuple[int, int], Outbox] = {}  # by world rank and channel: links this rank writes to
         self._readers: list[FrameReader] = []
         self._message_links: dict[int, threading.Lock] = {}
+        self._clogged: set[int] = set()  # world ranks that take no messages off their links
         self._met = threading.Condition()
         self._ending = False
         self._thread = threading.Thread(target=self._run, name="gradwire-service", daemon=True)
@@ -168,7 +169,10 @@ class Switchboard:
     def _post(self, peer: int, channel: int, message: bytes) -> None:
         outbox = self._outboxes.get((peer, channel))
         if outbox is not None and outbox.full:  # who asks without end and hears no answer must not fill our memory
-            self.control.lost(peer, time.monotonic(), "takes no messages off its links")
+            # The service thread reports it: whoever posts may hold the mailbox's lock, and the control takes that lock
+            # while it holds its own.
+            self._clogged.add(peer)
+            self._bell.ring()
         elif outbox is not None:
             with contextlib.suppress(LinkClosed, OSError):  # the reading side learns of it, and decides
                 if outbox.post(message):
@@ -196,6 +200,8 @@ class Switchboard:
         cut_at = 0.0
         while True:
             now = time.monotonic()
+            while self._clogged:
+                self.control.lost(self._clogged.pop(), now, "takes no messages off its links")
             pause = min(self.control.tick(now), self.lifeline.tick(now))
             if now >= cut_at:
                 self._cut_links()

@@ -129,7 +129,11 @@ class Acceptance:
         until = time.monotonic() + PATIENCE_SECONDS
         line: Line = sock
         if self._credentials is not None:
-            line = TlsStream(sock, self._credentials.server_context(), server=True)
+            try:
+                line = TlsStream(sock, self._credentials.server_context(), server=True)
+            except BaseException:
+                sock.close()
+                raise
         acceptor = Acceptor(self._key, lambda hello: self._check(hello, line))
         self._strangers[sock.fileno()] = _Stranger(sock, source, until, line, line is sock, acceptor)
 
@@ -146,6 +150,8 @@ class Acceptance:
             reason = explain(error)
         except OSError as error:
             reason = f"broke off: {error}"
+        except Exception as error:  # a bug of ours, which costs others nothing
+            reason = f"could not be handled: {type(error).__name__}: {error}"
         if reason is not None:
             self._dismiss(descriptor, reason)
             return
@@ -153,9 +159,9 @@ class Acceptance:
         assert stranger.acceptor.hello is not None
         try:
             self._admitted(stranger.line, stranger.acceptor.hello)
-        except BaseException:
+        except Exception:
             stranger.sock.close()
-            raise
+            log.exception("a connection could not be handled")
 
     @staticmethod
     def _converse(stranger: _Stranger) -> str | None:
