@@ -33,12 +33,12 @@ void register_lifeline(nb::module_& module) {
                  nb::gil_scoped_release released;
                  self.add(socket, std::move(repeated));
              })
+        .def("add_tokens", &Lifeline::add_tokens, Release())
         .def("feed",
-             [](Lifeline& self, int socket, nb::list given) {
-                 std::vector<std::string> records;
-                 for (nb::handle record : given) records.push_back(text(nb::cast<nb::bytes>(record)));
+             [](Lifeline& self, int socket, nb::bytes given) {
+                 std::string tokens = text(given);
                  nb::gil_scoped_release released;
-                 self.feed(socket, std::move(records));
+                 self.feed(socket, std::move(tokens));
              })
         .def("ahead", &Lifeline::ahead, Release())
         .def("drop", &Lifeline::drop, Release())

@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable, Iterable
 
 from gradwire.identity import Identity
+from gradwire.liveness.beats import BeatSink
 from gradwire.liveness.control import Control, ControlSink
-from gradwire.liveness.lifeline import BeatSink, Lifeline
+from gradwire.liveness.lifeline import Lifeline
 from gradwire.liveness.verdict import Finding
 from gradwire.liveness.watch import LAST_WORDS_SECONDS
 from gradwire.messages import Letter, Mailbox, MessageSink
 from gradwire.transports.base import CONTROL_CHANNEL, MESSAGE_CHANNEL, Link, LinkClosed, Transport
-from gradwire.transports.frames import FrameReader, Outbox
+from gradwire.transports.frames import FrameReader, Outbox, Reader
 from gradwire.transports.shm import Life, SharedMemory
 from gradwire.wire import Kind
 
@@ -233,7 +234,7 @@ class Switchboard:
         with self._lock:
             return list(self._outboxes.values())
 
-    def _may_read(self, reader: FrameReader) -> bool:
+    def _may_read(self, reader: Reader) -> bool:
         """Whoever sends more than is asked for has to wait; but not with answers, which come on links dialled here."""
         link = reader.link
         dialled = self._outboxes.get((link.peer, MESSAGE_CHANNEL))
@@ -249,7 +250,7 @@ class Switchboard:
         if done:
             self.mailbox.wake_waits()
 
-    def _pump(self, reader: FrameReader) -> None:
+    def _pump(self, reader: Reader) -> None:
         try:
             while reader.pump() and reader.more and self._may_read(reader):
                 pass

@@ -18,12 +18,13 @@ from typing import Any
 import pytest
 
 from gradwire import core, machine
-from gradwire.liveness import lifeline
+from gradwire.liveness import beats, lifeline
+from gradwire.liveness.beats import TOKEN_BYTES, BeatSink, Tokens
 from gradwire.liveness.control import Control
 from gradwire.liveness.detector import LOOK_SECONDS, PEER_SECONDS, SLOW_SECONDS, STARVED_SECONDS, Sight
-from gradwire.liveness.lifeline import ALL_PAIRS, BEAT_THREAD, BeatSink, Lifeline, Nature, beat_waits, linked
+from gradwire.liveness.lifeline import ALL_PAIRS, BEAT_THREAD, Lifeline, Nature, beat_waits, linked
 from gradwire.transports.base import LIFELINE_CHANNEL, Buffer, Link, LinkClosed
-from gradwire.transports.frames import FrameReader
+from gradwire.transports.frames import Reader
 from gradwire.wire import HEADER_BYTES, Header, Kind
 
 LONG = 30.0
@@ -72,16 +73,10 @@ class SocketLink:
         return found
 
 
-class SealedLink(SocketLink):
-    """One that encrypts: no two records are alike, and their order matters."""
+class KeyedLink(SocketLink):
+    """One that was admitted inside TLS."""
 
-    encrypts = True
-    number = 0
-
-    def records(self, messages: Sequence[bytes]) -> list[bytes]:
-        self.number += len(messages)
-        first = self.number - len(messages) + 1
-        return [b"%08d" % (first + i) + message for i, message in enumerate(messages)]
+    key = b"of this link, and of no other..."
 
 
 class Doors:
@@ -110,7 +105,7 @@ class Stage:
         self.lifeline.connect(None, 3, self.doors, self.links.__getitem__)  # type: ignore[arg-type]
         self.doors.taker(self.links[2])
 
-    def pump(self, reader: FrameReader) -> None:
+    def pump(self, reader: Reader) -> None:
         try:
             while reader.pump():
                 pass
@@ -218,22 +213,72 @@ def test_without_the_core_it_beats_when_it_is_asked(stage: Stage) -> None:
 
 
 @needs_core
-@pytest.mark.parametrize("stage", [{"kind": SealedLink}], indirect=True)
-def test_records_of_a_sealed_link_are_made_ahead_and_come_in_order(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("stage", [{"kind": KeyedLink}], indirect=True)
+def test_tokens_of_a_link_that_left_tls_are_made_ahead_and_come_in_order(stage: Stage) -> None:
+    for tick in range(beats.STOCK_BLOCKS // lifeline.FEED_BLOCKS + 1):
+        stage.lifeline.tick(time.monotonic() + tick)
+    for link in stage.links.values():
+        left = stage.lifeline._thread.ahead(link.fileno())
+        assert (beats.STOCK_BLOCKS - 1) * beats.BLOCK_TOKENS < left <= beats.STOCK_BLOCKS * beats.BLOCK_TOKENS
+        assert link.read(10 * TOKEN_BYTES) == Tokens(KeyedLink.key, 1).take(10 * TOKEN_BYTES)
+
+
+def test_the_stock_of_tokens_lasts_for_hours_without_the_interpreter() -> None:
+    assert beats.LASTS_SECONDS > 4 * 3600
+    assert beats.MARK_BLOCKS < beats.STOCK_BLOCKS
+
+
+@pytest.mark.parametrize("stage", [{"kind": KeyedLink, "native": False}], indirect=True)
+def test_without_the_core_tokens_are_sent_too(stage: Stage) -> None:
+    now = time.monotonic()
+    for step in range(4):
+        stage.lifeline.tick(now + step * SLOW_SECONDS)
+    for link in stage.links.values():
+        assert link.read(4 * TOKEN_BYTES) == Tokens(KeyedLink.key, 1).take(4 * TOKEN_BYTES)
+
+
+GENUINE = Tokens(KeyedLink.key, 2).take(3 * TOKEN_BYTES)
+
+
+@pytest.mark.parametrize("stage", [{"kind": KeyedLink}], indirect=True)
+def test_tokens_are_beats_when_they_are_whole(stage: Stage) -> None:
+    stage.lifeline.expect([stage.nature] * 3)
+    now = time.monotonic()
+    stage.lifeline.tick(now)
+    at = 0
+    for nbytes, heard in ((1, False), (TOKEN_BYTES - 1, True), (0, False), (TOKEN_BYTES, True), (3, False)):
+        now += LOOK_SECONDS
+        stage.links[2].far.send(GENUINE[at : at + nbytes])
+        at += nbytes
+        stage.lifeline.tick(now)
+        assert (stage.lifeline._detector.heard_at(2) == now) is heard
+
+
+@pytest.mark.parametrize("stage", [{"kind": KeyedLink}], indirect=True)
+@pytest.mark.parametrize(
+    "forged",
+    [
+        pytest.param(GENUINE[:TOKEN_BYTES], id="replayed"),
+        pytest.param(GENUINE[2 * TOKEN_BYTES :], id="out of order"),
+        pytest.param(Tokens(KeyedLink.key, 1).take(2 * TOKEN_BYTES)[TOKEN_BYTES:], id="reflected"),
+        pytest.param(Tokens(bytes(32), 2).take(2 * TOKEN_BYTES)[TOKEN_BYTES:], id="of another link"),
+        pytest.param(bytes(TOKEN_BYTES), id="made up"),
+        pytest.param(frame(source=2), id="a beat without a token"),
+    ],
+)
+def test_a_token_that_is_not_the_next_one_ends_the_link_and_is_no_beat(
+    stage: Stage, forged: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(lifeline, "AHEAD", 30)
-    stage.lifeline.tick(time.monotonic())
-    for link in stage.links.values():
-        assert isinstance(link, SealedLink)
-        assert link.number == 30
-        for number in range(1, 26):
-            assert link.read(8 + HEADER_BYTES) == b"%08d" % number + frame()
-    stage.lifeline.tick(time.monotonic() + 1)
-    for link in stage.links.values():
-        assert isinstance(link, SealedLink)
-        assert link.number >= 50
-        assert link.read(10 * (8 + HEADER_BYTES)) == b"".join(b"%08d" % number + frame() for number in range(26, 36))
+    now = time.monotonic()
+    stage.lifeline.expect([stage.nature] * 3)
+    stage.links[2].far.send(GENUINE[:TOKEN_BYTES])
+    stage.lifeline.tick(now)
+    heard_at = stage.lifeline._detector.heard_at(2)
+    stage.links[2].far.send(forged)
+    stage.lifeline.tick(now + LOOK_SECONDS)
+    assert stage.lifeline._detector.heard_at(2) == heard_at
+    assert stage.ended == [2]
+    assert "what came is no beat of that rank" in caplog.text
 
 
 def test_links_that_nobody_expects_are_closed(stage: Stage) -> None:

@@ -3,12 +3,12 @@
     ranks that share memory     beat in it: a word behind the directory of their arena
     other ranks                 beat over a link of their own: each pair of up to 32 ranks, beyond that ring neighbours
 
-A native thread beats (native/lifeline.hpp): it says that the process runs, whatever its interpreter does. Without the
-core the service thread beats, slowly, and such a rank may be silent for 10 s. Who beats but does not come is stuck, not
-lost. The service thread looks every 0.1 s whom it heard; `Detector` decides who is silent for too long. On one host the
-end of a process is seen as well (a pidfd, as a link on which nothing comes but the end), in milliseconds. Between hosts
-silence may be the network's: the deadline is longer there, and all ranks of a job use the longest that any of them has
-in `GRADWIRE_PEER_TIMEOUT`.
+A native thread beats (native/lifeline.hpp): it says that the process runs, whatever its interpreter does; beats.py says
+how that goes with TLS. Without the core the service thread beats, slowly, and such a rank may be silent for 10 s. Who
+beats but does not come is stuck, not lost. The service thread looks every 0.1 s whom it heard; `Detector` decides who
+is silent for too long. On one host the end of a process is seen as well (a pidfd, as a link on which nothing comes but
+the end), in milliseconds. Between hosts silence may be the network's: the deadline is longer there, and all ranks of a
+job use the longest that any of them has in `GRADWIRE_PEER_TIMEOUT`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradwire import core, machine
+from gradwire.liveness import beats
+from gradwire.liveness.beats import TOKEN_BYTES, BeatSink, TokenReader, Tokens
 from gradwire.liveness.control import Control
 from gradwire.liveness.detector import (
     BEAT_SECONDS,
@@ -31,28 +33,25 @@ from gradwire.liveness.detector import (
     PAGE_SECONDS,
     PEER_SECONDS,
     SLOW_SECONDS,
-    Detector,
     Sight,
     Standstill,
 )
 from gradwire.transports.base import LIFE_CHANNEL, LIFELINE_CHANNEL, Link, LinkClosed, Transport
-from gradwire.transports.frames import FrameReader, Outbox
+from gradwire.transports.frames import FrameReader, Outbox, Reader
 from gradwire.transports.shm import OwnArena, SharedMemory
-from gradwire.wire import HEADER_BYTES, Header, Kind, WireError
+from gradwire.wire import HEADER_BYTES
 
 DEATH_SECONDS = 0.05  # in which the last messages of a process that has ended are read
 PURE_SECONDS = 10.0  # of silence of a rank whose beats need its interpreter
 ALIVE_SECONDS = 1.0  # who was heard within that time is called alive
 ALL_PAIRS = 32  # ranks
-AHEAD = 1200  # sealed records that lie ready: a minute's worth
+FEED_BLOCKS = 8  # of tokens, at most, that are made for a link in one turn of the service thread
 READ_AHEAD = 64 * HEADER_BYTES
 BEAT_THREAD = b"gradwire-beat"  # as native/lifeline.cpp calls it
 STOPPED = "TtZX"  # states of a process that does not run, as /proc names them
 WAITING = "RD"  # states of a thread that goes on as soon as it has a core, or the kernel an answer
 LEAST_TIMEOUT = 0.5  # between hosts: TCP sends a lost packet again after 0.2 s
 MOST_TIMEOUT = 600.0  # connections give up a little later, whatever is waited for
-
-Seal = Callable[[Sequence[bytes]], list[bytes]]  # messages as they go over an encrypted link
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +103,7 @@ class Lifeline:
         control: Control,
         record: bytes,
         sink: BeatSink,
-        pump: Callable[[FrameReader], None],
+        pump: Callable[[Reader], None],
         remote: Collection[int] = (),
     ) -> None:
         """`remote` are the ranks on other hosts."""
@@ -122,9 +121,9 @@ class Lifeline:
         self._shared: SharedMemory | None = None
         self._linked: set[int] = set()  # ranks with which there is a link
         self._missing: set[int] = set()  # of these, until there is
-        self._readers: list[FrameReader] = []
+        self._readers: list[Reader] = []
         self._outboxes: dict[int, Outbox] = {}  # for beats that this class makes itself; by id of the link
-        self._sealed: dict[int, tuple[int, Seal]] = {}
+        self._tokens: dict[int, tuple[int, Tokens]] = {}  # for links that leave TLS: the descriptor, and what to send
         self._awaited: deque[tuple[int, Nature]] = deque()  # whom to watch, for the service thread to see
         self._timeout = PEER_SECONDS
         self._seen: dict[int, Nature] = {}  # ranks whose processes can be looked at
@@ -170,21 +169,32 @@ class Lifeline:
 
     def add_link(self, link: Link) -> None:
         """Beat on a link to a rank, and hear its beats there."""
-        seal: Seal | None = getattr(link, "records", None) if getattr(link, "encrypts", False) else None
+        key: bytes | None = getattr(link, "key", None)
         with self._lock:
             welcome = not self._closed and link.peer in self._missing
             if welcome:
                 self._missing.remove(link.peer)
-                if self._thread is None:
-                    self._outboxes[id(link)] = Outbox(link)
-                elif seal is None:
-                    self._thread.add(_descriptor(link), self._record)
-                else:  # encrypted ahead, since that takes the interpreter; from now on nothing else is sent there
-                    self._thread.add(_descriptor(link), b"")
-                    self._sealed[id(link)] = _descriptor(link), seal
-                self._readers = [*self._readers, FrameReader(link, self._sink, threading.Lock(), READ_AHEAD)]
+                self._beat_on(link, key)
+                self._readers = [*self._readers, self._reader(link, key)]
         if not welcome:
             link.close()
+
+    def _beat_on(self, link: Link, key: bytes | None) -> None:
+        tokens = Tokens(key, self._control.rank) if key is not None else None
+        if tokens is not None:
+            self._tokens[id(link)] = _descriptor(link), tokens
+        if self._thread is None:
+            self._outboxes[id(link)] = Outbox(link)
+        elif tokens is None:
+            self._thread.add(_descriptor(link), self._record)
+        else:
+            self._thread.add_tokens(_descriptor(link), TOKEN_BYTES, beats.MARK_BLOCKS * beats.BLOCK_TOKENS)
+            self._thread.feed(_descriptor(link), tokens.block())
+
+    def _reader(self, link: Link, key: bytes | None) -> Reader:
+        if key is not None:
+            return TokenReader(link, Tokens(key, link.peer), self._sink)
+        return FrameReader(link, self._sink, threading.Lock(), READ_AHEAD)
 
     def end_of(self, link: Link) -> None:
         """A link is about to be closed: nothing may be written there, its descriptor may soon be another's."""
@@ -195,7 +205,7 @@ class Lifeline:
                 if self._thread is not None:
                     self._thread.drop(_descriptor(link))
                 self._outboxes.pop(id(link), None)
-                self._sealed.pop(id(link), None)
+                self._tokens.pop(id(link), None)
                 self._readers = [reader for reader in self._readers if reader.link is not link]
 
     def ignore(self, peer: int) -> None:
@@ -261,17 +271,18 @@ class Lifeline:
         return min(self._dead.values(), default=math.inf) - now
 
     def _beat(self, now: float) -> None:
-        """What the native thread cannot do: beat if there is none, and seal records for it."""
-        for descriptor, seal in list(self._sealed.values()):
-            missing = AHEAD - self._thread.ahead(descriptor)
-            if missing * BEAT_SECONDS >= 1:
-                self._thread.feed(descriptor, seal([self._record] * missing))
-        if self._thread is None and now >= self._beat_at:
+        """What the native thread cannot do: beat if there is none, and make tokens for it."""
+        if self._thread is not None:
+            for descriptor, tokens in list(self._tokens.values()):
+                left = -(-self._thread.ahead(descriptor) // beats.BLOCK_TOKENS)
+                for _ in range(min(FEED_BLOCKS, beats.STOCK_BLOCKS - left)):
+                    self._thread.feed(descriptor, tokens.block())
+        elif now >= self._beat_at:
             self._beat_at = now + SLOW_SECONDS
-            for outbox in list(self._outboxes.values()):
+            for link, outbox in list(self._outboxes.items()):
                 with contextlib.suppress(LinkClosed, OSError):  # the reading side learns of it
                     if outbox.flush():
-                        outbox.post(self._record)
+                        outbox.post(self._tokens[link][1].take(TOKEN_BYTES) if link in self._tokens else self._record)
 
     def _listen(self, now: float) -> None:
         self._sink.now = now
@@ -313,29 +324,6 @@ class Lifeline:
         """Whether a rank was heard lately."""
         silence = self._detector.silence(peer, time.monotonic())
         return silence is not None and silence < ALIVE_SECONDS
-
-
-class BeatSink:
-    """Beats, as they are read, go to the detector; `check` knows whose they may be."""
-
-    def __init__(self, check: Callable[[Header], None]) -> None:
-        self.detector = Detector()
-        self.now = 0.0
-        self.ignored: set[int] = set()
-        self._check = check
-
-    def begin(self, link: Link, header: Header) -> memoryview:
-        self._check(header)
-        if header.kind != Kind.BEAT or header.nbytes:
-            raise WireError(f"kind {header.kind}, {header.nbytes} bytes, on the lifeline")
-        return memoryview(b"")
-
-    def finish(self, link: Link, header: Header, payload: memoryview) -> None:
-        self.heard(link.peer)
-
-    def heard(self, peer: int, beat: int | None = None) -> None:
-        if peer not in self.ignored:
-            self.detector.heard(peer, self.now, beat)
 
 
 def linked(rank: int, size: int, sharing: set[int]) -> set[int]:

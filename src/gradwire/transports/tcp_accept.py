@@ -54,7 +54,7 @@ class Acceptance:
         sockets: Sockets,
         key: bytes,
         check: Callable[[Hello, Line], str | None],
-        admitted: Callable[[Line, Hello], None],
+        admitted: Callable[[Line, Acceptor], None],
         bell: Any,
         credentials: Credentials | None = None,
     ) -> None:
@@ -156,9 +156,8 @@ class Acceptance:
             self._dismiss(descriptor, reason)
             return
         del self._strangers[descriptor]
-        assert stranger.acceptor.hello is not None
         try:
-            self._admitted(stranger.line, stranger.acceptor.hello)
+            self._admitted(stranger.line, stranger.acceptor)
         except Exception:
             stranger.sock.close()
             log.exception("a connection could not be handled")

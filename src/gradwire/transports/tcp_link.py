@@ -23,8 +23,6 @@ class TcpLink:
 
     __slots__ = ("_forget", "_socket", "channel", "peer")
 
-    encrypts = False
-
     def __init__(self, sock: socket.socket, peer: int, channel: int, forget: Callable[[Link], None]) -> None:
         tune(sock)
         sock.setblocking(False)
@@ -56,10 +54,6 @@ class TcpLink:
         if not got:
             raise LinkClosed
         return got
-
-    def records(self, messages: Sequence[bytes]) -> list[bytes]:
-        """Messages as they are to be written to the descriptor, in this order, by somebody who sends instead of us."""
-        return list(messages)
 
     def drops_packets(self) -> bool:
         """Whether nothing that was sent lately is acknowledged; False where that cannot be known. For links on which
