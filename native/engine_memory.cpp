@@ -44,6 +44,7 @@ bool Engine::in_one_shot(bool& progress) {
             reduce(memories_[OUT], share(sheet_.rank));
             release_all();
             shot_ = Shot::push;
+            if (stalls()) return true;
             [[fallthrough]];
         case Shot::push:
             if (!push_share()) return true;

@@ -52,12 +52,13 @@ void register_lifeline(nb::module_& module) {
         return found;
     });
 
-    // Regions (offset, bytes) of an arena; false if some of them could not be mapped.
+    // Regions (offset, bytes) of an arena; false if some of them could not be mapped. Whoever reads there is warned first.
     using Regions = std::vector<std::pair<std::size_t, std::size_t>>;
     module.def(
         "map_alone",
         [](std::uintptr_t arena, int descriptor, const Regions& regions) {
             bool all = true;
+            Pulse::of(pointer(arena)).left.store(1);
             for (auto [offset, nbytes] : regions) all = map_alone(pointer(arena) + offset, nbytes, descriptor, offset) && all;
             return all;
         },

@@ -3,6 +3,7 @@
 #include <poll.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -177,6 +178,12 @@ void children_do_not_beat_and_end_in_peace() {
     for (int i = 0; i < 20; ++i) CHECK(pair.read(4) == "beat");
 }
 
+std::uint64_t blocks(int descriptor) {
+    struct stat status;
+    CHECK(::fstat(descriptor, &status) == 0);
+    return static_cast<std::uint64_t>(status.st_blocks);
+}
+
 // Threads write to the pages while they are left behind: all that they wrote is there afterwards.
 void nothing_is_lost_of_pages_that_are_left_behind() {
     constexpr std::size_t NBYTES = 64 * 4096, WORDS = NBYTES / sizeof(std::uint64_t);
@@ -200,6 +207,7 @@ void nothing_is_lost_of_pages_that_are_left_behind() {
     });
     while (!started) std::this_thread::yield();
     CHECK(map_alone(reinterpret_cast<std::byte*>(mine), NBYTES, descriptor, 0));
+    CHECK(blocks(descriptor) == 0);  // the file has given its memory back
     for (std::size_t word = 0; word < WORDS; ++word) __atomic_store_n(&theirs[word], ~0ull, __ATOMIC_RELAXED);
     over = true;
     writer.join();
