@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from gradwire.liveness.detector import LOOK_SECONDS, PEER_SECONDS
 from gradwire.membership.addresses import split
 from gradwire.membership.service import Coordinator
 from gradwire.security.secret import job_secret
+from gradwire.transports.tcp_link import TCP_RTO_MAX_MS
 from namespaces import Hosts, enter
 from namespaces import hosts_fixture as hosts_fixture
 from processes import Here, StartJob
@@ -200,6 +202,22 @@ def test_a_second_without_packets_breaks_nothing_in_a_static_job(job: StartJob, 
         for rank in ranks:
             assert rank.hear() == {"ready": True}
         outage(hosts, OUTAGE)
+        ranks[0].tell()
+        assert [rank.hear().get("sum") for rank in ranks] == [SIZE] * SIZE
+
+
+@needs_core
+def test_an_outage_of_two_thirds_of_the_deadline_breaks_nothing(job: StartJob, hosts: Hosts) -> None:
+    """TCP sends again at least once a second, instead of waiting as long again as the outage has lasted."""
+    with socket.socket() as sock:
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, TCP_RTO_MAX_MS, 1000)
+        except OSError:
+            pytest.skip("the kernel has no limit for TCP's back-off (Linux 6.15)")
+    with job(reduces_until_told, SIZE, hosts.pids, environ=job_environ(hosts)) as ranks:
+        for rank in ranks:
+            assert rank.hear() == {"ready": True}
+        outage(hosts, PEER_SECONDS * 2 / 3)
         ranks[0].tell()
         assert [rank.hear().get("sum") for rank in ranks] == [SIZE] * SIZE
 

@@ -372,9 +372,13 @@ class LossyLink(SocketLink):
     """A link to another host."""
 
     lossy = False
+    repaired_within = 0.0
 
     def drops_packets(self) -> bool:
         return self.lossy
+
+    def repair_within(self, seconds: float) -> None:
+        self.repaired_within = seconds
 
 
 def silence_on(stage: Stage, *, lossy_after: float, lossy_until: float = math.inf) -> float:
@@ -412,6 +416,9 @@ def test_a_network_that_drops_packets_gets_the_whole_deadline_between_hosts(
     found = silence_on(stage, lossy_after=lossy_after, lossy_until=lossy_until)
     assert found == pytest.approx(seconds, abs=2 * LOOK_SECONDS)
     assert reason in str(stage.control.error(None, ""))
+    link = stage.links[2]
+    assert isinstance(link, LossyLink)
+    assert link.repaired_within == max(1.0, timeout / 4)
 
 
 @needs_core

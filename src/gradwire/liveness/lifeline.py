@@ -36,7 +36,15 @@ from gradwire.liveness.detector import (
     Sight,
     Standstill,
 )
-from gradwire.transports.base import LIFE_CHANNEL, LIFELINE_CHANNEL, Link, LinkClosed, Transport
+from gradwire.transports.base import (
+    LIFE_CHANNEL,
+    LIFELINE_CHANNEL,
+    KeyedLink,
+    Link,
+    LinkClosed,
+    NetworkLink,
+    Transport,
+)
 from gradwire.transports.frames import FrameReader, Outbox, Reader
 from gradwire.transports.shm import OwnArena, SharedMemory
 from gradwire.wire import HEADER_BYTES
@@ -169,7 +177,7 @@ class Lifeline:
 
     def add_link(self, link: Link) -> None:
         """Beat on a link to a rank, and hear its beats there."""
-        key: bytes | None = getattr(link, "key", None)
+        key = link.key if isinstance(link, KeyedLink) else None
         with self._lock:
             welcome = not self._closed and link.peer in self._missing
             if welcome:
@@ -249,6 +257,9 @@ class Lifeline:
     def _watch(self, peer: int, nature: Nature, now: float) -> None:
         """Begin to judge the silence of a rank."""
         if peer in self._remote:
+            link = self._link_to(peer)
+            if isinstance(link, NetworkLink):  # else TCP waits for as long again as an outage has lasted
+                link.repair_within(max(1.0, self._timeout / 4))
             least = LINK_SECONDS if nature.native else PURE_SECONDS
             self._detector.watch_remote(peer, now, max(least, self._timeout), least=least)
         elif nature.native:
@@ -314,11 +325,13 @@ class Lifeline:
 
         When an outage is over, this host may learn of it before the other one has sent its beats again.
         """
-        heard_at = self._detector.heard_at(peer)
-        link = next((reader.link for reader in self._readers if reader.link.peer == peer), None)
-        if heard_at is not None and link is not None and getattr(link, "drops_packets", _never)():
+        heard_at, link = self._detector.heard_at(peer), self._link_to(peer)
+        if heard_at is not None and isinstance(link, NetworkLink) and link.drops_packets():
             self._outages[peer] = heard_at
         return heard_at is not None and self._outages.get(peer) == heard_at
+
+    def _link_to(self, peer: int) -> Link | None:
+        return next((reader.link for reader in self._readers if reader.link.peer == peer), None)
 
     def alive(self, peer: int) -> bool:
         """Whether a rank was heard lately."""
@@ -341,10 +354,6 @@ def beat_waits(pid: int) -> bool:
                     status = machine.process_status(f"{pid}/task/{thread}")
                     if status is not None and status.state in WAITING:
                         return True
-    return False
-
-
-def _never() -> bool:
     return False
 
 

@@ -12,6 +12,7 @@ from gradwire.errors import TransportError
 from gradwire.transports.base import Buffer, Link, LinkClosed
 
 MAX_BUFFERS = 512  # of one system call; Linux takes 1,024
+TCP_RTO_MAX_MS = 44  # of Linux; Python does not name it yet
 UNANSWERED_MS = 700  # the slowest beats are 500 ms apart; a host without a route does not even try to send them again
 # Of Linux's struct tcp_info: tcpi_retransmits, tcpi_unacked (segments), tcpi_last_ack_recv (milliseconds since then).
 _TCP_INFO = struct.Struct("@2xB21xI28xI")
@@ -55,9 +56,11 @@ class TcpLink:
             raise LinkClosed
         return got
 
+    def repair_within(self, seconds: float) -> None:
+        with contextlib.suppress(OSError):  # before Linux 6.15
+            self._socket.setsockopt(socket.IPPROTO_TCP, TCP_RTO_MAX_MS, int(1000 * seconds))
+
     def drops_packets(self) -> bool:
-        """Whether nothing that was sent lately is acknowledged; False where that cannot be known. For links on which
-        something is sent all the time."""
         try:
             info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
             retransmits, unacknowledged, since_answer = _TCP_INFO.unpack(info)
