@@ -196,7 +196,6 @@ def outage(hosts: Hosts, seconds: float) -> None:
     hosts.mend()
 
 
-@needs_core
 def test_a_second_without_packets_breaks_nothing_in_a_static_job(job: StartJob, hosts: Hosts) -> None:
     with job(reduces_until_told, SIZE, hosts.pids, environ=job_environ(hosts)) as ranks:
         for rank in ranks:
@@ -206,7 +205,6 @@ def test_a_second_without_packets_breaks_nothing_in_a_static_job(job: StartJob, 
         assert [rank.hear().get("sum") for rank in ranks] == [SIZE] * SIZE
 
 
-@needs_core
 def test_an_outage_of_two_thirds_of_the_deadline_breaks_nothing(job: StartJob, hosts: Hosts) -> None:
     """TCP sends again at least once a second, instead of waiting as long again as the outage has lasted."""
     with socket.socket() as sock:
@@ -222,7 +220,6 @@ def test_an_outage_of_two_thirds_of_the_deadline_breaks_nothing(job: StartJob, h
         assert [rank.hear().get("sum") for rank in ranks] == [SIZE] * SIZE
 
 
-@needs_core
 def test_a_second_without_packets_breaks_nothing_in_an_elastic_job(job: StartJob, hosts: Hosts) -> None:
     address = f"{hosts.address(0)}:{PORT}"
     token = secrets.token_hex(32)

@@ -242,7 +242,7 @@ GENUINE = Tokens(KeyedLink.key, 2).take(3 * TOKEN_BYTES)
 
 @pytest.mark.parametrize("stage", [{"kind": KeyedLink}], indirect=True)
 def test_tokens_are_beats_when_they_are_whole(stage: Stage) -> None:
-    stage.lifeline.expect([stage.nature] * 3)
+    stage.lifeline.expect([Nature(True, os.getpid(), "")] * 3)
     now = time.monotonic()
     stage.lifeline.tick(now)
     at = 0
@@ -270,7 +270,7 @@ def test_a_token_that_is_not_the_next_one_ends_the_link_and_is_no_beat(
     stage: Stage, forged: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = time.monotonic()
-    stage.lifeline.expect([stage.nature] * 3)
+    stage.lifeline.expect([Nature(True, os.getpid(), "")] * 3)
     stage.links[2].far.send(GENUINE[:TOKEN_BYTES])
     stage.lifeline.tick(now)
     heard_at = stage.lifeline._detector.heard_at(2)
