@@ -51,7 +51,7 @@ void Engine::begin(const Program& program, void* in, void* out, std::uint64_t se
     memories_[IN] = static_cast<std::byte*>(in);
     memories_[OUT] = static_cast<std::byte*>(out);
     shot_ = Shot::tell;
-    exposing_ = stalled_ = false;
+    exposing_ = reads_arrays_ = stalled_ = false;
     if (outbox_) outbox_->result = program.mirrored ? in_arena(out, program.out_bytes) : 0;
     one_shot_ = program.one_shot && all_in_memory_;
     if (one_shot_) return;
@@ -106,7 +106,9 @@ bool Engine::fail(Status status, std::uint32_t peer, const Header& header) {
 
 // Whether a peer has taken its arrays back, so that what was read there may be anything. It has done so because the
 // generation is broken; it has marked its arena before, so whoever has read anything else than its arrays sees the mark.
+// Asked before what was read is handed on, and before the program is done.
 bool Engine::stalls() {
+    if (!reads_arrays_) return false;
     std::atomic_thread_fence(std::memory_order_acquire);  // the arrays first, then the mark
     stalled_ = std::any_of(others_.begin(), others_.end(), [&](std::uint32_t peer) { return peers_[peer].inbox->left(); });
     return stalled_;

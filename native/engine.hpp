@@ -137,6 +137,7 @@ class Engine {
     const Program* program_ = nullptr;
     std::byte* memories_[3] = {};
     bool one_shot_ = false;
+    bool reads_arrays_ = false;  // of peers, where these lie
     bool stalled_ = false;  // for good, because a peer has left: the alarm tells why
     Shot shot_ = Shot::tell;
     std::uint32_t collected_ = 0;  // terms of a one-shot that are here
