@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import signal
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -88,6 +89,26 @@ def test_a_rank_whose_interpreter_is_held_up_for_longer_than_its_beats_were_made
         holds_the_interpreter, 2, 4.5, environ=lambda rank: {**secure(rank), "GRADWIRE_PEER_TIMEOUT": "1"}
     ) as ranks:
         assert [rank.hear() for rank in ranks] == [{"sum": 2}] * 2
+
+
+def is_idle(here: Here, seconds: float) -> None:
+    try:
+        group = gw.init(timeout=30.0)
+        group.barrier()
+        time.sleep(seconds)  # in which only beats tell that anybody lives
+        here.tell(sum=group.all_reduce(1))
+    except gw.GradwireError as error:
+        here.tell_error(error)
+
+
+def test_ranks_with_and_without_the_core_accept_each_other_s_beats(job: StartJob) -> None:
+    secure = environ(3)
+
+    def of(rank: int) -> Mapping[str, str]:
+        return {**secure(rank), "GRADWIRE_PEER_TIMEOUT": "0.5", core.PURE: "1" if rank == 1 else "0"}
+
+    with job(is_idle, 3, 1.5, environ=of) as ranks:
+        assert [rank.hear() for rank in ranks] == [{"sum": 3}] * 3
 
 
 def test_who_shows_no_certificate_is_told_so(job: StartJob) -> None:
