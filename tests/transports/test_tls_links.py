@@ -436,7 +436,7 @@ def test_nonsense_that_begins_like_tls(transports: list[TcpTransport], journal: 
         with socket.create_connection(transports[0].address, timeout=LONG) as sock, contextlib.suppress(OSError):
             sock.sendall(data)
             sock.shutdown(socket.SHUT_WR)
-    journal.wait_for("more refused links follow within this minute; they are not logged")
+    journal.wait_for("more refusals follow within this minute; they are not logged")
     assert not any("could not be handled" in line for line in journal.lines)
     linked(transports)
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradwire.security.admission import Acceptor, Hello, refusal
+from gradwire.security.refusals import RefusalLog
 from gradwire.security.tls import Credentials, explain
 from gradwire.transports.sockets import Sockets
 from gradwire.transports.tls import NotTls, TlsStream
@@ -27,7 +28,6 @@ log = logging.getLogger("gradwire.transports")
 
 MAX_STRANGERS = 256
 PATIENCE_SECONDS = 5.0
-LOGGED_PER_MINUTE = 60
 UNREAD = 64 << 10
 WELCOME = b"!"  # to a dialer whose certificate is accepted, since its side of TLS does not tell it
 NO_PLAINTEXT = "links here are TLS: give that process certificates too (GRADWIRE_TLS_CA, _CERT and _KEY)"
@@ -68,7 +68,7 @@ class Acceptance:
         self._strangers: dict[int, _Stranger] = {}
         self._stopping = False
         self._paused_until = 0.0
-        self._logged: tuple[float, int] = (0.0, 0)
+        self._refusals = RefusalLog(log)
         self._thread = threading.Thread(target=self._run, name="gradwire-accept", daemon=True)
 
     def start(self) -> None:
@@ -201,16 +201,5 @@ class Acceptance:
             stranger.sock.recv(UNREAD)
         with contextlib.suppress(OSError):
             stranger.sock.close()
-        if reason is not None and self._may_log():
-            log.warning("refused a link from %s: %s", stranger.source, reason)
-
-    def _may_log(self) -> bool:
-        """A flood of strangers must not become a flood of lines."""
-        began, count = self._logged
-        now = time.monotonic()
-        if now - began > 60:
-            began, count = now, 0
-        self._logged = (began, count + 1)
-        if count == LOGGED_PER_MINUTE:
-            log.warning("more refused links follow within this minute; they are not logged")
-        return count < LOGGED_PER_MINUTE
+        if reason is not None:
+            self._refusals.log("refused a link from %s: %s", stranger.source, reason)
