@@ -8,7 +8,26 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from gradwire.simulate import __main__ as command
+from gradwire.simulate.faults import RARE
+
 PAGE = Path(__file__).parents[2] / "docs" / "simulation.md"
+COMMANDS = re.findall(r"^    python -m gradwire\.simulate (.*)$", PAGE.read_text("utf-8"), re.MULTILINE)
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_the_commands_of_the_page_are_understood(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each with one seed."""
+    arguments = line.split("#")[0].split()
+    assert command.main([*arguments, "--seeds", "1"]) == 0
+    assert "1 seeds in" in capsys.readouterr().out
+
+
+def test_every_rare_fault_is_on_the_page() -> None:
+    kinds = re.findall(r"^\| `([a-z-]+)` \|", PAGE.read_text("utf-8"), re.MULTILINE)
+    assert kinds == list(RARE)
 
 
 def test_the_example_runs(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ worker.py        a member: registers, settles, trains, votes, breaks, recovers
 launcher.py      speaks for the workers of a host
 calls.py         calls to the coordinator
 coordinator.py   the real membership behind them, with a journal
+disk.py          what that journal is kept on: full, slow, without power
+strangers.py     unfit newcomers, members of other runs, impostors
 setting.py       what a job is like; faults.py: what happens to it
 ledger.py        what must hold
 world.py         all of it; `python -m gradwire.simulate` runs one after another

@@ -83,6 +83,15 @@ def named(kinds: Collection[str]) -> str:
     return ",".join(sorted(kinds))
 
 
+def command(seed: int, members: int | None, kinds: Collection[str]) -> str:
+    """How to simulate this very job again."""
+    command = f"python -m gradwire.simulate --first {seed} --seeds 1"
+    if members:
+        command += f" --members {members}"
+    name = named(kinds)
+    return command if name == "usual" else f"{command} --faults {name}"
+
+
 def draw(
     random: Random,
     table: Mapping[str, tuple[int, float, float]],

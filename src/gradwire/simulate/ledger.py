@@ -9,6 +9,8 @@ nothing lost         no generation begins before a committed step, as long as an
                      anew, one that comes back with an earlier state that is farther on brings its history back
 the same everywhere  all members that complete a step of a generation hold the same state, and it is the right one
 no eviction          of members that nothing happened to
+one history          of each run: no state of a run comes from another, except that a run that is begun in place of
+                     another may begin with an earlier state of that. So there is a ledger for each
 """
 
 from __future__ import annotations

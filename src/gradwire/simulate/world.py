@@ -88,7 +88,7 @@ class World:
         self.lost: set[str] = set()  # whom an endless fault keeps from taking part
         self.hosts = [f"h{number}" for number in range(self.setting.hosts)]
         self._dark: set[str] = set()  # hosts without power
-        self._again = _command(seed, members, kinds)
+        self._again = faults.command(seed, members, kinds)
         self._sessions = 0
         self._touched: dict[str, float] = {}
         self._commits_after: set[int] = set()
@@ -391,12 +391,3 @@ class World:
         else:
             waits = [f"{worker.name} in {worker.generation}: {worker.waiting or 'at work'}" for worker in self.workers]
             self.fail(f"no step was committed for {PATIENCE:g} s after the last fault: {'; '.join(waits)}")
-
-
-def _command(seed: int, members: int | None, kinds: Collection[str]) -> str:
-    """How to simulate this very job again."""
-    command = f"python -m gradwire.simulate --first {seed} --seeds 1"
-    if members:
-        command += f" --members {members}"
-    name = faults.named(kinds)
-    return command if name == "usual" else f"{command} --faults {name}"
