@@ -344,6 +344,20 @@ def test_a_silent_host_is_told_of_although_another_one_cannot_be_heard() -> None
     assert watcher.now - began < 3.0 + REMOTE_ROLL_CALL_SECONDS + 3 * STEP
 
 
+def test_a_watcher_that_is_often_late_still_misses_a_rank_on_another_host() -> None:
+    """Each time that it is late, it forgives as much silence as it was late by, and no more."""
+    watcher = RemoteWatcher(1, 2, deadline=3.0)
+    watcher.run(1.0)
+    watcher.silent = {2}
+    began, missed = watcher.now, 0.0
+    while not (lost := watcher.run(0.5)):
+        assert watcher.now - began < 60
+        watcher.now = watcher.detector.due + 2 * LATE_SECONDS
+        missed += 2 * LATE_SECONDS
+    assert lost == [2]
+    assert watcher.now - began == pytest.approx(3.0 + missed, abs=4 * STEP)
+
+
 def test_a_process_that_stood_still_knows_it_for_a_while() -> None:
     own, now = Standstill(), 1000.0
     assert not own.lately(now), "before the first look there is nothing to be late for"

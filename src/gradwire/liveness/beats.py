@@ -36,6 +36,7 @@ class BeatSink:
         self.detector = Detector()
         self.now = 0.0
         self.ignored: set[int] = set()
+        self.outages: set[int] = set()  # ranks to which packets were lost since they were last heard
         self._check = check
 
     def begin(self, link: Link, header: Header) -> memoryview:
@@ -49,6 +50,7 @@ class BeatSink:
 
     def heard(self, peer: int, beat: int | None = None) -> None:
         if peer not in self.ignored:
+            self.outages.discard(peer)
             self.detector.heard(peer, self.now, beat)
 
 

@@ -5,7 +5,8 @@ from how regular it was: min(max(floor, median + k·MAD of its intervals), 0.6 s
 deadline instead, because a network may fail for a second: `GRADWIRE_PEER_TIMEOUT`, 3 s by default. Where that is longer
 than 5 s, only a network that drops packets gets all of it. Three rules keep false alarms away:
 
-    a late watcher       knows nothing of the time it missed: when its own look came late, all deadlines begin anew
+    a late watcher       knows nothing of the time it missed: when its own look came late, deadlines on one host begin
+                         anew, and those between hosts are put off by that time
     a look               at a rank on this machine tells whether it was stopped: then there is no doubt. If not, it has
                          0.7 s; and if it is seen waiting for a core, or for the kernel (state D), 5 s
     the roll call        before a silence is told, every other rank is heard once more, or is silent for too long as
@@ -148,16 +149,17 @@ class Detector:
         life = self._lives.get(peer)
         return life.heard if life is not None else None
 
-    def restart(self, now: float) -> None:
-        """Nothing is known of the time until now."""
+    def restart(self, now: float, missed: float = math.inf) -> None:
+        """Nothing is known of the last `missed` seconds. Deadlines on one host begin anew; those between hosts, which
+        are so long that a busy watcher would never see the end of one, are put off by that much."""
         self._roll_call = None
         for life in self._lives.values():
-            life.heard = max(now, life.heard)
+            life.heard = max(life.heard, now if life.deadline is None else min(now, life.heard + missed))
 
     def tick(self, now: float, look: Look = lambda peer: None) -> list[tuple[int, float]]:
         """Who is lost by now, and for how long each has been silent; after all that was heard has been told."""
         if now > self.due + LATE_SECONDS and self.due > -math.inf:
-            self.restart(now)
+            self.restart(now, now - self.due)
         suspects = {peer for peer, life in self._lives.items() if _is_suspect(peer, life, now, look)}
         self._roll_call = None if not suspects else self._roll_call if self._roll_call is not None else now
         lost = sorted(suspects) if suspects and self._all_called(suspects, now) else []

@@ -135,7 +135,6 @@ class Lifeline:
         self._awaited: deque[tuple[int, Nature]] = deque()  # whom to watch, for the service thread to see
         self._timeout = PEER_SECONDS
         self._seen: dict[int, Nature] = {}  # ranks whose processes can be looked at
-        self._outages: dict[int, float] = {}  # ranks to which packets were lost, and when these were last heard
         self._dead: dict[int, float] = {}  # ranks whose process ended, and until when their goodbye may come
         self._beat_at = -math.inf
 
@@ -325,10 +324,10 @@ class Lifeline:
 
         When an outage is over, this host may learn of it before the other one has sent its beats again.
         """
-        heard_at, link = self._detector.heard_at(peer), self._link_to(peer)
-        if heard_at is not None and isinstance(link, NetworkLink) and link.drops_packets():
-            self._outages[peer] = heard_at
-        return heard_at is not None and self._outages.get(peer) == heard_at
+        link = self._link_to(peer)
+        if isinstance(link, NetworkLink) and link.drops_packets():
+            self._sink.outages.add(peer)
+        return peer in self._sink.outages
 
     def _link_to(self, peer: int) -> Link | None:
         return next((reader.link for reader in self._readers if reader.link.peer == peer), None)
