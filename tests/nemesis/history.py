@@ -1,7 +1,7 @@
 """What the workers of a job have recorded, and whether it is one history. Pure.
 
-Every worker appends a line to a file of its own when it begins a step and when that step is committed. `broken_promises`
-looks at the lines of all workers together. It returns what must never happen, as sentences:
+Every worker appends a line to a file of its own when it begins a step and when that step is committed.
+`broken_promises` looks at the lines of all workers together. It returns what must never happen, as sentences:
 
 - two states for one committed step of a run,
 - a committed step that the next one does not build on, or that nobody of the run has seen,
@@ -70,10 +70,12 @@ def broken_promises(records: Iterable[Record]) -> list[str]:
     found: list[str] = []
     for run, its in by_run.items():
         commits = [record for record in its if record.kind == "commit"]
-        for rule in (_two_states, _unknown_steps):
-            found += _shortened(f"run {run}: {text}" for text in rule(its))
-        for rule in (_went_back, _generations_mixed, _begun_too_late):
-            found += _shortened(f"run {run}: {text}" for text in rule(commits))
+        rules = (
+            *(_two_states(its), _unknown_steps(its)),
+            *(_went_back(commits), _generations_mixed(commits), _begun_too_late(commits)),
+        )
+        for sentences in rules:
+            found += _shortened(f"run {run}: {text}" for text in sentences)
     return found + _shortened(_moved_between_runs(by_run)) + _shortened(_states_of_two_runs(by_run))
 
 

@@ -23,9 +23,8 @@ def one_step(run: str, step: int, generation: int = 1, members: tuple[str, ...] 
     records = []
     for number, member in enumerate(members):
         began, ended = start + 0.1 * number, start + 0.5 + 0.1 * number
-        common = (generation, step), (state(run, step - 1), f"{run}-{member}", began)
-        records.append(Record("begin", run, *common[0], NOT_YET, *common[1], began))
-        records.append(Record("commit", run, *common[0], state(run, step), *common[1], ended))
+        begin = Record("begin", run, generation, step, NOT_YET, state(run, step - 1), f"{run}-{member}", began, began)
+        records += [begin, replace(begin, kind="commit", digest=state(run, step), time=ended)]
     return records
 
 
@@ -116,7 +115,7 @@ def test_checker_older_generation_that_begins_behind_the_newer_one_is_found() ->
 
 def test_checker_two_generations_that_commit_at_once_are_found() -> None:
     found = broken_promises(good() + one_step("first", 7, 1, ("a",)))
-    assert found == ["run first: generations 1, 2 have each committed step 7"] + found[1:]
+    assert found == ["run first: generations 1, 2 have each committed step 7", *found[1:]]
     assert "generation 1 committed step 7, and the newer generation 2 had committed step 6" in found[1]
 
 

@@ -1,0 +1,182 @@
+"""The processes of a job under the nemesis: a coordinator, a launcher on each machine, and their workers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import IO
+
+from leftovers import children_of
+from nemesis import trainer
+from nemesis.machines import COORDINATOR, Machines
+from nemesis.plan import MACHINES, WORKERS
+
+NAME = "nemesis"
+START, LEAST, MOST = 3, 2, MACHINES * WORKERS + 2  # members
+AGAIN = 0.5  # seconds before what has ended is started again
+MARK = "NEMESIS_MARK"  # in the environment of all processes of one job
+TESTS = Path(__file__).parents[1]
+
+
+class Job:
+    """All processes; whoever has ended without being told to is started again by `look_after`."""
+
+    def __init__(self, folder: Path, machines: Machines, chaos: str = "") -> None:
+        """`chaos`: for the launchers."""
+        self.folder, self.machines = folder, machines
+        self.records, self.temporary = folder / "records", folder / "tmp"
+        self.records.mkdir()
+        self.temporary.mkdir()
+        self.mark = secrets.token_hex(8)
+        self.held = False  # whether the coordinator is to stay away
+        self.restarted = {"coordinator": 0, "launcher": 0}  # that had ended by themselves
+        self._chaos = ["--chaos", chaos] if chaos else []
+        self._environ = {name: value for name, value in os.environ.items() if not name.startswith("GRADWIRE_")} | {
+            "GRADWIRE_TOKEN": secrets.token_urlsafe(32),
+            "GRADWIRE_INSECURE": "1",
+            "GRADWIRE_JOB": NAME,
+            "OPENBLAS_NUM_THREADS": "1",
+            "PYTHONPATH": str(TESTS),
+            "TMPDIR": str(self.temporary),
+            "XDG_RUNTIME_DIR": str(self.temporary),
+            MARK: self.mark,
+        }
+        self._coordinator: subprocess.Popen[bytes] | None = None
+        self._launchers: dict[int, subprocess.Popen[bytes]] = {}
+        self._away: dict[int, float] = {}  # machines without a launcher, and until when
+        self._coordinator_due = 0.0
+        self._started = 0  # launchers
+
+    # -- the coordinator ----------------------------------------------------------------------------------------------
+
+    def start_coordinator(self) -> None:
+        sizes = ["--size", str(START), "--min", str(LEAST), "--max", str(MOST)]
+        where = ["--listen", self.machines.address, "--journal", str(self.machines.disk / "journal")]
+        self._coordinator = self._start(COORDINATOR, "coordinator", "coordinator", *sizes, *where)
+
+    @property
+    def coordinator(self) -> int:
+        """Its process id; 0 if it does not run."""
+        process = self._coordinator
+        return process.pid if process is not None and process.poll() is None else 0
+
+    def kill_coordinator(self) -> None:
+        if self._coordinator is not None:
+            self._coordinator.kill()
+            self._coordinator.wait()
+            self._coordinator = None
+
+    def signal_coordinator(self, number: int) -> None:
+        if self._coordinator is not None:
+            self._coordinator.send_signal(number)
+
+    def forget_journal(self) -> None:
+        for path in self.machines.seen_disk.glob("journal*"):
+            path.unlink()
+
+    # -- launchers and workers ----------------------------------------------------------------------------------------
+
+    def start_launcher(self, machine: int) -> None:
+        self._away.pop(machine, None)
+        self._started += 1
+        logs = (
+            self.folder / f"logs-{self._started}"
+        )  # in its place a launcher that is killed would leave temporary ones
+        options = ["-n", str(WORKERS), "--restarts", "1000000", "--log-dir", str(logs), *self._chaos]
+        command = ["join", *options, self.machines.address, trainer.__file__, str(self.records), f"m{machine}"]
+        self._launchers[machine] = self._start(machine, f"machine-{machine}", *command)
+
+    def workers(self, machine: int) -> list[tuple[str, int]]:
+        """The members on a machine that have begun to record, and their process ids."""
+        launcher = self._launchers.get(machine)
+        children = set() if launcher is None else set(children_of(launcher.pid))
+        names = [path.stem for path in sorted(self.records.glob(f"m{machine}-*.txt"))]
+        return [(name, pid) for name in names if (pid := int(name.split("-")[1])) in children]
+
+    def signal_launcher(self, machine: int, number: int) -> None:
+        if machine in self._launchers:
+            self._launchers[machine].send_signal(number)
+
+    def kill_machine(self, machine: int, seconds: float) -> None:
+        """The launcher and all of its workers die at once; the machine is started again later."""
+        launcher = self._launchers.pop(machine, None)
+        if launcher is None:
+            return
+        for pid in (launcher.pid, *(pid for _, pid in self.workers(machine))):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        launcher.wait()
+        self._away[machine] = time.monotonic() + seconds
+
+    # -- all of them --------------------------------------------------------------------------------------------------
+
+    def look_after(self) -> None:
+        """Start again what has ended, a short time later."""
+        now = time.monotonic()
+        if not self.held and not self.coordinator:
+            if not self._coordinator_due:
+                self.restarted["coordinator"] += self._coordinator is not None
+                self._coordinator_due = now + AGAIN
+            elif now >= self._coordinator_due:
+                self._coordinator_due = 0.0
+                self.start_coordinator()
+        for machine, launcher in list(self._launchers.items()):
+            if launcher.poll() is not None:
+                del self._launchers[machine]
+                self.restarted["launcher"] += 1
+                self._away[machine] = now + AGAIN
+        for machine in [machine for machine, until in self._away.items() if now >= until]:
+            self.start_launcher(machine)
+
+    def finish(self, seconds: float) -> list[int]:
+        """Let the workers come to an end; returns the launchers' exit codes."""
+        (self.records / "stop").touch()
+        deadline = time.monotonic() + seconds
+        codes = [one.wait(max(0.1, deadline - time.monotonic())) for one in self._launchers.values()]
+        self._launchers = {}
+        if self._coordinator is not None:
+            self._coordinator.terminate()
+            codes.append(self._coordinator.wait(max(10.0, deadline - time.monotonic())))
+        return codes
+
+    def close(self) -> None:
+        """Whatever still runs is ended: a launcher ends its workers."""
+        running = [one for one in (*self._launchers.values(), self._coordinator) if one is not None]
+        for process in running:
+            process.send_signal(signal.SIGCONT)
+            process.terminate()
+        for process in running:
+            try:
+                process.wait(20.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def left(self) -> list[str]:
+        """Processes of this job that run, and files that should have been removed."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if f"{MARK}={self.mark}".encode() in (path / "environ").read_bytes():
+                    command = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    found.append(f"process {path.name}: {command[:200]}")
+        found += [f"file {path}" for path in self.temporary.rglob("*")]
+        found += [f"shared memory {path}" for path in Path("/dev/shm").glob("*gradwire*")]
+        return found + [f"socket {path}" for path in self.folder.rglob("*") if path.is_socket()]
+
+    def _start(self, machine: int, label: str, *arguments: str) -> subprocess.Popen[bytes]:
+        command = [*self.machines.command(machine), sys.executable, "-m", "gradwire", *arguments]
+        environ = self._environ | {"GRADWIRE_HOST": label}
+        with self._log(label) as output:
+            return subprocess.Popen(
+                command, env=environ, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+
+    def _log(self, label: str) -> IO[bytes]:
+        return (self.folder / f"{label}.log").open("ab")

@@ -1,0 +1,96 @@
+"""Training on machines that die, freeze, lose each other, their coordinator or its disk: each run has one history."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nemesis.front import Front
+from nemesis.history import broken_promises, read, summary
+from nemesis.job import Job
+from nemesis.machines import machines
+from nemesis.plan import DECK, MACHINES, plan
+from nemesis.strikes import Nemesis
+from ranks import eventually
+
+SECONDS = float(os.environ.get("SOAK_SECONDS", "25"))
+SEED = os.environ.get("SOAK_SEED")
+REPORT_EVERY = 15.0  # seconds
+RECOVERY = 120.0  # seconds after the last fault in which the job must go on
+AFTERWARDS = 20  # steps that it must then commit
+CUTS_OF_ONE_MACHINE = "cut random @4s every 5s for 1500ms"
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_training_under_a_nemesis_keeps_one_history(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seed = int(SEED) if SEED else random.randrange(10**6)
+
+    def tell(line: str) -> None:
+        with (tmp_path / "nemesis.log").open("a") as log:
+            log.write(f"{line}\n")
+
+    def report(line: str) -> None:
+        tell(line)
+        with capsys.disabled():
+            print(f"nemesis: {line}", flush=True)
+
+    with contextlib.ExitStack() as ends:
+        where, why = machines(tmp_path, ends)
+        report(f"SOAK_SEED={seed}, {SECONDS:g} s, {tmp_path}" + (f"; nothing is cut off: {why}" if why else ""))
+        job = Job(tmp_path, where, "" if where.can_cut else f"seed {seed}; {CUTS_OF_ONE_MACHINE}")
+        ends.callback(job.close)
+        job.start_coordinator()
+        for machine in range(MACHINES):
+            job.start_launcher(machine)
+        train(job, seed, tell, report)
+    records = read(job.records)
+    report(summary(records))
+    assert broken_promises(records) == []
+    assert job.left() == []
+
+
+def train(job: Job, seed: int, tell: Callable[[str], None], report: Callable[[str], None]) -> None:
+    front = Front(job.records)
+    assert eventually(lambda: front.update().step >= 0), "no step was committed"
+    nemesis = Nemesis(job, front, plan(seed, SECONDS), tell)
+    while nemesis.elapsed < SECONDS:
+        nemesis.run(min(SECONDS, nemesis.elapsed + REPORT_EVERY))
+        front.update()
+        where = f"step {front.step} of generation {front.generation} of run {front.run}"
+        report(f"{nemesis.elapsed:.0f} s, {nemesis.done.total()} faults, {where}")
+    nemesis.stop()
+    report(f"done: {dict(nemesis.done)}; left out: {dict(nemesis.skipped)}; ended by themselves: {job.restarted}")
+    see_progress(job, front, nemesis)
+    codes = job.finish(RECOVERY)
+    assert codes == [0] * (MACHINES + 1), codes
+
+
+def see_progress(job: Job, front: Front, nemesis: Nemesis) -> None:
+    """With all faults undone, the newest run goes on."""
+    front.update()
+    goals: dict[str, int] = {}
+    deadline = time.monotonic() + RECOVERY
+    while not any(goal <= front.step for run, goal in goals.items() if run == front.run):
+        assert time.monotonic() < deadline, f"no progress at step {front.step} of run {front.run}"
+        goals.setdefault(front.run, front.step + AFTERWARDS)
+        nemesis.run(nemesis.elapsed + 0.2)
+        front.update()
+
+
+def test_plan_of_a_seed_is_always_the_same() -> None:
+    assert plan(7, 100.0) == plan(7, 100.0)
+    assert plan(7, 100.0) != plan(8, 100.0)
+
+
+def test_plan_of_an_hour_has_every_kind_of_fault() -> None:
+    faults = plan(7, 3600.0)
+    assert {fault.kind for fault in faults} == set(DECK)
+    assert all(fault.machine != fault.other for fault in faults)
+    assert [fault.at for fault in faults] == sorted(fault.at for fault in faults)
