@@ -48,8 +48,8 @@ class Job:
             MARK: self.mark,
         }
         self._coordinator: subprocess.Popen[bytes] | None = None
-        self._launchers: dict[int, subprocess.Popen[bytes]] = {}
-        self._away: dict[int, float] = {}  # machines without a launcher, and until when
+        self._launchers: dict[tuple[int, bool], subprocess.Popen[bytes]] = {}  # by machine, and whether it is a guest
+        self._away: dict[int, float] = {}  # machines without a launcher of their own, and until when
         self._coordinator_due = 0.0
         self._started = 0  # launchers
 
@@ -83,35 +83,48 @@ class Job:
     # -- launchers and workers ----------------------------------------------------------------------------------------
 
     def start_launcher(self, machine: int) -> None:
+        """The launcher of a machine replaces workers that are lost."""
         self._away.pop(machine, None)
+        self._launchers[machine, False] = self._launch(machine, WORKERS, 1_000_000)
+
+    def start_guests(self, machine: int) -> bool:
+        """As many workers as a run begins with come to a machine, once; False if there are guests already."""
+        guests = [launcher for (_, guest), launcher in self._launchers.items() if guest]
+        if any(launcher.poll() is None for launcher in guests):
+            return False
+        self._launchers[machine, True] = self._launch(machine, START, 0)
+        return True
+
+    def _launch(self, machine: int, workers: int, restarts: int) -> subprocess.Popen[bytes]:
         self._started += 1
         logs = (
             self.folder / f"logs-{self._started}"
         )  # in its place a launcher that is killed would leave temporary ones
-        options = ["-n", str(WORKERS), "--restarts", "1000000", "--log-dir", str(logs), *self._chaos]
+        options = ["-n", str(workers), "--restarts", str(restarts), "--log-dir", str(logs), *self._chaos]
         command = ["join", *options, self.machines.address, trainer.__file__, str(self.records), f"m{machine}"]
-        self._launchers[machine] = self._start(machine, f"machine-{machine}", *command)
+        return self._start(machine, f"machine-{machine}", *command)
 
     def workers(self, machine: int) -> list[tuple[str, int]]:
         """The members on a machine that have begun to record, and their process ids."""
-        launcher = self._launchers.get(machine)
-        children = set() if launcher is None else set(children_of(launcher.pid))
+        launchers = [launcher for (number, _), launcher in self._launchers.items() if number == machine]
+        children = {pid for launcher in launchers for pid in children_of(launcher.pid)}
         names = [path.stem for path in sorted(self.records.glob(f"m{machine}-*.txt"))]
         return [(name, pid) for name in names if (pid := int(name.split("-")[1])) in children]
 
-    def signal_launcher(self, machine: int, number: int) -> None:
-        if machine in self._launchers:
-            self._launchers[machine].send_signal(number)
+    def signal_launchers(self, machine: int, number: int) -> None:
+        for (where, _), launcher in self._launchers.items():
+            if where == machine:
+                launcher.send_signal(number)
 
     def kill_machine(self, machine: int, seconds: float) -> None:
-        """The launcher and all of its workers die at once; the machine is started again later."""
-        launcher = self._launchers.pop(machine, None)
-        if launcher is None:
-            return
-        for pid in (launcher.pid, *(pid for _, pid in self.workers(machine))):
+        """All processes of a machine die at once; it is started again later."""
+        for _, pid in self.workers(machine):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        launcher.wait()
+        self.signal_launchers(machine, signal.SIGKILL)
+        for guest in (False, True):
+            if (machine, guest) in self._launchers:
+                self._launchers.pop((machine, guest)).wait()
         self._away[machine] = time.monotonic() + seconds
 
     # -- all of them --------------------------------------------------------------------------------------------------
@@ -126,20 +139,20 @@ class Job:
             elif now >= self._coordinator_due:
                 self._coordinator_due = 0.0
                 self.start_coordinator()
-        for machine, launcher in list(self._launchers.items()):
+        for (machine, guest), launcher in list(self._launchers.items()):
             if launcher.poll() is not None:
-                del self._launchers[machine]
-                self.restarted["launcher"] += 1
-                self._away[machine] = now + AGAIN
+                del self._launchers[machine, guest]
+                if not guest:
+                    self.restarted["launcher"] += 1
+                    self._away[machine] = now + AGAIN
         for machine in [machine for machine, until in self._away.items() if now >= until]:
             self.start_launcher(machine)
 
     def finish(self, seconds: float) -> list[int]:
-        """Let the workers come to an end; returns the launchers' exit codes."""
+        """Let the workers come to an end; returns the exit codes of the launchers and of the coordinator."""
         (self.records / "stop").touch()
         deadline = time.monotonic() + seconds
         codes = [one.wait(max(0.1, deadline - time.monotonic())) for one in self._launchers.values()]
-        self._launchers = {}
         if self._coordinator is not None:
             self._coordinator.terminate()
             codes.append(self._coordinator.wait(max(10.0, deadline - time.monotonic())))

@@ -138,14 +138,14 @@ class Nemesis:
             return None
         heal = self._harm(fault.machine)
         workers = [one for one in self._job.workers(fault.machine) if one[0] not in self._frozen]
-        self._job.signal_launcher(fault.machine, signal.SIGSTOP)
+        self._job.signal_launchers(fault.machine, signal.SIGSTOP)
         for _, pid in workers:
             _signal(pid, signal.SIGSTOP)
 
         def thaw() -> None:
             for worker in set(workers).intersection(self._job.workers(fault.machine)):
                 _signal(worker[1], signal.SIGCONT)
-            self._job.signal_launcher(fault.machine, signal.SIGCONT)
+            self._job.signal_launchers(fault.machine, signal.SIGCONT)
             heal()
 
         return thaw
@@ -214,13 +214,14 @@ class Nemesis:
         return lambda: self._job.machines.free_disk(self._job.coordinator)
 
     def _lose_journal(self, fault: Fault) -> Undo | None:
-        """The members of the run go on until one of them is lost: here at once."""
+        """A worker is killed too, which ends the run's last generation; or the run stays, and guests begin another."""
         if self._job.held:
             return None
         self._job.held = True
         self._job.kill_coordinator()
         self._job.forget_journal()
-        self._kill(fault)
+        if fault.worker % 2 or not self._job.start_guests(fault.machine):
+            self._kill(fault)
         return self._release_coordinator
 
     def _release_coordinator(self) -> None:

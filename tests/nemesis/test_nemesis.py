@@ -69,7 +69,7 @@ def train(job: Job, seed: int, tell: Callable[[str], None], report: Callable[[st
     report(f"done: {dict(nemesis.done)}; left out: {dict(nemesis.skipped)}; ended by themselves: {job.restarted}")
     see_progress(job, front, nemesis)
     codes = job.finish(RECOVERY)
-    assert codes == [0] * (MACHINES + 1), codes
+    assert not any(codes), codes
 
 
 def see_progress(job: Job, front: Front, nemesis: Nemesis) -> None:
