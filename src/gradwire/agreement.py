@@ -12,24 +12,37 @@ from gradwire import core, tuning
 from gradwire.collectives import Table
 from gradwire.errors import ConfigError, UnsupportedOp
 from gradwire.generation import Generation
+from gradwire.identity import PROTOCOL, Identity
 from gradwire.liveness.lifeline import Nature
 from gradwire.transports.shm import Sharing
 
 
 class Entry(NamedTuple):
-    """What a rank tells first: its wish of a transport, its table if it is rank 0, its nature, and an offer to share
-    memory."""
+    """What a rank sends first: the version of this protocol, its run, the transport that it asks for, its tuning table
+    if it is rank 0, its nature, and an offer to share memory."""
 
+    protocol: int
+    run: str
     wish: str
     table: Any
     nature: Any
     offer: Any
 
     @classmethod
-    def of(cls, rank: int, told: object) -> Entry:
-        if not isinstance(told, list) or len(told) != len(cls._fields) or not isinstance(told[0], str):
-            raise ConfigError(f"rank {rank} settles things in another way: is it the same gradwire?", peer=rank)
-        return cls(*told)
+    def of(cls, rank: int, told: object, identity: Identity) -> Entry:
+        """The entry of a rank; `ConfigError` blames that rank for one that others cannot work with."""
+        name = identity.names[rank]
+        match told:
+            case [int(protocol), str(run), str(wish), table, nature, offer]:
+                if protocol != PROTOCOL:
+                    text = f"{name} uses set-up protocol {protocol}, and this rank uses {PROTOCOL}"
+                    raise ConfigError(f"{text}: install the same gradwire on all machines", peer=rank)
+                if run != identity.run.hex():
+                    raise ConfigError(f"{name} is in run {run[:32]}, and this rank in {identity.run.hex()}", peer=rank)
+                return cls(protocol, run, wish, table, nature, offer)
+        raise ConfigError(
+            f"{name} sets up a generation in another way: install the same gradwire on all machines", peer=rank
+        )
 
 
 def agree(
@@ -49,12 +62,13 @@ def agree(
     def tell(value: Any) -> Callable[[], list[Any]]:
         return generation.parley.tell(value, "init", max(0.1, deadline - time.monotonic()))
 
+    encoded = table and tuning.encode(table)
     own = Nature.own()
     hosts = [identity.topology.host_of(rank) for rank in range(identity.size)]
     with Sharing(identity.rank, hosts, transport != "tcp" and core.available()) as sharing:
-        hear = tell([transport, table and tuning.encode(table), own.to_wire(), sharing.offer()])
+        hear = tell(list(Entry(PROTOCOL, identity.run.hex(), transport, encoded, own.to_wire(), sharing.offer())))
         meanwhile()
-        entries = [Entry.of(rank, told) for rank, told in enumerate(hear())]
+        entries = [Entry.of(rank, told, identity) for rank, told in enumerate(hear())]
         generation.table = _table(entries[0].table)
         hear = tell(sharing.dial([entry.offer for entry in entries], deadline))
         generation.begin_to_beat(own, sharing.arena)
@@ -73,15 +87,17 @@ def _table(value: Any) -> Table:
     try:
         return tuning.decode(value)
     except ValueError as error:
-        raise ConfigError(f"rank 0's tuning cannot be used here, {error}: is it the same gradwire?") from error
+        raise ConfigError(f"rank 0's tuning cannot be used here, {error}: is it the same gradwire?", peer=0) from error
 
 
 def _check_wishes(generation: Generation, wishes: list[str]) -> None:
     """Ranks that cannot or will not share memory go on with sockets, unless somebody insists."""
     missing = [rank for rank, shares in enumerate(generation.sharing) if not shares]
     if "shm" in wishes and missing:  # an error on every rank, so that none has to guess why others left
+        insisting = [rank for rank, wish in enumerate(wishes) if wish == "shm"]
         raise UnsupportedOp(
-            f"rank {wishes.index('shm')} asks for transport 'shm', and ranks {missing} cannot share memory: they need "
+            f"rank {insisting[0]} asks for transport 'shm', and ranks {missing} cannot share memory: they need "
             "the native core, and others on the same host; 'auto' shares memory where it can and uses TCP elsewhere",
             operation="init",
+            peer=max(*insisting, *missing),  # newcomers have the highest ranks: the others can go on without
         )

@@ -1,22 +1,47 @@
-"""Who a rank is, and among whom: what every message says."""
+"""The identity of a rank, which every message carries, and the id of the run that it takes part in."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import secrets
+import time
+from dataclasses import dataclass, field
 
 from gradwire.topology import Topology
 from gradwire.wire import Header, Kind, WireError
 
+# The version of what members send each other while a generation is set up (`agreement.py`). Members of different
+# versions cannot work together: the coordinator refuses a newcomer whose version is not its own.
+PROTOCOL = 1
+RUN_BYTES = 16
+_TIME_BYTES = 8
+
+
+def new_run(after: bytes = b"") -> bytes:
+    """The id of a new run of a job: the time in nanoseconds, then random bytes. Ids of later runs are greater.
+
+    With `after`, the id of an earlier run, that holds even if the clock was set back since.
+
+    >>> new_run() < new_run(), new_run(after=b"\x7f" + bytes(15)) > b"\x7f" + bytes(15)
+    (True, True)
+    """
+    earliest = int.from_bytes(after[:_TIME_BYTES], "big") + 1 if after else 0
+    began = min(max(time.time_ns(), earliest), (1 << 8 * _TIME_BYTES) - 1)
+    return began.to_bytes(_TIME_BYTES, "big") + secrets.token_bytes(RUN_BYTES - _TIME_BYTES)
+
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """One rank in one generation of a job."""
+    """One rank in one generation of a run. `job` is the number by which messages name the run."""
 
-    job: int
+    run: bytes
     number: int
     rank: int
     names: tuple[str, ...]  # of all ranks, as errors show them
     topology: Topology
+    job: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "job", int.from_bytes(self.run[_TIME_BYTES:], "little"))  # its random half
 
     @property
     def size(self) -> int:

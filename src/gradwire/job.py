@@ -11,7 +11,7 @@ from gradwire.config import DEFAULT_TIMEOUT, resolve
 from gradwire.errors import InvalidSize, UnsupportedOp
 from gradwire.generation import Generation
 from gradwire.group import Group
-from gradwire.identity import Identity
+from gradwire.identity import Identity, new_run
 from gradwire.seat import Seat
 from gradwire.topology import Topology
 from gradwire.transports.tcp import TcpTransport
@@ -56,8 +56,7 @@ def alone(timeout: float) -> Group:
     """The group of a job of one."""
     from gradwire.transports.local import Hub
 
-    job = int.from_bytes(secrets.token_bytes(8), "little")
-    identity = Identity(job, 1, 0, ("rank 0 (this process)",), Topology.single(1))
+    identity = Identity(new_run(), 1, 0, ("rank 0 (this process)",), Topology.single(1))
     generation = Generation(identity, Hub(1).transports[0])
     return lifetime.start([generation], timeout, time.monotonic() + timeout)[0]
 
@@ -92,13 +91,13 @@ def loopback_pair() -> tuple[Group, Group]:
     >>> one.close(); two.close()
     """
     transports = [TcpTransport("127.0.0.1") for _ in range(2)]
-    run, key = secrets.token_bytes(16), secrets.token_bytes(32)
+    run, key = new_run(), secrets.token_bytes(32)
     addresses = [transport.address for transport in transports]
     names = tuple(f"rank {rank} (this process, {host}:{port})" for rank, (host, port) in enumerate(addresses))
     generations = []
     for rank, transport in enumerate(transports):
         transport.assemble(rank=rank, addresses=addresses, job=run, generation=1, key=key, cores=0.0)
-        identity = Identity(int.from_bytes(run[:8], "little"), 1, rank, names, Topology.single(2))
+        identity = Identity(run, 1, rank, names, Topology.single(2))
         generations.append(Generation(identity, transport))
     one, two = lifetime.start(generations, DEFAULT_TIMEOUT, time.monotonic() + DEFAULT_TIMEOUT)
     return one, two

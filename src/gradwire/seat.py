@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from gradwire import agreement, lifetime, machine
+from gradwire import agreement, core, lifetime, machine
 from gradwire.address import Address
 from gradwire.config import JobConfig
 from gradwire.environments import torchrun
@@ -33,6 +33,7 @@ from gradwire.topology import Topology
 from gradwire.transports.tcp import TcpTransport
 
 if TYPE_CHECKING:
+    from gradwire.membership.answers import News
     from gradwire.membership.lease import Lease
     from gradwire.membership.sealing import WorkerSeal
     from gradwire.membership.service import Coordinator
@@ -73,7 +74,9 @@ class Seat:
         self._job = config.job or (self._credentials.job if self._credentials else None)
         self._seal: WorkerSeal | None = None  # for all registrations, from the first one on
         self._succession = threading.Lock()
+        self._rank = -1  # in the last generation
         self._generation = 0  # the last one this process was in
+        self._run = b""  # of that one
         self._lost: tuple[str, ...] = ()  # its members that this process could not reach
         self._stranger = False
         self._stood_still = False
@@ -85,10 +88,18 @@ class Seat:
         while True:
             try:
                 return lifetime.keep(self._take(deadline))
-            except (Broken, NoConnection) as error:
-                if not self.config.elastic or isinstance(error, Refused) or time.monotonic() >= deadline:
+            except (Broken, NoConnection, ConfigError, UnsupportedOp) as error:
+                recoverable = self.config.elastic and self._is_others_fault(error)
+                if not recoverable or time.monotonic() >= deadline:
                     raise
                 log.warning("generation %d did not come about: %s", self._generation, error)
+
+    def _is_others_fault(self, error: GradwireError) -> bool:
+        """Whether the job can go on without the member that is to blame. What is wrong with one member's entry is
+        blamed on that member: the others regroup without it, and it raises the error itself."""
+        if isinstance(error, ConfigError | UnsupportedOp):
+            return error.peer not in (None, self._rank)
+        return not isinstance(error, Refused)
 
     def next(self, generation: Generation, timeout: float) -> Group:
         """Leave a generation, broken or not, and take part in the next; who asks late gets the present one."""
@@ -140,7 +151,8 @@ class Seat:
         except BaseException as error:
             self._stranger, self._stood_still = generation.joined, False
             self._lost = tuple(generation.member_ids[rank] for rank in sorted(_out_of_reach(generation, error)))
-            generation.close(None if isinstance(error, UnsupportedOp) else lifetime.giving_up(generation, error))
+            known = isinstance(error, UnsupportedOp) or (config.elastic and isinstance(error, ConfigError))
+            generation.close(None if known else lifetime.giving_up(generation, error))
             raise
         if config.elastic:  # not before: one that does not come about is no reason to leave the job
             generation.belongings.append(_Leave(self, generation))
@@ -149,15 +161,27 @@ class Seat:
     def _make_elastic(self, generation: Generation) -> None:
         generation.succeed = self.next
         if self._news is not None:
-            generation.news, generation.cuts = self._news.latest, self._news.cuts
+            generation.news, generation.cuts = self._own_news(self._news.latest), self._news.cuts
             return
         if self._lease is None:  # nobody speaks for this worker
             from gradwire.membership.lease import Lease
 
-            self._lease = Lease(str(self._address), self._id, secret=self._secret, credentials=self._credentials)
+            self._lease = Lease(
+                str(self._address), self._id, run=self._run, secret=self._secret, credentials=self._credentials
+            )
             self._lease.start()
         lease = self._lease
-        generation.news = lambda: lease.news
+        generation.news = self._own_news(lambda: lease.news)
+
+    def _own_news(self, latest: Callable[[], News | None]) -> Callable[[], News | None]:
+        """The latest news, unless it is of another run: whatever happens there, it does not concern this member."""
+        run = self._run
+
+        def own() -> News | None:
+            news = latest()
+            return news if news is None or news.run in (b"", run) else None
+
+        return own
 
     # -- finding the others -------------------------------------------------------------------------------------------
 
@@ -182,9 +206,11 @@ class Seat:
                 job=self._job,
                 timeout=left,
                 generation=self._generation,
+                run=self._run,
                 lost=self._lost,
                 stranger=self._stranger,
                 stood_still=self._stood_still,
+                transport=config.transport if config.transport == "shm" or core.available() else "tcp",
                 credentials=self._credentials,
                 waiting=_Teller(),
                 seal=self._seal,
@@ -202,6 +228,7 @@ class Seat:
                 self._place,
                 secret=self._secret,
                 finished=finished,
+                run=self._run,
                 timeout=LEAVE_SECONDS,
                 credentials=self._credentials,
             )
@@ -249,15 +276,16 @@ class Seat:
             hostname=os.environ.get(HOST) or socket.gethostname(),
             pid=os.getpid(),
             address=str(Address(host, port)),
+            started=machine.process_started(),
         )
 
     # -- becoming a generation ----------------------------------------------------------------------------------------
 
     def _assemble(self, assembly: Assembly, transport: TcpTransport) -> Generation:
         members = assembly.members
-        self._generation, self._lost = assembly.generation, ()
+        self._generation, self._run, self._rank, self._lost = assembly.generation, assembly.run, assembly.rank, ()
         topology = Topology.of([member.host for member in members])
-        places = [Address.parse(member.address, f"the address of {member}") for member in members]
+        places = [self._place_of(rank, member) for rank, member in enumerate(members)]
         neighbours = sum(member.host == members[assembly.rank].host for member in members)
         transport.assemble(
             rank=assembly.rank,
@@ -268,10 +296,16 @@ class Seat:
             cores=machine.usable_cores() / neighbours,
             members=[member.id for member in members],
         )
-        job = int.from_bytes(assembly.run[:8], "little")
         names = tuple(str(member) for member in members)
-        identity = Identity(job, assembly.generation, assembly.rank, names, topology)
+        identity = Identity(assembly.run, assembly.generation, assembly.rank, names, topology)
         return Generation(identity, transport, tuple(member.id for member in members))
+
+    def _place_of(self, rank: int, member: Member) -> Address:
+        try:
+            return Address.parse(member.address, f"the address of {member}")
+        except ConfigError as error:
+            self._lost = (member.id,)
+            raise ConfigError(str(error), peer=rank) from error
 
     def _link_key(self, assembly: Assembly) -> bytes:
         if isinstance(self._secret, bytes):
@@ -296,13 +330,16 @@ class _Leave:
 def _out_of_reach(generation: Generation, error: BaseException) -> set[int]:
     """Whom this rank could not reach while the generation came together.
 
-    Whoever refuses connections is dead, or has left for the next generation: others know. Silence is a complaint.
+    A rank that refuses connections is dead, or has left for the next generation: others know. Silence is a complaint,
+    and so is an entry that cannot be worked with.
     """
     silent = None
     if isinstance(error, NoConnection) and not isinstance(error.__cause__, ConnectionRefusedError):
         silent = error.peer
     elif isinstance(error, Timeout):
         silent = error.culprit
+    elif isinstance(error, ConfigError | UnsupportedOp):
+        silent = error.peer
     return generation.unreachable() | (set() if silent is None else {silent})
 
 

@@ -13,7 +13,7 @@ from gradwire import lifetime, tuning
 from gradwire.errors import Refused, Timeout
 from gradwire.generation import Generation
 from gradwire.group import Group
-from gradwire.identity import Identity
+from gradwire.identity import Identity, new_run
 from gradwire.membership.answers import Claim, News, Refusal
 from gradwire.membership.members import Assembly, Member
 from gradwire.membership.state import Membership
@@ -29,7 +29,7 @@ class Threads:
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
-        self._run = secrets.token_bytes(16)
+        self._run = new_run()
         self._changed = threading.Condition()
         self._hubs: dict[int, Hub] = {}
         self._table = tuning.load(os.environ)
@@ -73,7 +73,9 @@ class Threads:
         with self._changed:
             while True:
                 now = time.monotonic()
-                claim = Claim(member, None, None, _session(member), next(self._sequence), generation, lost)
+                run = self._run if generation else b""
+                sequence = next(self._sequence)
+                claim = Claim(member, None, None, _session(member), sequence, generation, lost, run=run)
                 outcome = self._membership.register(claim, now)
                 self._membership.changes()
                 if isinstance(outcome, Assembly):
@@ -89,8 +91,7 @@ class Threads:
         members = assembly.members
         hub = self._hubs.setdefault(assembly.generation, Hub(len(members)))
         names = tuple(f"rank {rank} (a thread of this process)" for rank in range(len(members)))
-        job = int.from_bytes(assembly.run[:8], "little")
-        identity = Identity(job, assembly.generation, assembly.rank, names, Topology.single(len(members)))
+        identity = Identity(assembly.run, assembly.generation, assembly.rank, names, Topology.single(len(members)))
         ids = tuple(member.id for member in members)
         generation = Generation(identity, hub.transports[assembly.rank], ids)
         generation.table = self._table

@@ -58,7 +58,8 @@ def _connected(topology: Topology, transports: Sequence[Any], run: bytes) -> lis
     names = tuple(f"rank {rank} (a thread of this test)" for rank in range(topology.size))
     number = int.from_bytes(run[:8], "little")
     generations = [
-        Generation(Identity(number, 1, rank, names, topology), transport) for rank, transport in enumerate(transports)
+        Generation(Identity(number.to_bytes(16, "little"), 1, rank, names, topology), transport)
+        for rank, transport in enumerate(transports)
     ]
     return lifetime.start(generations, TIMEOUT, time.monotonic() + TIMEOUT)
 

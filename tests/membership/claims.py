@@ -14,7 +14,9 @@ RUN = b"r" * 16
 def worker(name: str, generation: int = 0, lost: Sequence[str] = (), *, session: str = "", pid: int = 7) -> Claim:
     """A claim in an elastic job; each generation that a worker asks for is a session of its own."""
     member = Member(name, None, "machine", "host", pid, f"127.0.0.1:{5000 + generation}")
-    return Claim(member, None, None, (session or f"{name} {generation}").encode(), 0, generation, tuple(lost))
+    name_of_session = (session or f"{name} {generation}").encode()
+    run = RUN if generation else b""
+    return Claim(member, None, None, name_of_session, 0, generation, tuple(lost), run=run)
 
 
 def reason(outcome: object) -> str:

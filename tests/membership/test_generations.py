@@ -31,6 +31,7 @@ def joining(coordinator: Coordinator, name: str, **options: Any) -> Future[Assem
     """Register in a thread of its own."""
     result: Future[Assembly] = Future()
     settings = {"size": None, "secret": SECRET, "job": None, "timeout": 30.0, **options}
+    settings["run"] = coordinator.run if "generation" in options else b""
 
     def run() -> None:
         try:

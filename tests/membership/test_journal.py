@@ -177,7 +177,7 @@ def statement(text: str) -> Callable[[Path], None]:
         (lambda path: flip(path, b'"host":"machine"', b'"host":"nowhere"'), r"it is damaged \(generation 2\)"),
         (statement("DELETE FROM state"), r"it is damaged \(its state\)"),
         (statement("DELETE FROM generations WHERE number = 2"), r"it is damaged \(generation 2\)"),
-        (statement("PRAGMA user_version = 2"), "it is of version 2, and this gradwire writes version 1"),
+        (statement("PRAGMA user_version = 1"), "it is of version 1, and this gradwire writes version 2"),
         (statement("PRAGMA application_id = 0"), "not a coordinator's journal"),
     ],
 )

@@ -72,13 +72,20 @@ def member(name: str) -> Member:
     return Member(name, None, "machine", "host", os.getpid(), "127.0.0.1:1")
 
 
-def joining(address: str, name: str, generation: int = 0) -> Future[Assembly]:
+def joining(address: str, name: str, generation: int = 0, run_id: bytes = b"") -> Future[Assembly]:
     result: Future[Assembly] = Future()
 
     def run() -> None:
         try:
             found = register(
-                address, member(name), size=None, secret=SECRET, job=None, timeout=60.0, generation=generation
+                address,
+                member(name),
+                size=None,
+                secret=SECRET,
+                job=None,
+                timeout=60.0,
+                generation=generation,
+                run=run_id,
             )
             result.set_result(found)
         except BaseException as error:
@@ -88,8 +95,8 @@ def joining(address: str, name: str, generation: int = 0) -> Future[Assembly]:
     return result
 
 
-def assembled(address: str, names: str, generation: int = 0) -> list[Assembly]:
-    return [future.result(60) for future in [joining(address, name, generation) for name in names]]
+def assembled(address: str, names: str, generation: int = 0, run_id: bytes = b"") -> list[Assembly]:
+    return [future.result(60) for future in [joining(address, name, generation, run_id) for name in names]]
 
 
 def test_killed_and_started_again_it_goes_on(coordinate: Callable[..., Process], tmp_path: Path) -> None:
@@ -119,7 +126,7 @@ def test_killed_and_started_again_it_goes_on(coordinate: Callable[..., Process],
     finally:
         beats.close()
     assert end_checkpoint(second.address, "c", 7, secret=SECRET).complete
-    after = [*assembled(second.address, "ac", generation=1), waiting.result(60)]
+    after = [*assembled(second.address, "ac", 1, before[0].run), waiting.result(60)]
     assert {found.generation for found in after} == {2}
     assert [one.id for one in after[0].members if one.id != "late"] == [
         one.id for one in before[0].members if one.id != "b"
@@ -200,7 +207,15 @@ def test_who_registers_again_says_hello_to_a_restarted_coordinator_only(serve: S
 
     def next_after(address: str, generation: int) -> int:
         assembly = register(
-            address, member, size=None, secret=SECRET, job=None, timeout=30.0, generation=generation, seal=seal
+            address,
+            member,
+            size=None,
+            secret=SECRET,
+            job=None,
+            timeout=30.0,
+            generation=generation,
+            run=coordinator.run if generation else b"",
+            seal=seal,
         )
         return assembly.generation
 

@@ -33,7 +33,14 @@ def member(name: str) -> Member:
 
 def join(coordinator: Coordinator, name: str, secret: bytes | Token, generation: int = 0) -> Assembly:
     return register(
-        coordinator.address, member(name), size=None, secret=secret, job=None, timeout=20, generation=generation
+        coordinator.address,
+        member(name),
+        size=None,
+        secret=secret,
+        job=None,
+        timeout=20,
+        generation=generation,
+        run=coordinator.run if generation else b"",
     )
 
 
@@ -86,15 +93,25 @@ def test_it_serves_as_many_as_it_was_made_for(coordinator: Coordinator) -> None:
 def test_its_holder_speaks_only_for_those_whom_it_let_in(coordinator: Coordinator) -> None:
     address, invitation = coordinator.address, token(uses=0)
     host = join(coordinator, "host", SECRET).members[0]
+    assert heartbeat(address, ["host"], gone=["host"], secret=invitation).unknown == ("host",)
+    with pytest.raises(Refused, match="the id 'host' is registered with other credentials"):
+        join(coordinator, "host", invitation)
+    assert heartbeat(address, [], gone=["host"], secret=invitation).evicted == (), "a refused claim admits nobody"
     for call in (
-        lambda: heartbeat(address, ["host"], secret=invitation),
-        lambda: heartbeat(address, [], gone=["host"], secret=invitation),
         lambda: unregister(address, host, secret=invitation),
         lambda: end_checkpoint(address, "host", 1, secret=invitation),
     ):
         with pytest.raises(Refused, match="its join token has not let host in"):
             call()
-    assert heartbeat(address, ["host"], secret=SECRET).evicted == ()
+    news = heartbeat(address, ["host"], secret=SECRET)
+    assert (news.evicted, news.unknown, news.size) == ((), (), 1)
+
+
+def test_token_claim_that_was_refused_uses_nothing_up(coordinator: Coordinator) -> None:
+    invitation = token(uses=1)
+    with pytest.raises(Refused, match="expects a job of 3 ranks"):
+        register(coordinator.address, member("one"), size=3, secret=invitation, job=None, timeout=20)
+    assert join(coordinator, "other", invitation).rank == 0
 
 
 def test_who_came_with_it_is_known_after_a_restart(serve: Serve, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Collection
 
 import pytest
 from hypothesis import given
@@ -42,47 +43,93 @@ def test_nobody_can_change_what_a_ticket_says() -> None:
     assert key_of(secrets.token_bytes(32), held.ticket) != held.key
 
 
+def register(gate: Gate, ticket: bytes, member: str, now: float, known: Collection[str] = ()) -> str | None:
+    """Why a member may not register with a ticket; None if it may, and then it has."""
+    reason = gate.refusal(ticket, member, now, known.__contains__)
+    if reason is None:
+        gate.admit(ticket, member)
+    return reason
+
+
 def test_a_token_admits_as_many_as_it_is_for_and_those_for_good() -> None:
     gate, held = Gate("digits"), token(uses=2)
-    assert gate.refusal(held.ticket, "a", NOW) is None
-    assert gate.refusal(held.ticket, "a", NOW + 1) is None
-    assert gate.refusal(held.ticket, "b", NOW + 59) is None
-    assert gate.refusal(held.ticket, "c", NOW + 59) == (
+    assert register(gate, held.ticket, "a", NOW) is None
+    assert register(gate, held.ticket, "a", NOW + 1) is None
+    assert register(gate, held.ticket, "b", NOW + 59) is None
+    assert register(gate, held.ticket, "c", NOW + 59) == (
         "its join token has been used by 2 already, which is all it was made for"
     )
-    assert gate.refusal(held.ticket, "a", NOW + 10_000) is None
-    assert gate.refusal(token().ticket, "c", NOW) is None
+    assert register(gate, held.ticket, "a", NOW + 10_000) is None
+    assert register(gate, token().ticket, "c", NOW) is None
 
 
 def test_a_stale_token() -> None:
     gate, held = Gate("digits"), token()
-    assert gate.refusal(held.ticket, "late", NOW + 75) == "its join token expired 15 s ago"
-    assert gate.refusal(held.ticket, "late", NOW + 60) == "its join token expired 0 s ago"
-    assert gate.refusal(held.ticket, "punctual", NOW + 59.9) is None
+    assert register(gate, held.ticket, "late", NOW + 75) == "its join token expired 15 s ago"
+    assert register(gate, held.ticket, "late", NOW + 60) == "its join token expired 0 s ago"
+    assert register(gate, held.ticket, "punctual", NOW + 59.9) is None
 
 
 def test_any_number_until_it_expires() -> None:
     gate, held = Gate("digits"), token(uses=0)
-    assert all(gate.refusal(held.ticket, f"worker {n}", NOW) is None for n in range(1000))
-    assert gate.refusal(held.ticket, "late", NOW + 60) is not None
+    assert all(register(gate, held.ticket, f"worker {n}", NOW) is None for n in range(1000))
+    assert register(gate, held.ticket, "late", NOW + 60) is not None
 
 
 def test_another_jobs_token_and_nonsense() -> None:
     gate = Gate("digits")
-    assert gate.refusal(token(job="letters").ticket, "a", NOW) == (
+    assert register(gate, token(job="letters").ticket, "a", NOW) == (
         "its join token is for job letters, and this is job digits"
     )
     for nonsense in (b"", b"x", bytes(24), bytes(24) + b"\xff", bytes(1000)):
-        assert str(gate.refusal(nonsense, "a", NOW)).startswith("its join token is not sound")
+        assert str(register(gate, nonsense, "a", NOW)).startswith("its join token is not sound")
 
 
 def test_a_gate_that_was_restored_remembers() -> None:
     gate, held = Gate("digits"), token()
-    gate.refusal(held.ticket, "a", NOW)
+    register(gate, held.ticket, "a", NOW)
     again = Gate("digits")
     again.restore(gate.snapshot())
-    assert again.refusal(held.ticket, "a", NOW + 1000) is None
-    assert again.refusal(held.ticket, "b", NOW) is not None
+    assert register(again, held.ticket, "a", NOW + 1000) is None
+    assert register(again, held.ticket, "b", NOW) is not None
+
+
+def test_gate_id_registered_with_other_credentials_is_refused_and_not_spoken_for() -> None:
+    gate, held, other = Gate("digits"), token(uses=4), token(uses=4)
+    assert register(gate, held.ticket, "secret holder", NOW, {"secret holder"}) == (
+        "the id 'secret holder' is registered with other credentials than this join token"
+    )
+    assert not gate.speaks_for(held.ticket, "secret holder")
+    assert register(gate, held.ticket, "guest", NOW) is None
+    assert register(gate, other.ticket, "guest", NOW, {"guest"}) is not None
+    assert gate.speaks_for(held.ticket, "guest")
+    assert not gate.speaks_for(other.ticket, "guest")
+
+
+def test_gate_id_taken_over_is_spoken_for_by_its_present_holder_only() -> None:
+    gate, held, other = Gate("digits"), token(), token()
+    register(gate, held.ticket, "guest", NOW)
+    register(gate, other.ticket, "guest", NOW)  # the first one has left
+    assert (gate.speaks_for(held.ticket, "guest"), gate.speaks_for(other.ticket, "guest")) == (False, True)
+    assert "used by 1" in str(register(gate, held.ticket, "another", NOW))
+    gate.admit(b"", "guest")  # by the secret
+    assert not gate.speaks_for(other.ticket, "guest")
+
+
+def test_gate_refusal_alone_uses_nothing_up() -> None:
+    gate, held = Gate("digits"), token()
+    for name in ("a", "b", "c"):
+        assert gate.refusal(held.ticket, name, NOW, lambda _: False) is None
+
+
+def test_gate_member_that_leaves_before_any_generation_gives_its_use_back() -> None:
+    gate, held = Gate("digits"), token()
+    register(gate, held.ticket, "a", NOW)
+    assert gate.release("a")
+    assert register(gate, held.ticket, "b", NOW) is None
+    gate.seated(["b"])
+    assert not gate.release("b")
+    assert register(gate, held.ticket, "c", NOW) is not None
 
 
 @pytest.mark.parametrize(
@@ -106,7 +153,7 @@ def test_no_text_makes_reading_fail_otherwise(text: str) -> None:
 
 @given(st.binary(max_size=400))
 def test_no_ticket_makes_the_gate_fail(ticket: bytes) -> None:
-    Gate("digits").refusal(ticket, "a", NOW)
+    register(Gate("digits"), ticket, "a", NOW)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from gradwire.identity import PROTOCOL
 from gradwire.membership.members import Assembly, Member
 
 
@@ -13,7 +14,9 @@ class Claim:
     """A process asks to be `member` of the next generation.
 
     `session` tells two processes apart that claim alike, and `sequence` grows from one claim of a session to the next.
-    `generation` is the last one it was in, 0 if none; `lost` are those of it that it could not reach itself.
+    `generation` is the last one it was in, 0 if none, and `run` the run of that one; `lost` are those of it that it
+    could not reach itself. `transport` is what it can use between members: "auto", "tcp", or "shm" if it insists on
+    shared memory; empty if it is a member only and brings its own data plane.
     """
 
     member: Member
@@ -25,6 +28,10 @@ class Claim:
     lost: tuple[str, ...] = ()
     stranger: bool = False  # it had joined that one, and went before it had the state of the training
     stood_still: bool = False  # it was stopped for a moment lately
+    run: bytes = b""
+    protocol: int = PROTOCOL
+    version: str = ""  # of gradwire, for people to read
+    transport: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +64,8 @@ class News:
     over: bool = False  # members of this generation already wait for the next one
     size: int = field(default=0, compare=False)  # how many of its members are not out
     finished: bool = False  # all work is done: nobody joins any more
+    run: bytes = field(default=b"", compare=False)  # that the coordinator serves
+    unknown: tuple[str, ...] = field(default=(), compare=False)  # of the ids in the heartbeat: no members of this run
 
 
 @dataclass(frozen=True, slots=True)

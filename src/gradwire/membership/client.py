@@ -51,9 +51,11 @@ def register(
     job: str | None,
     timeout: float,
     generation: int = 0,
+    run: bytes = b"",
     lost: Sequence[str] = (),
     stranger: bool = False,
     stood_still: bool = False,
+    transport: str = "",
     credentials: Credentials | None = None,
     waiting: Callable[[str], None] | None = None,
     seal: WorkerSeal | None = None,
@@ -61,8 +63,10 @@ def register(
     """Register at the coordinator and wait for the next generation.
 
     `secret` is the job's, here and below, or a join token. `generation` is the last one that this member was in (0: a
-    newcomer) and `lost` the ids of its members that this one could not reach. While it waits, `waiting` is told for
-    whom or what, whenever that changes. Whoever registers again keeps a `seal` for it: then the two have met.
+    newcomer), `run` its run, and `lost` the ids of its members that this one could not reach. `transport` is what this
+    member can use to exchange data with others, empty if it brings its own data plane. While it waits, `waiting` is
+    called with the reason, whenever that changes. A caller that registers again passes the same `seal`: then the two
+    have met.
 
     Raises `NoConnection` if nobody answers, `Refused` with the coordinator's reason, `Timeout` naming the ranks that
     did not come, and `ConfigError` for an address that cannot be. Whoever fails gives its place back.
@@ -81,6 +85,9 @@ def register(
             lost=complaints,
             stranger=stranger,
             stood_still=stood_still,
+            run=run,
+            version=_version(),
+            transport=transport,
         )
     )
     room = BYTES_PER_MEMBER * ((size or LARGEST_JOB) + 64)
@@ -92,7 +99,7 @@ def register(
         except BaseException:
             coordinator.hurry(1.0)
             with contextlib.suppress(Exception):
-                _unregister(coordinator, member)
+                _unregister(coordinator, member, run=run)
             raise
 
 
@@ -102,12 +109,13 @@ def unregister(
     *,
     secret: Secret,
     finished: bool = False,
+    run: bytes = b"",
     timeout: float = 5.0,
     credentials: Credentials | None = None,
 ) -> bool:
-    """Take leave, also for good if all work is `finished`; False if the coordinator knows no such member."""
+    """Take leave of `run`, also for good if all work is `finished`; False if the coordinator knows no such member."""
     with Conversation(address, secret, timeout, credentials=credentials) as coordinator:
-        return _unregister(coordinator, member, finished)
+        return _unregister(coordinator, member, finished, run)
 
 
 def heartbeat(
@@ -116,15 +124,16 @@ def heartbeat(
     *,
     secret: Secret,
     gone: Iterable[str] = (),
+    run: bytes = b"",
     timeout: float = 5.0,
     credentials: Credentials | None = None,
     seal: WorkerSeal | None = None,
 ) -> News:
-    """Say that the members `ids` live and those in `gone` do not, and hear what all should know.
+    """Say that the members `ids` of `run` live and those in `gone` do not, and hear what all should know.
 
     Whoever does so often keeps a `seal` for it: the coordinator remembers each of them.
     """
-    request = pb.HeartbeatRequest(ids=ids, gone=gone)
+    request = pb.HeartbeatRequest(ids=ids, gone=gone, run=run)
     with Conversation(address, secret, timeout, credentials=credentials, seal=seal) as coordinator:
         reply = _answer(coordinator, pb.News, "Heartbeat", request.SerializeToString())
     return news_from_wire(reply)
@@ -171,8 +180,14 @@ def _session(id: str, generation: int) -> bytes:
     return _sessions[key]
 
 
-def _unregister(coordinator: Conversation, member: Member, finished: bool = False) -> bool:
-    request = pb.UnregisterWorkerRequest(member=member_to_wire(member), finished=finished)
+def _version() -> str:
+    import gradwire
+
+    return gradwire.__version__
+
+
+def _unregister(coordinator: Conversation, member: Member, finished: bool = False, run: bytes = b"") -> bool:
+    request = pb.UnregisterWorkerRequest(member=member_to_wire(member), finished=finished, run=run)
     return _answer(coordinator, pb.UnregisterWorkerReply, "UnregisterWorker", request.SerializeToString()).known
 
 
@@ -232,6 +247,11 @@ def _believed(coordinator: Conversation, message: pb.Assembly, request: pb.Regis
     ours = assembly.members[assembly.rank].id == request.member.id
     if not ours or assembly.generation <= request.generation:
         raise _another_version(coordinator)
+    if request.run and assembly.run != request.run:
+        raise Refused(
+            f"the coordinator at {coordinator.address} serves run {assembly.run.hex()} of the job, and this worker is "
+            f"a member of run {request.run.hex()}: the two must not be mixed. Start this worker anew to join that run"
+        )
     return assembly
 
 

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from urllib.parse import unquote
 
 from gradwire.errors import ConfigError, JournalError
-from gradwire.membership.answers import Change, Claim, Outcome, Refusal, Waiting
+from gradwire.membership.answers import Change, Claim, News, Outcome, Refusal, Waiting
 from gradwire.membership.entry import Terms
 from gradwire.membership.members import Assembly
 from gradwire.membership.messages import (
@@ -37,6 +37,7 @@ from gradwire.membership.state import Membership
 from gradwire.membership.v1 import gradwire_pb2 as pb
 from gradwire.membership.v1 import gradwire_pb2_grpc as rpc
 from gradwire.security.admission import NO_SECRET
+from gradwire.security.refusals import RefusalLog
 from gradwire.security.tokens import Gate
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ class Desk(rpc.MembershipServicer):
         self._failed = failed
         self._failure = ""
         self._replies = Replies()
+        self._refusals = RefusalLog(log)
         self._calls = itertools.count(1)
         self._lock = threading.Lock()
         self._told = threading.Condition(self._lock)
@@ -92,21 +94,21 @@ class Desk(rpc.MembershipServicer):
         try:
             return self._seal.meet(request)
         except Unproven:
-            _abort(context, grpc.StatusCode.UNAUTHENTICATED, f"the caller {NO_SECRET}")
+            self._abort(context, grpc.StatusCode.UNAUTHENTICATED, f"the caller {NO_SECRET}")
 
     def RegisterWorker(self, request: pb.Sealed, context: Any) -> pb.Sealed:  # noqa: N802
         body = self._open("RegisterWorker", pb.RegisterWorkerRequest, request, context)
         try:
             claim = claim_from_wire(body, next(self._calls))
         except Malformed as error:
-            _abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        reason = self._vouched(context, [claim.member.id]) or self._not_invited(request.ticket, claim.member.id)
+            self._abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        reason = self._vouched(context, [claim.member.id])
         outcome: Outcome = Refusal(reason or "")
         again_after = 0.0
         if reason is None:
-            outcome, again_after = self._answer(claim, body.patience_ms / 1000, context)
+            outcome, again_after = self._answer(claim, request.ticket, body.patience_ms / 1000, context)
         if isinstance(outcome, Refusal):
-            log.warning("refused %s at %s: %s", claim.member, _peer(context), outcome.reason)
+            self._refusals.log("refused %s at %s: %s", claim.member, _peer(context), outcome.reason)
         link_key = b""
         if isinstance(outcome, Assembly) and request.ticket:
             link_key = self._seal.veil(self._seal.link_key(outcome.run), request)
@@ -114,9 +116,9 @@ class Desk(rpc.MembershipServicer):
 
     def UnregisterWorker(self, request: pb.Sealed, context: Any) -> pb.Sealed:  # noqa: N802
         body = self._open("UnregisterWorker", pb.UnregisterWorkerRequest, request, context)
-        self._check(context, request.ticket, [body.member.id])
-        member = member_from_wire(body.member)
-        known = self._event(context, lambda now: self.membership.leave(member, now, finished=body.finished))
+        self._check(context, request.ticket, body.member.id)
+        member, finished, run = member_from_wire(body.member), body.finished, body.run
+        known = self._event(context, lambda now: self.membership.leave(member, now, finished=finished, run=run))
         reply = pb.UnregisterWorkerReply(known=known)
         return self._seal.seal("UnregisterWorker", request, reply.SerializeToString())
 
@@ -151,7 +153,7 @@ class Desk(rpc.MembershipServicer):
         else:
             self.membership = _restored(snapshot, self.membership.terms, journal)
             self._gate = Gate(self.membership.terms.job)
-            self._gate.restore(snapshot.get("invited", {}))
+            self._gate.restore(snapshot["tokens"])
             members = len(self.membership.members)
             log.info("resumed from %s: generation %d, %d members", journal.path, self.membership.generation, members)
         self._journal = journal
@@ -189,35 +191,33 @@ class Desk(rpc.MembershipServicer):
             body = self._seal.open(method, request)
             return parse(kind, body)
         except Unproven:
-            _abort(context, grpc.StatusCode.UNAUTHENTICATED, f"the caller {NO_SECRET}")
+            self._abort(context, grpc.StatusCode.UNAUTHENTICATED, f"the caller {NO_SECRET}")
         except Stale:
-            _abort(context, grpc.StatusCode.FAILED_PRECONDITION, "the coordinator was started anew; say hello again")
+            self._abort(
+                context, grpc.StatusCode.FAILED_PRECONDITION, "the coordinator was started anew; say hello again"
+            )
         except Malformed as error:
-            _abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            self._abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
-    def _check(self, context: Any, ticket: bytes, names: Sequence[str]) -> None:
-        """Whether a caller may speak for members: by its certificate, and by the ticket that it came with."""
-        reason = self._vouched(context, names)
-        for name in names if ticket and reason is None else ():
-            if not self._invited(ticket, name):
+    def _check(self, context: Any, ticket: bytes, name: str) -> None:
+        """Whether a caller may speak for a member: by its certificate, and by the ticket that it came with."""
+        reason = self._vouched(context, [name])
+        with self._lock:
+            if reason is None and not self._gate.speaks_for(ticket, name):
                 reason = f"its join token has not let {name} in"
         if reason is not None:
-            _abort(context, grpc.StatusCode.PERMISSION_DENIED, reason)
+            self._abort(context, grpc.StatusCode.PERMISSION_DENIED, reason)
 
-    def _not_invited(self, ticket: bytes, name: str) -> str | None:
-        """Why a join token does not let a member in; if it does, that is remembered."""
-        if not ticket:
-            return None
-        with self._lock:
-            before = self._gate.snapshot()
-            reason = self._gate.refusal(ticket, name, time.time())
-            if reason is None and self._gate.snapshot() != before:
-                self._save([])
-        return reason or self._failure or None
-
-    def _invited(self, ticket: bytes, name: str) -> bool:
-        with self._lock:
-            return self._gate.refusal(ticket, name, math.inf) is None  # at the end of time, only who is in stays in
+    def _register(self, claim: Claim, ticket: bytes, now: float) -> Outcome:
+        """Register a claim. A use of its join token counts only if that succeeds."""
+        name = claim.member.id
+        reason = self._gate.refusal(ticket, name, time.time(), self.membership.knows) if ticket else None
+        if reason is not None:
+            return Refusal(reason)
+        outcome = self.membership.register(claim, now)
+        if not isinstance(outcome, Refusal) and self._gate.admit(ticket, name):
+            self._save([])
+        return outcome
 
     def _event(self, context: Any, event: Callable[[float], T]) -> T:
         """Something happens to the membership; what it changes is in the journal when this returns."""
@@ -239,7 +239,12 @@ class Desk(rpc.MembershipServicer):
         for change in changes:
             _log(change)
         if any(change.kind == "formed" for change in changes):
+            self._gate.seated(member.id for member in self.membership.members)
             self._wake()
+        went = (change.member for change in changes if change.kind == "went" and change.member)
+        released = [self._gate.release(name) for name in went if not self.membership.knows(name)]
+        if any(released):
+            self._save([])
         self._stirred.notify_all()
 
     def _save(self, changes: Sequence[Change]) -> None:
@@ -253,18 +258,18 @@ class Desk(rpc.MembershipServicer):
             self._failed(error)
 
     def _snapshot(self) -> dict[str, Any]:
-        return self.membership.snapshot() | {"invited": self._gate.snapshot()}
+        return self.membership.snapshot() | {"tokens": self._gate.snapshot()}
 
     def _check_sound(self, context: Any) -> None:
         if self._failure:
-            _abort(context, grpc.StatusCode.UNAVAILABLE, self._failure)
+            self._abort(context, grpc.StatusCode.UNAVAILABLE, self._failure)
 
-    def _answer(self, claim: Claim, patience: float, context: Any) -> tuple[Outcome, float]:
+    def _answer(self, claim: Claim, ticket: bytes, patience: float, context: Any) -> tuple[Outcome, float]:
         """The answer to a claim, held back while it is only `Waiting`, and after which time to ask again."""
         held = _Held()
 
         def event(now: float) -> Outcome:
-            outcome = self.membership.register(claim, now)
+            outcome = self._register(claim, ticket, now)
             if isinstance(outcome, Waiting) and len(self._held) < HELD:
                 self._held.add(held)
             return outcome
@@ -289,21 +294,32 @@ class Desk(rpc.MembershipServicer):
 
     def _beat(self, method: str, request: pb.Sealed, context: Any) -> pb.Sealed:
         body = self._open(method, pb.HeartbeatRequest, request, context)
-        self._check(context, request.ticket, [*body.ids, *body.gone])
-
-        def event(now: float) -> Any:
-            if body.gone:
-                self.membership.gone(body.gone, now)
-            return self.membership.beat(body.ids, now)
-
-        news = self._event(context, event)
+        reason = self._vouched(context, [*body.ids, *body.gone])
+        if reason is not None:
+            self._abort(context, grpc.StatusCode.PERMISSION_DENIED, reason)
+        news = self._event(context, lambda now: self._heard(body, request.ticket, now))
         return self._seal.seal(method, request, news_to_wire(news).SerializeToString())
+
+    def _heard(self, body: pb.HeartbeatRequest, ticket: bytes, now: float) -> News:
+        """The news for a caller that has said who lives. Ids for which its join token does not speak are ignored: they
+        may be about to register."""
+        ids, gone = ([n for n in names if self._gate.speaks_for(ticket, n)] for names in (body.ids, body.gone))
+        if gone:
+            self.membership.gone(gone, now, body.run)
+        news = self.membership.beat(ids, now, body.run)
+        not_theirs = set(body.ids).difference(ids)
+        return replace(news, unknown=(*news.unknown, *not_theirs)) if not_theirs else news
 
     def _checkpoint(self, method: str, ask: Any, request: pb.Sealed, context: Any) -> pb.Sealed:
         body = self._open(method, pb.CheckpointRequest, request, context)
-        self._check(context, request.ticket, [body.id])
+        self._check(context, request.ticket, body.id)
         outcome = self._event(context, lambda now: ask(body.epoch, body.id, now))
         return self._seal.seal(method, request, checkpoint_to_wire(outcome).SerializeToString())
+
+    def _abort(self, context: Any, code: grpc.StatusCode, reason: str) -> NoReturn:
+        self._refusals.log("refused a call from %s: %s", _peer(context), reason)
+        context.abort(code, reason)
+        raise AssertionError("abort raises")
 
     # -- streams
 
@@ -315,7 +331,7 @@ class Desk(rpc.MembershipServicer):
                 self._streams.add(stream)
                 self._stirred.notify_all()
         if strangers >= STRANGERS:
-            _abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "too many streams begin at once")
+            self._abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "too many streams begin at once")
         return stream
 
     def _prove(self, stream: _Listened, context: Any) -> None:
@@ -324,7 +340,7 @@ class Desk(rpc.MembershipServicer):
         with self._lock:
             stream.proven = sum(other.proven for other in self._streams) < STREAMS
         if not stream.proven:
-            _abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, f"{STREAMS} hosts have streams already")
+            self._abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, f"{STREAMS} hosts have streams already")
 
 
 class _Held:
@@ -378,9 +394,3 @@ def _log(change: Change) -> None:
 def _peer(context: Any) -> str:
     """The caller's address, as people write it: gRPC says "ipv6:%5B::1%5D:4711"."""
     return unquote(context.peer()).removeprefix("ipv4:").removeprefix("ipv6:")
-
-
-def _abort(context: Any, code: grpc.StatusCode, reason: str) -> NoReturn:
-    log.warning("refused a call from %s: %s", _peer(context), reason)
-    context.abort(code, reason)
-    raise AssertionError("abort raises")

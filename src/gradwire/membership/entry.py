@@ -1,16 +1,20 @@
-"""Who may come in: what a job and a claim must be like, and where a claim is in somebody's way."""
+"""Admission rules: what a job and a claim must be like, and which claims are in the way of other members."""
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import KW_ONLY, dataclass
 
 from gradwire.errors import ConfigError, InvalidSize
+from gradwire.identity import PROTOCOL, RUN_BYTES
+from gradwire.membership.addresses import split
 from gradwire.membership.answers import Claim
 from gradwire.membership.members import Member
 from gradwire.membership.roster import Roster
 
 LARGEST_JOB = 65_536
 LONGEST_NAME = 128  # characters of an id, host, hostname, address or job
+TRANSPORTS = ("", "auto", "shm", "tcp")  # of a claim
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +40,8 @@ class Terms:
             )
         if not 0 < len(self.job) <= LONGEST_NAME:
             raise ConfigError(f"a job's name has 1 to {LONGEST_NAME} characters, not {len(self.job)}")
-        if len(self.run) != 16:
-            raise ConfigError(f"a run is 16 bytes, not {len(self.run)}")
+        if len(self.run) != RUN_BYTES:
+            raise ConfigError(f"a run id is {RUN_BYTES} bytes, not {len(self.run)}")
 
     @property
     def elastic(self) -> bool:
@@ -70,16 +74,19 @@ def survives(claim: Claim, roster: Roster) -> bool:
 
 def same_process(one: Member, other: Member) -> bool:
     """Whether this is one process; its address and the rank that it asks for may have changed."""
-    return (one.id, one.host, one.pid) == (other.id, other.host, other.pid)
+    return (one.id, one.host, one.pid, one.started) == (other.id, other.host, other.pid, other.started)
 
 
 def objection(claim: Claim, terms: Terms, roster: Roster) -> str | None:
     """Why a claim is refused, if it is."""
     return (
         _nonsense(claim)
+        or _other_version(claim)
+        or _bad_address(claim)
         or _disagreement(claim, terms)
         or _fence(claim, terms, roster)
         or _conflict(claim, terms, roster)
+        or _unfit(claim, terms, roster)
     )
 
 
@@ -92,7 +99,37 @@ def _nonsense(claim: Claim) -> str | None:
             return f"a worker's {name} has at most {LONGEST_NAME} characters, not {len(getattr(member, name))}"
     if claim.generation < 0:
         return f"a generation is not negative, as {claim.generation} is"
+    if len(claim.run) not in (0, RUN_BYTES):
+        return f"a run id has {RUN_BYTES} bytes, not {len(claim.run)}"
+    if claim.transport not in TRANSPORTS:
+        return f"no transport is called {claim.transport[:LONGEST_NAME]!r}"
     return None
+
+
+def _other_version(claim: Claim) -> str | None:
+    """Members of different set-up protocols would break each generation that they are in together."""
+    if claim.protocol == PROTOCOL:
+        return None
+    age = "an older" if claim.protocol < PROTOCOL else "a newer"
+    version = f" ({claim.version[:LONGEST_NAME]})" if claim.version else ""
+    return (
+        f"{claim.member} runs {age} gradwire{version}: its set-up protocol is version {claim.protocol}, and this "
+        f"coordinator's is {PROTOCOL}. Install the same gradwire on all machines of the job"
+    )
+
+
+def _bad_address(claim: Claim) -> str | None:
+    """A member with gradwire's data plane must say where its links are accepted."""
+    if not claim.transport:
+        return None
+    address = claim.member.address
+    try:
+        host, port = split(address)
+        ipaddress.ip_address(host.partition("%")[0])
+        sound = port > 0
+    except ValueError:  # a ConfigError is one
+        sound = False
+    return None if sound else f"{claim.member} has no usable data address: {address!r} is not ip:port or [ip]:port"
 
 
 def _disagreement(claim: Claim, terms: Terms) -> str | None:
@@ -109,6 +146,11 @@ def _disagreement(claim: Claim, terms: Terms) -> str | None:
 
 
 def _fence(claim: Claim, terms: Terms, roster: Roster) -> str | None:
+    if claim.generation and claim.run != terms.run:
+        return (
+            f"{claim.member} is a member of run {claim.run.hex()}, and this coordinator serves run {terms.run.hex()}: "
+            "it was started anew without its journal, or it is another job's. Start this worker anew to join this run"
+        )
     if claim.generation > roster.generation:
         return (
             f"{claim.member} was in generation {claim.generation}, and this coordinator only knows of "
@@ -147,6 +189,49 @@ def _another(claim: Claim, known: Member, came_from: int, terms: Terms) -> str |
     if claim.generation < came_from:
         return "the same worker has asked for a later generation since"
     return None
+
+
+def _unfit(claim: Claim, terms: Terms, roster: Roster) -> str | None:
+    """Why a newcomer could not work with those who are here. Members that come back were fit when they came."""
+    if claim.generation or holds_seat(claim, terms, roster):
+        return None
+    exchanging = roster.exchanging
+    if exchanging and not claim.transport:
+        return (
+            f"{claim.member} has no data address, and the members of this job exchange data: join it with gw.init() or "
+            "gradwire join. A WorkerNode is for jobs whose members bring their own data plane"
+        )
+    if not roster.generation:
+        return None  # those who came without are `ousted`; and whether memory can be shared, all will find out
+    if exchanging is False and claim.transport:
+        return f"{claim.member} exchanges data, and the members of this job bring their own data plane"
+    return _cannot_share(claim, roster)
+
+
+def ousted(claim: Claim, roster: Roster) -> list[str]:
+    """Those who wait for the first generation and have no data address, where one comes that has."""
+    if not claim.transport or roster.generation or roster.exchanging is not False:
+        return []
+    return list(roster.line)
+
+
+def _cannot_share(claim: Claim, roster: Roster) -> str | None:
+    """Shared memory that somebody insists on needs all members on one host, and the native core in each."""
+    newcomer, insisting = claim.member, roster.insisting
+    if claim.transport == "shm":
+        seats = roster.live().values()
+        other = next((s.member for s in seats if s.transport == "tcp" or s.member.host != newcomer.host), None)
+        insisting = newcomer
+    elif insisting is not None and (claim.transport == "tcp" or insisting.host != newcomer.host):
+        other = newcomer
+    else:
+        return None
+    if other is None:
+        return None
+    return (
+        f"{insisting} insists on transport 'shm', and {other} cannot share memory with it: that takes one host and the "
+        "native core. Use transport 'auto'"
+    )
 
 
 def _no_room(member: Member, terms: Terms, roster: Roster) -> str | None:

@@ -46,7 +46,8 @@ class Heartbeats:
         self._seal = WorkerSeal(secret)
         self._on_news = on_news
         self._interval = interval
-        self._ids = dict.fromkeys(ids)
+        self._ids: dict[str, bytes] = dict.fromkeys(ids, b"")  # with the run that each is known to be a member of
+        self._run_id = b""  # of the last news
         self._frozen: frozenset[str] = frozenset()
         self._gone: dict[str, None] = {}  # of whose end the coordinator has not confirmed to have heard
         self._changed = threading.Condition()
@@ -64,7 +65,7 @@ class Heartbeats:
     def watch(self, ids: Iterable[str]) -> None:
         """Speak for these members too."""
         with self._changed:
-            self._ids.update(dict.fromkeys(ids))
+            self._ids.update(dict.fromkeys(ids, b""))
 
     def frozen(self, ids: Iterable[str]) -> None:
         """These, and only these, stand still: nothing is said of them, so that their leases run out if that lasts."""
@@ -134,19 +135,33 @@ class Heartbeats:
     def _beats(self, ask: Callable[[bytes], bytes]) -> Iterator[News]:
         while True:
             with self._changed:
-                ids, gone = [name for name in self._ids if name not in self._frozen], list(self._gone)
+                of_this_run = (name for name, run in self._ids.items() if run in (b"", self._run_id))
+                ids, gone = [name for name in of_this_run if name not in self._frozen], list(self._gone)
+            request = pb.HeartbeatRequest(ids=ids, gone=gone, run=self._run_id)
             try:
-                news = news_from_wire(parse(pb.News, ask(pb.HeartbeatRequest(ids=ids, gone=gone).SerializeToString())))
+                news = news_from_wire(parse(pb.News, ask(request.SerializeToString())))
             except Malformed as error:
                 raise NoConnection(f"the coordinator at {self._address} answers in another version") from error
             with self._changed:
                 for name in gone:
                     del self._gone[name]
+                self._learn(ids, news)
             yield news
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._gone, self._interval)
                 if self._closed and not self._gone:
                     return
+
+    def _learn(self, ids: Iterable[str], news: News) -> None:
+        """Remember which members are known in which run. Those of another run get no more heartbeats here."""
+        for name in set(ids).difference(news.unknown):
+            if name in self._ids:
+                self._ids[name] = news.run
+        if self._run_id and news.run != self._run_id:
+            lost = [name for name, run in self._ids.items() if run == self._run_id]
+            for name in lost[:1]:
+                log.warning("the coordinator at %s %s", self._address, not_a_member(news, name, self._run_id))
+        self._run_id = news.run
 
     def _tell(self, news: News) -> None:
         try:
@@ -154,3 +169,15 @@ class Heartbeats:
                 self._on_news(news)
         except Exception:
             log.exception("the news from the coordinator could not be passed on")
+
+
+def not_a_member(news: News, member: str, run: bytes) -> str:
+    """Why a coordinator does not count a member of `run` as its own, for the log; empty if it does."""
+    if run and news.run and news.run != run:
+        return (
+            f"serves run {news.run.hex()}, and {member} is a member of run {run.hex()}: it was started anew without "
+            "its journal. The members of the old run go on together until they lose one, and cannot regroup then"
+        )
+    if member in news.unknown:
+        return f"does not know {member}, which is no member of this run"
+    return ""

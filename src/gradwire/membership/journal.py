@@ -25,7 +25,7 @@ from gradwire.errors import JournalError
 from gradwire.membership.answers import Change
 
 APPLICATION = 0x47774A6C  # "GwJl"; tells a journal from any other SQLite file
-VERSION = 1
+VERSION = 2
 GENERATIONS_KEPT = 8
 CHANGES_KEPT = 10_000
 

@@ -12,7 +12,7 @@ from gradwire.errors import GradwireError
 from gradwire.membership.answers import News
 from gradwire.membership.client import heartbeat
 from gradwire.membership.conversation import Secret
-from gradwire.membership.heartbeats import INTERVAL
+from gradwire.membership.heartbeats import INTERVAL, not_a_member
 from gradwire.membership.sealing import WorkerSeal
 from gradwire.security.tls import Credentials
 
@@ -33,12 +33,15 @@ class Lease:
         address: str,
         member_id: str,
         *,
+        run: bytes = b"",
         secret: Secret,
         on_news: Callable[[News], None] | None = None,
         credentials: Credentials | None = None,
         interval: float = INTERVAL,
     ) -> None:
         self._address, self._id, self._secret, self._credentials = address, member_id, secret, credentials
+        self._run_id = run
+        self._warned = ""  # of what, last
         self._seal = WorkerSeal(secret)
         self._on_news = on_news
         self._interval = interval
@@ -80,12 +83,19 @@ class Lease:
             if self.trouble:
                 log.info("the coordinator at %s is back", self._address)
             self.trouble, self.news = "", news
+            self._warn(not_a_member(news, self._id, self._run_id))
             self._tell(news)
+
+    def _warn(self, reason: str) -> None:
+        if reason and reason != self._warned:
+            log.warning("the coordinator at %s %s", self._address, reason)
+        self._warned = reason
 
     def _beat(self) -> News:
         return heartbeat(
             self._address,
             [self._id],
+            run=self._run_id,
             secret=self._secret,
             timeout=_ONE_BEAT,
             credentials=self._credentials,

@@ -11,7 +11,8 @@ class Member:
     """A process in a job, with an id for life.
 
     `rank` None takes any free one. `host` is equal for two members exactly if they share a machine; `hostname` is for
-    people to read. `address` is where its data links are accepted, "ip:port" or "[ip]:port".
+    people to read. `address` is where its data links are accepted, "ip:port" or "[ip]:port". `started` is when the
+    process started, as the system counts: a pid alone may be another process's by now. 0 if that is not known.
     """
 
     id: str
@@ -20,6 +21,7 @@ class Member:
     hostname: str
     pid: int
     address: str
+    started: int = 0
 
     def __str__(self) -> str:
         name = "a worker" if self.rank is None else f"rank {self.rank}"
@@ -30,9 +32,9 @@ class Member:
 class Assembly:
     """All members of one generation in rank order, as told to the one at `rank`.
 
-    `job` is the job's name; `run` is 16 random bytes of this very start of it, so that links of an earlier run under
-    the same name, or of another job, are never taken for this one's. `link_key` is told to those who came with a join
-    token; all others derive it from the job's secret.
+    `job` is the job's name; `run` is the id of this very start of it (`identity.new_run`), so that links and members of
+    an earlier run under the same name, or of another job, are never taken for this one's. `link_key` is sent to members
+    that came with a join token; all others derive it from the job's secret.
     """
 
     job: str

@@ -38,12 +38,13 @@ def member_to_wire(member: Member) -> pb.Member:
         hostname=member.hostname,
         pid=member.pid,
         address=member.address,
+        started=member.started,
     )
 
 
 def member_from_wire(message: pb.Member) -> Member:
     rank = message.rank if message.HasField("rank") else None
-    return Member(message.id, rank, message.host, message.hostname, message.pid, message.address)
+    return Member(message.id, rank, message.host, message.hostname, message.pid, message.address, message.started)
 
 
 def claim_to_wire(claim: Claim) -> pb.RegisterWorkerRequest:
@@ -56,6 +57,10 @@ def claim_to_wire(claim: Claim) -> pb.RegisterWorkerRequest:
         session=claim.session,
         stranger=claim.stranger,
         stood_still=claim.stood_still,
+        run=claim.run,
+        protocol=claim.protocol,
+        version=claim.version,
+        transport=claim.transport,
     )
 
 
@@ -72,6 +77,10 @@ def claim_from_wire(message: pb.RegisterWorkerRequest, sequence: int) -> Claim:
         lost=tuple(message.lost),
         stranger=message.stranger,
         stood_still=message.stood_still,
+        run=message.run,
+        protocol=message.protocol,
+        version=message.version,
+        transport=message.transport,
     )
 
 
@@ -125,14 +134,25 @@ def news_to_wire(news: News) -> pb.News:
         over=news.over,
         size=news.size,
         finished=news.finished,
+        run=news.run,
+        unknown=news.unknown,
     )
 
 
 def news_from_wire(message: pb.News) -> News:
     checkpoint = message.checkpoint if message.HasField("checkpoint") else None
     evicted = tuple(message.evicted)
-    over, size, finished = message.over, message.size, message.finished
-    return News(message.generation, message.joiners, evicted, checkpoint, over, size, finished)
+    return News(
+        message.generation,
+        message.joiners,
+        evicted,
+        checkpoint,
+        over=message.over,
+        size=message.size,
+        finished=message.finished,
+        run=message.run,
+        unknown=tuple(message.unknown),
+    )
 
 
 def checkpoint_to_wire(outcome: CheckpointStatus | Refusal) -> pb.CheckpointReply:

@@ -95,7 +95,8 @@ class NewsReader:
         elif "heal" in message:
             self._cuts -= {message["heal"]}
         else:
-            self._news = News(**{**message, "evicted": tuple(message["evicted"])})
+            fields = {name: tuple(message[name]) for name in ("evicted", "unknown")}
+            self._news = News(**{**message, **fields, "run": bytes.fromhex(message["run"])})
 
 
 class NewsWriter:
@@ -124,9 +125,9 @@ class NewsWriter:
         self._theirs = -1
 
     def tell(self, news: News) -> None:
-        """Pass news on, if it is any; of who was evicted a worker needs to know only whether it is itself."""
-        evicted = [self._member] if self._member in news.evicted else []
-        line = _line(**{**dataclasses.asdict(news), "evicted": evicted})
+        """Pass news on, if it is any; of those evicted or unknown a worker needs to know only whether it is one."""
+        own = {name: [m for m in getattr(news, name) if m == self._member] for name in ("evicted", "unknown")}
+        line = _line(**{**dataclasses.asdict(news), **own, "run": news.run.hex()})
         self._news = line if line != self._told else None
         self.flush()
 

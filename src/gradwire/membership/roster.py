@@ -43,6 +43,7 @@ class Seat:
     wish: int | None  # the rank that it asked for
     session: bytes
     came_from: int  # the generation that it was in before
+    transport: str  # that it asked for
     asked: float
     heard: float
     told: bool = False
@@ -77,6 +78,7 @@ class Roster:
         self.line: dict[str, Place] = {}
         self.outside: dict[str, Outsider] = {}  # for some minutes
         self.expected: dict[str, None] = {}  # members at work, neither out nor back
+        self.insisting: Member | None = None  # the first member that insists on shared memory
         self.arrived = 0.0  # when somebody last came
         self.stirred = 0.0  # when somebody last came or went who matters to the next generation
         self.changes: list[Change] = []
@@ -91,6 +93,14 @@ class Roster:
 
     def place(self, name: str) -> Place | None:
         return self.back.get(name) or self.line.get(name)
+
+    @property
+    def exchanging(self) -> bool | None:
+        """Whether those who are here use gradwire's data plane: all do or none does; None if nobody is here."""
+        if self.seats:
+            return bool(next(iter(self.seats.values())).transport)
+        first = next(iter(self.line.values()), None)
+        return None if first is None else bool(first.claim.transport)
 
     def live(self) -> dict[str, Seat]:
         return {name: seat for name, seat in self.seats.items() if name not in self.out}
@@ -263,7 +273,13 @@ class Roster:
             claim = place.claim
             member = replace(claim.member, rank=rank)
             self.seats[name] = Seat(
-                member, claim.member.rank, claim.session, claim.generation, place.asked, self._clock.time
+                member,
+                claim.member.rank,
+                claim.session,
+                claim.generation,
+                claim.transport,
+                place.asked,
+                self._clock.time,
             )
             self._leave_back(name)
             self.line.pop(name, None)
@@ -300,6 +316,7 @@ class Roster:
     def _know_members(self) -> None:
         self.members = tuple(seat.member for seat in self.seats.values())
         self.expected = dict.fromkeys(self.live())
+        self.insisting = next((seat.member for seat in self.seats.values() if seat.transport == "shm"), None)
 
     def _leave_back(self, name: str) -> Place | None:
         place = self.back.pop(name, None)
@@ -321,7 +338,7 @@ class Roster:
             self.stirred = self._clock.time
 
 
-_FIELDS = ("id", "rank", "host", "hostname", "pid", "address")
+_FIELDS = ("id", "rank", "host", "hostname", "pid", "address", "started")
 
 
 def _described(member: Member) -> dict[str, Any]:
@@ -329,10 +346,11 @@ def _described(member: Member) -> dict[str, Any]:
 
 
 def _to_json(seat: Seat) -> dict[str, Any]:
-    return _described(seat.member) | {"wish": seat.wish, "session": seat.session.hex(), "came_from": seat.came_from}
+    claimed = {"wish": seat.wish, "session": seat.session.hex(), "came_from": seat.came_from}
+    return _described(seat.member) | claimed | {"transport": seat.transport}
 
 
 def _from_json(fields: Mapping[str, Any], now: float) -> Seat:
     member = Member(**{name: fields[name] for name in _FIELDS})
     session = bytes.fromhex(fields["session"])
-    return Seat(member, fields["wish"], session, fields["came_from"], now, now, told=True)
+    return Seat(member, fields["wish"], session, fields["came_from"], fields["transport"], now, now, told=True)

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from gradwire.errors import ConfigError, JournalError, TransportError
+from gradwire.identity import new_run
 from gradwire.membership.addresses import Endpoint, join, resolve
 from gradwire.membership.desk import THREADS, Desk
 from gradwire.membership.entry import LARGEST_JOB
@@ -72,9 +73,7 @@ class Coordinator:
         if credentials is not None and job not in (None, credentials.job):
             raise ConfigError(f"the certificate is for job {credentials.job}, and this is job {job}")
         name = job or (credentials.job if credentials is not None else secrets.token_hex(8))
-        membership = Membership(
-            name, secrets.token_bytes(16), start=size, minimum=minimum, maximum=maximum, lease=lease
-        )
+        membership = Membership(name, new_run(), start=size, minimum=minimum, maximum=maximum, lease=lease)
         self._health = Health()
         self._report_failure = failed
         self._desk = Desk(membership, CoordinatorSeal(secret), vouched=self._objection, failed=self._failed)
@@ -92,6 +91,11 @@ class Coordinator:
     def job(self) -> str:
         """The job's name, made up if none was given."""
         return self._desk.membership.terms.job
+
+    @property
+    def run(self) -> bytes:
+        """The id of this run of the job, which a journal carries over a restart."""
+        return self._desk.membership.terms.run
 
     def start(self) -> None:
         """Listen; returns when workers can register."""

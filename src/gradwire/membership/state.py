@@ -19,6 +19,7 @@ No I/O, no clock, no locks: time is an argument. Whoever drives this calls `tick
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -126,34 +127,46 @@ class Membership:
 
     # -- those who are at work
 
-    def leave(self, member: Member, now: float, *, finished: bool = False) -> bool:
+    def leave(self, member: Member, now: float, *, finished: bool = False, run: bytes = b"") -> bool:
         """A member takes its leave; False if there is none that is exactly this process.
 
-        With `finished` all work is done: nobody joins any more, who would begin it anew. The present members stay.
+        With `finished` all work is done: nobody joins any more, who would begin it anew. The present members stay. Only
+        a member of the present generation can know that.
         """
         self._advance(now)
         known = self._roster.known(member.id)
-        if known is None or not entry.same_process(known, member):
+        if known is None or not entry.same_process(known, member) or self._of_another(run):
             return False
-        self._finished = self._finished or finished
+        self._roster.hear(member.id)
+        self._finished = self._finished or (finished and self._roster.alive(member.id))
         self._roster.end(member.id, "left")
         self._go_on()
         return True
 
-    def gone(self, names: Iterable[str], now: float) -> None:
-        """Somebody who must know saw these processes die."""
+    def gone(self, names: Iterable[str], now: float, run: bytes = b"") -> None:
+        """Somebody who must know saw these processes die. What is said of members of another `run` is ignored."""
         self._advance(now)
-        for name in names:
+        for name in () if self._of_another(run) else names:
             self._roster.end(name, "gone")
         self._go_on()
 
-    def beat(self, names: Iterable[str], now: float) -> News:
-        """These members live: their leases begin anew."""
+    def beat(self, names: Iterable[str], now: float, run: bytes = b"") -> News:
+        """These members live: their leases begin anew, unless they are members of another `run`. An id that is not
+        known here is ignored, and the news says so: it may be about to register, or was a member of another run."""
         self._advance(now)
-        for name in names:
+        names = list(names)
+        unknown = names if self._of_another(run) else [name for name in names if not self.knows(name)]
+        for name in set(names).difference(unknown):
             self._roster.hear(name)
         self._go_on()
-        return self.news()
+        return replace(self.news(), unknown=tuple(unknown))
+
+    def knows(self, name: str) -> bool:
+        """Whether an id is that of a member of this run, or of one that waits to be."""
+        return name in self._roster.seats or self._roster.place(name) is not None
+
+    def _of_another(self, run: bytes) -> bool:
+        return run not in (b"", self.terms.run)
 
     def news(self) -> News:
         roster = self._roster
@@ -162,7 +175,8 @@ class Membership:
         joiners = sum(1 for _ in islice(roster.ready(), room))
         evicted = tuple(name for name, cause in roster.out.items() if cause != "left")
         epoch = self._checkpoints.epoch
-        return News(roster.generation, joiners, evicted, epoch, roster.over, roster.size(), self._finished)
+        size, run = roster.size(), self.terms.run
+        return News(roster.generation, joiners, evicted, epoch, roster.over, size, self._finished, run)
 
     def start_checkpoint(self, epoch: int, name: str, now: float) -> CheckpointStatus | Refusal:
         """A worker begins the checkpoint of `epoch`, or finds it begun."""
@@ -223,6 +237,8 @@ class Membership:
         else:
             if roster.returnable(name):
                 roster.strike(name, "replaced")
+            for other in entry.ousted(claim, roster):
+                roster.free(other, "has no data address, and others of this job have one")
             roster.come(claim, roster.line)
 
     def _missed(self, claim: Claim) -> bool:

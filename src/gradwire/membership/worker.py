@@ -120,7 +120,14 @@ class WorkerNode:
             raise
         from gradwire.membership.lease import Lease  # loads grpc
 
-        lease = Lease(self._address, self.id, secret=self._secret, credentials=self._credentials, on_news=self._on_news)
+        lease = Lease(
+            self._address,
+            self.id,
+            run=self._present().run,
+            secret=self._secret,
+            credentials=self._credentials,
+            on_news=self._on_news,
+        )
         self._lease = lease
         lease.start()
         return self
@@ -193,6 +200,7 @@ class WorkerNode:
                 self._address,
                 assembly.members[assembly.rank],
                 secret=self._secret,
+                run=assembly.run,
                 timeout=2.0,
                 credentials=self._credentials,
             )
@@ -216,7 +224,15 @@ class WorkerNode:
         from gradwire.membership import client
 
         rank = None if generation else self._wish
-        member = Member(self.id, rank, machine.identity(), socket.gethostname(), os.getpid(), self._endpoint)
+        member = Member(
+            id=self.id,
+            rank=rank,
+            host=machine.identity(),
+            hostname=socket.gethostname(),
+            pid=os.getpid(),
+            address=self._endpoint,
+            started=machine.process_started(),
+        )
         self._assembly = client.register(
             self._address,
             member,
@@ -225,6 +241,7 @@ class WorkerNode:
             job=self._job,
             timeout=self._timeout,
             generation=generation,
+            run=self._assembly.run if generation and self._assembly is not None else b"",
             lost=lost,
             credentials=self._credentials,
             waiting=waiting,

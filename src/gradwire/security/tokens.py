@@ -15,8 +15,9 @@ import binascii
 import secrets
 import struct
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from gradwire.errors import ConfigError
 from gradwire.security.secret import TOKEN, derive, job_secret
@@ -114,16 +115,23 @@ def wrapped(key: bytes, over: bytes, *context: bytes) -> bytes:
 
 
 class Gate:
-    """The coordinator's side: which tickets still admit whom. Not thread-safe."""
+    """The coordinator's side: which members came in by which ticket. Not thread-safe.
+
+    A ticket speaks for the members that it admitted, and for no others: not for one that holds the secret itself, nor
+    for one that another ticket admitted under the same id since.
+    """
 
     def __init__(self, job: str) -> None:
         self._job = job
-        self._admitted: dict[bytes, set[str]] = {}
+        self._admitted: dict[bytes, set[str]] = {}  # ids by ticket: the uses that are spent
+        self._owners: dict[str, bytes] = {}  # the ticket of each id; an id registered by the secret has none
+        self._pending: set[str] = set()  # ids that have registered and were in no generation yet
 
-    def refusal(self, ticket: bytes, member: str, now: float) -> str | None:
-        """Why a member that has proved the ticket's key may not come in; None if it may, and it is counted then.
+    def refusal(self, ticket: bytes, member: str, now: float, known: Callable[[str], bool]) -> str | None:
+        """Why a member that has proved the ticket's key may not register; None if it may.
 
-        Who is in stays in: a member may come back with its ticket after that has expired.
+        `known` tells whether an id is registered at present. A member may come back with its ticket after that has
+        expired. One that waited and went away before it was in any generation has not used the ticket up.
         """
         try:
             said = Ticket.parse(ticket)
@@ -131,22 +139,57 @@ class Gate:
             return f"its join token is not sound: {error}"
         if said.job != self._job:
             return f"its join token is for job {said.job}, and this is job {self._job}"
-        members = self._admitted.get(said.number, set())
-        if member in members:
+        if self._owners.get(member) == said.number:
             return None
+        if known(member):
+            return f"the id {member!r} is registered with other credentials than this join token"
+        members = self._admitted.get(said.number, set())
         if now >= said.expires:
             return f"its join token expired {now - said.expires:.0f} s ago"
         if len(members) >= (said.uses or MOST_MEMBERS):
             return f"its join token has been used by {len(members)} already, which is all it was made for"
-        self._admitted[said.number] = {*members, member}
         return None
 
-    def snapshot(self) -> dict[str, list[str]]:
-        """Who came with which token, for a journal."""
-        return {number.hex(): sorted(members) for number, members in self._admitted.items()}
+    def admit(self, ticket: bytes, member: str) -> bool:
+        """A member has registered with a ticket, or with the secret if that is empty; whether that is new."""
+        if not ticket:
+            self._pending.discard(member)
+            return self._owners.pop(member, None) is not None
+        number = Ticket.parse(ticket).number
+        if self._owners.get(member) == number:
+            return False
+        self._owners[member] = number
+        self._admitted.setdefault(number, set()).add(member)
+        self._pending.add(member)
+        return True
 
-    def restore(self, snapshot: Mapping[str, Iterable[str]]) -> None:
-        self._admitted = {bytes.fromhex(number): set(members) for number, members in snapshot.items()}
+    def seated(self, members: Iterable[str]) -> None:
+        """These are in a generation: from now on their uses of a ticket count for good."""
+        self._pending.difference_update(members)
+
+    def release(self, member: str) -> bool:
+        """A member went away. If it was in no generation its use of a ticket does not count; whether that is so."""
+        if member not in self._pending:
+            return False
+        self._pending.discard(member)
+        self._admitted[self._owners.pop(member)].discard(member)
+        return True
+
+    def speaks_for(self, ticket: bytes, member: str) -> bool:
+        """Whether the holder of a ticket, or of the secret if that is empty, may speak for a member."""
+        try:
+            return not ticket or self._owners.get(member) == Ticket.parse(ticket).number
+        except ValueError:
+            return False
+
+    def snapshot(self) -> dict[str, Any]:
+        """Who came with which token, for a journal."""
+        uses = {number.hex(): sorted(members) for number, members in self._admitted.items() if members}
+        return {"uses": uses, "owners": {member: number.hex() for member, number in self._owners.items()}}
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        self._admitted = {bytes.fromhex(number): set(members) for number, members in snapshot["uses"].items()}
+        self._owners = {member: bytes.fromhex(number) for member, number in snapshot["owners"].items()}
 
 
 def _text(data: bytes) -> str:

@@ -49,6 +49,7 @@ class Worker(Process):
         self._stood_still = False
         self.waiting = ""  # for what, as the coordinator says
         self.news: News | None = None
+        self.run_id = b""  # of the generation that it is in
         self.state = beginning(random.randrange(1, 50))
         self.digest = digest(self.state)
         self.completed, self.completed_in, self.committed = NONE, 0, NONE
@@ -105,13 +106,24 @@ class Worker(Process):
         self.world.note(self, "registers after generation %d, lost %s", self.generation, self._lost)
         while True:
             member, last = self._member(), self.generation
-            claim = Claim(member, size, None, self._session, 0, last, self._lost, self._stranger, self._stood_still)
+            claim = Claim(
+                member,
+                size,
+                None,
+                self._session,
+                0,
+                last,
+                self._lost,
+                self._stranger,
+                self._stood_still,
+                run=self.run_id,
+            )
             outcome = yield from self._coordinator.ask("register", claim)
             if isinstance(outcome, Assembly):
                 self.waiting, self._lost, self._stood_still = "", (), False
                 self.world.ledger.assembled(self.name, outcome)
                 self._stranger = self._stranger or outcome.generation != self.generation + 1
-                self.generation = outcome.generation
+                self.generation, self.run_id = outcome.generation, outcome.run
                 return outcome
             if isinstance(outcome, Refusal):
                 self.world.fail(f"{self.name} was refused: {outcome.reason}")

@@ -11,6 +11,7 @@ from unittest.mock import patch
 from hypothesis import strategies as st
 
 from fuzz.target import MIB, Target, damaged
+from gradwire.identity import PROTOCOL
 from gradwire.membership import desk, messages
 from gradwire.membership.desk import Desk
 from gradwire.membership.messages import Malformed, parse
@@ -134,13 +135,21 @@ def _member(name: str) -> pb.Member:
 
 def _claim(name: str, generation: int = 0, lost: tuple[str, ...] = ()) -> pb.RegisterWorkerRequest:
     session = (name * 16).encode()[:16]
-    return pb.RegisterWorkerRequest(member=_member(name), generation=generation, lost=lost, session=session)
+    return pb.RegisterWorkerRequest(
+        member=_member(name),
+        generation=generation,
+        lost=lost,
+        session=session,
+        run=RUN if generation else b"",
+        protocol=PROTOCOL,
+        transport="auto",
+    )
 
 
 SAID: list[tuple[str, Any]] = [
     ("RegisterWorker", _claim("a")),
     ("RegisterWorker", _claim("b")),
-    ("Heartbeat", pb.HeartbeatRequest(ids=["a", "b"])),
+    ("Heartbeat", pb.HeartbeatRequest(ids=["a", "b"], run=RUN)),
     ("RegisterWorker", _claim("a", 1, ("b",))),
     ("RegisterWorker", _claim("b", 1)),
     ("StartCheckpoint", pb.CheckpointRequest(id="a", epoch=1)),

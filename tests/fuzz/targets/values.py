@@ -14,9 +14,11 @@ from gradwire import agreement, machine, tuning
 from gradwire.arrays import Array
 from gradwire.collectives import DEFAULTS
 from gradwire.errors import ConfigError, GradwireError, PeerLost
+from gradwire.identity import PROTOCOL, Identity
 from gradwire.liveness.lifeline import Nature
 from gradwire.operations import rows, values
 from gradwire.operations.call import Declined, Form, Operation, Shape
+from gradwire.topology import Topology
 from gradwire.training.state import State, memory_for
 from gradwire.training.steps import Standing
 from gradwire.wire import parse_json
@@ -69,7 +71,7 @@ def settle(data: bytes) -> bool:
     """What ranks tell each other before the first call, as the other one's entry."""
     told = values.decode(data)
     try:
-        entry = agreement.Entry.of(1, told)
+        entry = agreement.Entry.of(1, told, _IDENTITY)
         Nature.from_wire(entry.nature)
         agreement._table(entry.table)
     except ConfigError:
@@ -112,7 +114,8 @@ _SCATTERED = _framed(encoded(_ANNOUNCED))[0] + bytes(16)
 _SKELETON = parse_json(
     State({"w": np.ones(2), "n": 3, "lr": 0.5, 7: (None, [True, "x"]), "e": np.ones((0, 2))}).take_apart()[0]
 )
-_TOLD = json.loads(encoded(["auto", tuning.encode(DEFAULTS), [True, 7, "4026531836"], None]))
+_IDENTITY = Identity(bytes(16), 1, 0, ("rank 0", "rank 1"), Topology.single(2))
+_TOLD = json.loads(encoded([PROTOCOL, bytes(16).hex(), "auto", tuning.encode(DEFAULTS), [True, 7, "4026531836"], None]))
 _CLAIMED = values.MAX_VALUE_BYTES + MIB  # one may claim that much, and what is not written takes no memory
 TARGETS = (
     Target("broadcast_value", broadcast_value, _framed(b"[1,2]", b'{"a":null}'), memory=_CLAIMED),

@@ -13,7 +13,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%gradwire/membership/v1/gradwire.proto\x12\x16gradwire.membership.v1\"C\n\x0cHelloRequest\x12\x14\n\x0cworker_nonce\x18\x01 \x01(\x0c\x12\r\n\x05proof\x18\x02 \x01(\x0c\x12\x0e\n\x06ticket\x18\x03 \x01(\x0c\"6\n\nHelloReply\x12\x19\n\x11\x63oordinator_nonce\x18\x01 \x01(\x0c\x12\r\n\x05proof\x18\x02 \x01(\x0c\"x\n\x06Sealed\x12\x14\n\x0cworker_nonce\x18\x01 \x01(\x0c\x12\x19\n\x11\x63oordinator_nonce\x18\x02 \x01(\x0c\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x0c\n\x04\x62ody\x18\x04 \x01(\x0c\x12\r\n\x05proof\x18\x05 \x01(\x0c\x12\x0e\n\x06ticket\x18\x06 \x01(\x0c\"n\n\x06Member\x12\n\n\x02id\x18\x01 \x01(\t\x12\x11\n\x04rank\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x10\n\x08hostname\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\x03\x12\x0f\n\x07\x61\x64\x64ress\x18\x06 \x01(\tB\x07\n\x05_rank\"\xd1\x01\n\x15RegisterWorkerRequest\x12.\n\x06member\x18\x01 \x01(\x0b\x32\x1e.gradwire.membership.v1.Member\x12\x0c\n\x04size\x18\x02 \x01(\x03\x12\x0b\n\x03job\x18\x03 \x01(\t\x12\x13\n\x0bpatience_ms\x18\x04 \x01(\r\x12\x12\n\ngeneration\x18\x05 \x01(\x04\x12\x0c\n\x04lost\x18\x06 \x03(\t\x12\x0f\n\x07session\x18\x07 \x01(\x0c\x12\x10\n\x08stranger\x18\x08 \x01(\x08\x12\x13\n\x0bstood_still\x18\t \x01(\x08\"\xbe\x01\n\x13RegisterWorkerReply\x12\x32\n\x07waiting\x18\x01 \x01(\x0b\x32\x1f.gradwire.membership.v1.WaitingH\x00\x12\x32\n\x07refusal\x18\x02 \x01(\x0b\x32\x1f.gradwire.membership.v1.RefusalH\x00\x12\x34\n\x08\x61ssembly\x18\x03 \x01(\x0b\x32 .gradwire.membership.v1.AssemblyH\x00\x42\t\n\x07outcome\"Y\n\x07Waiting\x12\x0f\n\x07missing\x18\x01 \x03(\x03\x12\x15\n\rmissing_count\x18\x02 \x01(\x03\x12\x16\n\x0e\x61gain_after_ms\x18\x03 \x01(\r\x12\x0e\n\x06reason\x18\x04 \x01(\t\"+\n\x07Refusal\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\"\x89\x01\n\x08\x41ssembly\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0b\n\x03run\x18\x02 \x01(\x0c\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x0c\n\x04rank\x18\x04 \x01(\x03\x12/\n\x07members\x18\x05 \x03(\x0b\x32\x1e.gradwire.membership.v1.Member\x12\x10\n\x08link_key\x18\x06 \x01(\x0c\"[\n\x17UnregisterWorkerRequest\x12.\n\x06member\x18\x01 \x01(\x0b\x32\x1e.gradwire.membership.v1.Member\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\"&\n\x15UnregisterWorkerReply\x12\r\n\x05known\x18\x01 \x01(\x08\"-\n\x10HeartbeatRequest\x12\x0b\n\x03ids\x18\x01 \x03(\t\x12\x0c\n\x04gone\x18\x02 \x03(\t\"\x92\x01\n\x04News\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0f\n\x07joiners\x18\x02 \x01(\x04\x12\x0f\n\x07\x65victed\x18\x03 \x03(\t\x12\x17\n\ncheckpoint\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x0c\n\x04over\x18\x05 \x01(\x08\x12\x0c\n\x04size\x18\x06 \x01(\x04\x12\x10\n\x08\x66inished\x18\x07 \x01(\x08\x42\r\n\x0b_checkpoint\".\n\x11\x43heckpointRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\x8a\x01\n\x0f\x43heckpointReply\x12\x38\n\ncheckpoint\x18\x01 \x01(\x0b\x32\".gradwire.membership.v1.CheckpointH\x00\x12\x32\n\x07refusal\x18\x02 \x01(\x0b\x32\x1f.gradwire.membership.v1.RefusalH\x00\x42\t\n\x07outcome\"Y\n\nCheckpoint\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08\x63omplete\x18\x02 \x01(\x08\x12\x13\n\x0bwaiting_for\x18\x03 \x03(\t\x12\x15\n\rwaiting_count\x18\x04 \x01(\x04\x32\xc8\x04\n\nMembership\x12Q\n\x05Hello\x12$.gradwire.membership.v1.HelloRequest\x1a\".gradwire.membership.v1.HelloReply\x12P\n\x0eRegisterWorker\x12\x1e.gradwire.membership.v1.Sealed\x1a\x1e.gradwire.membership.v1.Sealed\x12R\n\x10UnregisterWorker\x12\x1e.gradwire.membership.v1.Sealed\x1a\x1e.gradwire.membership.v1.Sealed\x12K\n\tHeartbeat\x12\x1e.gradwire.membership.v1.Sealed\x1a\x1e.gradwire.membership.v1.Sealed\x12P\n\nHeartbeats\x12\x1e.gradwire.membership.v1.Sealed\x1a\x1e.gradwire.membership.v1.Sealed(\x01\x30\x01\x12Q\n\x0fStartCheckpoint\x12\x1e.gradwire.membership.v1.Sealed\x1a\x1e.gradwire.membership.v1.Sealed\x12O\n\rEndCheckpoint\x12\x1e.gradwire.membership.v1.Sealed\x1a\x1e.gradwire.membership.v1.Sealedb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%gradwire/membership/v1/gradwire.proto\x12\x16gradwire.membership.v1\"C\n\x0cHelloRequest\x12\x14\n\x0cworker_nonce\x18\x01 \x01(\x0c\x12\r\n\x05proof\x18\x02 \x01(\x0c\x12\x0e\n\x06ticket\x18\x03 \x01(\x0c\"6\n\nHelloReply\x12\x19\n\x11\x63oordinator_nonce\x18\x01 \x01(\x0c\x12\r\n\x05proof\x18\x02 \x01(\x0c\"x\n\x06Sealed\x12\x14\n\x0cworker_nonce\x18\x01 \x01(\x0c\x12\x19\n\x11\x63oordinator_nonce\x18\x02 \x01(\x0c\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x0c\n\x04\x62ody\x18\x04 \x01(\x0c\x12\r\n\x05proof\x18\x05 \x01(\x0c\x12\x0e\n\x06ticket\x18\x06 \x01(\x0c\"\x7f\n\x06Member\x12\n\n\x02id\x18\x01 \x01(\t\x12\x11\n\x04rank\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x10\n\x08hostname\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\x03\x12\x0f\n\x07\x61\x64\x64ress\x18\x06 \x01(\t\x12\x0f\n\x07started\x18\x07 \x01(\x04\x42\x07\n\x05_rank\"\x94\x02\n\x15RegisterWorkerRequest\x12.\n\x06member\x18\x01 \x01(\x0b\x32\x1e.gradwire.membership.v1.Member\x12\x0c\n\x04size\x18\x02 \x01(\x03\x12\x0b\n\x03job\x18\x03 \x01(\t\x12\x13\n\x0bpatience_ms\x18\x04 \x01(\r\x12\x12\n\ngeneration\x18\x05 \x01(\x04\x12\x0c\n\x04lost\x18\x06 \x03(\t\x12\x0f\n\x07session\x18\x07 \x01(\x0c\x12\x10\n\x08stranger\x18\x08 \x01(\x08\x12\x13\n\x0bstood_still\x18\t \x01(\x08\x12\x0b\n\x03run\x18\n \x01(\x0c\x12\x10\n\x08protocol\x18\x0b \x01(\r\x12\x0f\n\x07version\x18\x0c \x01(\t\x12\x11\n\ttransport\x18\r \x01(\t\"\xbe\x01\n\x13RegisterWorkerReply\x12\x32\n\x07waiting\x18\x01 \x01(\x0b\x32\x1f.gradwire.membership.v1.WaitingH\x00\x12\x32\n\x07refusal\x18\x02 \x01(\x0b\x32\x1f.gradwire.membership.v1.RefusalH\x00\x12\x34\n\x08\x61ssembly\x18\x03 \x01(\x0b\x32 .gradwire.membership.v1.AssemblyH\x00\x42\t\n\x07outcome\"Y\n\x07Waiting\x12\x0f\n\x07missing\x18\x01 \x03(\x03\x12\x15\n\rmissing_count\x18\x02 \x01(\x03\x12\x16\n\x0e\x61gain_after_ms\x18\x03 \x01(\r\x12\x0e\n\x06reason\x18\x04 \x01(\t\"+\n\x07Refusal\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\"\x89\x01\n\x08\x41ssembly\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0b\n\x03run\x18\x02 \x01(\x0c\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x0c\n\x04rank\x18\x04 \x01(\x03\x12/\n\x07members\x18\x05 \x03(\x0b\x32\x1e.gradwire.membership.v1.Member\x12\x10\n\x08link_key\x18\x06 \x01(\x0c\"h\n\x17UnregisterWorkerRequest\x12.\n\x06member\x18\x01 \x01(\x0b\x32\x1e.gradwire.membership.v1.Member\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\x12\x0b\n\x03run\x18\x03 \x01(\x0c\"&\n\x15UnregisterWorkerReply\x12\r\n\x05known\x18\x01 \x01(\x08\":\n\x10HeartbeatRequest\x12\x0b\n\x03ids\x18\x01 \x03(\t\x12\x0c\n\x04gone\x18\x02 \x03(\t\x12\x0b\n\x03run\x18\x03 \x01(\x0c\"\xb0\x01\n\x04News\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0f\n\x07joiners\x18\x02 \x01(\x04\x12\x0f\n\x07\x65victed\x18\x03 \x03(\t\x12\x17\n\ncheckpoint\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x0c\n\x04over\x18\x05 \x01(\x08\x12\x0c\n\x04size\x18\x06 \x01(\x04\x12\x10\n\x08\x66inished\x18\x07 \x01(\x08\x12\x0b\n\x03run\x18\x08 \x01(\x0c\x12\x0f\n\x07unknown\x18\t \x03(\tB\r\n\x0b_checkpoint\".\n\x11\x43heckpointRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\x8a\x01\n\x0f\x43heckpointReply\x12\x38\n\ncheckpoint\x18\x01 \x01(\x0b\x32\".gradwire.membership.v1.CheckpointH\x00\x12\x32\n\x07refusal\x18\x02 \x01(\x0b\x32\x1f.gradwire.membership.v1.RefusalH\x00\x42\t\n\x07outcome\"Y\n\nCheckpoint\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08\x63omplete\x18\x02 \x01(\x08\x12\x13\n\x0bwaiting_for\x18\x03 \x03(\t\x12\x15\n\rwaiting_count\x18\x04 \x01(\x04\x32\xc8\x04\n\nMembership\x12Q\n\x05Hello\x12$.gradwire.membership.v1.HelloRequest\x1a\".gradwire.membership.v1.HelloReply\x12P\n\x0eRegisterWorker\x12\x1e.gradwire.membership.v1.Sealed\x1a\x1e.gradwire.membership.v1.Sealed\x12R\n\x10UnregisterWorker\x12\x1e.gradwire.membership.v1.Sealed\x1a\x1e.gradwire.membership.v1.Sealed\x12K\n\tHeartbeat\x12\x1e.gradwire.membership.v1.Sealed\x1a\x1e.gradwire.membership.v1.Sealed\x12P\n\nHeartbeats\x12\x1e.gradwire.membership.v1.Sealed\x1a\x1e.gradwire.membership.v1.Sealed(\x01\x30\x01\x12Q\n\x0fStartCheckpoint\x12\x1e.gradwire.membership.v1.Sealed\x1a\x1e.gradwire.membership.v1.Sealed\x12O\n\rEndCheckpoint\x12\x1e.gradwire.membership.v1.Sealed\x1a\x1e.gradwire.membership.v1.Sealedb\x06proto3')
 
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, globals())
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'gradwire.membership.v1.gradwire_pb2', globals())
@@ -27,31 +27,31 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _SEALED._serialized_start=190
   _SEALED._serialized_end=310
   _MEMBER._serialized_start=312
-  _MEMBER._serialized_end=422
-  _REGISTERWORKERREQUEST._serialized_start=425
-  _REGISTERWORKERREQUEST._serialized_end=634
-  _REGISTERWORKERREPLY._serialized_start=637
-  _REGISTERWORKERREPLY._serialized_end=827
-  _WAITING._serialized_start=829
-  _WAITING._serialized_end=918
-  _REFUSAL._serialized_start=920
-  _REFUSAL._serialized_end=963
-  _ASSEMBLY._serialized_start=966
-  _ASSEMBLY._serialized_end=1103
-  _UNREGISTERWORKERREQUEST._serialized_start=1105
-  _UNREGISTERWORKERREQUEST._serialized_end=1196
-  _UNREGISTERWORKERREPLY._serialized_start=1198
-  _UNREGISTERWORKERREPLY._serialized_end=1236
-  _HEARTBEATREQUEST._serialized_start=1238
-  _HEARTBEATREQUEST._serialized_end=1283
-  _NEWS._serialized_start=1286
-  _NEWS._serialized_end=1432
-  _CHECKPOINTREQUEST._serialized_start=1434
-  _CHECKPOINTREQUEST._serialized_end=1480
-  _CHECKPOINTREPLY._serialized_start=1483
-  _CHECKPOINTREPLY._serialized_end=1621
-  _CHECKPOINT._serialized_start=1623
-  _CHECKPOINT._serialized_end=1712
-  _MEMBERSHIP._serialized_start=1715
-  _MEMBERSHIP._serialized_end=2299
+  _MEMBER._serialized_end=439
+  _REGISTERWORKERREQUEST._serialized_start=442
+  _REGISTERWORKERREQUEST._serialized_end=718
+  _REGISTERWORKERREPLY._serialized_start=721
+  _REGISTERWORKERREPLY._serialized_end=911
+  _WAITING._serialized_start=913
+  _WAITING._serialized_end=1002
+  _REFUSAL._serialized_start=1004
+  _REFUSAL._serialized_end=1047
+  _ASSEMBLY._serialized_start=1050
+  _ASSEMBLY._serialized_end=1187
+  _UNREGISTERWORKERREQUEST._serialized_start=1189
+  _UNREGISTERWORKERREQUEST._serialized_end=1293
+  _UNREGISTERWORKERREPLY._serialized_start=1295
+  _UNREGISTERWORKERREPLY._serialized_end=1333
+  _HEARTBEATREQUEST._serialized_start=1335
+  _HEARTBEATREQUEST._serialized_end=1393
+  _NEWS._serialized_start=1396
+  _NEWS._serialized_end=1572
+  _CHECKPOINTREQUEST._serialized_start=1574
+  _CHECKPOINTREQUEST._serialized_end=1620
+  _CHECKPOINTREPLY._serialized_start=1623
+  _CHECKPOINTREPLY._serialized_end=1761
+  _CHECKPOINT._serialized_start=1763
+  _CHECKPOINT._serialized_end=1852
+  _MEMBERSHIP._serialized_start=1855
+  _MEMBERSHIP._serialized_end=2439
 # @@protoc_insertion_point(module_scope)

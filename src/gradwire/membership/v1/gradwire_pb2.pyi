@@ -50,12 +50,14 @@ class CheckpointRequest(_message.Message):
     def __init__(self, id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ["gone", "ids"]
+    __slots__ = ["gone", "ids", "run"]
     GONE_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     gone: _containers.RepeatedScalarFieldContainer[str]
     ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, ids: _Optional[_Iterable[str]] = ..., gone: _Optional[_Iterable[str]] = ...) -> None: ...
+    run: bytes
+    def __init__(self, ids: _Optional[_Iterable[str]] = ..., gone: _Optional[_Iterable[str]] = ..., run: _Optional[bytes] = ...) -> None: ...
 
 class HelloReply(_message.Message):
     __slots__ = ["coordinator_nonce", "proof"]
@@ -76,38 +78,44 @@ class HelloRequest(_message.Message):
     def __init__(self, worker_nonce: _Optional[bytes] = ..., proof: _Optional[bytes] = ..., ticket: _Optional[bytes] = ...) -> None: ...
 
 class Member(_message.Message):
-    __slots__ = ["address", "host", "hostname", "id", "pid", "rank"]
+    __slots__ = ["address", "host", "hostname", "id", "pid", "rank", "started"]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     HOSTNAME_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
+    STARTED_FIELD_NUMBER: _ClassVar[int]
     address: str
     host: str
     hostname: str
     id: str
     pid: int
     rank: int
-    def __init__(self, id: _Optional[str] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., hostname: _Optional[str] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
+    started: int
+    def __init__(self, id: _Optional[str] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., hostname: _Optional[str] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., started: _Optional[int] = ...) -> None: ...
 
 class News(_message.Message):
-    __slots__ = ["checkpoint", "evicted", "finished", "generation", "joiners", "over", "size"]
+    __slots__ = ["checkpoint", "evicted", "finished", "generation", "joiners", "over", "run", "size", "unknown"]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     EVICTED_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     JOINERS_FIELD_NUMBER: _ClassVar[int]
     OVER_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
+    UNKNOWN_FIELD_NUMBER: _ClassVar[int]
     checkpoint: int
     evicted: _containers.RepeatedScalarFieldContainer[str]
     finished: bool
     generation: int
     joiners: int
     over: bool
+    run: bytes
     size: int
-    def __init__(self, generation: _Optional[int] = ..., joiners: _Optional[int] = ..., evicted: _Optional[_Iterable[str]] = ..., checkpoint: _Optional[int] = ..., over: bool = ..., size: _Optional[int] = ..., finished: bool = ...) -> None: ...
+    unknown: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, generation: _Optional[int] = ..., joiners: _Optional[int] = ..., evicted: _Optional[_Iterable[str]] = ..., checkpoint: _Optional[int] = ..., over: bool = ..., size: _Optional[int] = ..., finished: bool = ..., run: _Optional[bytes] = ..., unknown: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Refusal(_message.Message):
     __slots__ = ["finished", "reason"]
@@ -128,26 +136,34 @@ class RegisterWorkerReply(_message.Message):
     def __init__(self, waiting: _Optional[_Union[Waiting, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., assembly: _Optional[_Union[Assembly, _Mapping]] = ...) -> None: ...
 
 class RegisterWorkerRequest(_message.Message):
-    __slots__ = ["generation", "job", "lost", "member", "patience_ms", "session", "size", "stood_still", "stranger"]
+    __slots__ = ["generation", "job", "lost", "member", "patience_ms", "protocol", "run", "session", "size", "stood_still", "stranger", "transport", "version"]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     PATIENCE_MS_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     STOOD_STILL_FIELD_NUMBER: _ClassVar[int]
     STRANGER_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     generation: int
     job: str
     lost: _containers.RepeatedScalarFieldContainer[str]
     member: Member
     patience_ms: int
+    protocol: int
+    run: bytes
     session: bytes
     size: int
     stood_still: bool
     stranger: bool
-    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., size: _Optional[int] = ..., job: _Optional[str] = ..., patience_ms: _Optional[int] = ..., generation: _Optional[int] = ..., lost: _Optional[_Iterable[str]] = ..., session: _Optional[bytes] = ..., stranger: bool = ..., stood_still: bool = ...) -> None: ...
+    transport: str
+    version: str
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., size: _Optional[int] = ..., job: _Optional[str] = ..., patience_ms: _Optional[int] = ..., generation: _Optional[int] = ..., lost: _Optional[_Iterable[str]] = ..., session: _Optional[bytes] = ..., stranger: bool = ..., stood_still: bool = ..., run: _Optional[bytes] = ..., protocol: _Optional[int] = ..., version: _Optional[str] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class Sealed(_message.Message):
     __slots__ = ["body", "coordinator_nonce", "proof", "sequence", "ticket", "worker_nonce"]
@@ -172,12 +188,14 @@ class UnregisterWorkerReply(_message.Message):
     def __init__(self, known: bool = ...) -> None: ...
 
 class UnregisterWorkerRequest(_message.Message):
-    __slots__ = ["finished", "member"]
+    __slots__ = ["finished", "member", "run"]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     finished: bool
     member: Member
-    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., finished: bool = ...) -> None: ...
+    run: bytes
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., finished: bool = ..., run: _Optional[bytes] = ...) -> None: ...
 
 class Waiting(_message.Message):
     __slots__ = ["again_after_ms", "missing", "missing_count", "reason"]
