@@ -35,7 +35,7 @@ class Recorder:
 
 
 def run_of(run: gw.Elastic) -> str:
-    return f"{run.group._generation.identity.job:016x}"
+    return run.group._generation.identity.run.hex()
 
 
 def main(folder: Path, machine: str) -> None:
