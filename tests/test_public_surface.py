@@ -43,6 +43,8 @@ EXPECTED = {
     "CollectiveMismatch",
     "ConfigError",
     "Elastic",
+    "Fence",
+    "Fenced",
     "Finished",
     "GradwireError",
     "InvalidRank",

@@ -56,6 +56,7 @@ from gradwire.errors import (
     Closed,
     CollectiveMismatch,
     ConfigError,
+    Fenced,
     Finished,
     GradwireError,
     InvalidRank,
@@ -85,6 +86,7 @@ if TYPE_CHECKING:
     from gradwire.membership.worker import WorkerNode
     from gradwire.training.contract import Contract, broadcast_named, check_replicas
     from gradwire.training.elastic import Elastic, Step, elastic
+    from gradwire.training.fence import Fence
     from gradwire.training.gradients import GradientSync
     from gradwire.training.sampler import Sampler
     from gradwire.training.weights import weighted_mean
@@ -101,6 +103,8 @@ __all__ = [
     "ConfigError",
     "Contract",
     "Elastic",
+    "Fence",
+    "Fenced",
     "Finished",
     "GradientSync",
     "GradwireError",
@@ -141,6 +145,7 @@ _FRAMEWORKS = ("jax", "torch")
 _HOMES = {
     "Contract": "training.contract",
     "Elastic": "training.elastic",
+    "Fence": "training.fence",
     "GradientSync": "training.gradients",
     "Sampler": "training.sampler",
     "Step": "training.elastic",

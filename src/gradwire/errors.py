@@ -13,6 +13,7 @@
     ├── TransportError (OSError)            the operating system failed an input or output operation
     ├── WorkerFailed                        a launched process ended badly
     ├── JournalError                        the coordinator's journal cannot be read or written
+    ├── Fenced                              a later run or generation has written what this one wants to write
     ├── StateLost                           no sound copy of the training state is left
     ├── NotFinite (ArithmeticError)         a rank's gradient is NaN or infinite; all ranks raise it, and may go on
     ├── ReplicasDiverged                    ranks that should hold the same tensors do not
@@ -122,6 +123,10 @@ class WorkerFailed(GradwireError):
 
 class JournalError(GradwireError):
     """The coordinator's journal is damaged, of another version, or cannot be written; nothing of it was changed."""
+
+
+class Fenced(GradwireError):
+    """A file was written under a greater fence: by a later run or generation, which went on without this process."""
 
 
 class StateLost(GradwireError):

@@ -181,9 +181,13 @@ def _session(id: str, generation: int) -> bytes:
 
 
 def _version() -> str:
-    import gradwire
+    """Of gradwire as it is installed; empty if it is not."""
+    from importlib import metadata
 
-    return gradwire.__version__
+    try:
+        return metadata.version("gradwire")
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def _unregister(coordinator: Conversation, member: Member, finished: bool = False, run: bytes = b"") -> bool:

@@ -1,8 +1,8 @@
 """What a training loop needs around the collectives; it knows groups by their methods and no framework by name.
 
 `gradients` averages gradients in `buckets` while backward runs, with `compression` in fewer bytes; `zero` spreads the
-optimizer's state over the ranks; `contract` checks that replicas are the same; `elastic` goes on when ranks are lost;
-`sampler` says which samples a rank sees.
+optimizer's state over the ranks; `contract` checks that replicas are the same; `elastic` goes on when ranks are lost,
+and `fence` orders the writers of checkpoints; `sampler` says which samples a rank sees.
 """
 
 from __future__ import annotations

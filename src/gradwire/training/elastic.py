@@ -14,6 +14,7 @@ from gradwire.errors import Aborted, Broken, ConfigError, GradwireError, Invalid
 from gradwire.generation import Generation
 from gradwire.group import Group
 from gradwire.training import transfer
+from gradwire.training.fence import Fence
 from gradwire.training.sampler import whole
 from gradwire.training.state import State
 from gradwire.training.steps import NONE, Settlement, Standing, ballot, count, settle
@@ -110,6 +111,12 @@ class Elastic:
     def close(self) -> None:
         """Leave the job: the others go on without this rank."""
         self.group.close()
+
+    @property
+    def fence(self) -> Fence:
+        """The token of the present generation of this run, by which writers of checkpoints are ordered."""
+        identity = self.group._generation.identity
+        return Fence(identity.run, identity.number)
 
     @property
     def completed(self) -> int:

@@ -1,0 +1,169 @@
+"""Newcomers that would break a running job are refused at registration, with a reason on which they can act."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gradwire.identity import PROTOCOL
+from gradwire.membership.answers import Claim
+from gradwire.membership.members import Assembly, Member
+from gradwire.membership.state import Membership
+from membership.claims import RUN, order, reason, waits, worker
+
+OTHER_RUN = b"o" * 16
+
+
+def elastic(start: int = 2) -> Membership:
+    return Membership("job", RUN, start=start, minimum=1, maximum=8, settle=0.0)
+
+
+def claim(name: str, transport: str = "auto", *, address: str = "127.0.0.1:5000", host: str = "machine") -> Claim:
+    made = worker(name)
+    return replace(made, member=replace(made.member, address=address, host=host), transport=transport)
+
+
+def running(*transports: str) -> Membership:
+    """A job at work, with a member for each transport."""
+    state = elastic(len(transports))
+    for name, transport in zip("abcd", transports, strict=False):
+        state.register(claim(name, transport), 0.0)
+    assert state.generation == 1
+    return state
+
+
+@pytest.mark.parametrize(
+    ("protocol", "said"),
+    [(0, "runs an older gradwire"), (PROTOCOL + 1, r"runs a newer gradwire \(9.9\)")],
+    ids=["older", "newer"],
+)
+def test_claim_of_another_protocol_is_refused(protocol: int, said: str) -> None:
+    state = running("auto", "auto")
+    refused = reason(state.register(replace(claim("new"), protocol=protocol, version="9.9" * (protocol > 0)), 1.0))
+    assert said.replace("\\", "") in refused
+    assert "Install the same gradwire" in refused
+    assert state.beat("ab", 1.0).joiners == 0
+
+
+@pytest.mark.parametrize("address", ["", "nonsense", "name:80", "127.0.0.1:0", "127.0.0.1:70000", "127.0.0.1", "::1:5"])
+def test_claim_with_an_unusable_data_address_is_refused(address: str) -> None:
+    assert "has no usable data address" in reason(elastic().register(claim("new", address=address), 0.0))
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "[::1]:65535", "[fe80::1%eth0]:5"])
+def test_claim_with_a_usable_data_address_is_accepted(address: str) -> None:
+    assert waits(elastic().register(claim("new", address=address), 0.0))
+
+
+def test_claim_without_data_plane_in_a_job_that_exchanges_data_is_refused() -> None:
+    refused = reason(running("auto", "tcp").register(claim("node", "", address=""), 1.0))
+    assert "has no data address" in refused
+    assert "gradwire join" in refused
+
+
+def test_claim_with_data_plane_in_a_membership_only_job_is_refused() -> None:
+    assert "bring their own data plane" in reason(running("", "").register(claim("new"), 1.0))
+
+
+def test_membership_only_job_takes_newcomers_without_address() -> None:
+    state = running("", "")
+    assert waits(state.register(claim("node", "", address=""), 1.0))
+    assert state.beat("ab", 1.0).joiners == 1
+
+
+def test_node_that_waits_first_does_not_keep_the_trainers_out() -> None:
+    state = elastic(2)
+    node = claim("node", "", address="")
+    assert waits(state.register(node, 0.0))
+    assert waits(state.register(claim("a"), 0.1))
+    assert "has no data address" in reason(state.register(node, 0.2))
+    assert order(state.register(claim("b"), 0.3)) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("here", "newcomer", "host"),
+    [("auto", "shm", "other"), ("tcp", "shm", "machine"), ("shm", "auto", "other"), ("shm", "tcp", "machine")],
+)
+def test_newcomer_that_cannot_share_memory_where_one_insists_is_refused(here: str, newcomer: str, host: str) -> None:
+    refused = reason(running(here, here).register(claim("new", newcomer, host=host), 1.0))
+    assert "insists on transport 'shm'" in refused
+    assert "Use transport 'auto'" in refused
+
+
+@pytest.mark.parametrize(("here", "newcomer", "host"), [("auto", "shm", "machine"), ("auto", "tcp", "other")])
+def test_newcomer_that_fits_waits(here: str, newcomer: str, host: str) -> None:
+    assert waits(running(here, here).register(claim("new", newcomer, host=host), 1.0))
+
+
+def test_unknown_transport_is_refused() -> None:
+    assert "no transport is called 'carrier pigeon'" in reason(elastic().register(claim("new", "carrier pigeon"), 0.0))
+
+
+# -- runs
+
+
+def test_member_of_another_run_is_refused() -> None:
+    state = running("auto", "auto")
+    stale = replace(worker("old", generation=1), run=OTHER_RUN)
+    refused = reason(state.register(stale, 1.0))
+    assert f"is a member of run {OTHER_RUN.hex()}" in refused
+    assert RUN.hex() in refused
+    assert state.beat("ab", 1.0).joiners == 0
+
+
+def test_heartbeats_and_deaths_of_another_run_do_not_count() -> None:
+    state = running("auto", "auto")
+    news = state.beat("ab", 1.0, run=OTHER_RUN)
+    assert (news.unknown, news.run) == (("a", "b"), RUN)
+    state.gone(["a"], 1.0, run=OTHER_RUN)
+    assert state.beat("ab", 1.0, run=RUN).size == 2
+    for now in range(1, 12):
+        state.beat("a", float(now), run=OTHER_RUN)
+        state.beat("b", float(now), run=RUN)
+    assert state.news().evicted == ("a",), "another run's heartbeats keep no lease"
+
+
+def test_heartbeat_for_an_id_that_has_not_registered_is_ignored_and_told() -> None:
+    state = running("auto", "auto")
+    news = state.beat(["a", "b", "starting"], 1.0)
+    assert (news.unknown, news.size) == (("starting",), 2)
+
+
+def test_leaving_of_another_run_is_not_believed() -> None:
+    state = running("auto", "auto")
+    assert not state.leave(state.members[0], 1.0, finished=True, run=OTHER_RUN)
+    assert not state.news().finished
+    assert state.leave(state.members[0], 1.0, run=RUN)
+
+
+# -- who may say that all work is done
+
+
+def test_finished_from_one_that_only_waits_is_not_believed() -> None:
+    state = running("auto", "auto")
+    waiting = claim("new")
+    state.register(waiting, 1.0)
+    assert state.leave(waiting.member, 1.0, finished=True)
+    assert not state.news().finished
+    assert state.leave(state.members[0], 1.0, finished=True)
+    assert state.news().finished
+
+
+def test_finished_from_a_member_that_was_struck_off_is_not_believed() -> None:
+    state = running("auto", "auto")
+    gone = state.members[0]
+    state.gone(["a"], 1.0)
+    assert not state.leave(gone, 1.0, finished=True)
+    assert not state.news().finished
+
+
+# -- a pid is used again
+
+
+def test_process_with_a_used_pid_is_another_process() -> None:
+    state = running("auto", "auto")
+    first = state.members[0]
+    again = Member(first.id, 0, first.host, first.hostname, first.pid, first.address, started=first.started + 1)
+    assert not state.leave(again, 1.0)
+    assert isinstance(state.register(worker("a"), 1.0), Assembly)
