@@ -34,10 +34,6 @@ class Recorder:
         os.write(self._file, record.line().encode())
 
 
-def run_of(run: gw.Elastic) -> str:
-    return run.group._generation.identity.run.hex()
-
-
 def main(folder: Path, machine: str) -> None:
     member = f"{machine}-{os.getpid()}-{time.monotonic_ns()}"  # the kernel may use a process id again
     recorder = Recorder(folder / f"{member}.txt")
@@ -46,7 +42,7 @@ def main(folder: Path, machine: str) -> None:
     run = gw.elastic(state)
     for step in run.steps(STEPS):
         began, parent = time.monotonic(), run.digest
-        name, generation = run_of(run), run.group.generation
+        name, generation = run.fence.run.hex(), run.fence.generation
         recorder.write(Record("begin", name, generation, step.index, NOT_YET, parent, member, began, began))
         with step:
             numbers = chance.standard_normal(NUMBERS + 1)
