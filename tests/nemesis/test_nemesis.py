@@ -6,13 +6,14 @@ import contextlib
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+import gradwire as gw
 from nemesis.front import Front
-from nemesis.history import broken_promises, read, summary
+from nemesis.history import Record, broken_promises, read, summary
 from nemesis.job import Job
 from nemesis.machines import machines
 from nemesis.plan import DECK, MACHINES, plan
@@ -53,6 +54,7 @@ def test_training_under_a_nemesis_keeps_one_history(tmp_path: Path, capsys: pyte
     records = read(job.records)
     report(summary(records))
     assert broken_promises(records) == []
+    check_checkpoint(job.records, records)
     assert job.left() == []
 
 
@@ -70,6 +72,20 @@ def train(job: Job, seed: int, tell: Callable[[str], None], report: Callable[[st
     see_progress(job, front, nemesis)
     codes = job.finish(RECOVERY)
     assert not any(codes), codes
+
+
+def check_checkpoint(folder: Path, records: Sequence[Record]) -> None:
+    """The last checkpoint is part of the history, and no earlier generation has written over a later one's.
+
+    A writer notes its fence before it replaces the file, so one that was killed in between has only done the former.
+    """
+    fences = [gw.Fence.parse(line) for line in (folder / "checkpoint.fence").read_text().split()]
+    assert fences == sorted(fences)
+    fence, step, digest = (folder / "checkpoint").read_text().split()
+    written = gw.Fence.parse(fence)
+    assert written in fences
+    committed = {(one.run, one.generation, one.step, one.digest) for one in records if one.kind == "commit"}
+    assert (written.run.hex(), written.generation, int(step), digest) in committed
 
 
 def see_progress(job: Job, front: Front, nemesis: Nemesis) -> None:
