@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import secrets
 import signal
@@ -22,6 +23,7 @@ START, LEAST, MOST = 3, 2, MACHINES * WORKERS + 2  # members
 AGAIN = 0.5  # seconds before what has ended is started again
 MARK = "NEMESIS_MARK"  # in the environment of all processes of one job
 TESTS = Path(__file__).parents[1]
+_PR_SET_PDEATHSIG = 1
 
 
 class Job:
@@ -188,8 +190,19 @@ class Job:
         environ = self._environ | {"GRADWIRE_HOST": label}
         with self._log(label) as output:
             return subprocess.Popen(
-                command, env=environ, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True
+                command,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
 
     def _log(self, label: str) -> IO[bytes]:
         return (self.folder / f"{label}.log").open("ab")
+
+
+def _end_with_parent() -> None:
+    """The kernel sends SIGTERM to this process when the one that started it ends, in whatever way."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
