@@ -196,7 +196,7 @@ class Job:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
+                preexec_fn=_end_with_parent,  # noqa: PLW1509 — a test process has one thread
             )
 
     def _log(self, label: str) -> IO[bytes]:
