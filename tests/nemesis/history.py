@@ -148,7 +148,7 @@ def _generations_mixed(commits: Sequence[Record]) -> Iterator[str]:
 
 
 def _begun_too_late(commits: Sequence[Record]) -> Iterator[str]:
-    """Whoever is part of a commit has begun the step before anybody knew of it, or of a later one."""
+    """A member that takes part in a commit has begun the step before any member knew of it, or of a later one."""
     first: dict[int, Record] = {}
     for record in commits:
         if record.step not in first or record.time < first[record.step].time:

@@ -27,7 +27,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Job:
-    """All processes; whoever has ended without being told to is started again by `look_after`."""
+    """All processes; `look_after` starts those again that have ended without being told to."""
 
     def __init__(self, folder: Path, machines: Machines, chaos: str = "") -> None:
         """`chaos`: for the launchers."""

@@ -32,6 +32,7 @@ class Nemesis:
         self._undoing: list[tuple[float, Undo]] = []
         self._harmed: collections.Counter[int] = collections.Counter()  # machines
         self._frozen: set[str] = set()  # members
+        self.abandoned = ""  # the run whose journal was lost last
         self.done: collections.Counter[str] = collections.Counter()
         self.skipped: collections.Counter[str] = collections.Counter()
         self._deeds: dict[str, Callable[[Fault], Undo | None]] = {
@@ -67,6 +68,13 @@ class Nemesis:
         """No more faults; everything that lasts ends now."""
         self._coming.clear()
         self._undo(float("inf"))
+
+    def end_abandoned_run(self) -> None:
+        """If the run whose journal was lost is still at work, it loses a member: then its workers join the next run."""
+        holders = self._front.update().holders() if self._front.run == self.abandoned else set()
+        at_work = [pid for machine in range(MACHINES) for name, pid in self._job.workers(machine) if name in holders]
+        for pid in at_work[:1]:
+            _signal(pid, signal.SIGKILL)
 
     def _strike(self, fault: Fault) -> None:
         self._front.update()
@@ -220,6 +228,7 @@ class Nemesis:
         self._job.held = True
         self._job.kill_coordinator()
         self._job.forget_journal()
+        self.abandoned = self._front.run
         if fault.worker % 2 or not self._job.start_guests(fault.machine):
             self._kill(fault)
         return self._release_coordinator
