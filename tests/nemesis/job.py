@@ -44,7 +44,7 @@ class Job:
             "GRADWIRE_INSECURE": "1",
             "GRADWIRE_JOB": NAME,
             "OPENBLAS_NUM_THREADS": "1",
-            "PYTHONPATH": str(TESTS),
+            "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]),
             "TMPDIR": str(self.temporary),
             "XDG_RUNTIME_DIR": str(self.temporary),
             MARK: self.mark,
