@@ -73,7 +73,7 @@ class Threads:
         with self._changed:
             while True:
                 now = time.monotonic()
-                run = self._run if generation else b""
+                run = self._membership.terms.run if generation else b""
                 sequence = next(self._sequence)
                 claim = Claim(member, None, None, _session(member), sequence, generation, lost, run=run)
                 outcome = self._membership.register(claim, now)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 
 from gradwire.identity import PROTOCOL
-from gradwire.membership.answers import Claim
+from gradwire.membership.answers import Claim, Waiting
 from gradwire.membership.members import Assembly, Member
 from gradwire.membership.state import Membership
-from membership.claims import RUN, order, reason, waits, worker
+from membership.claims import RUN, order, pass_time, reason, waits, worker
 
 OTHER_RUN = b"o" * 16
 
@@ -167,3 +168,44 @@ def test_process_with_a_used_pid_is_another_process() -> None:
     again = Member(first.id, 0, first.host, first.hostname, first.pid, first.address, started=first.started + 1)
     assert not state.leave(again, 1.0)
     assert isinstance(state.register(worker("a"), 1.0), Assembly)
+
+
+# -- a run that nobody can go on with
+
+
+def test_generation_without_the_last_state_begins_a_new_run_and_refuses_the_old_members() -> None:
+    """All members are out of sight for longer than they are waited for, and a newcomer begins without them."""
+    state = running("auto", "auto")
+    newcomer, now = claim("new"), 1.0
+    while isinstance(outcome := state.register(newcomer, now), Waiting):
+        now += 1.0
+        assert now < 200, "it waits for ever"
+    assert isinstance(outcome, Assembly)
+    assert (outcome.run > RUN, outcome.previous_run, outcome.generation) == (True, RUN, 2)
+    assert "is a member of run" in reason(state.register(replace(claim("a"), generation=1, run=RUN), now + 1))
+    assert state.beat("a", now, run=RUN).unknown == ("a",)
+
+
+def test_generation_of_a_member_with_an_earlier_state_begins_a_new_run_that_it_accepts() -> None:
+    state = running("auto", "auto", "auto")
+    for name in "ab":
+        state.register(replace(claim(name), generation=1, run=RUN, session=b"again", lost=("c",)), 1.0)
+    pass_time(state, 1.0, 3.0)
+    assert [member.id for member in state.members] == ["a", "b"]
+    state.gone("ab", 3.0)
+    dropped = replace(claim("c"), generation=1, run=RUN, session=b"again")
+    outcome = state.register(dropped, 3.0)
+    outcome = state.register(dropped, pass_time(state, 3.0, 9.0))
+    assert order(outcome) == ["c"]
+    assert isinstance(outcome, Assembly)
+    assert (outcome.previous_run, outcome.run > RUN) == (RUN, True), "a and b may have committed more"
+    restored = Membership.restore(json.loads(json.dumps(state.snapshot())), 9.0)
+    assert restored.register(dropped, 9.0) == outcome
+
+
+def test_generation_of_survivors_stays_in_its_run() -> None:
+    state = running("auto", "auto")
+    state.gone("b", 1.0)
+    outcome = state.register(replace(claim("a"), generation=1, run=RUN, session=b"again"), 1.0)
+    assert isinstance(outcome, Assembly)
+    assert (outcome.run, outcome.previous_run) == (RUN, b"")

@@ -33,6 +33,7 @@ class Process:
     name: str
     pid: int
     generation: int = 0
+    run: bytes = b""
     claim: Claim | None = None  # that it waits with
 
     @property
@@ -170,7 +171,7 @@ class AnyHistory(RuleBasedStateMachine):
         if process.claim is None:
             self.sessions += 1
             claim = worker(process.name, process.generation, sorted(lost), session=str(self.sessions), pid=process.pid)
-            process.claim = claim
+            process.claim = claim = replace(claim, run=process.run)
             self.sent.append(claim)
         else:
             process.claim = replace(process.claim, sequence=process.claim.sequence + 1)
@@ -179,10 +180,13 @@ class AnyHistory(RuleBasedStateMachine):
             assert outcome.generation > process.generation, "told of a generation twice, or of an old one"
             assert outcome.members[outcome.rank].id == process.name
             assert outcome.members[outcome.rank].pid == process.pid
-            process.generation, process.claim = outcome.generation, None
+            assert process.run in (b"", outcome.run, outcome.previous_run), "taken into another run"
+            process.generation, process.run, process.claim = outcome.generation, outcome.run, None
         elif isinstance(outcome, Refusal):
-            assert process.generation == 0, f"a member is refused: {outcome.reason}"
-            assert f"the id {process.name!r} is taken" in outcome.reason
+            superseded = process.run not in (b"", self.state.terms.run)
+            assert superseded or process.generation == 0, f"a member is refused: {outcome.reason}"
+            said = "is a member of run" if superseded else f"the id {process.name!r} is taken"
+            assert said in outcome.reason
             del self.processes[process.name]
         else:
             assert outcome.reason

@@ -118,7 +118,8 @@ def test_two_who_never_reach_each_other_do_not_keep_the_job_from_going_on() -> N
     for now in (1.0, 2.0, 3.0):
         for name, lost in {"a": "b", "b": "a", "x": ""}.items():
             if name in [member.id for member in state.members]:
-                state.register(replace(worker(name, state.generation, lost=lost), stranger=True), now)
+                claim = replace(worker(name, state.generation, lost=lost), stranger=True, run=state.terms.run)
+                state.register(claim, now)
         if now == 1.0:
             assert [member.id for member in state.members] == ["a", "b", "x"], "once more"
     assert [member.id for member in state.members] == ["a", "x"]

@@ -251,7 +251,7 @@ def _believed(coordinator: Conversation, message: pb.Assembly, request: pb.Regis
     ours = assembly.members[assembly.rank].id == request.member.id
     if not ours or assembly.generation <= request.generation:
         raise _another_version(coordinator)
-    if request.run and assembly.run != request.run:
+    if request.run and request.run not in (assembly.run, assembly.previous_run):
         raise Refused(
             f"the coordinator at {coordinator.address} serves run {assembly.run.hex()} of the job, and this worker is "
             f"a member of run {request.run.hex()}: the two must not be mixed. Start this worker anew to join that run"

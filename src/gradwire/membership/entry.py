@@ -29,6 +29,7 @@ class Terms:
     maximum: int | None = None
     lease: float = 10.0  # seconds
     settle: float = 0.1  # seconds
+    previous_run: bytes = b""  # in place of which the present generation has begun `run`, if it has
 
     def __post_init__(self) -> None:
         for size in (self.start, self.smallest, self.largest):
@@ -146,10 +147,12 @@ def _disagreement(claim: Claim, terms: Terms) -> str | None:
 
 
 def _fence(claim: Claim, terms: Terms, roster: Roster) -> str | None:
-    if claim.generation and claim.run != terms.run:
+    asks_again = holds_seat(claim, terms, roster) and claim.run == terms.previous_run
+    if claim.generation and claim.run != terms.run and not asks_again:
         return (
             f"{claim.member} is a member of run {claim.run.hex()}, and this coordinator serves run {terms.run.hex()}: "
-            "it was started anew without its journal, or it is another job's. Start this worker anew to join this run"
+            "it was started anew without its journal, the job went on without this member, or it is another job's. "
+            "Start this worker anew to join this run"
         )
     if claim.generation > roster.generation:
         return (

@@ -34,7 +34,8 @@ class Assembly:
 
     `job` is the job's name; `run` is the id of this very start of it (`identity.new_run`), so that links and members of
     an earlier run under the same name, or of another job, are never taken for this one's. `link_key` is sent to members
-    that came with a join token; all others derive it from the job's secret.
+    that came with a join token; all others derive it from the job's secret. `previous_run` is set if the coordinator
+    has begun this run in place of another one, whose last state none of its members holds.
     """
 
     job: str
@@ -43,6 +44,7 @@ class Assembly:
     members: tuple[Member, ...]
     run: bytes
     link_key: bytes | None = field(default=None, repr=False)
+    previous_run: bytes = b""
 
 
 def named(ranks: Iterable[int], count: int | None = None, most: int = 16) -> str:

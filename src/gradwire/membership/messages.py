@@ -104,6 +104,7 @@ class Replies:
             assembly = reply.assembly
             assembly.job, assembly.run = outcome.job, outcome.run
             assembly.generation, assembly.rank, assembly.link_key = outcome.generation, outcome.rank, link_key
+            assembly.previous_run = outcome.previous_run
             # Two encodings one after the other are read as one message that has the fields of both.
             return self._members(outcome.members) + reply.SerializeToString()
         return reply.SerializeToString()
@@ -122,7 +123,7 @@ def assembly_from_wire(message: pb.Assembly, link_key: bytes | None) -> Assembly
     in_order = [member.rank for member in members] == list(range(len(members)))
     if not in_order or not 0 <= message.rank < len(members) or len(message.run) != 16:
         raise Malformed("an assembly that does not hold together")
-    return Assembly(message.job, message.generation, message.rank, members, message.run, link_key)
+    return Assembly(message.job, message.generation, message.rank, members, message.run, link_key, message.previous_run)
 
 
 def news_to_wire(news: News) -> pb.News:

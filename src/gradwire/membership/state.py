@@ -23,6 +23,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+from gradwire.identity import next_run
 from gradwire.membership import entry
 from gradwire.membership.answers import Change, CheckpointStatus, Claim, News, Outcome, Refusal, Waiting
 from gradwire.membership.checkpoints import Checkpoints
@@ -97,7 +98,9 @@ class Membership:
             seat = roster.seats[name]
             seat.asked, seat.told = self._clock.time, True
             roster.hear(name)
-            return Assembly(self.terms.job, roster.generation, seat.member.rank or 0, roster.members, self.terms.run)
+            rank, terms = seat.member.rank or 0, self.terms
+            previous = terms.previous_run
+            return Assembly(terms.job, roster.generation, rank, roster.members, terms.run, previous_run=previous)
         if self._stopped is not None:
             place = roster.place(name)
             if place is not None and place.claim.session == claim.session:
@@ -311,8 +314,14 @@ class Membership:
 
     def _returned(self) -> bool:
         """Whether somebody in line was at work in the present generation, and dropped from it."""
-        claims = [place.claim for place in self._roster.line.values()]
-        return any(claim.generation == self.generation and not claim.stranger for claim in claims)
+        return any(map(self._holds_state, self._roster.line))
+
+    def _holds_state(self, name: str) -> bool:
+        """Whether one that waits has the state of the present generation, back from it or dropped from it."""
+        if name in self._roster.back:
+            return self._knows(self._roster.back[name].claim)
+        claim = self._roster.line[name].claim
+        return claim.generation == self.generation and not claim.stranger
 
     def _out_of_sight(self) -> dict[Member, float]:
         """Members that may live, do not wait anew, and know more than those who wait, with the seconds after which they
@@ -326,8 +335,16 @@ class Membership:
         return {one: seconds for one, seconds in left.items() if seconds > 0 and roster.place(one.id) is None}
 
     def _form(self, order: list[str]) -> None:
-        self._roster.seat(order)
+        """Seat the next generation. Where nobody in it holds the state of the present one, it begins a new run: members
+        that were out of sight may have committed more, and must not come back into a history that differs."""
+        roster = self._roster
+        anew = roster.generation > 0 and not any(self._holds_state(name) for name in order)
+        run = self.terms.run
+        self.terms = replace(self.terms, run=next_run(run) if anew else run, previous_run=run if anew else b"")
+        roster.seat(order)
         text = f"generation {self.generation} of job {self.terms.job} has {len(order)} members"
+        if anew:
+            text += f", and begins run {self.terms.run.hex()}: nobody in it holds the state of the generation before"
         self._roster.note("formed", None, text)
 
     def _reason(self, name: str) -> str:
@@ -374,6 +391,7 @@ class Membership:
         terms = {name: getattr(self.terms, name) for name in _TERMS}
         kept = {
             "run": self.terms.run.hex(),
+            "previous_run": self.terms.previous_run.hex(),
             "checkpoints": self._checkpoints.snapshot(),
             "finished": self._finished,
         }
@@ -384,6 +402,7 @@ class Membership:
         """A membership that goes on from `snapshot`; its live members get a fresh lease."""
         terms = {name: snapshot[name] for name in _TERMS}
         membership = cls(run=bytes.fromhex(snapshot["run"]), **terms)
+        membership.terms = replace(membership.terms, previous_run=bytes.fromhex(snapshot["previous_run"]))
         membership._clock.advance(now)
         membership._roster.restore(snapshot)
         membership._checkpoints = Checkpoints.restore(snapshot["checkpoints"])

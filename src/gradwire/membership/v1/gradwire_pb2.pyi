@@ -6,20 +6,22 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Assembly(_message.Message):
-    __slots__ = ["generation", "job", "link_key", "members", "rank", "run"]
+    __slots__ = ["generation", "job", "link_key", "members", "previous_run", "rank", "run"]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     LINK_KEY_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_RUN_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     generation: int
     job: str
     link_key: bytes
     members: _containers.RepeatedCompositeFieldContainer[Member]
+    previous_run: bytes
     rank: int
     run: bytes
-    def __init__(self, job: _Optional[str] = ..., run: _Optional[bytes] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., link_key: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, job: _Optional[str] = ..., run: _Optional[bytes] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., link_key: _Optional[bytes] = ..., previous_run: _Optional[bytes] = ...) -> None: ...
 
 class Checkpoint(_message.Message):
     __slots__ = ["complete", "epoch", "waiting_count", "waiting_for"]
