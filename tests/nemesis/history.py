@@ -7,7 +7,8 @@ Every worker appends a line to a file of its own when it begins a step and when 
 - a committed step that the next one does not build on, or that nobody of the run has seen,
 - a step that begins, and is committed, after the run has gone past it,
 - one step that two generations have committed, or a later step that an older generation has committed,
-- a worker, or a state, that moves from one run to another.
+- a worker, or a state, that moves from one run to another. (When no member with the last state is left, a coordinator
+  begins the run that replaces the present one: only that one may begin with an earlier state of it.)
 
 A worker may write its line late (it was stopped in between), so the time of a commit alone proves nothing. The time at
 which the step began does: a step cannot be committed before every member has begun it.
@@ -16,13 +17,17 @@ which the step began does: a step cannot be committed before every member has be
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from gradwire.identity import next_run
+
 NOT_YET = "-"  # in place of the digest, in a line about a step that has only begun
 SHOWN = 5  # sentences of one kind; the others are counted
+REPLACEMENTS = 16  # runs in a row that may come to nothing before one of them leaves a record
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +72,13 @@ def broken_promises(records: Iterable[Record]) -> list[str]:
     by_run: dict[str, list[Record]] = {}
     for record in records:
         by_run.setdefault(record.run, []).append(record)
+    by_run = dict(sorted(by_run.items(), key=lambda item: min(record.began for record in item[1])))
     found: list[str] = []
     for run, its in by_run.items():
         commits = [record for record in its if record.kind == "commit"]
+        origin = _origin(run, by_run)
         rules = (
-            *(_two_states(its), _unknown_steps(its)),
+            *(_two_states(its), _unknown_steps(its), _bad_beginning(its, by_run.get(origin, ()))),
             *(_went_back(commits), _generations_mixed(commits), _begun_too_late(commits)),
         )
         for sentences in rules:
@@ -114,10 +121,41 @@ def _two_states(records: Sequence[Record]) -> Iterator[str]:
 
 def _unknown_steps(records: Sequence[Record]) -> Iterator[str]:
     states = _states(records)
-    missing = sorted(set(range(max(states, default=-1) + 1)) - states.keys())
+    missing = sorted(set(range(_base(records) + 1, max(states, default=-1) + 1)) - states.keys())
     if missing:
         listed = ", ".join(map(str, missing[:SHOWN]))
         yield f"{len(missing)} steps before step {max(states)} are not part of its history: {listed}"
+
+
+def _base(records: Iterable[Record]) -> int:
+    """The step that a run begins after; -1 unless it goes on from another one."""
+    return min((record.step for record in records), default=0) - 1
+
+
+def _origin(run: str, runs: Iterable[str]) -> str:
+    """The last run with records that a run was begun in place of; empty if there is none."""
+    later = {other: other for other in runs}
+    for _ in range(REPLACEMENTS):
+        later = {other: _replacement(its) for other, its in later.items()}
+        for other, its in later.items():
+            if its == run:
+                return other
+    return ""
+
+
+def _replacement(run: str) -> str:
+    """The run that a coordinator begins in place of this one."""
+    try:
+        return next_run(bytes.fromhex(run)).hex()
+    except ValueError:  # a name that a coordinator would not give
+        return ""
+
+
+def _bad_beginning(records: Sequence[Record], origin: Sequence[Record]) -> Iterator[str]:
+    base = _base(records)
+    known = _states(origin).get(base, {})
+    for state in {record.parent for record in records if record.step == base + 1} - known.keys() if base >= 0 else ():
+        yield f"it begins with step {base + 1}, and with state {state}, which no run that it replaces had after {base}"
 
 
 def _went_back(commits: Sequence[Record]) -> Iterator[str]:
@@ -174,7 +212,7 @@ def _moved_between_runs(by_run: Mapping[str, Sequence[Record]]) -> Iterator[str]
             if record.kind == "commit":
                 runs[record.member][run] = None
     for member, those in runs.items():
-        if len(those) > 1:
+        if any(_origin(later, [earlier]) != earlier for earlier, later in itertools.pairwise(those)):
             yield f"{member} has committed steps of {len(those)} runs: {', '.join(those)}"
 
 
@@ -182,8 +220,9 @@ def _states_of_two_runs(by_run: Mapping[str, Sequence[Record]]) -> Iterator[str]
     owner: dict[str, tuple[str, int]] = {}
     told = set()
     for run, records in by_run.items():
+        origin, base = _origin(run, by_run), _base(records)
         for step, digests in _states(records).items():
-            for digest in digests:
+            for digest in digests if not origin or step != base else ():
                 other, its_step = owner.setdefault(digest, (run, step))
                 if other != run and (other, run) not in told:
                     told.add((other, run))

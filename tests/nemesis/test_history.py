@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from gradwire.identity import next_run
 from nemesis.history import NOT_YET, Record, broken_promises, read, summary
 
 PERIOD = 1.0  # seconds between two steps
@@ -87,7 +88,36 @@ def test_checker_step_that_nobody_has_seen_is_found() -> None:
 
 def test_checker_run_that_begins_in_the_middle_is_found() -> None:
     (found,) = broken_promises([one for one in good() if one.step > 5])
-    assert "5 steps before step 9 are not part of its history: 0, 1, 2, 3, 4" in found
+    assert "it begins with step 6, and with state first.5, which no run that it replaces had after 5" in found
+
+
+def replacing(replacements: int, base: int = 4) -> list[Record]:
+    """A run, and the one that was begun in its place by member c, which had the state of an earlier step only."""
+    first = second = bytes(16)
+    for _ in range(replacements):
+        second = next_run(second)
+    before = good(first.hex())
+    after = [one for one in good(second.hex()) if one.step > base]
+    after = [replace(one, parent=state(first.hex(), base)) if one.step == base + 1 else one for one in after]
+    return before + [replace(one, member=f"{first.hex()}-c") if one.member.endswith("-c") else one for one in after]
+
+
+@pytest.mark.parametrize("replacements", [1, 3])
+def test_checker_run_that_replaces_another_may_begin_with_its_state(replacements: int) -> None:
+    assert broken_promises(replacing(replacements)) == []
+
+
+def test_checker_run_that_replaces_another_and_begins_with_a_state_it_never_had_is_found() -> None:
+    records = [replace(one, parent="unknown") if one.parent.endswith("0.4") else one for one in replacing(1)]
+    found = broken_promises([*good(bytes(16).hex()), *records[len(good()) :]])
+    assert len(found) == 1
+    assert "it begins with step 5, and with state unknown, which no run that it replaces had after 4" in found[0]
+
+
+def test_checker_state_of_a_replaced_run_that_comes_back_later_is_found() -> None:
+    records = replacing(1)
+    stray = replace(records[-1], digest=state(bytes(16).hex(), 9))
+    assert any("the state that run" in text for text in broken_promises([*records[:-1], stray]))
 
 
 def test_checker_last_commit_thrown_away_and_repeated_is_found() -> None:
@@ -137,7 +167,7 @@ def test_checker_run_that_goes_on_with_the_state_of_another_is_found() -> None:
     new = [one for one in good("second") if one.step < 3]
     taken = [replace(one, run="second", member=f"new-{one.member}") for one in good("first") if one.step >= 8]
     found = broken_promises(good("first") + new + taken)
-    assert any("run second: 4 steps before step 9 are not part of its history: 3, 4, 5, 6" in one for one in found)
+    assert "run second: 4 steps before step 9 are not part of its history: 3, 4, 5, 6" in found
     assert any("run second holds at step 7 the state that run first had at step 7" in one for one in found)
 
 
