@@ -150,15 +150,18 @@ class Job:
         for machine in [machine for machine, until in self._away.items() if now >= until]:
             self.start_launcher(machine)
 
-    def finish(self, seconds: float) -> list[int]:
-        """Let the workers come to an end; returns the exit codes of the launchers and of the coordinator."""
+    def finish(self, seconds: float) -> int:
+        """Let the workers come to an end; returns the coordinator's exit code.
+
+        A launcher whose workers were all refused, because they came when all was done, says that it has failed.
+        """
         (self.records / "stop").touch()
         deadline = time.monotonic() + seconds
-        codes = [one.wait(max(0.1, deadline - time.monotonic())) for one in self._launchers.values()]
-        if self._coordinator is not None:
-            self._coordinator.terminate()
-            codes.append(self._coordinator.wait(max(10.0, deadline - time.monotonic())))
-        return codes
+        for launcher in self._launchers.values():
+            launcher.wait(max(0.1, deadline - time.monotonic()))
+        assert self._coordinator is not None
+        self._coordinator.terminate()
+        return self._coordinator.wait(seconds)
 
     def close(self) -> None:
         """Whatever still runs is ended: a launcher ends its workers."""

@@ -13,6 +13,7 @@ DECK = (
     *("freeze a worker",) * 3,
     "freeze a machine",
     "kill a machine",
+    "kill all workers",
     *("cut two machines",) * 2,
     "cut two machines one way",
     "cut a machine off",

@@ -22,7 +22,8 @@ Undo = Callable[[], None]
 class Nemesis:
     """Strikes unless that could take the last member that has the state: what is promised needs one that is left.
 
-    A member can be relied on while neither it nor its machine is frozen or cut off.
+    Only when all workers are killed at once, none is spared. A member can be relied on while neither it nor its machine
+    is frozen or cut off.
     """
 
     def __init__(self, job: Job, front: Front, faults: Sequence[Fault], tell: Callable[[str], None]) -> None:
@@ -32,7 +33,7 @@ class Nemesis:
         self._undoing: list[tuple[float, Undo]] = []
         self._harmed: collections.Counter[int] = collections.Counter()  # machines
         self._frozen: set[str] = set()  # members
-        self.abandoned = ""  # the run whose journal was lost last
+        self.abandoned = ""  # the run that has lost its journal, or all of its members, last
         self.done: collections.Counter[str] = collections.Counter()
         self.skipped: collections.Counter[str] = collections.Counter()
         self._deeds: dict[str, Callable[[Fault], Undo | None]] = {
@@ -40,6 +41,7 @@ class Nemesis:
             "freeze a worker": self._freeze,
             "freeze a machine": self._freeze_machine,
             "kill a machine": self._kill_machine,
+            "kill all workers": self._kill_all,
             "cut two machines": self._cut,
             "cut two machines one way": self._cut_one_way,
             "cut a machine off": self._cut_off,
@@ -70,7 +72,7 @@ class Nemesis:
         self._undo(float("inf"))
 
     def end_abandoned_run(self) -> None:
-        """If the run whose journal was lost is still at work, it loses a member: then its workers join the next run."""
+        """If the run that lost its journal is still at work, it loses a member: then its workers join the next run."""
         holders = self._front.update().holders() if self._front.run == self.abandoned else set()
         at_work = [pid for machine in range(MACHINES) for name, pid in self._job.workers(machine) if name in holders]
         for pid in at_work[:1]:
@@ -122,6 +124,14 @@ class Nemesis:
         if victim is None:
             return None
         _signal(victim[1], signal.SIGKILL)
+        return _nothing
+
+    def _kill_all(self, fault: Fault) -> Undo | None:
+        """Nobody has the state any more: another run begins."""
+        for machine in range(MACHINES):
+            for _, pid in self._job.workers(machine):
+                _signal(pid, signal.SIGKILL)
+        self.abandoned = self._front.run
         return _nothing
 
     def _freeze(self, fault: Fault) -> Undo | None:
