@@ -19,10 +19,11 @@ class Left(Exception):
 
 
 class Joiner(Generic[New]):
-    """A third member, which joins two others when one of them calls for it, and then lives as it is told."""
+    """One more member, which joins some others when one of them calls for it, and then lives as it is told."""
 
-    def __init__(self, live: Callable[[gw.Group], New]) -> None:
+    def __init__(self, live: Callable[[gw.Group], New], others: int = 2) -> None:
         self._live = live
+        self._others = others
         self._threads = Threads(30.0)
         self._called = threading.Event()
         self._results: list[New] = []
@@ -36,10 +37,10 @@ class Joiner(Generic[New]):
         assert eventually(lambda: self._threads._news().joiners == 1)
 
     def run(self, old: Callable[[gw.Group], Old]) -> tuple[list[Old], New]:
-        """What the two return, and what the third does."""
+        """What the others return, and what the newcomer does."""
         thread = threading.Thread(target=self._join, name="joiner", daemon=True)
         thread.start()
-        results = run_ranks(self._threads.begin(2), old)
+        results = run_ranks(self._threads.begin(self._others), old)
         thread.join(30)
         (joined,) = self._results
         return results, joined

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gradwire.address import Address
 from gradwire.config import DEFAULT_TIMEOUT, TRANSPORTS, JobConfig, resolve
-from gradwire.errors import ConfigError, InvalidRank, InvalidSize
+from gradwire.errors import ConfigError, GradwireError, InvalidRank, InvalidSize, UnsupportedOp
 
 TORCH = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 OURS = {"GRADWIRE_RANK": "2", "GRADWIRE_SIZE": "3", "GRADWIRE_LOCAL_RANK": "0", "GRADWIRE_ADDRESS": "[::1]:7000"}
@@ -166,7 +166,7 @@ class TestRole:
         assert [resolve(rank, 2, environ=environ).role for rank in (0, 1)] == ["worker", "worker"]
 
 
-def refused(error: type[ConfigError], says: str, environ: dict[str, str] | None = None, **arguments: Any) -> None:
+def refused(error: type[GradwireError], says: str, environ: dict[str, str] | None = None, **arguments: Any) -> None:
     with pytest.raises(error, match=says) as caught:
         resolve(**arguments, environ=environ or {})
     assert type(caught.value) is error
@@ -226,6 +226,15 @@ class TestRefusals:
         refused(ConfigError, r"transport 'udp' \(from GRADWIRE_TRANSPORT\)", {"GRADWIRE_TRANSPORT": "udp"})
         for name in TRANSPORTS:
             assert resolve(transport=name, environ={}).transport == name
+
+    @pytest.mark.parametrize("name", ["grpc", "mpi", "GRPC"])
+    def test_transports_that_are_not_built_are_refused_from_any_source(self, name: str) -> None:
+        said = r"is not built yet: there are 'auto', 'shm', 'tcp'"
+        refused(UnsupportedOp, rf"'{name.lower()}' \(from GRADWIRE_TRANSPORT\) {said}", {"GRADWIRE_TRANSPORT": name})
+        if name.islower():
+            refused(UnsupportedOp, rf"'{name}' \(from the argument transport\) {said}", transport=name)
+            with pytest.raises(UnsupportedOp, match=said):
+                JobConfig(transport=name)
 
     @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "1e300"])
     def test_impossible_timeouts(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""The one tracing point: what subscribers are told, and that they cannot break what they watch."""
+"""The tracing point: what subscribers are told, and that they cannot break what they watch."""
 
 from __future__ import annotations
 
@@ -30,6 +30,22 @@ def test_a_collective_begins_and_ends() -> None:
     assert seen[0].facts["rank"] == 0
     assert seen[1].facts["seconds"] >= 0
     assert seen[0].at <= seen[1].at
+
+
+def test_subscribe_sees_collectives_and_not_messages() -> None:
+    seen: list[str] = []
+    one, two = gw.loopback_pair()
+    unsubscribe = events.subscribe(lambda event: seen.append(event.operation))
+    try:
+        one.send(np.ones(2), 1)
+        two.recv(np.zeros(2), 0)
+        work = one.stream().all_reduce(1)
+        assert two.all_reduce(2) == work.wait() == 3
+    finally:
+        unsubscribe()
+        one.close()
+        two.close()
+    assert seen == ["all_reduce"] * 4
 
 
 def test_a_failure_is_told_with_its_error() -> None:
@@ -68,11 +84,11 @@ def test_a_subscriber_that_fails_breaks_nothing(caplog: pytest.LogCaptureFixture
 def test_who_subscribed_twice_can_end_one_of_the_two() -> None:
     seen: list[Event] = []
     ends = [events.subscribe(seen.append) for _ in range(2)]
-    events.emit("slow", "barrier")
+    events.emit("begin", "barrier")
     ends[0]()
     ends[0]()
-    events.emit("slow", "barrier")
+    events.emit("begin", "barrier")
     ends[1]()
-    events.emit("slow", "barrier")
+    events.emit("begin", "barrier")
     assert len(seen) == 3
     assert not events.watched()

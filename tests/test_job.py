@@ -221,6 +221,7 @@ def test_a_rank_that_registers_and_dies_is_not_waited_for(
         ({"rank": 0, "size": 2, "address": "127.0.0.1"}, gw.ConfigError, "port"),
         ({"rank": 0, "size": 2, "address": "127.0.0.1:1", "transport": "grpc"}, gw.UnsupportedOp, "'grpc'.*'tcp'"),
         ({"rank": 0, "size": 2, "address": "127.0.0.1:1", "transport": "mpi"}, gw.UnsupportedOp, "'mpi'.*'tcp'"),
+        ({"transport": "grpc"}, gw.UnsupportedOp, "'grpc'.*'tcp'"),
         ({"rank": 0, "size": 2, "address": "127.0.0.1:1", "transport": "pigeons"}, gw.ConfigError, "pigeons"),
         ({"rank": 0, "size": 2}, gw.ConfigError, "address"),
     ],

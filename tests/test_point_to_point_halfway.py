@@ -125,6 +125,36 @@ def test_the_next_recv_may_ask_while_the_rest_is_still_coming(pair: list[gw.Grou
     assert not errors
 
 
+def test_a_send_whose_time_ends_behind_a_half_sent_message_is_given_up_alone(pair: list[gw.Group], gate: Gate) -> None:
+    """It was accepted, and waits for the link; the recv that accepted it then gets the next message instead."""
+    gate.room = 2 * MIB
+    big, small = message()[: 4 * MIB], np.arange(20_000.0)  # both too long to be sent before they are asked for
+    late: list[BaseException] = []
+    errors: list[BaseException] = []
+    second = sending(pair[0], small, late, tag=2, timeout=1.0)
+    with pytest.raises(gw.SizeMismatch):
+        pair[1].recv(np.zeros(1), src=0, tag=2)  # so it is offered there
+    first = sending(pair[0], big, errors, tag=1)
+    x, y = np.zeros_like(big), np.zeros_like(small)
+    receivers = [threading.Thread(target=pair[1].recv, args=args) for args in ((x, 0, 1), (y, 0, 2))]
+    receivers[0].start()
+    assert gate.reached.wait(10)
+    receivers[1].start()
+    second.join(30)
+    assert [type(error) for error in late] == [gw.Timeout]
+    assert "waited 1 s behind others to that rank" in str(late[0])
+    gate.opened.set()
+    first.join(30)
+    pair[0].send(small + 1, dst=1, tag=2, timeout=30)
+    for receiver in receivers:
+        receiver.join(30)
+    assert not errors
+    assert np.array_equal(x, big)
+    assert np.array_equal(y, small + 1)
+    work = pair[0].stream().all_reduce(1)
+    assert pair[1].all_reduce(1) == work.wait() == 2
+
+
 def test_a_message_behind_a_half_arrived_one_stays_behind_it(pair: list[gw.Group], gate: Gate) -> None:
     errors: list[BaseException] = []
     sender = sending(pair[0], message(), errors)

@@ -4,7 +4,7 @@ The layers, each importing only from those above it:
 
     core            the native core, if it is there
     errors          everything that is raised
-    events          the one tracing point
+    events          where subscribers learn of a group's operations
     arrays          what users hand in, as typed views
     wire            the message header and its fingerprint
     topology        which ranks share a host

@@ -19,7 +19,7 @@ from gradwire import environments
 from gradwire.address import Address
 from gradwire.environments import Found, Partial
 from gradwire.environments.found import find
-from gradwire.errors import ConfigError, InvalidRank, InvalidSize
+from gradwire.errors import ConfigError, InvalidRank, InvalidSize, UnsupportedOp
 
 RANK = "GRADWIRE_RANK"
 SIZE = "GRADWIRE_SIZE"
@@ -33,7 +33,8 @@ JOB = "GRADWIRE_JOB"
 ELASTIC = "GRADWIRE_ELASTIC"
 MEMBER = "GRADWIRE_MEMBER"
 
-TRANSPORTS = ("auto", "shm", "tcp", "grpc", "mpi")
+TRANSPORTS = ("auto", "shm", "tcp")
+NOT_BUILT = ("grpc", "mpi")  # names that are kept for transports to come; refused until then
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -87,12 +88,18 @@ class JobConfig:
             raise ConfigError(f"{self._named('address')}: with port 0 the other ranks cannot know where to connect")
         if self.served and self.address is None:
             raise ConfigError("a job whose coordinator is run by somebody else needs its address")
-        if self.transport not in TRANSPORTS:
-            raise ConfigError(f"{self._named('transport')} is unknown: there are {', '.join(TRANSPORTS)}")
+        self._check_transport()
         if not 0 < self.timeout <= threading.TIMEOUT_MAX:
             raise ConfigError(f"{self._named('timeout')} is not a positive number of seconds")
         if self.job is not None and not _JOB_NAME.fullmatch(self.job):
             raise ConfigError(f"{self._named('job')} is not 1 to 128 visible ASCII characters without spaces")
+
+    def _check_transport(self) -> None:
+        known = ", ".join(map(repr, TRANSPORTS))
+        if self.transport in NOT_BUILT:
+            raise UnsupportedOp(f"{self._named('transport')} is not built yet: there are {known}", operation="init")
+        if self.transport not in TRANSPORTS:
+            raise ConfigError(f"{self._named('transport')} is unknown: there are {known}")
 
     def _check_numbers(self) -> None:
         size = self.size

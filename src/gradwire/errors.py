@@ -1,4 +1,4 @@
-"""Every error that gradwire raises.
+"""The errors that users meet.
 
     GradwireError
     ├── ConfigError (ValueError)            the job was described wrongly; nothing was started
@@ -24,6 +24,8 @@
         ├── Aborted                         a rank gave up: `abort()`, an exception, Ctrl-C
         └── Timeout (TimeoutError)          a collective did not finish in time (or a recv, a send, a wait did not:
                                             then the group goes on, and `.culprit` is None)
+
+Beside them there is `collectives.InvalidSchedule`: an algorithm is wrong, found before its schedule runs.
 
 Errors carry their facts as attributes: `culprit` (a world rank or None), `operation`, `generation`, and where they
 make sense `rank`, `peer`, `seconds`.
@@ -130,7 +132,10 @@ class Fenced(GradwireError):
 
 
 class StateLost(GradwireError):
-    """After a break no surviving rank holds a sound copy of the state; the message names the last checkpoint."""
+    """No rank that is left holds a sound copy of the state, or a copy arrived damaged; the message says which.
+
+    A run does not go back to a checkpoint on its own: start the job again, from one that the program has written.
+    """
 
 
 class NotFinite(GradwireError, ArithmeticError):

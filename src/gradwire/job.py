@@ -8,7 +8,7 @@ import time
 
 from gradwire import core, lifetime
 from gradwire.config import DEFAULT_TIMEOUT, resolve
-from gradwire.errors import InvalidSize, UnsupportedOp
+from gradwire.errors import InvalidSize
 from gradwire.generation import Generation
 from gradwire.group import Group
 from gradwire.identity import Identity, new_run
@@ -41,9 +41,6 @@ def init(
     (0, 1)
     """
     config = resolve(rank, size, address, transport=transport, timeout=timeout, insecure=insecure)
-    if config.transport not in ("auto", "shm", "tcp"):
-        text = f"transport {config.transport!r} is not built yet; there are 'shm' and 'tcp'"
-        raise UnsupportedOp(text, operation="init")
     if config.size == 1 and config.address is None and not config.elastic:
         return lifetime.keep(alone(config.timeout))
     deadline = time.monotonic() + config.timeout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from gradwire.collectives import build, choose
+from gradwire.collectives import build, choose, prove_once
 from gradwire.executors.plan import Plan, even_bounds, ragged_bounds
 from gradwire.generation import Generation
 from gradwire.liveness.calls import Meaning
@@ -41,6 +41,7 @@ class Plans:
         table, inside = self._generation.table, "shm" if self.hosts_share else self._generation.transport.name
         algorithm = choose(shape.collective, shape.algorithm, total, self._topology, table, inside)
         schedule = build(shape.collective, algorithm, self._size, topology=self._topology, root=shape.root or 0)
+        prove_once(schedule)
         if isinstance(counts, int):
             bounds = even_bounds(counts, schedule.segments, dtype.itemsize)
         else:

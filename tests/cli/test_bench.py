@@ -85,6 +85,8 @@ def test_the_table_is_that_of_nccl_tests(tmp_path: Path) -> None:
         (["--dtype", "int32", "--op", "mean"], "op 'mean' has no meaning for int32"),
         (["--algorithm", "magic"], "there is no algorithm 'magic', only auto, star, ring"),
         (["--transport", "pigeon"], "is not one of"),
+        (["--transport", "grpc"], "is not one of 'auto', 'shm', 'tcp'"),
+        (["--transport", "mpi"], "is not one of 'auto', 'shm', 'tcp'"),
         (["--against", "nccl"], "'nccl' is not one of gloo, openmpi"),
         (["--install", "openmpi-tcp"], "'openmpi-tcp' is not one of gloo, impi, mpich, openmpi"),
         (["--against", "mpich"], "MPICH is not installed: gradwire bench --install mpich"),

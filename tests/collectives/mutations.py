@@ -24,9 +24,13 @@ from gradwire.collectives import (
     Send,
     Slice,
 )
-from gradwire.collectives.schedule import Phase
 
 Mutant = tuple[str, Schedule]
+
+UNLIKE = frozenset({"reduce", "reduce_scatter", "gather", "scatter", "all_to_all"})
+"""Collectives whose results differ from rank to rank, so that they do not lie alike."""
+PARTIAL = frozenset({("all_reduce", name) for name in ("ring", "halving", "tree", "hierarchical", "oneshot")})
+"""All-reduces of more than 3 ranks that send partial results, or fold while their inputs are still being read."""
 
 
 def mutants(schedule: Schedule) -> Iterator[Mutant]:
@@ -39,6 +43,7 @@ def mutants(schedule: Schedule) -> Iterator[Mutant]:
                     yield f"rank {rank}, round {number}, {op}: {what}", changed
             yield from _swapped_messages(schedule, rank, number)
     yield from _repeated_rounds(schedule)
+    yield from false_claims(schedule)
 
 
 class _Spot:
@@ -67,10 +72,22 @@ def with_program(schedule: Schedule, rank: int, program: Program) -> Schedule:
 
 
 def with_programs(schedule: Schedule, programs: list[Program]) -> Schedule:
-    phase = Phase(
-        range(schedule.size), schedule.segments, len(programs[0]), programs.__getitem__, schedule.separate_acc
-    )
-    return replace(schedule, phase=phase)
+    changed = replace(schedule.phase, ranks=range(schedule.size), rounds=len(programs[0]), make=programs.__getitem__)
+    return replace(schedule, phase=changed)
+
+
+def claiming(schedule: Schedule, *, one_shot: bool = False, mirrored: bool = False) -> Schedule:
+    """The same schedule, which says something else about itself."""
+    return replace(schedule, phase=replace(schedule.phase, one_shot=one_shot, mirrored=mirrored))
+
+
+def false_claims(schedule: Schedule) -> Iterator[Mutant]:
+    """A right schedule that claims what the native executor would rely on, and does not hold."""
+    kind = schedule.collective, schedule.algorithm
+    if kind != ("all_reduce", "oneshot") and schedule.size > 1:
+        yield "claims to be one shot", claiming(schedule, one_shot=True)
+    if schedule.size > 1 and (schedule.collective in UNLIKE or (kind in PARTIAL and schedule.size > 3)):
+        yield "claims to be mirrored", claiming(schedule, mirrored=True)
 
 
 def _single(spot: _Spot, op: Operation) -> Iterator[Mutant]:

@@ -51,6 +51,10 @@ def a_spoiled_state_counts_as_sound(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(worker, "Standing", believing)
 
 
+def a_first_step_that_was_cut_short_counts_as_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(worker, "is_sound", lambda completed, remembered, now: completed == NONE or now == remembered)
+
+
 def a_vote_does_not_wait_for_all(patch: pytest.MonkeyPatch) -> None:
     run = Collectives.run
 
@@ -81,6 +85,7 @@ def violation_of(seed: int) -> Violation | None:
         (a_complaint_drops_nobody, 20, "no step was committed"),
         (the_lower_step_wins, 0, "was committed"),
         (a_spoiled_state_counts_as_sound, 5, "it should be"),
+        (a_first_step_that_was_cut_short_counts_as_nothing, 12, "begins generation 2 after (-1, 1) with"),
         (a_vote_does_not_wait_for_all, 226, "was committed"),
         (nobody_says_goodbye, 5, "was evicted, and nothing had happened to it"),
     ],

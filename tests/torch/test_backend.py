@@ -69,6 +69,27 @@ def test_ops_and_shapes_that_gloo_has_not(job: StartJob, tmp_path: Path) -> None
         }
 
 
+def cannot_meet(here: Here, file: str) -> None:
+    try:
+        meet(file)
+    except gw.GradwireError as error:
+        here.tell_error(error)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_init_process_group_with_a_transport_that_is_not_built_is_refused(
+    job: StartJob, tmp_path: Path, size: int
+) -> None:
+    environ = environ_of(size)
+    with job(
+        cannot_meet, size, str(tmp_path / "store"), environ=lambda rank: environ(rank) | {"GRADWIRE_TRANSPORT": "grpc"}
+    ) as ranks:
+        for rank in ranks:
+            told = rank.hear(VERY_LONG)
+            assert told["error"] == "UnsupportedOp"
+            assert "'grpc' (from GRADWIRE_TRANSPORT) is not built yet: there are 'auto', 'shm', 'tcp'" in told["text"]
+
+
 # -- groups ------------------------------------------------------------------------------------------------------------
 
 

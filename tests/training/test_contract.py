@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,8 +59,12 @@ def test_a_flipped_bit_is_found_and_named_on_all_ranks(groups: list[gw.Group], n
         return error.culprit, error.tensor, error.generation, str(error)
 
     most = "2 of 3 ranks" if last == 2 else "rank 0"
-    text = f"rank {last} holds another {name!r} than {most}: the replicas are no longer the same"
-    assert run_ranks(groups, body) == [(last, name, 1, text)] * len(groups)
+    found = run_ranks(groups, body)
+    assert found == [(last, name, 1, found[0][3])] * len(groups)
+    text = rf"rank {last} holds another '{name}' \(digest (\w+)\) than {most} \(digest (\w+)\): the replicas are .*"
+    digests = re.fullmatch(text, found[0][3])
+    assert digests is not None
+    assert digests[1] != digests[2]
 
 
 def test_the_minority_is_to_blame_even_if_it_is_rank_0() -> None:

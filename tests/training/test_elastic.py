@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import numpy as np
@@ -70,20 +71,92 @@ def test_a_step_is_used_once() -> None:
                 pass
 
 
-def test_states_that_differ_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    def train(group: gw.Group) -> bool:
-        state = {"w": np.zeros(2)}
+def diverging(group: gw.Group, wrong: int, on_divergence: Any = "raise") -> tuple[gw.Elastic, dict[str, Any]]:
+    """A run in which one rank changes `model.b` on its own in step 1 of 3."""
+    state: dict[str, Any] = {"w": np.zeros(2), "model": {"a": np.zeros(2), "b": np.zeros(3)}}
+    run = gw.Elastic(state, group, 1, on_divergence)
+    for step in run.steps(3):
+        with step:
+            state["w"] += run.group.all_reduce(np.ones(2))
+            if step.index == 1 and group.rank == wrong:
+                state["model"]["b"][2] = 1e-9
+    return run, state
+
+
+@pytest.mark.parametrize(("size", "wrong"), [(2, 1), (3, 0), (3, 1)])
+def test_elastic_when_states_differ_raises_on_all_ranks_naming_rank_and_tensor(size: int, wrong: int) -> None:
+    def train(group: gw.Group) -> tuple[Any, ...]:
+        with pytest.raises(gw.ReplicasDiverged) as caught:
+            diverging(group, wrong)
+        group.barrier()  # the group is not broken
+        error = caught.value
+        return error.culprit, error.tensor, error.operation, str(error)
+
+    found = run_ranks(runs(size), train)
+    assert found == [(wrong, "model.b", "step 1", found[0][3])] * size
+    against = "2 of 3 ranks" if size == 3 else "rank 0"
+    assert re.match(rf"after step 1 rank {wrong} holds another 'model.b' \(digest \w+\) than {against} ", found[0][3])
+
+
+def test_elastic_when_states_differ_does_not_commit_the_step() -> None:
+    def train(group: gw.Group) -> list[int]:
+        state, seen = {"w": np.zeros(2)}, []
         run = gw.Elastic(state, group, 1)
-        for step in run.steps(3):
-            with step:
-                state["w"][0] = group.rank  # what no collective has made equal
-        return run.identical
+        try:
+            for step in run.steps(3):
+                with step:
+                    state["w"][0] = group.rank * step.index
+        except gw.ReplicasDiverged:
+            seen += [run.committed, run.completed, int(step.committed)]
+        return seen
+
+    assert run_ranks(runs(2), train) == [[0, 1, 0]] * 2
+
+
+@pytest.mark.parametrize("value", [1, 2.5, "text", None, (1, 2)], ids=str)
+def test_elastic_when_plain_values_differ_names_them(value: Any) -> None:
+    def train(group: gw.Group) -> str | None:
+        state: dict[str, Any] = {"w": np.zeros(2), "epoch": 0}
+        run = gw.Elastic(state, group, 1)
+        with pytest.raises(gw.ReplicasDiverged) as caught:
+            for step in run.steps(3):
+                with step:
+                    state["epoch"] = value if group.rank else 0
+        return caught.value.tensor
+
+    (name,) = set(run_ranks(runs(2), train))
+    assert name is not None
+    assert name.startswith("epoch")
+
+
+def test_elastic_when_only_the_structure_differs_says_so() -> None:
+    def train(group: gw.Group) -> str | None:
+        state: dict[str, Any] = {"sizes": [1, 2]}
+        run = gw.Elastic(state, group, 1)
+        with pytest.raises(gw.ReplicasDiverged) as caught:
+            for step in run.steps(1):
+                with step:
+                    state["sizes"] = (1, 2) if group.rank else [1, 2]
+        return caught.value.tensor
+
+    assert run_ranks(runs(2), train) == ["the structure of the state"] * 2
+
+
+def test_elastic_that_warns_of_states_that_differ_says_it_once(caplog: pytest.LogCaptureFixture) -> None:
+    def train(group: gw.Group) -> tuple[bool, int]:
+        run, _ = diverging(group, 1, "warn")
+        return run.identical, run.committed
 
     with caplog.at_level(logging.ERROR, "gradwire.training"):
-        assert run_ranks(runs(2), train) == [False, False]
-    assert [record.message for record in caplog.records] == [
-        "after step 0 the ranks hold different states, which nobody keeps in step"
-    ] * 2
+        assert run_ranks(runs(2), train) == [(False, 2)] * 2
+    texts = [record.message for record in caplog.records]
+    assert len(texts) == 2
+    assert all(text.startswith("after step 1 rank 1 holds another 'model.b' ") for text in texts)
+
+
+def test_elastic_with_an_unknown_answer_to_divergence_is_refused() -> None:
+    with gw.init() as group, pytest.raises(gw.ConfigError, match="on_divergence is 'ignore': it can be raise, warn"):
+        gw.Elastic({"w": np.zeros(1)}, group, 1, "ignore")  # type: ignore[arg-type]
 
 
 def test_in_a_job_of_fixed_membership_a_loss_is_raised() -> None:
@@ -145,3 +218,20 @@ def test_a_pass_counts_only_if_the_others_went_on_from_it(
         pass
     run.close()
     assert step.committed is counted
+
+
+def diverge_in_a_process() -> tuple[int | None, str | None, int]:
+    state = {"w": np.zeros(2), "b": np.zeros(1)}
+    run = gw.elastic(state)
+    try:
+        for step in run.steps(5):
+            with step:
+                state["w"] += run.group.all_reduce(np.ones(2))
+                state["b"][0] = step.index == 3 and run.group.rank == 0
+    except gw.ReplicasDiverged as error:
+        return error.culprit, error.tensor, run.committed
+    return None, None, run.committed
+
+
+def test_elastic_in_processes_whose_states_differ_raises_in_all_of_them() -> None:
+    assert gw.launch(diverge_in_a_process, 3) == [(0, "b", 2)] * 3

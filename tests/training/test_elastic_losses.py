@@ -97,6 +97,46 @@ def test_a_joiner_gets_the_state_at_a_vote() -> None:
     assert {joined["digest"]} == {result["digest"] for result in results}
 
 
+def test_elastic_when_the_vote_breaks_over_states_that_differ_raises_on_the_survivors() -> None:
+    def live(group: gw.Group) -> Any:
+        state = {"w": np.zeros(3), "b": np.zeros(2)}
+        run = gw.Elastic(state, group, 1)
+        try:
+            for step in run.steps(STEPS):
+                with step:
+                    state["w"] += run.group.all_reduce(np.full(3, 1 / run.group.size)).round(9)
+                    if step.index == 2:
+                        state["b"][:] = group.rank  # on every rank something else
+                        if group.rank == 3:
+                            raise Left  # so there is no vote that could show it
+        except Left:
+            run.close()
+            return None
+        except gw.ReplicasDiverged as error:
+            return error.culprit, error.tensor, error.generation, str(error).partition(" holds")[0]
+        return "went on"
+
+    assert run_ranks(gw.local_group(4), live) == [(1, "b", 2, "after step 2 rank 1")] * 3 + [None]
+
+
+def test_elastic_that_warns_hands_a_joiner_the_state_that_most_ranks_hold() -> None:
+    def live(group: gw.Group) -> tuple[int, list[float], bool]:
+        state = {"w": np.zeros(3)}
+        run = gw.Elastic(state, group, 1, "warn")
+        for step in run.steps(STEPS):
+            with step:
+                state["w"] += run.group.all_reduce(np.full(3, 1 / run.group.size)).round()
+                if run.group.generation == 1 and step.index == 3:
+                    state["w"][0] += 100 * (group.rank == 0)
+                    joiner.let_in()
+        return run.group.size, state["w"].tolist(), run.identical
+
+    joiner = Joiner(live, others=3)
+    results, joined = joiner.run(live)
+    assert joined == (4, [6.0] * 3, False)
+    assert results == [(4, [106.0, 6.0, 6.0], False), joined, joined]
+
+
 class Unloadable:
     """A state that goes out, and does not come in."""
 
@@ -187,7 +227,7 @@ def test_only_spoiled_copies_left_is_told_as_such() -> None:
     assert results[2] == "left"
     for result in results[:2]:
         assert "step 0 was committed" in result
-        assert "no checkpoint is known" in result
+        assert "Start the job again, from a checkpoint if the program has written one" in result
 
 
 def test_nobody_begins_with_half_a_copy_of_somebody_else_s_state() -> None:

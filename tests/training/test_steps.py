@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.errors import StateLost
-from gradwire.training.steps import NONE, Settlement, Standing, ballot, count, settle
+from gradwire.training.steps import NONE, Settlement, Standing, ballot, count, has_begun, is_sound, settle
 
 
 def test_the_highest_completed_step_wins() -> None:
@@ -46,8 +46,8 @@ def test_of_a_step_done_twice_the_later_generation_s_counts() -> None:
 
 def test_only_spoiled_copies_of_a_committed_step_are_a_lost_state() -> None:
     spoiled = Standing(4, 1, 4, "x", False)
-    with pytest.raises(StateLost, match=r"step 4 was committed.*checkpoint, epoch-3"):
-        settle([spoiled, spoiled, Standing()], "epoch-3.npz")
+    with pytest.raises(StateLost, match=r"step 4 was committed.*Start the job again"):
+        settle([spoiled, spoiled, Standing()])
 
 
 def test_a_step_that_was_not_committed_may_be_given_up() -> None:
@@ -60,14 +60,48 @@ def test_at_the_beginning_all_take_what_rank_0_has() -> None:
     assert found == Settlement(NONE, 0, {1: 0})
 
 
+def test_settle_with_holders_that_differ_hands_over_the_most_common_state() -> None:
+    usual, other = Standing(5, 1, 5, "usual"), Standing(5, 1, 5, "other")
+    found = settle([other, usual, usual, Standing(), Standing(4, 1, 4, "old")])
+    assert found == Settlement(5, 1, {3: 1, 4: 2}, differing=(0,))
+
+
+def test_settle_with_two_holders_that_differ_hands_over_the_lower_rank_s_state() -> None:
+    found = settle([Standing(), Standing(5, 1, 5, "a"), Standing(5, 1, 5, "b"), Standing()])
+    assert found == Settlement(5, 1, {0: 1, 3: 1}, differing=(2,))
+
+
+@pytest.mark.parametrize("completed", [NONE, 0, 5])
+def test_is_sound_with_a_state_that_a_step_has_changed_is_false_from_the_first_step_on(completed: int) -> None:
+    assert is_sound(completed, "before", "before")
+    assert not is_sound(completed, "before", "changed")
+
+
+def test_is_sound_before_the_run_has_begun_depends_on_whether_a_copy_was_cut_short() -> None:
+    assert not has_begun(NONE, "")
+    assert is_sound(NONE, "", "anything")
+    assert not is_sound(NONE, "", "anything", overwritten=True)
+    assert not is_sound(NONE, "before", "before", overwritten=True)
+
+
+def test_settlement_before_the_first_step_is_named_after_the_generation_that_begins() -> None:
+    assert Settlement(NONE, 1).version_in(4) == (NONE, 4)
+    assert Settlement(3, 1).version_in(4) == (3, 1)
+
+
 standings = st.builds(
-    lambda completed, behind, generation, sound: Standing(
-        completed, generation if completed > NONE else 0, max(NONE, completed - behind), "d", sound or completed == NONE
+    lambda completed, behind, generation, sound, digest: Standing(
+        completed,
+        generation if completed > NONE else 0,
+        max(NONE, completed - behind),
+        digest,
+        sound or completed == NONE,
     ),
     st.integers(NONE, 9),
     st.integers(0, 1),
     st.integers(1, 3),
     st.booleans(),
+    st.sampled_from("abc"),
 )
 
 
@@ -84,6 +118,18 @@ def test_no_committed_step_is_given_up_and_everybody_has_a_sound_copy(told: list
         source = told[found.pulls.get(rank, rank)]
         assert source.sound
         assert source.version == (found.completed, found.generation)
+
+
+@given(st.lists(standings, min_size=1, max_size=8))
+def test_settle_hands_over_one_digest_and_names_every_holder_of_another(told: list[Standing]) -> None:
+    try:
+        found = settle(told)
+    except StateLost:
+        return
+    after = {told[found.pulls.get(rank, rank)].digest for rank in range(len(told)) if rank not in found.differing}
+    assert len(after) == 1
+    assert after.isdisjoint(told[rank].digest for rank in found.differing)
+    assert not set(found.differing) & set(found.pulls)
 
 
 @given(standings)

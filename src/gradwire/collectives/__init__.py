@@ -5,6 +5,7 @@
     star, ring, tree, halving, direct, hierarchical
                   one algorithm each, with a statement of its rounds and bytes
     cost          counts the rounds and bytes of a schedule
+    claims        what a schedule may say about itself, and the rules that prove it
     verify        proves a schedule right, in terms of expressions
     pricing       what a schedule should take, given what rounds, messages and bytes cost
     choose        which algorithm runs, and its schedule
@@ -35,7 +36,7 @@ from gradwire.collectives.schedule import (
     Term,
     placement,
 )
-from gradwire.collectives.verify import InvalidSchedule, verify
+from gradwire.collectives.verify import InvalidSchedule, prove_once, verify
 
 __all__ = [
     "COLLECTIVES",
@@ -62,5 +63,6 @@ __all__ = [
     "build",
     "choose",
     "placement",
+    "prove_once",
     "verify",
 ]

@@ -1,4 +1,7 @@
-"""Making larger phases of smaller ones: other names, one after the other, side by side."""
+"""Making larger phases of smaller ones: other names, one after the other, side by side.
+
+What a phase claims (`one_shot`, `mirrored`) does not pass on to what is made of it.
+"""
 
 from __future__ import annotations
 

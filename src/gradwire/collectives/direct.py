@@ -21,13 +21,16 @@ With n ranks, in units of S, the bytes of the whole array (of one rank's input f
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from gradwire.collectives import star
 from gradwire.collectives.combine import finish, relabel, then
 from gradwire.collectives.schedule import Builder, Copy, Fold, From, Operation, Phase, Program, Recv, Send, Slice
 
 
 def all_reduce(size: int, root: int) -> Phase:
-    return then(reduce_scatter(size, root), relabel(all_gather(size, root), buffers={"in": "out"}))
+    both = then(reduce_scatter(size, root), relabel(all_gather(size, root), buffers={"in": "out"}))
+    return replace(both, mirrored=True)
 
 
 def oneshot(size: int, root: int) -> Phase:
@@ -37,7 +40,8 @@ def oneshot(size: int, root: int) -> Phase:
         return ((Send(Slice("in", 0), others), fold) if others else (fold,),)
 
     # Each rank folds while its own input may still be on its way to others.
-    return then(Phase(range(size), 1, 1, make, separate_acc=True), finish(range(size), 1, lambda _: range(1)))
+    fold = Phase(range(size), 1, 1, make, separate_acc=True)
+    return replace(then(fold, finish(range(size), 1, lambda _: range(1))), one_shot=True)
 
 
 def broadcast(size: int, root: int) -> Phase:

@@ -138,6 +138,8 @@ class Phase:
     rounds: int
     make: Callable[[int], Program]
     separate_acc: bool = False
+    one_shot: bool = False
+    mirrored: bool = False
 
     def program(self, rank: int) -> Program:
         """The rounds of one rank: empty ones for a rank that has no part in this phase."""
@@ -167,6 +169,16 @@ class Schedule:
     def separate_acc(self) -> bool:
         """Whether `acc` must have memory of its own, because it is written while `in` is still being sent."""
         return self.phase.separate_acc
+
+    @property
+    def one_shot(self) -> bool:
+        """Claims that all ranks send their whole input to all others and fold alike: see `claims`."""
+        return self.phase.one_shot
+
+    @property
+    def mirrored(self) -> bool:
+        """Claims that parts of the result may be written straight into the receiver's: see `claims`."""
+        return self.phase.mirrored
 
     @property
     def rounds(self) -> int:

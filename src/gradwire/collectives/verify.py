@@ -7,7 +7,8 @@ All ranks' programs are run on symbols: a place holds the ordered expression of 
 - no operation of a round reads or writes what another of that round writes;
 - no input is folded twice; what is finished is complete, and nothing is folded after that;
 - every rank ends with what the collective promises: the right input moved, or one expression, the same on all ranks;
-- nothing is done in vain: no value is written that nobody uses, or that was there already.
+- nothing is done in vain: no value is written that nobody uses, or that was there already;
+- what the schedule claims about itself (`one_shot`, `mirrored`) holds, by the rules in `claims`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
+from gradwire.collectives.claims import objections
 from gradwire.collectives.expressions import Expression, Expressions
 from gradwire.collectives.schedule import (
     REDUCING,
@@ -35,6 +38,9 @@ from gradwire.collectives.schedule import (
 )
 from gradwire.errors import GradwireError
 
+PROVED_RANKS = 16
+"""Up to here a whole proof takes at most about 10 ms; the work grows with the square of the ranks."""
+
 _BUFFERS: tuple[Buffer, ...] = ("in", "out", "acc")
 _OVERWRITTEN = -1
 
@@ -50,7 +56,39 @@ class InvalidSchedule(GradwireError, ValueError):
 
 def verify(schedule: Schedule) -> dict[int, Expression]:
     """The expression of each segment of the result; raises InvalidSchedule if the schedule is wrong anywhere."""
-    return _Run(schedule).prove()
+    result = _Run(schedule).prove()
+    _prove_claims(schedule)
+    return result
+
+
+_proved: WeakSet[Schedule] = WeakSet()
+
+
+def prove_once(schedule: Schedule) -> None:
+    """Before a schedule is first used in this process: prove it, or of a large one what memory safety depends on."""
+    if schedule in _proved:
+        return
+    if schedule.size <= PROVED_RANKS:
+        verify(schedule)
+    else:
+        _prove_claims(schedule)
+    _proved.add(schedule)
+
+
+def _prove_claims(schedule: Schedule) -> None:
+    for rank, number, op, reason in objections(schedule):
+        raise _invalid(schedule, rank, number, op, reason)
+
+
+def _invalid(schedule: Schedule, rank: int, number: int, op: Operation | None, reason: str) -> InvalidSchedule:
+    where = f"rank {rank}" if op is None else f"rank {rank}, round {number}, {op}"
+    return InvalidSchedule(
+        f"{schedule.collective} by {schedule.algorithm} with {schedule.size} ranks: {where}: {reason}",
+        rank=rank,
+        round_number=None if op is None else number,
+        operation=None if op is None else str(op),
+        reason=reason,
+    )
 
 
 class _Message(NamedTuple):
@@ -301,15 +339,7 @@ class _Run:
         return number
 
     def wrong(self, rank: int, op: Operation | None, reason: str) -> InvalidSchedule:
-        s = self.schedule
-        where = f"rank {rank}" if op is None else f"rank {rank}, round {self.round}, {op}"
-        return InvalidSchedule(
-            f"{s.collective} by {s.algorithm} with {s.size} ranks: {where}: {reason}",
-            rank=rank,
-            round_number=None if op is None else self.round,
-            operation=None if op is None else str(op),
-            reason=reason,
-        )
+        return _invalid(self.schedule, rank, self.round, op, reason)
 
 
 def _read(op: Operation) -> tuple[Slice, ...]:

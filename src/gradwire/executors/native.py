@@ -116,8 +116,8 @@ def lower(plan: Plan) -> Any:
         plan.folds_last,
         plan.dtype.itemsize,
         plan.out_count,
-        plan.schedule.algorithm == "oneshot" and plan.tiles == 1 and plan.out_count > 0,
-        (plan.schedule.collective, plan.schedule.algorithm) == ("all_reduce", "direct"),
+        plan.schedule.one_shot and plan.tiles == 1 and plan.out_count > 0,
+        plan.schedule.mirrored,
     )
     return plan.native
 

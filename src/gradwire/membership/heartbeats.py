@@ -49,7 +49,9 @@ class Heartbeats:
         self._ids: dict[str, bytes] = dict.fromkeys(ids, b"")  # with the run that each is known to be a member of
         self._run_id = b""  # of the last news
         self._frozen: frozenset[str] = frozenset()
-        self._gone: dict[str, None] = {}  # of whose end the coordinator has not confirmed to have heard
+        self._gone: dict[
+            str, bytes
+        ] = {}  # with their runs: of whose end the coordinator has not confirmed to have heard
         self._changed = threading.Condition()
         self._closed = False
         self._give_up: Callable[[], object] = lambda: None
@@ -76,8 +78,7 @@ class Heartbeats:
         """The processes of these members have ended: said at once, and again until the coordinator has heard it."""
         with self._changed:
             for name in ids:
-                self._ids.pop(name, None)
-                self._gone[name] = None
+                self._gone[name] = self._ids.pop(name, b"")
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -135,15 +136,17 @@ class Heartbeats:
     def _beats(self, ask: Callable[[bytes], bytes]) -> Iterator[News]:
         while True:
             with self._changed:
-                of_this_run = (name for name, run in self._ids.items() if run in (b"", self._run_id))
-                ids, gone = [name for name in of_this_run if name not in self._frozen], list(self._gone)
+                told = list(self._gone)
+                gone = [name for name, run in self._gone.items() if run in (b"", self._run_id)]
+                living = [name for name, run in self._ids.items() if run in (b"", self._run_id)]
+                ids = [name for name in living if name not in self._frozen]
             request = pb.HeartbeatRequest(ids=ids, gone=gone, run=self._run_id)
             try:
                 news = news_from_wire(parse(pb.News, ask(request.SerializeToString())))
             except Malformed as error:
                 raise NoConnection(f"the coordinator at {self._address} answers in another version") from error
             with self._changed:
-                for name in gone:
+                for name in told:  # those of another run concern nobody here
                     del self._gone[name]
                 self._learn(ids, news)
             yield news

@@ -116,7 +116,10 @@ class Ledger:
     def began(self, name: str, number: int, state: Array) -> None:
         """A member has the state that a generation begins with."""
         base = self.bases[number]
-        known = self.beginnings.setdefault(number, state.copy()) if base[0] == NONE else self.states[base]
+        if base[0] == NONE:  # a run that has begun goes on with what it began with; a new one with anything
+            known = self.beginnings.setdefault(number, self.beginnings.get(base[1], state).copy())
+        else:
+            known = self.states[base]
         if digest(state) != digest(known):
             self._fail(f"{name} begins generation {number} after {base} with {state}; it should be {known}")
 

@@ -23,7 +23,7 @@ from gradwire.simulate.network import End, Network, nothing
 from gradwire.simulate.process import Process, Program, Thread
 from gradwire.simulate.rank import STATE, Hello, Rank
 from gradwire.simulate.time import Clock
-from gradwire.training.steps import NONE, Standing, ballot, count, settle
+from gradwire.training.steps import NONE, Standing, ballot, count, has_joiners, is_sound, settle
 from gradwire.transports.base import LinkClosed
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Worker(Process):
         self.news: News | None = None
         self.run_id = b""  # of the generation that it is in
         self.state = beginning(random.randrange(1, 50))
-        self.digest = digest(self.state)
+        self.digest = ""  # of the state after the last completed step, or of what all began with
         self.completed, self.completed_in, self.committed = NONE, 0, NONE
         self._random = random
         self._wish = wish
@@ -139,7 +139,7 @@ class Worker(Process):
     def _settle(self, rank: Rank) -> Program:
         """Tell where this member stands, hear where the others do, and pull the state if it is not the latest."""
         ledger, now = self.world.ledger, digest(self.state)
-        sound = now == self.digest or self.completed == NONE
+        sound = is_sound(self.completed, self.digest, now)
         mine = Standing(self.completed, self.completed_in, self.committed, now, sound)
         text = json.dumps(mine.to_wire()).encode().ljust(STANDING_BYTES)
         told = np.empty(STANDING_BYTES * rank.size, np.uint8)
@@ -154,7 +154,8 @@ class Worker(Process):
         for taker in settlement.gives(rank.rank):
             yield from self._give(rank, taker)
         ledger.began(self.name, rank.number, self.state)
-        self.completed, self.completed_in, self.digest = *settlement.version, digest(self.state)
+        self.completed, self.completed_in = settlement.version_in(rank.number)
+        self.digest = digest(self.state)
         self._stranger = False
         all_here = np.zeros(1, np.uint8)
         yield from rank.calls.run("all_reduce", self.world.setting.voting, all_here, all_here, "max")
@@ -216,8 +217,7 @@ class Worker(Process):
                 return
 
     def _wants_renewal(self, rank: Rank) -> bool:
-        news = self.news
-        return self.leaving or (news is not None and news.generation == rank.number and news.joiners > 0)
+        return self.leaving or has_joiners(self.news, rank.number)
 
     def _compute(self, seconds: float) -> Program:
         """Work that notices nothing of what happens around it."""

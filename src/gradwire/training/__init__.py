@@ -1,4 +1,4 @@
-"""What a training loop needs around the collectives; it knows groups by their methods and no framework by name.
+"""What a training loop needs around the collectives; no framework is imported here.
 
 `gradients` averages gradients in `buckets` while backward runs, with `compression` in fewer bytes; `zero` spreads the
 optimizer's state over the ranks; `contract` checks that replicas are the same; `elastic` goes on when ranks are lost,

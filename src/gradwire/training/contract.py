@@ -60,35 +60,44 @@ def _as_array(name: str, tensor: Any) -> Array:
     return array
 
 
-def diverged(everyones: Sequence[Sequence[Sequence[str]]], generation: int | None = None) -> ReplicasDiverged:
-    """Who differs from most ranks, and in which tensor first; each rank tells its tensors' digests.
+Digests = Sequence[Sequence[str]]  # of one rank: pairs of a tensor's name and its digest, in the rank's order
 
-    >>> diverged([[["w", "a"], ["b", "1"]], [["w", "a"], ["b", "2"]]]).culprit
-    1
+
+def diverged(
+    everyones: Sequence[Digests | None], generation: int | None = None, step: int | None = None
+) -> ReplicasDiverged:
+    """The error that names the first rank that differs from most, and its first tensor that does.
+
+    Each rank sends its tensors' digests, or None if it holds none of them. `step` is the one after which they differ.
+
+    >>> print(diverged([[["w", "a"], ["b", "1"]], None, [["w", "a"], ["b", "2"]]]))
+    rank 2 holds another 'b' (digest 2) than rank 0 (digest 1): the replicas are no longer the same
     """
-    held = [tuple(tuple(pair) for pair in rank) for rank in everyones]
-    most = max(Counter(held).values())
-    usual = next(one for one in held if Counter(held)[one] == most)  # of equally many, the lowest rank's
-    others = [rank for rank, one in enumerate(held) if one != usual]
+    held = {rank: tuple((n, d) for n, d in one) for rank, one in enumerate(everyones) if one is not None}
+    usual, most = Counter(held.values()).most_common(1)[0]  # of equally common ones, the lowest rank's
+    others = [rank for rank, one in held.items() if one != usual]
     culprit = others[0]
     tensor = _first_difference(held[culprit], usual)
     more = f"; so do ranks {', '.join(map(str, others[1:]))}" if others[1:] else ""
-    against = f"{most} of {len(held)} ranks" if most > 1 else f"rank {held.index(usual)}"
+    first = next(rank for rank, one in held.items() if one == usual)
+    against = f"{most} of {len(held)} ranks" if most > 1 else f"rank {first}"
+    after = "" if step is None else f"after step {step} "
+    digests = [dict(one).get(tensor, "none")[:16] for one in (held[culprit], usual)]
     return ReplicasDiverged(
-        f"rank {culprit} holds another {tensor!r} than {against}: the replicas are no longer the same{more}",
+        f"{after}rank {culprit} holds another {tensor!r} (digest {digests[0]}) than {against} (digest {digests[1]}): "
+        f"the replicas are no longer the same{more}",
         culprit=culprit,
         tensor=tensor,
-        operation="check_replicas",
+        operation="check_replicas" if step is None else f"step {step}",
         generation=generation,
     )
 
 
-def _first_difference(mine: Sequence[Sequence[str]], usual: Sequence[Sequence[str]]) -> str:
-    for one, other in zip(mine, usual, strict=False):
-        if one != other:
-            return one[0]
-    longer = mine if len(mine) > len(usual) else usual
-    return longer[min(len(mine), len(usual))][0]
+def _first_difference(mine: tuple[tuple[str, str], ...], usual: tuple[tuple[str, str], ...]) -> str:
+    """The first name that stands for something else, or for nothing, on the other side; else the first out of order."""
+    here, there = dict(mine), dict(usual)
+    differing = [name for name in here | there if here.get(name) != there.get(name)]
+    return differing[0] if differing else next(one[0] for one, other in zip(mine, usual, strict=True) if one != other)
 
 
 class Contract:

@@ -7,17 +7,27 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, SupportsIndex
+from typing import Any, Literal, SupportsIndex, get_args
 
 from gradwire import job, lifetime
-from gradwire.errors import Aborted, Broken, ConfigError, GradwireError, InvalidSize, PeerLost, Timeout
+from gradwire.errors import (
+    Aborted,
+    Broken,
+    ConfigError,
+    GradwireError,
+    InvalidSize,
+    PeerLost,
+    ReplicasDiverged,
+    Timeout,
+)
 from gradwire.generation import Generation
 from gradwire.group import Group
 from gradwire.training import transfer
+from gradwire.training.contract import diverged
 from gradwire.training.fence import Fence
 from gradwire.training.sampler import whole
 from gradwire.training.state import State
-from gradwire.training.steps import NONE, Settlement, Standing, ballot, count, settle
+from gradwire.training.steps import NONE, Settlement, Standing, ballot, count, has_begun, has_joiners, is_sound, settle
 
 log = logging.getLogger("gradwire.training")
 
@@ -25,8 +35,10 @@ WAIT_SECONDS = 0.2  # between two looks for others to join
 EARLY = 3  # steps before which it is seen whether the state is changed in between
 _RUNS: dict[tuple[int, str], int] = {}  # how many a member of a job has begun
 
+OnDivergence = Literal["raise", "warn"]
 
-def elastic(state: Any, *, min_size: int = 1) -> Elastic:
+
+def elastic(state: Any, *, min_size: int = 1, on_divergence: OnDivergence = "raise") -> Elastic:
     """Train in steps that survive the loss of ranks: each is done by all ranks or by none, and repeated after a loss.
 
     `state` is what replicas keep alike: a dict of arrays, or anything with `state_dict` and `load_state_dict`, or a
@@ -34,6 +46,10 @@ def elastic(state: Any, *, min_size: int = 1) -> Elastic:
     committed. A lost peer brings the next generation: the rest go on from the last step that was completed, and whoever
     is behind, has just joined, or was interrupted while it changed its state, gets it from a peer. With fewer than
     `min_size` members the job waits. In a job whose membership is fixed the loss is raised.
+
+    The vote also compares the digests of the ranks' states. If they differ, the step is not committed, and all ranks
+    raise `ReplicasDiverged`, which names a rank and its first array or value that differs. With
+    `on_divergence="warn"` that is logged, and the run goes on; ranks that join get the state that most ranks hold.
 
     >>> import gradwire as gw, numpy as np
     >>> weights = {"w": np.zeros(3)}
@@ -46,21 +62,25 @@ def elastic(state: Any, *, min_size: int = 1) -> Elastic:
     >>> run.close()
     """
     State(state).touch()  # what cannot travel is found, and memory is there, before the others wait for this rank
-    return Elastic(state, lifetime.current() or job.init(), min_size)
+    return Elastic(state, lifetime.current() or job.init(), min_size, on_divergence)
 
 
 class Elastic:
     """A run of committed steps; made by `gw.elastic`. `group` is the present generation's, another after each break."""
 
-    def __init__(self, state: Any, group: Group, min_size: int) -> None:
+    def __init__(self, state: Any, group: Group, min_size: int, on_divergence: OnDivergence = "raise") -> None:
         if whole("min_size", min_size) < 1:
             raise InvalidSize(f"min_size is {min_size}: a run has at least one member")
+        if on_divergence not in get_args(OnDivergence):
+            raise ConfigError(f"on_divergence is {on_divergence!r}: it can be {', '.join(get_args(OnDivergence))}")
         self._state = State(state)
         self.group = group
         self.min_size = min_size
         self.committed = NONE  # the last step that all ranks are known to have completed; -1: none yet
         self.digest = ""  # of the state after the last completed step
         self.identical = True  # whether all ranks held the same state at the last vote
+        self.on_divergence = on_divergence
+        self._divergence: ReplicasDiverged | None = None  # the one that was found, while the ranks still differ
         self.recoveries = 0
         self._completed, self._completed_in = NONE, 0
         self._overwritten = False  # the state is neither this rank's own nor yet another's
@@ -138,18 +158,32 @@ class Elastic:
         tally = count(self.group.all_reduce(ballot(self._completed, self.digest, self._others_wait()), op="max"))
         if not tally.agreed:
             raise ConfigError("ranks vote on different steps: all must go through the same run.steps()")
-        if not tally.identical and self.identical:
-            log.error("after step %d the ranks hold different states, which nobody keeps in step", self._completed)
-        self.identical = tally.identical
+        self._check_identical(tally.identical, self._completed, holds=True)
         self.committed = self._completed
         if tally.renew:
             self.group = self.group.recover()
             self._settle(self.digest)
 
+    def _check_identical(self, identical: bool, step: int, holds: bool) -> None:
+        """Report that ranks hold different states of a step: all ranks call it with the same `identical` and `step`.
+
+        `holds` says whether this rank has a state of that step; one that has just joined has none.
+        """
+        self.identical = identical
+        if identical:
+            self._divergence = None
+            return
+        if self._divergence is None:
+            mine = list(self._state.digests().items()) if holds else None
+            everyones = self.group.all_gather_values(mine)
+            self._divergence = diverged(everyones, self.group.generation, step)
+            if self.on_divergence == "warn":
+                log.error("%s", self._divergence)
+        if self.on_divergence == "raise":
+            raise self._divergence.with_traceback(None)
+
     def _others_wait(self) -> bool:
-        """Whether members wait to join this very generation; news of an earlier one is old."""
-        news = self.group._generation.news()
-        return news is not None and news.joiners > 0 and news.generation == self.group.generation
+        return has_joiners(self.group._generation.news(), self.group.generation)
 
     # -- going on -----------------------------------------------------------------------------------------------------
 
@@ -198,10 +232,9 @@ class Elastic:
             self._await_others()
         if not self._number:
             self._number = _next_run(self.group._generation)
-        # Before the first step is completed, too, one that was cut short may have changed what all began with.
-        begun = self._completed != NONE or (bool(self.digest) and not self._overwritten)
+        begun = has_begun(self._completed, self.digest, self._overwritten)
         digest = digest or (self._digest_if_readable() if begun else "")
-        sound = digest == self.digest if begun else not self._overwritten
+        sound = is_sound(self._completed, self.digest, digest, self._overwritten)
         mine = Standing(self._completed, self._completed_in, self.committed, digest, sound, self._number)
         standings = self._compared(mine)
         self._check_runs([standing.run for standing in standings])
@@ -209,11 +242,12 @@ class Elastic:
             digest = digest if begun else self._state.digest()
             standings = self._compared(replace(mine, digest=digest), "settling, with digests")
         settlement = settle(standings)
+        self._divergence = None  # ranks that have just joined know of none, and all must report it together
+        holds = self.group.rank not in settlement.pulls
+        self._check_identical(not settlement.differing, settlement.completed, holds)
         self._exchange(settlement, standings)
         # The digest too, before anything can break: a state that was just pulled must not count as spoiled.
-        self._completed, self._completed_in = settlement.version
-        if self._completed == NONE:  # what all begin with is known from now on
-            self._completed_in = self.group.generation
+        self._completed, self._completed_in = settlement.version_in(self.group.generation)
         giver = settlement.pulls.get(self.group.rank)
         self.digest = digest if giver is None else standings[giver].digest
         self._tell_all(None, "settling, done")  # until then nobody changes its state: takers may yet fail

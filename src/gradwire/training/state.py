@@ -29,6 +29,7 @@ _DEPTH = 64
 _MAKERS = {"jaxlib": ("jax.numpy", "asarray")}  # of libraries whose arrays are not made by their own from_dlpack
 _LONGEST = 1 << 48  # of an axis
 _SCALAR = "numpy scalar"
+STRUCTURE = "the structure of the state"  # its name among the digests: keys, types and shapes
 
 
 @runtime_checkable
@@ -64,6 +65,13 @@ class State:
             digest.update(arrays.raw(leaf.reshape(-1)))
         return digest.hexdigest()
 
+    def digests(self) -> dict[str, str]:
+        """The digest of each array and plain value by its name, such as `model.fc.weight`: to find one that differs."""
+        leaves: list[Array] = []
+        packed = _pack(_opened(self._state, "state"), leaves, "state")
+        found = dict(_digests(packed, iter(leaves), ""))
+        return found | {STRUCTURE: digest_of(json.dumps(packed).encode()).hexdigest()}
+
     def touch(self) -> None:
         """Have the system provide the memory of all arrays: of a new process that takes longer than to fill it."""
         for leaf in self.take_apart()[1]:
@@ -96,6 +104,23 @@ class State:
 def digest_of(skeleton: bytes) -> xxhash.xxh3_128:
     """The beginning of a state's digest, which goes on with the bytes of its arrays."""
     return xxhash.xxh3_128(skeleton)
+
+
+def _digests(packed: Any, leaves: Iterator[Array], path: str) -> Iterator[tuple[str, str]]:
+    """The name and digest of every array and plain value in a skeleton."""
+    match packed:
+        case {"d": entries}:
+            pass
+        case {"t": parts} | list(parts):
+            entries = list(enumerate(parts))
+        case _:
+            digest = digest_of(json.dumps(packed).encode())
+            if isinstance(packed, dict) and "a" in packed:
+                digest.update(arrays.raw(next(leaves).reshape(-1)))
+            yield path, digest.hexdigest()
+            return
+    for key, entry in entries:
+        yield from _digests(entry, leaves, f"{path}.{key}" if path else str(key))
 
 
 def memory_for(skeleton: bytes) -> list[Array]:

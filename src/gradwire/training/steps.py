@@ -9,17 +9,25 @@ of which a sound copy is left wins; of a step that was done twice, because a mem
 back, the later generation's. A copy is sound if it is what it was when its step was completed: a body that was cut
 short may have changed it. No committed step is ever given up: if only spoiled copies of it are left, that is
 `StateLost`.
+
+Sound copies of one step must have one digest. If they do not, the replicas have diverged: the settlement names the
+ranks that differ, and all ranks that need the state get it from ranks of one digest, the most common one.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gradwire.arrays import Array
 from gradwire.errors import StateLost
+
+if TYPE_CHECKING:
+    from gradwire.membership.answers import News
 
 NONE = -1  # the step before the first
 _POSITIVE = (1 << 62) - 1
@@ -56,34 +64,57 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
-    """All go on after step `completed` of a generation; `pulls` says which rank takes the state from which."""
+    """All go on after step `completed` of a generation; `pulls` says which rank takes the state from which.
+
+    `differing` are the ranks whose state of that step is not the one that the others hold and hand over.
+    """
 
     completed: int
     generation: int
     pulls: dict[int, int] = field(default_factory=dict)
+    differing: tuple[int, ...] = ()
 
     @property
     def version(self) -> tuple[int, int]:
         """Which state all go on with."""
         return self.completed, self.generation
 
+    def version_in(self, generation: int) -> tuple[int, int]:
+        """What ranks call that state from now on: before the first step, what this generation begins with."""
+        return (NONE, generation) if self.completed == NONE else self.version
+
     def gives(self, rank: int) -> tuple[int, ...]:
         """The ranks that a rank hands its state to, in order."""
         return tuple(sorted(taker for taker, giver in self.pulls.items() if giver == rank))
 
 
-def settle(standings: Sequence[Standing], checkpoint: str | None = None) -> Settlement:
+def has_begun(completed: int, remembered: str, overwritten: bool = False) -> bool:
+    """Whether a rank holds a state of the run: of a completed step, or what all ranks have begun with.
+
+    `remembered` is the digest that the rank's state had then, if ever; `overwritten`: by an unfinished copy.
+    """
+    return completed != NONE or (bool(remembered) and not overwritten)
+
+
+def is_sound(completed: int, remembered: str, digest: str, overwritten: bool = False) -> bool:
+    """Whether a rank's state, which has this digest now, can be gone on from.
+
+    Before the first step is completed, too, one that was cut short may have changed what all began with.
+    """
+    return digest == remembered if has_begun(completed, remembered, overwritten) else not overwritten
+
+
+def settle(standings: Sequence[Standing]) -> Settlement:
     """At which step all ranks go on, and who pulls from whom; givers share the work evenly.
 
     >>> settle([Standing(4, 1, 4, "a"), Standing(5, 1, 4, "b"), Standing()])
-    Settlement(completed=5, generation=1, pulls={0: 1, 2: 1})
+    Settlement(completed=5, generation=1, pulls={0: 1, 2: 1}, differing=())
     """
     committed = max(standing.committed for standing in standings)
     sound = [standing for standing in standings if standing.sound]
     latest = max((standing.version for standing in sound), default=(NONE, 0))
     newest = max(standing.version for standing in standings)
     if not sound or latest[0] < committed or (newest[0] == NONE and latest < newest):  # a joiner's own is not it
-        where = f"go back to the last checkpoint, {checkpoint}" if checkpoint else "no checkpoint is known"
         what = (
             "nobody has the whole state to begin with: who had it is gone, or the first step was cut short when it had "
             "changed it"
@@ -91,12 +122,24 @@ def settle(standings: Sequence[Standing], checkpoint: str | None = None) -> Sett
             else f"step {committed} was committed, and every copy of its state that is left was changed by the step "
             "after it, which was cut short"
         )
-        raise StateLost(f"{what}; {where}")
-    holders = [rank for rank, one in enumerate(standings) if one.sound and one.version == latest]
+        raise StateLost(f"{what}. Start the job again, from a checkpoint if the program has written one")
+    copies = [rank for rank, one in enumerate(standings) if one.sound and one.version == latest]
+    digests = [standings[rank].digest for rank in copies]
     if latest[0] == NONE:  # nothing is completed yet: all begin with what the first of them has
-        holders = [rank for rank in holders if standings[rank].digest == standings[holders[0]].digest]
-    takers = [rank for rank in range(len(standings)) if rank not in holders]
-    return Settlement(*latest, {taker: holders[index % len(holders)] for index, taker in enumerate(takers)})
+        holders = [rank for rank in copies if standings[rank].digest == digests[0]]
+        differing: tuple[int, ...] = ()
+    else:
+        usual = Counter(digests).most_common(1)[0][0]  # of equally common ones, the lowest rank's
+        holders = [rank for rank in copies if standings[rank].digest == usual]
+        differing = tuple(rank for rank in copies if rank not in holders)
+    takers = [rank for rank in range(len(standings)) if rank not in holders and rank not in differing]
+    pulls = {taker: holders[index % len(holders)] for index, taker in enumerate(takers)}
+    return Settlement(*latest, pulls, differing)
+
+
+def has_joiners(news: News | None, generation: int) -> bool:
+    """Whether members wait to join this very generation; news of an earlier one is old."""
+    return news is not None and news.joiners > 0 and news.generation == generation
 
 
 @dataclass(frozen=True, slots=True)

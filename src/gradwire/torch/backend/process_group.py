@@ -9,6 +9,7 @@ all of them in the group's one order.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,6 +20,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import ProcessGroup
 
 from gradwire import malloc, operations
+from gradwire.config import TRANSPORT, resolve
 from gradwire.errors import InvalidSize, UnsupportedOp
 from gradwire.group import Group
 from gradwire.liveness.calls import call_site
@@ -42,6 +44,8 @@ def create(options: Any, backend_options: Any) -> GradwireProcessGroup:
     ranks = list(options.global_ranks_in_group)
     world = _world() if ranks else None
     if world is None:
+        # A setting that does not exist is refused before the ranks wait for each other, and for a lone rank too.
+        resolve(environ={TRANSPORT: os.environ[TRANSPORT]} if TRANSPORT in os.environ else {})
         group = meeting.meet(options.store, options.group_rank, options.group_size, timeout)
         malloc.keep(group.topology, group.rank)
     else:

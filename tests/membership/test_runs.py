@@ -1,0 +1,74 @@
+"""A coordinator that was started anew without its journal, and the launchers and workers of the run before."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+import gradwire as gw
+from gradwire.errors import Refused
+from gradwire.membership import Member
+from gradwire.membership.answers import News
+from gradwire.membership.client import heartbeat, register
+from gradwire.membership.heartbeats import Heartbeats, not_a_member
+from gradwire.membership.service import Coordinator
+from membership.journal import SECRET, Journal
+
+Serve = Callable[..., Coordinator]
+
+
+def restarted_without_journal(serve: Serve, first: Coordinator) -> Coordinator:
+    host, _, port = first.address.rpartition(":")
+    first.stop(grace=0.0)
+    return serve(1, host, int(port), minimum=1, maximum=4)
+
+
+def join(coordinator: Coordinator, name: str) -> bytes:
+    member = Member(name, None, "machine", "host", 1, "127.0.0.1:1")
+    return register(coordinator.address, member, size=None, secret=SECRET, job=None, timeout=30).run
+
+
+def test_launcher_of_an_old_run_keeps_and_ends_no_lease_in_the_new_one(serve: Serve, journal: Journal) -> None:
+    first = serve(1, minimum=1, maximum=4)
+    told: queue.SimpleQueue[News] = queue.SimpleQueue()
+    beats = Heartbeats(first.address, ["a"], secret=SECRET, on_news=told.put, interval=0.05)
+    beats.start()
+    try:
+        join(first, "a")
+        while told.get(timeout=30).unknown:
+            pass  # its id is not registered yet
+        second = restarted_without_journal(serve, first)
+        journal.wait_for("serves run [0-9a-f]{32}, and a is a member of run", timeout=30)
+        assert join(second, "a") == second.run
+        beats.gone(["a"])  # of the process of the old run
+        while not told.empty():
+            told.get()
+        told.get(timeout=30)
+        assert told.get(timeout=30).evicted == ()
+        assert heartbeat(second.address, ["a"], secret=SECRET, run=second.run).unknown == ()
+    finally:
+        beats.close()
+
+
+def test_worker_node_of_an_old_run_is_told_in_its_log_and_cannot_rejoin(
+    serve: Serve, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRADWIRE_TOKEN", SECRET.decode())
+    first = serve(1, minimum=1, maximum=4)
+    with gw.WorkerNode(first.address, "a", timeout=30) as node:
+        second = restarted_without_journal(serve, first)
+        journal.wait_for("serves run [0-9a-f]{32}, and a is a member of run", timeout=30)
+        with pytest.raises(Refused, match=r"is a member of run .* and this coordinator serves run"):
+            node.rejoin()
+    assert heartbeat(second.address, [], secret=SECRET).generation == 0
+
+
+def test_not_a_member_says_why_or_nothing() -> None:
+    news = News(1, 0, (), None, run=b"n" * 16)
+    assert not_a_member(news, "a", b"n" * 16) == ""
+    assert not_a_member(news, "a", b"") == ""
+    assert "started anew without its journal" in not_a_member(news, "a", b"o" * 16)
+    assert "does not know a" in not_a_member(replace(news, unknown=("a",)), "a", b"n" * 16)
