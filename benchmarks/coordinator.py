@@ -3,10 +3,12 @@
     python benchmarks/coordinator.py                                    # 5,000 members on 200 hosts, for 30 seconds
     python benchmarks/coordinator.py --members 20000 --hosts 800 --seconds 300
     python benchmarks/coordinator.py --tls                              # with a certificate for each host
+    python benchmarks/coordinator.py --strangers 170                    # while others hold calls without a body
 
 The coordinator is `gradwire coordinator` in a process of its own, started on a journal in which the members are at work
-already. Each host is a stream of its own, as a launcher holds it; a few processes play all of them. The exit code is 1
-if a member was evicted, the 99th percentile exceeds 100 ms, or the memory grew.
+already. Each host is a stream of its own, as a launcher holds it; a few processes play all of them. Strangers are
+connections on which eight calls are begun and no request is sent; those that are closed connect again. The exit code is
+1 if a member was evicted, the 99th percentile exceeds 100 ms, or the memory grew.
 """
 
 from __future__ import annotations
@@ -17,14 +19,19 @@ import itertools
 import json
 import os
 import select
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import NoReturn
+
+from h2.connection import H2Connection
 
 from gradwire.membership import Member
+from gradwire.membership.addresses import split
 from gradwire.membership.answers import Claim
 from gradwire.membership.conversation import Conversation
 from gradwire.membership.journal import Journal
@@ -38,6 +45,7 @@ TOKEN = "the secret of this benchmark"
 PLAYERS = 4  # processes that play the hosts
 LIMIT = 0.1  # seconds
 GROWTH = 8.0  # MiB that the coordinator may grow by after the first half
+CALLS = 8  # that each stranger begins
 SETTLING = 3  # heartbeats of each host that do not count: all connect at once
 
 
@@ -47,8 +55,12 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--tls", action="store_true")
+    parser.add_argument("--strangers", type=int, default=0)
+    parser.add_argument("--attack", nargs="?", help=argparse.SUPPRESS)
     parser.add_argument("--play", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.attack:
+        attack(options.attack, options.strangers)
     if options.play:
         folder, first, last = options.play
         print("ready", flush=True)
@@ -80,6 +92,8 @@ def conduct(folder: Path, options: argparse.Namespace) -> int:
         coordinator = start([*command, "--size", size, "--min", "1", "--max", size], ending)
         address = first_line(coordinator).rpartition(" ")[2]
         print(f"{size} members on {options.hosts} hosts at 1 Hz, for {options.seconds:g} s")
+        if options.strangers:
+            first_line(start([sys.executable, __file__, *sys.argv[1:], "--attack", address], ending))
         for player in players:
             print(address, file=player.stdin, flush=True)
         memory = watch(coordinator.pid, players)
@@ -146,6 +160,36 @@ def report(played: list[tuple[list[float], int]], memory: list[float]) -> int:
     )
     print(f"memory {memory[len(memory) // 2]:.1f} MiB half-way, {memory[-1]:.1f} MiB at the end")
     return int(bool(evicted) or at[0.99] > LIMIT or growth > GROWTH)
+
+
+def attack(address: str, strangers: int) -> NoReturn:
+    """Hold so many connections, until this process is ended."""
+    held = [begin_calls(address) for _ in range(strangers)]
+    print("ready", flush=True)
+    while True:
+        for sock in select.select(held, [], [])[0]:
+            with contextlib.suppress(OSError):
+                if sock.recv(1 << 16):
+                    continue
+            sock.close()
+            held[held.index(sock)] = begin_calls(address)
+
+
+def begin_calls(address: str) -> socket.socket:
+    sock, http = socket.create_connection(split(address)), H2Connection()
+    http.initiate_connection()
+    headers = {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": "/gradwire.membership.v1.Membership/RegisterWorker",
+        ":authority": address,
+        "te": "trailers",
+        "content-type": "application/grpc",
+    }
+    for stream in range(1, 2 * CALLS, 2):
+        http.send_headers(stream, list(headers.items()))
+    sock.sendall(http.data_to_send())
+    return sock
 
 
 def play(address: str, hosts: range, folder: Path, options: argparse.Namespace) -> None:

@@ -51,7 +51,7 @@ void Engine::begin(const Program& program, void* in, void* out, std::uint64_t se
     memories_[IN] = static_cast<std::byte*>(in);
     memories_[OUT] = static_cast<std::byte*>(out);
     shot_ = Shot::tell;
-    exposing_ = false;
+    exposing_ = reads_arrays_ = stalled_ = false;
     if (outbox_) outbox_->result = program.mirrored ? in_arena(out, program.out_bytes) : 0;
     one_shot_ = program.one_shot && all_in_memory_;
     if (one_shot_) return;
@@ -66,18 +66,20 @@ Status Engine::advance(double seconds) {
     patience_.limit(seconds);
     while (true) {
         bool progress = false;
-        if (one_shot_) {
+        if (stalled_) {
+            // Waits until the caller's time is over, or the alarm rings.
+        } else if (one_shot_) {
             if (!in_one_shot(progress)) return status_;
-            if (shot_ == Shot::done) return Status::done;
+            if (shot_ == Shot::done && !stalls()) return Status::done;
+        } else if (!wave_ && stalls()) {
+            // What the last wave read is not handed on.
+        } else if (!wave_ && !next_wave()) {
+            if (was_read()) return Status::done;
         } else {
-            if (!wave_ && !next_wave()) {
-                if (was_read()) return Status::done;
-            } else {
-                if (!exchange_once(progress)) return status_;
-                if (wave_is_over()) {
-                    wave_ = nullptr;
-                    progress = true;
-                }
+            if (!exchange_once(progress)) return status_;
+            if (wave_is_over()) {
+                wave_ = nullptr;
+                progress = true;
             }
         }
         if (progress) {
@@ -102,7 +104,18 @@ bool Engine::fail(Status status, std::uint32_t peer, const Header& header) {
     return false;
 }
 
+// Whether a peer has taken its arrays back, so that what was read there may be anything. It has done so because the
+// generation is broken; it has marked its arena before, so whoever has read anything else than its arrays sees the mark.
+// Asked before what was read is handed on, and before the program is done.
+bool Engine::stalls() {
+    if (!reads_arrays_) return false;
+    std::atomic_thread_fence(std::memory_order_acquire);  // the arrays first, then the mark
+    stalled_ = std::any_of(others_.begin(), others_.end(), [&](std::uint32_t peer) { return peers_[peer].inbox->left(); });
+    return stalled_;
+}
+
 bool Engine::sleep() {
+    if (stalled_) return patience_.sleep();
     auto until_read = [&](std::uint32_t peer) {
         if (!outbox_->read_by(peer)) patience_.wake_by_end(peers_[peer].socket);
     };

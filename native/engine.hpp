@@ -111,6 +111,7 @@ class Engine {
     bool fail(Status status, std::uint32_t peer, const Header& header = {});
     void copy_in(const Incoming& message, const std::byte* data);
     bool was_read();
+    bool stalls();
     bool sleep();
 
     std::byte* at(const Piece& piece) const { return memories_[piece.memory] + piece.offset; }
@@ -136,6 +137,8 @@ class Engine {
     const Program* program_ = nullptr;
     std::byte* memories_[3] = {};
     bool one_shot_ = false;
+    bool reads_arrays_ = false;  // of peers, where these lie
+    bool stalled_ = false;  // for good, because a peer has left: the alarm tells why
     Shot shot_ = Shot::tell;
     std::uint32_t collected_ = 0;  // terms of a one-shot that are here
 

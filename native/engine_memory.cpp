@@ -44,6 +44,7 @@ bool Engine::in_one_shot(bool& progress) {
             reduce(memories_[OUT], share(sheet_.rank));
             release_all();
             shot_ = Shot::push;
+            if (stalls()) return true;
             [[fallthrough]];
         case Shot::push:
             if (!push_share()) return true;
@@ -217,6 +218,7 @@ bool Engine::expects(std::uint32_t peer, const Entry& entry, std::uint32_t tile,
     if (entry.sequence == sheet_.sequence && entry.fingerprint == sheet_.fingerprint && entry.tile == tile &&
         entry.round == round && entry.nbytes == nbytes && sound) {
         results_[peer] = entry.result;
+        reads_arrays_ = reads_arrays_ || entry.place == Place::away;
         return true;
     }
     Header header = sheet_.header(peer, entry.tile, entry.round, entry.nbytes);

@@ -40,6 +40,9 @@ class Inbox {
         return offset <= nbytes_ && nbytes <= nbytes_ - offset ? arena_ + offset : nullptr;
     }
 
+    // Whether the peer has taken its arrays back: what was read there last may be anything.
+    bool left() const { return Pulse::of(arena_).left.load(std::memory_order_relaxed) != 0; }
+
   private:
     bool find() {
         const std::uint64_t region = reinterpret_cast<const Directory*>(arena_)->find(group_);

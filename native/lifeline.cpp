@@ -12,6 +12,7 @@
 #include <csignal>
 #include <deque>
 #include <mutex>
+#include <stdexcept>
 
 namespace gradwire {
 
@@ -20,23 +21,33 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int NICE = -5;  // a little ahead of those who compute
+constexpr int SLOW_BEATS = 5;
 
 struct Line {
     int socket;
-    bool repeats;
-    std::deque<std::string> records;
-    std::size_t sent = 0;  // bytes of the first
+    std::size_t each;              // bytes of a record or token
+    bool repeats;                  // one record, instead of a stock of tokens
+    std::size_t mark = 0;          // tokens
+    std::deque<std::string> stock{};  // whole tokens, at least one in each; or the record
+    std::size_t sent = 0;          // bytes of the first
+    std::size_t left = 0;          // bytes of all that are not sent
+    int beats = 0;                 // since the last token
 
     void write() {
-        if (records.empty()) return;
-        const std::string& record = records.front();
-        const ssize_t sent_now = ::send(socket, record.data() + sent, record.size() - sent, MSG_DONTWAIT | MSG_NOSIGNAL);
+        if (stock.empty()) return;
+        if (!repeats && tokens() < mark && ++beats < SLOW_BEATS) return;
+        const std::string& first = stock.front();
+        const std::size_t rest = each - sent % each;  // what was written in part goes first
+        const ssize_t sent_now = ::send(socket, first.data() + sent, rest, MSG_DONTWAIT | MSG_NOSIGNAL);
         if (sent_now < 0) return;  // no room, or no link any more: that is for its reader to tell
+        beats = 0;
         sent += static_cast<std::size_t>(sent_now);
-        if (sent < record.size()) return;  // half a record: the rest goes first
+        if (!repeats) left -= static_cast<std::size_t>(sent_now);
+        if (sent < first.size()) return;
         sent = 0;
-        if (!repeats) records.pop_front();
+        if (!repeats) stock.pop_front();
     }
+    std::size_t tokens() const { return (left + each - 1) / each; }
 };
 
 std::uint64_t number_of(Clock::time_point time) {
@@ -76,25 +87,34 @@ void Lifeline::write_to(std::byte* arena) {
 void Lifeline::add(int socket, std::string record) {
     if (!ours()) return;
     std::lock_guard lock(state_->mutex);
-    Line line{socket, !record.empty(), {}};
-    if (line.repeats) line.records.push_back(std::move(record));
+    if (record.empty()) return;
+    Line line{.socket = socket, .each = record.size(), .repeats = true};
+    line.stock.push_back(std::move(record));
     state_->lines.push_back(std::move(line));
 }
 
-void Lifeline::feed(int socket, std::vector<std::string> records) {
+void Lifeline::add_tokens(int socket, std::size_t token_bytes, std::size_t mark) {
+    if (!ours()) return;
+    if (token_bytes == 0) throw std::invalid_argument("a token has at least one byte");
+    std::lock_guard lock(state_->mutex);
+    state_->lines.push_back(Line{.socket = socket, .each = token_bytes, .repeats = false, .mark = mark});
+}
+
+void Lifeline::feed(int socket, std::string tokens) {
     if (!ours()) return;
     std::lock_guard lock(state_->mutex);
     Line* line = state_->line(socket);
-    if (!line) return;
-    for (std::string& record : records)
-        if (!record.empty()) line->records.push_back(std::move(record));
+    if (!line || line->repeats || tokens.empty()) return;
+    if (tokens.size() % line->each != 0) throw std::invalid_argument("a part of a token");
+    line->left += tokens.size();
+    line->stock.push_back(std::move(tokens));
 }
 
 std::size_t Lifeline::ahead(int socket) const {
     if (!ours()) return 0;
     std::lock_guard lock(state_->mutex);
     const Line* line = state_->line(socket);
-    return line ? line->records.size() : 0;
+    return line ? line->tokens() : 0;
 }
 
 void Lifeline::drop(int socket) {

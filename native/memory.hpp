@@ -99,6 +99,8 @@ static_assert(sizeof(Directory) == DIRECTORY_BYTES);
 
 struct alignas(LINE) Pulse {
     std::atomic<std::uint64_t> beat;  // another number at each beat; 0: none yet
+    // Not 0: the owner has taken its arrays back because the generation is broken. What others read there since is not theirs.
+    std::atomic<std::uint64_t> left;
 
     static Pulse& of(std::byte* arena) { return *reinterpret_cast<Pulse*>(arena + DIRECTORY_BYTES); }
 };

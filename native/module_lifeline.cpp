@@ -33,12 +33,12 @@ void register_lifeline(nb::module_& module) {
                  nb::gil_scoped_release released;
                  self.add(socket, std::move(repeated));
              })
+        .def("add_tokens", &Lifeline::add_tokens, Release())
         .def("feed",
-             [](Lifeline& self, int socket, nb::list given) {
-                 std::vector<std::string> records;
-                 for (nb::handle record : given) records.push_back(text(nb::cast<nb::bytes>(record)));
+             [](Lifeline& self, int socket, nb::bytes given) {
+                 std::string tokens = text(given);
                  nb::gil_scoped_release released;
-                 self.feed(socket, std::move(records));
+                 self.feed(socket, std::move(tokens));
              })
         .def("ahead", &Lifeline::ahead, Release())
         .def("drop", &Lifeline::drop, Release())
@@ -52,12 +52,13 @@ void register_lifeline(nb::module_& module) {
         return found;
     });
 
-    // Regions (offset, bytes) of an arena; false if some of them could not be mapped.
+    // Regions (offset, bytes) of an arena; false if some of them could not be mapped. Whoever reads there is warned first.
     using Regions = std::vector<std::pair<std::size_t, std::size_t>>;
     module.def(
         "map_alone",
         [](std::uintptr_t arena, int descriptor, const Regions& regions) {
             bool all = true;
+            Pulse::of(pointer(arena)).left.store(1);
             for (auto [offset, nbytes] : regions) all = map_alone(pointer(arena) + offset, nbytes, descriptor, offset) && all;
             return all;
         },

@@ -1,7 +1,10 @@
 #include "pages.hpp"
 
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
+
+#include <algorithm>
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
@@ -11,9 +14,19 @@ namespace gradwire {
 
 namespace {
 
+constexpr std::size_t PIECE = 16 << 20;
+
 bool map(std::byte* address, std::size_t nbytes, int descriptor, std::size_t offset, int kind) {
     return ::mmap(address, nbytes, PROT_READ | PROT_WRITE, kind | MAP_FIXED | MAP_NORESERVE, descriptor,
                   static_cast<off_t>(offset)) != MAP_FAILED;
+}
+
+// Makes private pages copies of the file's.
+void copy_pages(std::byte* address, std::size_t nbytes) {
+    if (::madvise(address, nbytes, MADV_POPULATE_WRITE) == 0) return;
+    const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));  // before Linux 5.14
+    for (std::size_t at = 0; at < nbytes; at += page)
+        __atomic_fetch_or(reinterpret_cast<unsigned char*>(address + at), static_cast<unsigned char>(0), __ATOMIC_RELAXED);
 }
 
 }  // namespace
@@ -22,10 +35,13 @@ bool map_alone(std::byte* address, std::size_t nbytes, int descriptor, std::size
     // A private page is the file's until it is first written, and a copy from then on. Copying by hand instead would
     // lose what other threads write between the copy and its mapping.
     if (!map(address, nbytes, descriptor, offset, MAP_PRIVATE)) return false;
-    if (::madvise(address, nbytes, MADV_POPULATE_WRITE) == 0) return true;
-    const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));  // before Linux 5.14
-    for (std::size_t at = 0; at < nbytes; at += page)
-        __atomic_fetch_or(reinterpret_cast<unsigned char*>(address + at), static_cast<unsigned char>(0), __ATOMIC_RELAXED);
+    for (std::size_t at = 0; at < nbytes; at += PIECE) {
+        const std::size_t length = std::min(PIECE, nbytes - at);
+        copy_pages(address + at, length);
+        // Some sandboxes cannot. Then the file keeps its memory until the array is given back.
+        static_cast<void>(::fallocate(descriptor, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+                                      static_cast<off_t>(offset + at), static_cast<off_t>(length)));
+    }
     return true;
 }
 

@@ -75,6 +75,10 @@ class Hosts:
         """The switch forgets a port: packets are lost, and neither host sees anything but silence."""
         self._switch.ip("link", "set", "port1", "nomaster")
 
+    def mend(self) -> None:
+        """The end of a cut."""
+        self._switch.ip("link", "set", "port1", "master", "switch")
+
     def unplug(self) -> None:
         """The cable of host 0 is pulled: it knows, the other one does not."""
         self._hosts[0].ip("link", "set", CABLE, "down")

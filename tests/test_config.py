@@ -246,6 +246,15 @@ class TestRefusals:
         refused(ConfigError, "the argument timeout is", timeout=value)
         refused(ConfigError, "GRADWIRE_TIMEOUT is 'soon'", {"GRADWIRE_TIMEOUT": "soon"})
 
+    def test_peer_timeout_from_the_environment_is_checked(self) -> None:
+        assert resolve(environ={}).peer_timeout == 3.0
+        assert resolve(environ={"GRADWIRE_PEER_TIMEOUT": ""}).peer_timeout == 3.0
+        assert resolve(environ={"GRADWIRE_PEER_TIMEOUT": "12.5"}).peer_timeout == 12.5
+        refused(ConfigError, "GRADWIRE_PEER_TIMEOUT is 'soon'", {"GRADWIRE_PEER_TIMEOUT": "soon"})
+        for text in ("0", "-1", "0.4", "601", "nan", "inf"):
+            match = r"peer_timeout .* \(from GRADWIRE_PEER_TIMEOUT\) is out of range: .* 0.5 to 600 seconds"
+            refused(ConfigError, match, {"GRADWIRE_PEER_TIMEOUT": text})
+
     def test_flags(self) -> None:
         refused(ConfigError, "GRADWIRE_INSECURE is 'maybe'", {"GRADWIRE_INSECURE": "maybe"})
         assert not resolve(environ={"GRADWIRE_INSECURE": "Off"}).insecure

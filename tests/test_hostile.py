@@ -165,7 +165,7 @@ def test_random_bytes(target: Target) -> None:
     for _ in range(300):
         with target.connect() as sock, contextlib.suppress(ConnectionError):
             sock.sendall(dice.randbytes(dice.choice([1, 7, 8, 64, 80, 112, 4096, 65536])))
-    target.wait_for_log("more refused links follow within this minute; they are not logged")
+    target.wait_for_log("more refusals follow within this minute; they are not logged")
     assert target.log().count("refused a link from") <= 60
 
 

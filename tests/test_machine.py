@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,3 +55,20 @@ def test_usable_cores_are_those_the_process_may_run_on() -> None:
 
 def test_a_machine_has_one_identity() -> None:
     assert machine.identity() == machine.identity() != ""
+
+
+def test_process_status_tells_state_and_start_of_a_process_whatever_its_name() -> None:
+    name = "a) Z (b"  # as /proc shows it, between parentheses
+    code = f"import ctypes; ctypes.CDLL(None).prctl(15, {name.encode()!r}, 0, 0, 0); print(); input()"
+    before = machine.process_status(os.getpid())
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        status = machine.process_status(child.pid)
+        assert status is not None
+        assert before is not None
+        assert status.state in "RSD"
+        assert status.started >= before.started
+        assert machine.process_status(f"{child.pid}/task/{child.pid}") is not None
+        child.kill()
+    assert machine.process_status(child.pid) is None

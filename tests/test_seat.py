@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from gradwire import agreement, lifetime
 from gradwire.address import Address
 from gradwire.config import JobConfig
-from gradwire.errors import NoConnection, Timeout
+from gradwire.errors import ConfigError, NoConnection, Timeout
 from gradwire.generation import Generation
 from gradwire.membership import Assembly, Member, client
 from gradwire.seat import SET_UP_SECONDS, Seat
@@ -95,3 +96,20 @@ def test_nobody_waits_for_a_frozen_member_for_as_long_as_for_the_job(monkeypatch
     assert not stage.take(1e9).joined
     assert stage.patience[0] <= time.monotonic() + SET_UP_SECONDS
     assert stage.patience[0] >= before + SET_UP_SECONDS
+
+
+def test_agreed_address_beyond_this_machine_needs_what_a_configured_one_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks of one host meet at 127.0.0.1; what their store says instead may be anybody's, and gets no proof."""
+    stage = Stage(monkeypatch, numbers=iter((1,)))
+    config = JobConfig(address=Address("127.0.0.1", 1), size=2, rank=1, address_taken=True)
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1:29500 is beyond this machine, and links are not encrypted"):
+        Seat(config, lambda offered, timeout: "192.0.2.1:29500").take(1e9)
+    monkeypatch.delenv("GRADWIRE_TOKEN")
+    insecure = dataclasses.replace(config, insecure=True)
+    with pytest.raises(ConfigError, match="a job that reaches beyond this machine needs a secret"):
+        Seat(insecure, lambda offered, timeout: "192.0.2.1:29500").take(1e9)
+    assert stage.asked == []
+    Seat(config, lambda offered, timeout: "127.0.0.1:29500").take(1e9).close()
+    assert len(stage.asked) == 1

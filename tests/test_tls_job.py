@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import pytest
 
 import gradwire as gw
 import tls_files
+from gradwire import core
 from gradwire.launch.environment import free_port
+from gradwire.liveness import beats
 from processes import Here, StartJob
 from processes import job_fixture as job_fixture
 from processes import zygote_fixture as zygote_fixture
@@ -62,6 +67,48 @@ def test_ranks_reduce_over_tls_and_a_frozen_one_is_lost(job: StartJob) -> None:
             assert "silent" in told["text"]
         ranks[1].signal(signal.SIGCONT)
         assert ranks[1].hear()["error"] == "Aborted"
+
+
+def holds_the_interpreter(here: Here, seconds: float) -> None:
+    """With a stock of tokens that lasts for 3 s of beats, and for 9 s of slow ones."""
+    beats.BLOCK_TOKENS, beats.STOCK_BLOCKS, beats.MARK_BLOCKS = 16, 4, 2
+    try:
+        group = gw.init(timeout=30.0)
+        group.barrier()
+        if group.rank == 1:
+            ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+        here.tell(sum=group.all_reduce(1))
+    except gw.GradwireError as error:
+        here.tell_error(error)
+
+
+@pytest.mark.skipif(not core.available(), reason="without the core, silence counts after 10 s")
+def test_a_rank_whose_interpreter_is_held_up_for_longer_than_its_beats_were_made_for_is_not_lost(job: StartJob) -> None:
+    secure = environ(2)
+    with job(
+        holds_the_interpreter, 2, 4.5, environ=lambda rank: {**secure(rank), "GRADWIRE_PEER_TIMEOUT": "1"}
+    ) as ranks:
+        assert [rank.hear() for rank in ranks] == [{"sum": 2}] * 2
+
+
+def is_idle(here: Here, seconds: float) -> None:
+    try:
+        group = gw.init(timeout=30.0)
+        group.barrier()
+        time.sleep(seconds)  # in which only beats tell that anybody lives
+        here.tell(sum=group.all_reduce(1))
+    except gw.GradwireError as error:
+        here.tell_error(error)
+
+
+def test_ranks_with_and_without_the_core_accept_each_other_s_beats(job: StartJob) -> None:
+    secure = environ(3)
+
+    def of(rank: int) -> Mapping[str, str]:
+        return {**secure(rank), "GRADWIRE_PEER_TIMEOUT": "0.5", core.PURE: "1" if rank == 1 else "0"}
+
+    with job(is_idle, 3, 1.5, environ=of) as ranks:
+        assert [rank.hear() for rank in ranks] == [{"sum": 3}] * 3
 
 
 def test_who_shows_no_certificate_is_told_so(job: StartJob) -> None:

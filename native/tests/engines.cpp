@@ -186,6 +186,46 @@ void the_alarm_ends_a_wait() {
             }
 }
 
+// Rank 0 shows its array to rank 1, then takes it back: rank 1 must neither be done nor hand on what it found there.
+void what_was_read_of_a_rank_that_left_counts_for_nothing() {
+    constexpr std::size_t COUNT = 4096;
+    for (const bool leaves : {false, true})
+        for (const bool reduces : {false, true}) {
+            Ranks ranks("aa");
+            Program programs[2];
+            std::vector<std::int64_t> x(COUNT, 1);
+            for (std::uint32_t rank : {0u, 1u}) {
+                ranks.open(rank);
+                if (reduces) {
+                    programs[rank] = one_shot(rank, 2, COUNT, DType::i64);
+                    programs[rank].one_shot = true;
+                } else {  // rank 0 sends, rank 1 receives
+                    programs[rank].rounds.resize(1);
+                    programs[rank].rounds[0].push_back(rank ? recv({1, 0, 1}, 0) : send({0, 0, 1}, {1}));
+                    bind(programs[rank], 1, 0, COUNT, DType::i64);
+                    programs[rank].prepare();
+                }
+            }
+            auto* mine = reinterpret_cast<std::int64_t*>(ranks.array(0));
+            std::fill_n(mine, COUNT, 2);
+            ranks.engine(0).begin(programs[0], mine, mine, 1, 5, 0);
+            CHECK(ranks.engine(0).advance(0) == Status::waiting);
+            ranks.engine(1).begin(programs[1], x.data(), x.data(), 1, 5, 0);
+            if (leaves) Pulse::of(ranks.arena(0)).left.store(1);
+            Status status = ranks.engine(1).advance(0);
+            for (int turn = 0; turn < 100 && status == Status::waiting && !leaves; ++turn) {
+                ranks.engine(0).advance(0);
+                status = ranks.engine(1).advance(0);
+            }
+            CHECK(status == (leaves ? Status::waiting : Status::done));
+            if (!leaves) CHECK(x.back() == (reduces ? 3 : 2));
+            if (!leaves) continue;
+            CHECK(ranks.engine(1).advance(0.002) == Status::waiting);
+            ranks.ring(1);
+            CHECK(ranks.engine(1).advance(LONG) == Status::alarmed);
+        }
+}
+
 void a_closed_link_is_a_loss() {
     Ranks ranks("aba");
     for (std::uint32_t rank : {0u, 2u}) ranks.open(rank);
@@ -210,5 +250,6 @@ int main() {
     RUN(a_root_falls_behind);
     RUN(waiting_can_be_resumed);
     RUN(the_alarm_ends_a_wait);
+    RUN(what_was_read_of_a_rank_that_left_counts_for_nothing);
     RUN(a_closed_link_is_a_loss);
 }

@@ -3,12 +3,14 @@
 #include <poll.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <cstring>
 #include <memory>
+#include <stdexcept>
 
 #include "check.hpp"
 #include "lifeline.hpp"
@@ -64,38 +66,69 @@ void beats_are_seen_in_memory_until_it_stops() {
     lifeline.stop();
 }
 
-void records_come_one_for_each_beat_and_in_order() {
+void tokens_come_one_for_each_beat_and_in_order() {
     Pair same, each;
     Lifeline lifeline(QUICK);
     lifeline.add(same.ends[0], "again;");
-    lifeline.add(each.ends[0]);
+    lifeline.add_tokens(each.ends[0], 3, 0);
     lifeline.start();
     std::string expected;
-    for (int i = 0; i < 30; ++i) {
-        const std::string record = std::to_string(i) + ";";
-        lifeline.feed(each.ends[0], {record, ""});
-        expected += record;
+    for (int i = 10; i < 40; i += 2) {
+        const std::string tokens = std::to_string(i) + ";" + std::to_string(i + 1) + ";";
+        lifeline.feed(each.ends[0], tokens);
+        lifeline.feed(each.ends[0], "");
+        expected += tokens;
     }
     CHECK(each.read(expected.size()) == expected);
     CHECK(same.read(12) == "again;again;");
-    CHECK(lifeline.ahead(same.ends[0]) == 1);
+    CHECK(lifeline.ahead(each.ends[0]) == 0);
+    CHECK(lifeline.ahead(same.ends[0]) == 0);
     CHECK(lifeline.ahead(12345) == 0);
-    lifeline.feed(12345, {"nobody's"});
+    lifeline.feed(12345, "nobody's");
+    char more;
+    ::usleep(5000);
+    CHECK(::recv(each.ends[1], &more, 1, MSG_DONTWAIT) < 0);  // none is made up
+}
+
+void parts_of_tokens_are_refused() {
+    Pair pair;
+    Lifeline lifeline(QUICK);
+    lifeline.add_tokens(pair.ends[0], 3, 0);
+    int refused = 0;
+    try { lifeline.feed(pair.ends[0], "four"); } catch (const std::invalid_argument&) { ++refused; }
+    try { lifeline.add_tokens(pair.ends[0], 0, 0); } catch (const std::invalid_argument&) { ++refused; }
+    CHECK(refused == 2);
+    CHECK(lifeline.ahead(pair.ends[0]) == 0);
+}
+
+// The record tells how many beats there were meanwhile. Both links are written to in the same beat, in this order.
+void a_stock_that_is_not_filled_up_is_used_more_slowly() {
+    Pair same, each;
+    Lifeline lifeline(QUICK);
+    lifeline.add(same.ends[0], "x");
+    lifeline.add_tokens(each.ends[0], 1, 4);
+    lifeline.feed(each.ends[0], "abcdefghi");
+    lifeline.start();
+    CHECK(each.read(9) == "abcdefghi");
+    lifeline.stop();
+    char beats[65536];
+    const ssize_t count = ::recv(same.ends[1], beats, sizeof beats, MSG_DONTWAIT);
+    CHECK(count >= 6 + 3 * 5);  // down to 3 that are left, one for each; then one for five
 }
 
 void whoever_does_not_read_holds_nobody_up() {
     Pair full, other;
     int small = 1;
     CHECK(::setsockopt(full.ends[0], SOL_SOCKET, SO_SNDBUF, &small, sizeof small) == 0);
-    const std::string large(300000, 'x');  // more than its buffer: it is written in part
+    const std::string large(300000, 'x'), then(300000, 'y');  // more than its buffer: tokens are written in part
     Lifeline lifeline(QUICK);
-    lifeline.add(full.ends[0]);
-    lifeline.feed(full.ends[0], {large, "then this"});
+    lifeline.add_tokens(full.ends[0], large.size(), 0);
+    lifeline.feed(full.ends[0], large + then);
     lifeline.add(other.ends[0], "beat");
     lifeline.start();
     for (int i = 0; i < 20; ++i) CHECK(other.read(4) == "beat");
     CHECK(full.read(large.size()) == large);
-    CHECK(full.read(9) == "then this");
+    CHECK(full.read(then.size()) == then);
 }
 
 void what_was_dropped_is_not_written_to() {
@@ -145,6 +178,12 @@ void children_do_not_beat_and_end_in_peace() {
     for (int i = 0; i < 20; ++i) CHECK(pair.read(4) == "beat");
 }
 
+std::uint64_t blocks(int descriptor) {
+    struct stat status;
+    CHECK(::fstat(descriptor, &status) == 0);
+    return static_cast<std::uint64_t>(status.st_blocks);
+}
+
 // Threads write to the pages while they are left behind: all that they wrote is there afterwards.
 void nothing_is_lost_of_pages_that_are_left_behind() {
     constexpr std::size_t NBYTES = 64 * 4096, WORDS = NBYTES / sizeof(std::uint64_t);
@@ -168,6 +207,7 @@ void nothing_is_lost_of_pages_that_are_left_behind() {
     });
     while (!started) std::this_thread::yield();
     CHECK(map_alone(reinterpret_cast<std::byte*>(mine), NBYTES, descriptor, 0));
+    CHECK(blocks(descriptor) == 0);  // the file has given its memory back
     for (std::size_t word = 0; word < WORDS; ++word) __atomic_store_n(&theirs[word], ~0ull, __ATOMIC_RELAXED);
     over = true;
     writer.join();
@@ -183,7 +223,9 @@ void nothing_is_lost_of_pages_that_are_left_behind() {
 
 int main() {
     RUN(beats_are_seen_in_memory_until_it_stops);
-    RUN(records_come_one_for_each_beat_and_in_order);
+    RUN(tokens_come_one_for_each_beat_and_in_order);
+    RUN(parts_of_tokens_are_refused);
+    RUN(a_stock_that_is_not_filled_up_is_used_more_slowly);
     RUN(whoever_does_not_read_holds_nobody_up);
     RUN(what_was_dropped_is_not_written_to);
     RUN(a_peer_that_is_gone_ends_its_link_only);

@@ -21,7 +21,7 @@ constexpr std::size_t TILE_BYTES = 4096;   // small, so that there are many tile
 // One letter for each rank: equal ones share a host.
 class Ranks {
   public:
-    explicit Ranks(const std::string& hosts) : size(static_cast<std::uint32_t>(hosts.size())), region_(DIRECTORY_BYTES) {
+    explicit Ranks(const std::string& hosts) : size(static_cast<std::uint32_t>(hosts.size())), region_(RESERVED_BYTES) {
         arrays_ = region_ + padded(lanes_bytes(size) + STAGING);
         nbytes = arrays_ + ARRAYS;
         for (std::uint32_t rank = 0; rank < size; ++rank) {

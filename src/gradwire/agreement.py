@@ -63,7 +63,7 @@ def agree(
         return generation.parley.tell(value, "init", max(0.1, deadline - time.monotonic()))
 
     encoded = table and tuning.encode(table)
-    own = Nature.own()
+    own = Nature.own(generation.peer_timeout)
     hosts = [identity.topology.host_of(rank) for rank in range(identity.size)]
     with Sharing(identity.rank, hosts, transport != "tcp" and core.available()) as sharing:
         hear = tell(list(Entry(PROTOCOL, identity.run.hex(), transport, encoded, own.to_wire(), sharing.offer())))

@@ -20,6 +20,8 @@ from gradwire.address import Address
 from gradwire.environments import Found, Partial
 from gradwire.environments.found import find
 from gradwire.errors import ConfigError, InvalidRank, InvalidSize, UnsupportedOp
+from gradwire.liveness.detector import PEER_SECONDS
+from gradwire.liveness.lifeline import LEAST_TIMEOUT, MOST_TIMEOUT
 
 RANK = "GRADWIRE_RANK"
 SIZE = "GRADWIRE_SIZE"
@@ -28,6 +30,7 @@ ADDRESS = "GRADWIRE_ADDRESS"
 COORDINATOR = "GRADWIRE_COORDINATOR"
 TRANSPORT = "GRADWIRE_TRANSPORT"
 TIMEOUT = "GRADWIRE_TIMEOUT"
+PEER_TIMEOUT = "GRADWIRE_PEER_TIMEOUT"
 INSECURE = "GRADWIRE_INSECURE"
 JOB = "GRADWIRE_JOB"
 ELASTIC = "GRADWIRE_ELASTIC"
@@ -53,11 +56,12 @@ _JOB_NAME = re.compile(r"[!-~]{1,128}")
 class JobConfig:
     """What a process knows of its job before it has spoken to anybody. Validated as a whole.
 
-    `local_rank` is None where nobody told it. `served` says that somebody else, a launcher, runs the coordinator at
-    `address`; otherwise rank 0 does. `address_taken` says that a launcher listens at `address` for purposes of its own.
-    `job`, where there is one, is a name that keeps two jobs apart that meet at one address. In an `elastic` job members
-    come and go: rank and size are wishes for the first generation, and None where there is none. `member` is the id
-    that a launcher gave this process. `sources` says where each value came from.
+    `local_rank` is None where nobody told it. `peer_timeout` is how long a rank on another host may be silent.
+    `served` says that somebody else, a launcher, runs the coordinator at `address`; otherwise rank 0 does.
+    `address_taken` says that a launcher listens at `address` for purposes of its own. `job`, where there is one, is a
+    name that keeps two jobs apart that meet at one address. In an `elastic` job members come and go: rank and size are
+    wishes for the first generation, and None where there is none. `member` is the id that a launcher gave this process.
+    `sources` says where each value came from.
     """
 
     size: int | None = 1
@@ -66,6 +70,7 @@ class JobConfig:
     address: Address | None = None
     transport: str = "auto"
     timeout: float = 300.0
+    peer_timeout: float = PEER_SECONDS
     insecure: bool = False
     job: str | None = None
     served: bool = False
@@ -91,6 +96,9 @@ class JobConfig:
         self._check_transport()
         if not 0 < self.timeout <= threading.TIMEOUT_MAX:
             raise ConfigError(f"{self._named('timeout')} is not a positive number of seconds")
+        if not LEAST_TIMEOUT <= self.peer_timeout <= MOST_TIMEOUT:
+            bounds = f"{LEAST_TIMEOUT:g} to {MOST_TIMEOUT:g} seconds"
+            raise ConfigError(f"{self._named('peer_timeout')} is out of range: a rank may be silent for {bounds}")
         if self.job is not None and not _JOB_NAME.fullmatch(self.job):
             raise ConfigError(f"{self._named('job')} is not 1 to 128 visible ASCII characters without spaces")
 
@@ -162,6 +170,7 @@ def resolve(
         address=place.address,
         transport=_transport(transport, environ, sources),
         timeout=_timeout(timeout, environ, sources),
+        peer_timeout=_peer_timeout(environ, sources),
         insecure=bool(insecure) or _flag(find(environ, INSECURE)),
         job=_job(environ, agreeing, place.served, sources),
         served=place.served,
@@ -295,6 +304,17 @@ def _timeout(argument: float, environ: Mapping[str, str], sources: dict[str, str
         return float(value)  # type: ignore[arg-type]  # whatever the caller gave: an error says so
     except (TypeError, ValueError):
         raise ConfigError(f"{source} is {value!r}, which is not a number of seconds") from None
+
+
+def _peer_timeout(environ: Mapping[str, str], sources: dict[str, str]) -> float:
+    found = find(environ, PEER_TIMEOUT)
+    if found is None:
+        return PEER_SECONDS
+    sources["peer_timeout"] = found.source
+    try:
+        return float(found.text)
+    except ValueError:
+        raise ConfigError(f"{found.source} is {found.text!r}, which is not a number of seconds") from None
 
 
 def _text(found: Found | None) -> str | None:

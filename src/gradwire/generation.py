@@ -17,6 +17,7 @@ from typing import Any
 from gradwire.collectives import DEFAULTS
 from gradwire.errors import Closed, CollectiveMismatch, GradwireError, NoConnection
 from gradwire.identity import Identity
+from gradwire.liveness.detector import PEER_SECONDS
 from gradwire.liveness.lifeline import Nature
 from gradwire.liveness.parley import Parley
 from gradwire.liveness.verdict import Finding
@@ -35,10 +36,17 @@ EXIT_SECONDS = 0.01  # from the end of a dying process's links to its own
 class Generation:
     """This rank's part in one membership."""
 
-    def __init__(self, identity: Identity, transport: Transport, member_ids: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        transport: Transport,
+        member_ids: tuple[str, ...] = (),
+        peer_timeout: float = PEER_SECONDS,
+    ) -> None:
         self.identity = identity
         self.transport = transport
         self.member_ids = member_ids  # by rank, for the coordinator
+        self.peer_timeout = peer_timeout  # seconds of silence between hosts, as this rank wants it
         self.succeed: Callable[[Generation, float], Any] | None = None  # makes the next generation's group
         self.news: Callable[[], Any] = lambda: None  # what the coordinator last told: who waits to join
         self.cuts: Callable[[], frozenset[str]] = frozenset  # the members this one is cut off from, on purpose

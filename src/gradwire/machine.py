@@ -1,4 +1,4 @@
-"""What this machine is, and what of it this process may use."""
+"""What this machine is, what of it this process may use, and what its other processes do."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 import os
 import socket
 from pathlib import Path
+from typing import NamedTuple
 
 
 def identity() -> str:
@@ -22,16 +23,27 @@ def _boot() -> str:
     return ""
 
 
-def process_started(pid: int | str = "self") -> int:
-    """When a process started, in ticks since this machine booted; 0 if that cannot be known.
+class ProcessStatus(NamedTuple):
+    """What the kernel tells of a process or thread."""
 
-    A pid and this number together name one process: the pid alone may be given to another one later.
-    """
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-        # The command's name stands in parentheses and may hold anything, parentheses too; the time is field 22.
-        return int(stat[stat.rindex(b")") + 2 :].split()[19])
-    return 0
+    state: str  # one letter: R runs or could, S sleeps, D sleeps uninterruptibly, T is stopped, Z has ended
+    started: int  # in clock ticks since the machine started; with the pid, this names one process and no later one
+
+
+def process_status(pid: int | str) -> ProcessStatus | None:
+    """The status of a process by its pid, or of a thread by "PID/task/TID"; None if there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()  # the name before may hold anything
+        return ProcessStatus(fields[0].decode(), int(fields[19]))
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def process_started(pid: int | str = "self") -> int:
+    """When a process started, in clock ticks since the machine started; 0 if that cannot be known."""
+    status = process_status(pid)
+    return 0 if status is None else status.started
 
 
 def memory() -> int:

@@ -61,15 +61,8 @@ class Seat:
         if config.address_taken:  # by torchrun's store, through which the ranks agree on another port
             here = agree is None and torchrun.on_one_host(os.environ)
             self._address = Address("127.0.0.1" if here else config.address.host, 0)
-        loopback = self._address.is_loopback()
         self._credentials = Credentials.from_environ(os.environ)
-        if not loopback and not config.insecure and self._credentials is None:
-            raise ConfigError(
-                f"{self._address} is beyond this machine, and links are not encrypted: make certificates with "
-                "`gradwire certs` and set GRADWIRE_TLS_CA, GRADWIRE_TLS_CERT and GRADWIRE_TLS_KEY, or pass "
-                "insecure=True (GRADWIRE_INSECURE=1) if you trust the network in between"
-            )
-        self._secret = tokens.held(os.environ, loopback)
+        self._secret = self._secret_for(self._address)
         self._id = config.member or _new_id(self._credentials)
         self._job = config.job or (self._credentials.job if self._credentials else None)
         self._seal: WorkerSeal | None = None  # for all registrations, from the first one on
@@ -82,6 +75,17 @@ class Seat:
         self._stood_still = False
         self._news = _news_pipe() if config.elastic else None
         self._lease: Lease | None = None
+
+    def _secret_for(self, address: Address) -> bytes | tokens.Token:
+        """What to prove at an address, if it is one that this process may go to."""
+        loopback = address.is_loopback()
+        if not loopback and not self.config.insecure and self._credentials is None:
+            raise ConfigError(
+                f"{address} is beyond this machine, and links are not encrypted: make certificates with "
+                "`gradwire certs` and set GRADWIRE_TLS_CA, GRADWIRE_TLS_CERT and GRADWIRE_TLS_KEY, or pass "
+                "insecure=True (GRADWIRE_INSECURE=1) if you trust the network in between"
+            )
+        return tokens.held(os.environ, loopback)
 
     def take(self, deadline: float) -> Group:
         """The group of the next generation. In an elastic job members that are lost meanwhile are done without."""
@@ -196,6 +200,7 @@ class Seat:
             if config.address_taken:
                 agreed = self._agree(coordinator.address if coordinator else None, left)
                 self._address = Address.parse(agreed, "the address that the ranks agreed on")
+                self._secret_for(self._address)  # checks it too: the ranks' store proves nothing
             first = self._generation == 0
             self._place = self._member(transport, config.rank if first else None)
             return client.register(
@@ -298,7 +303,8 @@ class Seat:
         )
         names = tuple(str(member) for member in members)
         identity = Identity(assembly.run, assembly.generation, assembly.rank, names, topology)
-        return Generation(identity, transport, tuple(member.id for member in members))
+        ids = tuple(member.id for member in members)
+        return Generation(identity, transport, ids, self.config.peer_timeout)
 
     def _place_of(self, rank: int, member: Member) -> Address:
         try:

@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable, Iterable
 
 from gradwire.identity import Identity
+from gradwire.liveness.beats import BeatSink
 from gradwire.liveness.control import Control, ControlSink
-from gradwire.liveness.lifeline import BeatSink, Lifeline
+from gradwire.liveness.lifeline import Lifeline
 from gradwire.liveness.verdict import Finding
 from gradwire.liveness.watch import LAST_WORDS_SECONDS
 from gradwire.messages import Letter, Mailbox, MessageSink
 from gradwire.transports.base import CONTROL_CHANNEL, MESSAGE_CHANNEL, Link, LinkClosed, Transport
-from gradwire.transports.frames import FrameReader, Outbox
+from gradwire.transports.frames import FrameReader, Outbox, Reader
 from gradwire.transports.shm import Life, SharedMemory
 from gradwire.wire import Kind
 
@@ -49,7 +50,10 @@ class Switchboard:
         self._cut_off = cut_off
         self.control = Control(identity.rank, identity.names, identity.number, self._post_control, broke)
         self._control_sink = ControlSink(self.control, identity.check_header)
-        self.lifeline = Lifeline(self.control, identity.frame(Kind.BEAT), BeatSink(identity.check_header), self._pump)
+        host = identity.topology.host_of(identity.rank)
+        remote = [peer for peer in range(identity.size) if identity.topology.host_of(peer) != host]
+        beats = BeatSink(identity.check_header)
+        self.lifeline = Lifeline(self.control, identity.frame(Kind.BEAT), beats, self._pump, remote)
         self.mailbox = Mailbox(self._accept_offer, self.wake)
         self._mail_sink = MessageSink(self.mailbox, identity.check_header)
         self._bell = transport.bell()
@@ -57,6 +61,7 @@ class Switchboard:
         self._outboxes: dict[tuple[int, int], Outbox] = {}  # by world rank and channel: links this rank writes to
         self._readers: list[FrameReader] = []
         self._message_links: dict[int, threading.Lock] = {}
+        self._clogged: set[int] = set()  # world ranks that take no messages off their links
         self._met = threading.Condition()
         self._ending = False
         self._thread = threading.Thread(target=self._run, name="gradwire-service", daemon=True)
@@ -165,7 +170,10 @@ class Switchboard:
     def _post(self, peer: int, channel: int, message: bytes) -> None:
         outbox = self._outboxes.get((peer, channel))
         if outbox is not None and outbox.full:  # who asks without end and hears no answer must not fill our memory
-            self.control.lost(peer, time.monotonic(), "takes no messages off its links")
+            # The service thread reports it: whoever posts may hold the mailbox's lock, and the control takes that lock
+            # while it holds its own.
+            self._clogged.add(peer)
+            self._bell.ring()
         elif outbox is not None:
             with contextlib.suppress(LinkClosed, OSError):  # the reading side learns of it, and decides
                 if outbox.post(message):
@@ -193,6 +201,8 @@ class Switchboard:
         cut_at = 0.0
         while True:
             now = time.monotonic()
+            while self._clogged:
+                self.control.lost(self._clogged.pop(), now, "takes no messages off its links")
             pause = min(self.control.tick(now), self.lifeline.tick(now))
             if now >= cut_at:
                 self._cut_links()
@@ -224,7 +234,7 @@ class Switchboard:
         with self._lock:
             return list(self._outboxes.values())
 
-    def _may_read(self, reader: FrameReader) -> bool:
+    def _may_read(self, reader: Reader) -> bool:
         """Whoever sends more than is asked for has to wait; but not with answers, which come on links dialled here."""
         link = reader.link
         dialled = self._outboxes.get((link.peer, MESSAGE_CHANNEL))
@@ -240,7 +250,7 @@ class Switchboard:
         if done:
             self.mailbox.wake_waits()
 
-    def _pump(self, reader: FrameReader) -> None:
+    def _pump(self, reader: Reader) -> None:
         try:
             while reader.pump() and reader.more and self._may_read(reader):
                 pass

@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from gradwire.cli import main
+from gradwire.launch.environment import free_port
 from launch.jobs import LONG, Watched, written
 from leftovers import children_of
 from ranks import eventually
@@ -67,6 +68,15 @@ def children(pid: int) -> list[Watched]:
     return found
 
 
+def address_of(run: subprocess.Popen[str]) -> str:
+    """Where the job of a launcher can be joined."""
+    assert run.stderr is not None
+    welcome = run.stderr.readline()
+    found = re.search(r"gradwire join (\S+) train.py", welcome)
+    assert found is not None, welcome
+    return found[1]
+
+
 def test_a_lost_worker_is_replaced_and_the_training_ends_as_if_nothing_had_been(start: Start, tmp_path: Path) -> None:
     train = """
     for step in run.steps(60):
@@ -87,6 +97,165 @@ def test_a_lost_worker_is_replaced_and_the_training_ends_as_if_nothing_had_been(
     assert not list((tmp_path / "tmp").iterdir())
 
 
+STEPS = """
+    for step in run.steps(5):
+        with step:
+            weights["w"] += run.group.all_reduce(np.ones(4), op="mean")
+    print("done", weights["w"][0], run.group.generation)
+"""
+FOREVER = """
+    for step in run.steps(10**9):
+        with step:
+            weights["w"] += run.group.all_reduce(np.ones(4), op="mean")
+            time.sleep(0.01)
+        if step.index == 5:
+            print("trains", run.group.size, flush=True)
+"""
+
+
+def test_second_run_in_the_same_log_folder_trains_anew(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the same name too; what the first one wrote is kept, and apart."""
+    monkeypatch.setenv("GRADWIRE_JOB", "digits")
+    written(tmp_path, TRAIN + STEPS, "train.py")
+    first = finish(start("run", "--min", "1", "-n", "2", "--log-dir", "logs", "train.py"))
+    second = finish(start("run", "--min", "1", "--log-dir", "logs", "train.py"))
+    assert (first[0], sorted(first[1].splitlines())) == (0, ["[0] done 5.0 1", "[1] done 5.0 1"]), first[2]
+    assert second[:2] == (0, "[0] done 5.0 1\n"), second[2]
+    now, before = tmp_path / "logs", tmp_path / "logs" / "earlier-1"
+    assert sorted(path.name for path in now.glob("*.log")) == ["coordinator.log", "worker-0.log"]
+    assert sorted(path.name for path in before.glob("*.log")) == ["coordinator.log", "worker-0.log", "worker-1.log"]
+    assert "resumed" not in (now / "coordinator.log").read_text()
+    assert (before / "coordinator.journal").stat().st_size > 0
+
+
+def test_run_after_a_killed_launcher_starts_at_once(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the same port and in the same folder, while the guard may still be ending what the first one has started."""
+    monkeypatch.setenv("GRADWIRE_JOB", "digits")
+    listen = f"127.0.0.1:{free_port()}"
+    options = ("run", "--min", "1", "-n", "2", "--listen", listen, "--log-dir", "logs")
+    written(tmp_path, TRAIN + FOREVER, "forever.py")
+    written(tmp_path, TRAIN + STEPS, "train.py")
+    killed = start(*options, "forever.py")
+    assert killed.stdout is not None
+    assert killed.stdout.readline().endswith("trains 2\n")
+    killed.kill()
+    code, out, err = finish(start(*options, "train.py"))
+    assert (code, sorted(out.splitlines())) == (0, ["[0] done 5.0 1", "[1] done 5.0 1"]), err
+    assert "trains 2" in (tmp_path / "logs" / "earlier-1" / "worker-0.log").read_text()
+
+
+@pytest.mark.slow
+def test_coordinator_started_anew_by_its_launcher_resumes_the_journal_of_this_run(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRADWIRE_JOB", "digits")
+    train = """
+    logs = os.environ["LOGS"]
+    for step in run.steps(10**9):
+        with step:
+            time.sleep(0.01)
+            resumed = "resumed from" in open(logs).read()
+            if run.group.all_reduce(float(resumed)):
+                break
+    print("done", run.group.generation)
+    """
+    monkeypatch.setenv("LOGS", str(tmp_path / "logs" / "coordinator.log"))
+    written(tmp_path, TRAIN + STEPS, "before.py")
+    assert finish(start("run", "--min", "1", "--log-dir", "logs", "before.py"))[0] == 0
+    written(tmp_path, TRAIN + train, "train.py")
+    chaos = ("--chaos", "restart coordinator @2s")
+    code, out, err = finish(start("run", "--min", "1", "--log-dir", "logs", *chaos, "train.py"))
+    assert (code, out) == (0, "[0] done 1\n"), err
+
+
+def test_run_and_join_with_one_log_folder_keep_their_logs_apart(start: Start, tmp_path: Path) -> None:
+    written(tmp_path, TRAIN + FOREVER, "train.py")
+    run = start("run", "--min", "1", "--max", "2", "--log-dir", "logs", "train.py")
+    joined = start("join", address_of(run), "--log-dir", "logs", "train.py")
+    assert joined.stderr is not None
+    assert f"the logs of this one are in logs/launcher-{joined.pid}\n" in joined.stderr.readline()
+    assert joined.stdout is not None
+    assert eventually((tmp_path / "logs" / f"launcher-{joined.pid}" / "worker-0.log").exists)
+    for process in (joined, run):
+        process.send_signal(signal.SIGINT)
+        assert finish(process)[0] == 130
+    assert (tmp_path / "logs" / "worker-0.log").exists()
+
+
+def test_secret_of_the_user_is_in_nobodys_environment(start: Start, tmp_path: Path) -> None:
+    written(tmp_path, TRAIN + FOREVER, "train.py")
+    run = start("run", "--min", "1", "train.py")
+    assert run.stdout is not None
+    assert run.stdout.readline() == "[0] trains 1\n"  # they found the secret themselves
+    secret = (tmp_path / "gradwire" / "secret").read_bytes().strip()
+    environments = [Path(f"/proc/{child.pid}/environ").read_bytes() for child in children(run.pid)]
+    assert len(environments) == 3
+    for environment in environments:
+        assert secret not in environment
+        assert b"GRADWIRE_TOKEN" not in environment
+
+
+def test_token_that_was_given_is_passed_on(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADWIRE_TOKEN", "a token that was given")
+    written(tmp_path, TRAIN + "    print(os.environ['GRADWIRE_TOKEN'])\n", "train.py")
+    assert finish(start("run", "--min", "1", "train.py"))[:2] == (0, "[0] a token that was given\n")
+
+
+@pytest.mark.slow
+def test_workers_that_join_by_a_token_keep_their_leases(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For longer than a lease; then a third one gets into the same training."""
+    monkeypatch.setenv("GRADWIRE_JOB", "digits")
+    train = """
+    for step in run.steps(10**9):
+        with step:
+            weights["together"] += run.group.size == 2
+            time.sleep(0.01)
+            done = run.group.all_reduce(1.0) == 3
+        if weights["together"][0] == 1300 and run.group.size == 2:
+            print("a lease has passed", flush=True)
+        if done:
+            break
+    print("done", run.group.size, weights["together"][0] >= 1300)
+    """
+    written(tmp_path, TRAIN + train, "train.py")
+    run = start("run", "--min", "1", "--max", "3", "--log-dir", "logs", "train.py")
+    address = address_of(run)
+    code, token, err = finish(start("invite", "--job", "digits", "--uses", "2"))
+    assert code == 0, err
+    (tmp_path / "token").write_text(token)
+    second = start("join", "--token-file", "token", address, "train.py")
+    assert run.stdout is not None
+    assert run.stdout.readline() == "[0] a lease has passed\n"
+    third = start("join", "--token-file", "token", address, "train.py")
+    for process in (run, second, third):
+        code, out, err = finish(process)
+        assert code == 0, out + err
+        assert "[0] done 3 True\n" in out
+    assert "refused" not in (tmp_path / "logs" / "coordinator.log").read_text()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["-n", "2", "ADDRESS", "script.py", "-n", "7", "--help"],
+        ["ADDRESS", "-n", "2", "script.py", "-n", "7", "--help"],
+        ["-n", "2", "ADDRESS", "--grace", "1", "--", "script.py", "-n", "7", "--help"],
+        ["ADDRESS", "-mn", "2", "script", "-n", "7", "--help"],
+    ],
+)
+def test_join_takes_options_before_and_after_the_address(arguments: list[str], start: Start, tmp_path: Path) -> None:
+    written(tmp_path, "import sys\nprint(sys.argv[1:])\n", "script.py")
+    address = f"127.0.0.1:{free_port()}"  # the script asks for no coordinator
+    code, out, err = finish(start("join", *(address if one == "ADDRESS" else one for one in arguments)))
+    assert (code, sorted(out.splitlines())) == (0, [f"[{n}] ['-n', '7', '--help']" for n in range(2)]), err
+
+
 @pytest.mark.slow
 def test_another_launcher_joins(start: Start, tmp_path: Path) -> None:
     train = """
@@ -101,11 +270,7 @@ def test_another_launcher_joins(start: Start, tmp_path: Path) -> None:
     """
     written(tmp_path, TRAIN + train, "train.py")
     run = start("run", "--min", "1", "--max", "2", "train.py")
-    assert run.stderr is not None
-    welcome = run.stderr.readline()
-    found = re.search(r"gradwire join (\S+) train.py", welcome)
-    assert found is not None, welcome
-    joined = start("join", found[1], "train.py")
+    joined = start("join", address_of(run), "train.py")
     for process in (run, joined):
         code, out, err = finish(process)
         assert (code, out) == (0, "[0] done 2 3.0\n"), err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 from click.testing import CliRunner, Result
@@ -28,6 +29,11 @@ def test_what_is_printed_is_a_token_of_the_job() -> None:
     again = invite("--job", "digits", token=done.output.strip())
     assert again.exit_code == 1
     assert "only holders of the job's secret can invite" in again.output
+
+
+def test_standard_output_is_the_token_alone() -> None:
+    done = invite("--job", "digits")
+    assert re.fullmatch(r"gwj1\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\n", done.stdout)
 
 
 def test_what_is_refused() -> None:

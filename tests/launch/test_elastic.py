@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from gradwire.errors import WorkerFailed
-from gradwire.launch import frozen, sessions
+from gradwire.launch import frozen, restarts, sessions
 from gradwire.launch.chaos import Chaos, parse
 from gradwire.launch.elastic import ElasticStage, Meeting
 from gradwire.launch.keeper import Keeper
 from gradwire.launch.output import Output
 from gradwire.launch.restarts import Restarts
+from gradwire.launch.rootcause import explain
 from gradwire.launch.supervisor import Supervisor
 from gradwire.launch.worker import Task
 from gradwire.membership.answers import News
@@ -195,6 +196,59 @@ def test_an_error_that_nobody_got_over_spoils_the_job(tmp_path: Path, ready: Rea
                 job.pulse.tell(News(1 + regrouped, 0, (), None))
             ended = job.ended()
         assert ended.outcome.exit_code == (0 if regrouped else 1)
+
+
+FINISHED = "from gradwire.errors import Finished\nraise Finished('there is nothing left to join')\n"
+
+
+@pytest.mark.parametrize("news", [None, News(0, 0, (), None)])
+def test_job_whose_workers_all_came_too_late_for_nothing_has_failed(tmp_path: Path, news: News | None) -> None:
+    """Nobody has worked, here or elsewhere: that is no success, and the reason is the root cause."""
+    job = Elastic(written(tmp_path, FINISHED), 2, restarts=2)
+    with job.supervisor:
+        if news is not None:
+            job.pulse.tell(news)
+        ended = job.ended()
+    assert len(ended.outcome.endings) == 2
+    assert ended.outcome.exit_code == 1
+    assert ended.outcome.root is not None
+    assert "Finished: there is nothing left to join" in explain(ended.outcome.root, ())
+
+
+def test_workers_that_come_too_late_to_a_job_that_others_did_have_not_failed(tmp_path: Path) -> None:
+    job = Elastic(written(tmp_path, FINISHED), 2)
+    with job.supervisor:
+        job.pulse.tell(News(3, 0, (), None, finished=True))
+        ended = job.ended()
+    assert (ended.outcome.exit_code, ended.outcome.root) == (0, None)
+
+
+def test_worker_that_crashes_in_its_set_up_is_replaced_later_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restarts, "_FIRST", 0.01)
+    code = f"{NUMBER}import sys\nsys.exit(3 if number < 4 else 0)\n"
+    job = Elastic(written(tmp_path, code), 1, restarts=9)
+    with job.supervisor:
+        ended = job.ended()
+    said = re.findall(r"another one takes its place in ([0-9.]+) s, because .* \(restart (\d) of 9\)", ended.err)
+    assert said == [("0.01", "2"), ("0.02", "3"), ("0.04", "4")]
+    assert ended.err.count("takes its place (restart ") == 4
+    assert len(ended.outcome.endings) == 5
+
+
+def test_worker_that_waits_to_be_replaced_is_not_when_the_job_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restarts, "_FIRST", LONG)
+    job = Elastic(written(tmp_path, "raise SystemExit(3)\n"), 1, restarts=9)
+    with job.supervisor:
+        assert eventually(lambda: "takes its place in 30 s" in job.err.getvalue())
+        assert not job.supervisor.wait(0)
+        job.supervisor.stop(signal.SIGTERM)
+        ended = job.ended()
+    assert len(ended.outcome.endings) == 2
+    assert ended.outcome.exit_code == 143
 
 
 def test_workers_hear_the_news(tmp_path: Path, ready: Ready) -> None:

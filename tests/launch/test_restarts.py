@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.launch.restarts import Fate, Restarts, Verdict
+from gradwire.launch.restarts import Backoff, Fate, Restarts, Verdict
 
 GO_ON, REPLACE, GIVE_UP = Verdict.GO_ON, Verdict.REPLACE, Verdict.GIVE_UP
 WELL, LOST, ERROR, TURNED_AWAY = Fate.WELL, Fate.LOST, Fate.ERROR, Fate.TURNED_AWAY
@@ -134,3 +134,48 @@ def test_every_job_comes_to_an_end(size: int, data: st.DataObject) -> None:
         elastic.stopping = gave_up
     assert number - size == elastic.used <= restarts
     assert gave_up or elastic.finished >= 1
+
+
+def test_backoff_of_one_that_dies_young_again_and_again_grows_to_a_bound() -> None:
+    backoff = Backoff(first=1.0, longest=30.0)
+    delays = [backoff.delay(3.0, killed=False) for _ in range(2000)]
+    assert delays[:7] == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0]
+    assert set(delays[7:]) == {30.0}
+
+
+def test_backoff_after_a_long_life_begins_anew() -> None:
+    backoff = Backoff(first=1.0, longest=30.0)
+    lives = [3.0, 3.0, 60.0, 3.0]
+    assert [backoff.delay(lived, killed=False) for lived in lives] == [0.0, 1.0, 0.0, 1.0]
+
+
+def test_backoff_of_one_that_was_killed_counts_only_if_it_could_not_even_begin() -> None:
+    backoff = Backoff(first=1.0, longest=30.0)
+    assert [backoff.delay(3.0, killed=True) for _ in range(3)] == [0.0, 0.0, 0.0]
+    assert [backoff.delay(0.1, killed=True) for _ in range(2)] == [1.0, 2.0]
+
+
+def test_delays_of_replacements_count_by_place() -> None:
+    elastic = job(2, 1, restarts=9)
+    assert [elastic.delay(0, 1.0, killed=False) for _ in range(3)] == [0.0, 1.0, 2.0]
+    assert elastic.delay(1, 1.0, killed=False) == 0.0
+
+
+def test_replacement_that_is_yet_to_come_counts_as_one_that_is_left() -> None:
+    elastic = job(2, 2, restarts=1)
+    assert elastic.ended(0, ERROR) is REPLACE
+    elastic.coming = 1
+    assert elastic.ended(1, LOST) is GIVE_UP  # one of two
+    assert not elastic.over
+    elastic = job(3, 2, restarts=1)
+    assert elastic.ended(0, ERROR) is REPLACE
+    elastic.coming = 1
+    assert elastic.ended(1, LOST) is GO_ON
+
+
+def test_replacement_is_not_started_when_the_others_are_done() -> None:
+    elastic = job(2, 1, restarts=1)
+    assert elastic.ended(0, ERROR) is REPLACE
+    elastic.coming = 1
+    assert elastic.ended(1, WELL) is GO_ON
+    assert elastic.over

@@ -14,6 +14,7 @@ from gradwire.liveness.detector import (
     LOOK_SECONDS,
     MOST_SECONDS,
     PAGE_SECONDS,
+    REMOTE_ROLL_CALL_SECONDS,
     ROLL_CALL_SECONDS,
     STARVED_SECONDS,
     STILL_SECONDS,
@@ -278,7 +279,7 @@ def test_who_has_left_is_not_missed() -> None:
 
 def test_ranks_without_the_core_are_given_ten_seconds_and_hold_up_nobody_s_roll_call() -> None:
     watcher = Watcher(1)
-    watcher.detector.watch(2, watcher.now, 10.0, 10.0)
+    watcher.detector.watch(2, watcher.now, 10.0, 10.0, slow=True)
     watcher.detector.heard(2, watcher.now)
     watcher.run(1.0)
     assert watcher.loses_after(1) < PAGE_SECONDS + 2 * STEP
@@ -288,6 +289,59 @@ def test_ranks_without_the_core_are_given_ten_seconds_and_hold_up_nobody_s_roll_
     watcher.peers = ()
     assert watcher.run(8.0) == []
     assert watcher.run(3.0) == [2]
+
+
+class RemoteWatcher(Watcher):
+    """One whose peers are on other hosts."""
+
+    def __init__(self, *peers: int, deadline: float) -> None:
+        super().__init__(*peers)
+        for peer in peers:
+            self.detector.watch_remote(peer, self.now, deadline)
+
+
+@pytest.mark.parametrize(
+    ("deadline", "sight", "seconds"),
+    [
+        (3.0, None, 3.0),
+        (3.0, Sight.OTHER, 3.0),
+        (3.0, Sight.OUTAGE, 3.0),
+        (3.0, Sight.STARVED, STARVED_SECONDS),
+        (3.0, Sight.STOPPED, LINK_SECONDS),
+        (30.0, None, STARVED_SECONDS),
+        (30.0, Sight.OUTAGE, 30.0),
+        (0.5, None, 0.5),
+    ],
+)
+def test_a_rank_on_another_host_may_be_silent_until_the_deadline(
+    deadline: float, sight: Sight | None, seconds: float
+) -> None:
+    watcher = RemoteWatcher(1, 2, deadline=deadline)
+    watcher.run(1.0)
+    watcher.sights = {} if sight is None else {2: sight}
+    began = watcher.now
+    watcher.silent = {2}
+    assert watcher.run(60.0) == [2]
+    assert seconds - 2 * STEP < watcher.now - began < seconds + 3 * STEP
+
+
+@pytest.mark.parametrize("peers", [(1, 2), (2, 1), (1, 2, 3)])
+def test_ranks_of_a_host_that_is_cut_off_are_told_together(peers: tuple[int, ...]) -> None:
+    for phase in range(20):
+        watcher = RemoteWatcher(1, 2, 3, 4, deadline=3.0)
+        watcher.run(2.0 + phase / 1000)
+        assert 3.0 - 2 * STEP < watcher.loses_after(*peers) < 3.0 + 4 * STEP
+
+
+def test_a_silent_host_is_told_of_although_another_one_cannot_be_heard() -> None:
+    watcher = RemoteWatcher(1, 2, deadline=3.0)
+    watcher.run(1.0)
+    began = watcher.now
+    watcher.silent = {1}
+    watcher.run(2.9)
+    watcher.silent = {1, 2}
+    assert watcher.run(60.0) == [1]
+    assert watcher.now - began < 3.0 + REMOTE_ROLL_CALL_SECONDS + 3 * STEP
 
 
 def test_a_process_that_stood_still_knows_it_for_a_while() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import signal
@@ -16,13 +17,14 @@ from typing import Any
 
 import pytest
 
-from gradwire import core
-from gradwire.liveness import lifeline
+from gradwire import core, machine
+from gradwire.liveness import beats, lifeline
+from gradwire.liveness.beats import TOKEN_BYTES, BeatSink, Tokens
 from gradwire.liveness.control import Control
-from gradwire.liveness.detector import LOOK_SECONDS, SLOW_SECONDS, Sight
-from gradwire.liveness.lifeline import ALL_PAIRS, BEAT_THREAD, BeatSink, Lifeline, Nature, beat_waits, linked, state_of
+from gradwire.liveness.detector import LOOK_SECONDS, PEER_SECONDS, SLOW_SECONDS, STARVED_SECONDS, Sight
+from gradwire.liveness.lifeline import ALL_PAIRS, BEAT_THREAD, Lifeline, Nature, beat_waits, linked
 from gradwire.transports.base import LIFELINE_CHANNEL, Buffer, Link, LinkClosed
-from gradwire.transports.frames import FrameReader
+from gradwire.transports.frames import Reader
 from gradwire.wire import HEADER_BYTES, Header, Kind
 
 LONG = 30.0
@@ -71,16 +73,10 @@ class SocketLink:
         return found
 
 
-class SealedLink(SocketLink):
-    """One that encrypts: no two records are alike, and their order matters."""
+class KeyedLink(SocketLink):
+    """One that was admitted inside TLS."""
 
-    encrypts = True
-    number = 0
-
-    def records(self, messages: Sequence[bytes]) -> list[bytes]:
-        self.number += len(messages)
-        first = self.number - len(messages) + 1
-        return [b"%08d" % (first + i) + message for i, message in enumerate(messages)]
+    key = b"of this link, and of no other..."
 
 
 class Doors:
@@ -96,18 +92,20 @@ class Doors:
 class Stage:
     """Rank 1 of 3 with its lifeline, and the links to ranks 0 (dialled) and 2 (adopted)."""
 
-    def __init__(self, kind: type[SocketLink] = SocketLink, native: bool | None = None) -> None:
+    def __init__(
+        self, kind: type[SocketLink] = SocketLink, native: bool | None = None, remote: Sequence[int] = ()
+    ) -> None:
         self.control = Control(1, ["a", "b", "c"], 1, lambda peer, message: None, lambda: None)
         self.links = {0: kind(0), 2: kind(2)}
         self.ended: list[int] = []
-        self.lifeline = Lifeline(self.control, frame(), BeatSink(lambda header: None), self.pump)
+        self.lifeline = Lifeline(self.control, frame(), BeatSink(lambda header: None), self.pump, remote)
         self.doors: Any = Doors()
         self.nature = Nature(core.available() if native is None else native, os.getpid(), "")
         self.lifeline.begin(self.nature.native, None)
         self.lifeline.connect(None, 3, self.doors, self.links.__getitem__)  # type: ignore[arg-type]
         self.doors.taker(self.links[2])
 
-    def pump(self, reader: FrameReader) -> None:
+    def pump(self, reader: Reader) -> None:
         try:
             while reader.pump():
                 pass
@@ -150,22 +148,30 @@ def test_both_ends_find_the_same_links(size: int) -> None:
 def test_a_nature_travels() -> None:
     own = Nature.own()
     assert Nature.from_wire(own.to_wire()) == own
-    assert (own.native, own.pid) == (core.available(), os.getpid())
-    for nonsense in (None, [], [1, 2, 3], {"native": True}, [True, "1", "2"]):
+    assert (own.native, own.pid, own.timeout) == (core.available(), os.getpid(), PEER_SECONDS)
+    assert Nature.from_wire(Nature.own(7.5).to_wire()).timeout == 7.5
+    assert Nature.from_wire([True, 1, "n", 2, 7]) == Nature(True, 1, "n", 2, 7.0)
+    of_others = ([True, 1, "n"], [True, 1, "n", 2, math.inf], [True, 1, "n", 2, 0], [True, 1, "n", 2, "3"])
+    for nonsense in (None, [], [1, 2, 3], {"native": True}, *of_others):
         assert Nature.from_wire(nonsense) == Nature(False, 0, "")
 
 
-def test_states_of_processes() -> None:
+def test_a_process_is_seen_as_it_is_and_not_as_a_later_one_with_its_pid() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        assert state_of(child.pid) in "RSD"
+        status = machine.process_status(child.pid)
+        assert status is not None
+        seen = Nature(True, child.pid, "n", status.started)
+        assert seen.sight() in (Sight.OTHER, Sight.STARVED)
+        ended = Nature(True, child.pid, "n", status.started - 1)
+        assert ended.sight() is Sight.STOPPED, "its pid is another's now"
         child.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, child.pid, os.WSTOPPED)
-        assert state_of(child.pid) == "T"
+        assert seen.sight() is Sight.STOPPED
     finally:
         child.kill()
         child.communicate()
-    assert state_of(child.pid) == "X"
+    assert seen.sight() is Sight.STOPPED
 
 
 def threads_called(name: bytes) -> int:
@@ -207,22 +213,72 @@ def test_without_the_core_it_beats_when_it_is_asked(stage: Stage) -> None:
 
 
 @needs_core
-@pytest.mark.parametrize("stage", [{"kind": SealedLink}], indirect=True)
-def test_records_of_a_sealed_link_are_made_ahead_and_come_in_order(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("stage", [{"kind": KeyedLink}], indirect=True)
+def test_tokens_of_a_link_that_left_tls_are_made_ahead_and_come_in_order(stage: Stage) -> None:
+    for tick in range(beats.STOCK_BLOCKS // lifeline.FEED_BLOCKS + 1):
+        stage.lifeline.tick(time.monotonic() + tick)
+    for link in stage.links.values():
+        left = stage.lifeline._thread.ahead(link.fileno())
+        assert (beats.STOCK_BLOCKS - 1) * beats.BLOCK_TOKENS < left <= beats.STOCK_BLOCKS * beats.BLOCK_TOKENS
+        assert link.read(10 * TOKEN_BYTES) == Tokens(KeyedLink.key, 1).take(10 * TOKEN_BYTES)
+
+
+def test_the_stock_of_tokens_lasts_for_hours_without_the_interpreter() -> None:
+    assert beats.LASTS_SECONDS > 4 * 3600
+    assert beats.MARK_BLOCKS < beats.STOCK_BLOCKS
+
+
+@pytest.mark.parametrize("stage", [{"kind": KeyedLink, "native": False}], indirect=True)
+def test_without_the_core_tokens_are_sent_too(stage: Stage) -> None:
+    now = time.monotonic()
+    for step in range(4):
+        stage.lifeline.tick(now + step * SLOW_SECONDS)
+    for link in stage.links.values():
+        assert link.read(4 * TOKEN_BYTES) == Tokens(KeyedLink.key, 1).take(4 * TOKEN_BYTES)
+
+
+GENUINE = Tokens(KeyedLink.key, 2).take(3 * TOKEN_BYTES)
+
+
+@pytest.mark.parametrize("stage", [{"kind": KeyedLink}], indirect=True)
+def test_tokens_are_beats_when_they_are_whole(stage: Stage) -> None:
+    stage.lifeline.expect([Nature(True, os.getpid(), "")] * 3)
+    now = time.monotonic()
+    stage.lifeline.tick(now)
+    at = 0
+    for nbytes, heard in ((1, False), (TOKEN_BYTES - 1, True), (0, False), (TOKEN_BYTES, True), (3, False)):
+        now += LOOK_SECONDS
+        stage.links[2].far.send(GENUINE[at : at + nbytes])
+        at += nbytes
+        stage.lifeline.tick(now)
+        assert (stage.lifeline._detector.heard_at(2) == now) is heard
+
+
+@pytest.mark.parametrize("stage", [{"kind": KeyedLink}], indirect=True)
+@pytest.mark.parametrize(
+    "forged",
+    [
+        pytest.param(GENUINE[:TOKEN_BYTES], id="replayed"),
+        pytest.param(GENUINE[2 * TOKEN_BYTES :], id="out of order"),
+        pytest.param(Tokens(KeyedLink.key, 1).take(2 * TOKEN_BYTES)[TOKEN_BYTES:], id="reflected"),
+        pytest.param(Tokens(bytes(32), 2).take(2 * TOKEN_BYTES)[TOKEN_BYTES:], id="of another link"),
+        pytest.param(bytes(TOKEN_BYTES), id="made up"),
+        pytest.param(frame(source=2), id="a beat without a token"),
+    ],
+)
+def test_a_token_that_is_not_the_next_one_ends_the_link_and_is_no_beat(
+    stage: Stage, forged: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(lifeline, "AHEAD", 30)
-    stage.lifeline.tick(time.monotonic())
-    for link in stage.links.values():
-        assert isinstance(link, SealedLink)
-        assert link.number == 30
-        for number in range(1, 26):
-            assert link.read(8 + HEADER_BYTES) == b"%08d" % number + frame()
-    stage.lifeline.tick(time.monotonic() + 1)
-    for link in stage.links.values():
-        assert isinstance(link, SealedLink)
-        assert link.number >= 50
-        assert link.read(10 * (8 + HEADER_BYTES)) == b"".join(b"%08d" % number + frame() for number in range(26, 36))
+    now = time.monotonic()
+    stage.lifeline.expect([Nature(True, os.getpid(), "")] * 3)
+    stage.links[2].far.send(GENUINE[:TOKEN_BYTES])
+    stage.lifeline.tick(now)
+    heard_at = stage.lifeline._detector.heard_at(2)
+    stage.links[2].far.send(forged)
+    stage.lifeline.tick(now + LOOK_SECONDS)
+    assert stage.lifeline._detector.heard_at(2) == heard_at
+    assert stage.ended == [2]
+    assert "what came is no beat of that rank" in caplog.text
 
 
 def test_links_that_nobody_expects_are_closed(stage: Stage) -> None:
@@ -294,10 +350,79 @@ def test_nothing_but_beats_is_taken(stage: Stage, data: bytes) -> None:
 
 
 def test_only_processes_that_can_be_seen_are_looked_at(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    here, elsewhere = Nature(True, 11, "7"), Nature(True, 11, "8")
+    here, elsewhere = Nature(True, 11, "7", 5), Nature(True, 11, "8", 5)
     stage.lifeline.expect([here, here, elsewhere])
-    for state, stopped in (("R", False), ("S", False), ("D", False), ("T", True), ("t", True), ("X", True)):
-        monkeypatch.setattr(lifeline, "state_of", lambda pid, state=state: state)
+    sights = {**dict.fromkeys("TtZX", Sight.STOPPED), "S": Sight.OTHER, "R": Sight.STARVED, "D": Sight.STARVED}
+    for state, sight in sights.items():
+        monkeypatch.setattr(machine, "process_status", lambda pid, state=state: machine.ProcessStatus(state, 5))
         monkeypatch.setattr(lifeline, "beat_waits", lambda pid, state=state: state == "R")
-        sight = Sight.STOPPED if stopped else Sight.STARVED if state == "R" else Sight.OTHER
         assert [stage.lifeline._look(peer) for peer in (0, 2)] == [sight, None]
+
+
+@pytest.mark.parametrize(("state", "waits"), [("R", True), ("D", True), ("S", False), ("T", False)])
+def test_a_thread_that_waits_for_a_core_or_the_kernel_is_starved(
+    monkeypatch: pytest.MonkeyPatch, state: str, waits: bool
+) -> None:
+    monkeypatch.setattr(machine, "process_status", lambda pid: machine.ProcessStatus(state, 5))
+    monkeypatch.setattr(lifeline, "BEAT_THREAD", Path("/proc/self/comm").read_bytes().strip())
+    assert beat_waits(os.getpid()) is waits
+
+
+class LossyLink(SocketLink):
+    """A link to another host."""
+
+    lossy = False
+    repaired_within = 0.0
+
+    def drops_packets(self) -> bool:
+        return self.lossy
+
+    def repair_within(self, seconds: float) -> None:
+        self.repaired_within = seconds
+
+
+def silence_on(stage: Stage, *, lossy_after: float, lossy_until: float = math.inf) -> float:
+    """How long rank 2 is silent before it is lost, if packets to it are lost in this span of the silence."""
+    now = began = time.monotonic()
+    link = stage.links[2]
+    assert isinstance(link, LossyLink)
+    while stage.control.sound:
+        now += LOOK_SECONDS / 2
+        link.lossy = lossy_after <= now - began < lossy_until
+        stage.links[0].far.send(frame(source=0))
+        stage.lifeline.tick(now)
+    stage.control.tick(now + 1)
+    assert stage.control.settled
+    return now - began
+
+
+@needs_core
+@pytest.mark.parametrize("stage", [{"kind": LossyLink, "remote": [0, 2]}], indirect=True)
+@pytest.mark.parametrize(
+    ("timeout", "lossy_after", "lossy_until", "seconds", "reason"),
+    [
+        (3.0, math.inf, math.inf, 3.0, "frozen or cut off"),
+        (3.0, 0.0, math.inf, 3.0, "the network to rank 2 drops packets"),
+        (20.0, math.inf, math.inf, STARVED_SECONDS, "frozen or cut off"),
+        (20.0, 0.0, math.inf, 20.0, "the network to rank 2 drops packets"),
+        (20.0, 1.0, 2.0, 20.0, "the network to rank 2 drops packets"),
+    ],
+)
+def test_a_network_that_drops_packets_gets_the_whole_deadline_between_hosts(
+    stage: Stage, timeout: float, lossy_after: float, lossy_until: float, seconds: float, reason: str
+) -> None:
+    natures = [Nature(True, 1, f"machine {rank}", 5, timeout if rank else PEER_SECONDS) for rank in range(3)]
+    stage.lifeline.expect(natures)
+    found = silence_on(stage, lossy_after=lossy_after, lossy_until=lossy_until)
+    assert found == pytest.approx(seconds, abs=2 * LOOK_SECONDS)
+    assert reason in str(stage.control.error(None, ""))
+    link = stage.links[2]
+    assert isinstance(link, LossyLink)
+    assert link.repaired_within == max(1.0, timeout / 4)
+
+
+@needs_core
+@pytest.mark.parametrize("stage", [{"kind": LossyLink, "remote": [0, 2]}], indirect=True)
+def test_a_rank_without_the_core_on_another_host_has_ten_seconds(stage: Stage) -> None:
+    stage.lifeline.expect([Nature(True, 1, "a", 5), stage.nature, Nature(False, 1, "b", 5)])
+    assert silence_on(stage, lossy_after=math.inf) == pytest.approx(lifeline.PURE_SECONDS, abs=2 * LOOK_SECONDS)

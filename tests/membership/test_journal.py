@@ -9,6 +9,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 from gradwire.errors import JournalError
 from gradwire.membership import journal as journals
 from gradwire.membership.answers import Change
-from gradwire.membership.journal import Journal
+from gradwire.membership.journal import Journal, set_aside
 from gradwire.membership.state import Membership
 from membership.claims import RUN, worker
 
@@ -245,3 +246,42 @@ def test_a_generation_never_becomes_another(tmp_path: Path) -> None:
             other.register(worker("b", generation), float(generation))
         with Journal(path) as journal, pytest.raises(JournalError, match="it already holds another generation 2"):
             journal.save([], other.snapshot())
+
+
+def test_set_aside_moves_a_journal_that_can_still_be_read(tmp_path: Path) -> None:
+    (tmp_path / "earlier").mkdir()
+    path = sound(tmp_path / "journal")
+    with Journal(path) as journal:
+        before = journal.load()
+    moved = set_aside(path, tmp_path / "earlier")
+    assert moved == tmp_path / "earlier" / "journal"
+    with Journal(moved) as journal:
+        assert journal.load() == before
+    for _ in range(2):  # also if the new run has not begun when the next one does
+        with Journal(path) as journal:
+            assert (journal.load(), journal.earlier_run()) == (None, RUN), "a new one, that knows the run before"
+        set_aside(path, tmp_path / "earlier")
+    path.unlink()
+    assert set_aside(path, tmp_path / "earlier") is None
+
+
+def test_set_aside_waits_for_a_coordinator_that_is_ending(tmp_path: Path) -> None:
+    (tmp_path / "earlier").mkdir()
+    path = sound(tmp_path / "journal")
+    with Journal(path):
+        with pytest.raises(JournalError, match="another coordinator has it"):
+            set_aside(path, tmp_path / "earlier", timeout=0.0)
+        assert path.exists()
+        waiting = threading.Thread(target=set_aside, args=(path, tmp_path / "earlier"))
+        waiting.start()
+    waiting.join(30)
+    assert (tmp_path / "earlier" / "journal").exists()
+
+
+def test_set_aside_moves_a_damaged_journal_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "earlier").mkdir()
+    path = tmp_path / "journal"
+    path.write_bytes(b"no journal at all")
+    moved = set_aside(path, tmp_path / "earlier")
+    assert moved is not None
+    assert moved.read_bytes() == b"no journal at all"

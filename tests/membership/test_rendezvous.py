@@ -182,7 +182,7 @@ def test_workers_find_a_coordinator_that_was_started_anew(serve: Serve, journal:
     patient = joining(first, member(1), 2)
     journal.wait_for("rank 1 .* has come")
     port = int(first.address.rpartition(":")[2])
-    first._server.stop(None).wait()  # as a crash does, without a word
+    first.cut_off()
     second = serve(2, port=port)
     journal.wait_for("rank 1 .* has come", times=2)
     assert join(second, member(0), 2).rank == 0

@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -20,6 +21,7 @@ from gradwire.membership import Assembly, Member
 from gradwire.membership.answers import News
 from gradwire.membership.client import end_checkpoint, heartbeat, register, serving, start_checkpoint
 from gradwire.membership.heartbeats import Heartbeats
+from gradwire.membership.journal import set_aside
 from gradwire.membership.sealing import WorkerSeal
 from gradwire.membership.service import Coordinator
 from gradwire.membership.v1.gradwire_pb2 import HelloRequest
@@ -250,3 +252,18 @@ def test_a_full_journal_ends_the_talking_and_loses_nothing(serve: Serve, tmp_pat
     again = serve(2, minimum=1, maximum=2, journal=file, port=port)
     assert heartbeat(again.address, "ab", secret=SECRET).generation == 1
     assert end_checkpoint(again.address, "a", last.epoch, secret=SECRET).complete, "what was told is remembered"
+
+
+def test_run_after_a_journal_was_set_aside_has_a_greater_id_though_the_clock_was_set_back(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, earlier = tmp_path / "journal", tmp_path / "earlier"
+    earlier.mkdir()
+    first = serve(1, minimum=1, journal=path)
+    first.stop()
+    set_aside(path, earlier)
+    monkeypatch.setattr(time, "time_ns", lambda: 1)
+    second = serve(1, minimum=1, journal=path)
+    assert second.run > first.run
+    second.stop()
+    assert serve(1, minimum=1, journal=path).run == second.run, "the same run goes on"

@@ -112,8 +112,16 @@ def test_a_rendezvous_that_is_over_says_so_to_those_with_certificates_too() -> N
 
 def test_a_member_cannot_serve_in_the_coordinators_place(serve: Serve) -> None:
     impostor = serve(1, credentials=tls_files.credentials("m3"))
-    with pytest.raises(Refused, match="its certificate is not for a coordinator of job tests"):
+    with pytest.raises(Refused, match="its certificate is for m3, which may not be the coordinator"):
         join(impostor, "m1", tls_files.credentials("m1"))
+
+
+def test_member_with_a_certificate_of_another_job_is_told_both_jobs(coordinator: Coordinator, tmp_path: Path) -> None:
+    made(tmp_path, "other", "m1")
+    believed = tmp_path / "both.pem"
+    believed.write_bytes((tmp_path / "ca.pem").read_bytes() + (tls_files.folder() / "ca.pem").read_bytes())
+    with pytest.raises(Refused, match="its certificate is for job tests, and this is job other"):
+        join(coordinator, "m1", Credentials(believed, tmp_path / "m1.pem", tmp_path / "m1.key"))
 
 
 def test_plaintext_to_a_coordinator_with_certificates(coordinator: Coordinator) -> None:

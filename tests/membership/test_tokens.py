@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import queue
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,9 @@ import pytest
 import gradwire as gw
 from gradwire.errors import Refused
 from gradwire.membership import Assembly, Member
+from gradwire.membership.answers import News
 from gradwire.membership.client import end_checkpoint, heartbeat, register, unregister
+from gradwire.membership.heartbeats import Heartbeats
 from gradwire.membership.service import Coordinator
 from gradwire.security import tokens
 from gradwire.security.secret import derive
@@ -112,6 +116,41 @@ def test_token_claim_that_was_refused_uses_nothing_up(coordinator: Coordinator) 
     with pytest.raises(Refused, match="expects a job of 3 ranks"):
         register(coordinator.address, member("one"), size=3, secret=invitation, job=None, timeout=20)
     assert join(coordinator, "other", invitation).rank == 0
+
+
+def test_heartbeat_for_ids_that_the_token_has_not_let_in_says_nothing_of_them(
+    coordinator: Coordinator, journal: Journal
+) -> None:
+    """A launcher speaks for its workers before they have registered; that is no reason to refuse the others' beats."""
+    address, invitation = coordinator.address, token(uses=0)
+    join(coordinator, "host", SECRET)
+    assert heartbeat(address, ["guest"], gone=["host", "friend"], secret=invitation).evicted == ()
+    assert journal.count("refused") == 0
+
+
+@pytest.mark.parametrize("with_token", [True, False])
+def test_launcher_with_a_token_keeps_the_leases_of_its_workers(
+    with_token: bool, serve: Serve, journal: Journal
+) -> None:
+    """From their start on, before they have registered; without refusals, and for longer than a lease."""
+    coordinator = serve(2, minimum=1, maximum=3, job="mine", lease=0.5)
+    secret: bytes | Token = token(uses=0) if with_token else SECRET
+    told: queue.SimpleQueue[News] = queue.SimpleQueue()
+    beats = Heartbeats(coordinator.address, ["box/0", "box/1"], secret=secret, on_news=told.put, interval=0.05)
+    beats.start()
+    try:
+        assert told.get(timeout=20).generation == 0
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda name: join(coordinator, name, secret), ["box/0", "box/1"]))
+        news = [told.get(timeout=20) for _ in range(40)]  # 2 s at least
+        assert (news[-1].generation, news[-1].evicted, news[-1].size) == (1, (), 2)
+        beats.gone(["box/1"])
+        while not (latest := told.get(timeout=20)).evicted:
+            pass
+        assert latest.evicted == ("box/1",)
+    finally:
+        beats.close()
+    assert journal.count("refused|silent|not heard") == 0
 
 
 def test_who_came_with_it_is_known_after_a_restart(serve: Serve, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from gradwire import machine
 from gradwire.transports import shm
 from gradwire.transports.arena import PAGE, RESERVED, OwnArena
 from gradwire.transports.base import LinkClosed
@@ -126,8 +127,8 @@ def test_processes_of_another_user_get_nothing(monkeypatch: pytest.MonkeyPatch) 
         assert [sharing for _, sharing in results] == [(False, False)] * 2
 
 
-def greeting(rank: int, token: str) -> bytes:
-    return shm._GREETING.pack(rank, bytes.fromhex(token))
+def greeting(rank: int, token: str, started: int = 0) -> bytes:
+    return shm._GREETING.pack(rank, bytes.fromhex(token), started)
 
 
 def unsealed() -> int:
@@ -190,6 +191,24 @@ def test_strangers_at_the_door_change_nothing(stranger: str) -> None:
             assert shared is not None
             assert ctypes.string_at(shared.peers[1 - rank].address + RESERVED, 1) == bytes([2 - rank])
         del shared
+    del results
+    gc.collect()
+    assert descriptors() == before
+
+
+def test_a_neighbour_whose_pid_is_another_s_by_now_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It told when its process started: a process with its pid that started later is a stranger."""
+    own = machine.process_status(os.getpid())
+    assert own is not None
+    times = iter([own.started, own.started, own.started, own.started + 1])  # as both ranks tell, then as both look
+
+    def status(pid: int | str) -> machine.ProcessStatus:
+        return machine.ProcessStatus("S", next(times))
+
+    before = descriptors()
+    monkeypatch.setattr(machine, "process_status", status)
+    with sharing("aa") as results:
+        assert sorted(len(shared.pidfds) for shared, _ in results if shared is not None) == [0, 1]
     del results
     gc.collect()
     assert descriptors() == before

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from gradwire.errors import Closed, NoConnection, Refused, TransportError
+from gradwire.security.admission import Acceptor
 from gradwire.transports import tcp_accept, tcp_dial
 from gradwire.transports.base import Link
 from gradwire.transports.sockets import Sockets
@@ -265,6 +266,28 @@ def test_of_too_many_strangers_the_eldest_goes(
     transports[1].dial(0, 9, deadline())  # and an honest caller gets in
     for stranger in strangers:
         stranger.close()
+
+
+class FailingAcceptor(Acceptor):
+    """One with a bug that a stranger can reach."""
+
+    def feed(self, data: bytes | bytearray | memoryview) -> bytes:
+        if bytes(data).startswith(b"bug"):
+            raise ZeroDivisionError("a bug")
+        return super().feed(data)
+
+
+def test_a_stranger_that_reaches_a_bug_loses_its_own_connection_only(
+    assemble: Assemble, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_accept, "Acceptor", FailingAcceptor)
+    monkeypatch.setattr(tcp_accept, "PATIENCE_SECONDS", 10 * LONG)  # nobody is shown out for being late
+    transports = assemble()
+    with socket.create_connection(transports[0].address, timeout=LONG) as stranger:
+        stranger.send(b"bug")
+        assert stranger.recv(1) == b""
+    journal.wait_for(r"refused a link from 127\.0\.0\.1:\d+: could not be handled: ZeroDivisionError: a bug", times=1)
+    transports[1].dial(0, 9, deadline())
 
 
 def test_a_taker_that_fails_does_not_close_the_door(assemble: Assemble, journal: Journal) -> None:

@@ -17,14 +17,16 @@ import pytest
 from cryptography import x509
 
 import tls_files
+from gradwire import core
 from gradwire.errors import Refused
+from gradwire.liveness.beats import BLOCK_TOKENS, TOKEN_BYTES, BeatSink, TokenReader, Tokens
 from gradwire.security import certificates
 from gradwire.security.identity import Identity
 from gradwire.security.tls import Credentials
 from gradwire.transports import tcp_accept
-from gradwire.transports.base import Link, LinkClosed
+from gradwire.transports.base import LIFELINE_CHANNEL, Link, LinkClosed
 from gradwire.transports.tcp import TcpTransport
-from gradwire.transports.tls import MOST_AT_ONCE, TlsLink, TlsStream
+from gradwire.transports.tls import MOST_AT_ONCE, BeatLink, TlsLink, TlsStream
 from in_process import Journal
 from in_process import journal_fixture as journal_fixture
 
@@ -162,10 +164,16 @@ def test_what_is_changed_on_the_wire_ends_the_link(tapped: tuple[list[TcpTranspo
     assert receive(transports[0], other[1], 4) == b"fine"
 
 
+def sealed(link: TlsLink, message: bytes) -> bytes:
+    """A message as it would go over the wire."""
+    link._stream._tls.write(message)
+    return link._stream._outgoing.read()
+
+
 def test_what_is_changed_behind_good_bytes_is_not_slept_on(transports: list[TcpTransport]) -> None:
     """Both come in one piece: whoever has read the good ones is told to look again."""
     one, two = linked(transports)
-    good, bad = one.records([b"good", b"bad"])
+    good, bad = sealed(one, b"good"), sealed(one, b"bad")
     with socket.socket(fileno=os.dup(one.fileno())) as sender:
         sender.sendall(good + bad[:-1] + bytes([bad[-1] ^ 1]))
     bell, room = transports[0].bell(), memoryview(bytearray(100))
@@ -239,14 +247,94 @@ def test_many_small_buffers_and_one_large(transports: list[TcpTransport]) -> Non
     giving.join(LONG)
 
 
-def test_records_made_ahead_can_be_sent_by_others(transports: list[TcpTransport]) -> None:
-    one, two = linked(transports)
-    beats = [b"beat %d" % number for number in range(50)]
-    records = one.records(beats)
-    assert all(beat not in record for beat, record in zip(beats, records, strict=True))
-    for beat, record in zip(beats, records, strict=True):
-        socket.socket.send(one._stream.socket, record)
-        assert receive(transports[0], two, len(beat)) == beat
+# -- the lifeline's links ---------------------------------------------------------------------------------------------
+
+
+def beat_links(transports: list[TcpTransport]) -> tuple[BeatLink, BeatLink]:
+    mine = transports[1].dial(0, LIFELINE_CHANNEL, deadline())
+    theirs = transports[0].accept(1, LIFELINE_CHANNEL, deadline())
+    assert isinstance(mine, BeatLink)
+    assert isinstance(theirs, BeatLink)
+    return mine, theirs
+
+
+def test_a_lifeline_s_link_leaves_tls_with_a_key_that_nobody_else_has(
+    tapped: tuple[list[TcpTransport], Wire],
+) -> None:
+    transports, wire = tapped
+    one, two = beat_links(transports)
+    assert one.key == two.key
+    assert b"gw-link1" not in wire.said, "it was admitted inside TLS"
+    assert one.key not in wire.said
+    for link, transport, other in ((one, transports[0], two), (two, transports[1], one)):
+        link.send([b"in plain"])
+        assert receive(transport, other, 8) == b"in plain"
+    assert wire.said.endswith(b"in plain")
+    other_transports, other_wire = assembled(*map(tls_files.credentials, MEMBERS))
+    assert beat_links(other_transports)[0].key != one.key
+    for transport in other_transports:
+        transport.close()
+    other_wire.close()
+
+
+def test_what_follows_the_last_record_is_not_lost_when_tls_is_left() -> None:
+    """Both are there at once: the first bytes without TLS may come in one packet with the last of TLS."""
+    ends = socket.socketpair()
+    contexts = tls_files.credentials("m0").server_context(), tls_files.credentials("m1").client_context()
+    server, client = (
+        TlsStream(end, context, server=number == 0)
+        for number, (end, context) in enumerate(zip(ends, contexts, strict=True))
+    )
+    for end in ends:
+        end.setblocking(False)
+    pending = [client, server]
+    until = deadline()
+    while pending and time.monotonic() < until:
+        with contextlib.suppress(BlockingIOError):
+            pending[0].shake_hands()
+            del pending[0]
+        pending.reverse()
+    server.send(b"last")
+    assert server.leave() == b""
+    ends[0].send(bytes(range(256)))
+    assert client.recv(4) == b"last"
+    assert client.leave() == bytes(range(256))
+    server.send(b"more", b"than was said")
+    assert client.recv(4) == b"more"
+    with pytest.raises(ConnectionAbortedError, match="belongs inside TLS"):
+        client.leave()
+    for end in ends:
+        end.close()
+
+
+@pytest.mark.skipif(not core.available(), reason="its thread is native")
+def test_a_recorded_beat_keeps_no_frozen_rank_alive(tapped: tuple[list[TcpTransport], Wire]) -> None:
+    """Beats by the native thread over the wire; then it stops, and the wire says again what it has recorded."""
+    transports, wire = tapped
+    one, two = beat_links(transports)
+    sink = BeatSink(lambda header: None)
+    sink.detector.watch(1, 0.0, 1.0)
+    reader = TokenReader(two, Tokens(two.key, 1), sink)
+    thread, bell = core.native.Lifeline(0.001), transports[0].bell()
+    thread.add_tokens(one.fileno(), TOKEN_BYTES, 0)
+    thread.feed(one.fileno(), Tokens(one.key, 1).block())
+    thread.start()
+    got = 0
+    while got < 20 * TOKEN_BYTES:
+        got += reader.pump()
+        transports[0].wait([two], [], bell, LONG)
+    thread.stop()
+    while got < (BLOCK_TOKENS - thread.ahead(one.fileno())) * TOKEN_BYTES:
+        transports[0].wait([two], [], bell, LONG)
+        got += reader.pump()
+    assert sink.detector.heard_at(1) == 0.0
+    sink.now = 1000.0
+    one.send([bytes(wire.said[-got:])])
+    with pytest.raises(LinkClosed):
+        while True:
+            transports[0].wait([two], [], bell, LONG)
+            reader.pump()
+    assert sink.detector.heard_at(1) == 0.0
 
 
 def test_a_forked_child_could_let_go_of_every_socket(transports: list[TcpTransport]) -> None:
@@ -348,7 +436,7 @@ def test_nonsense_that_begins_like_tls(transports: list[TcpTransport], journal: 
         with socket.create_connection(transports[0].address, timeout=LONG) as sock, contextlib.suppress(OSError):
             sock.sendall(data)
             sock.shutdown(socket.SHUT_WR)
-    journal.wait_for("more refused links follow within this minute; they are not logged")
+    journal.wait_for("more refusals follow within this minute; they are not logged")
     assert not any("could not be handled" in line for line in journal.lines)
     linked(transports)
 

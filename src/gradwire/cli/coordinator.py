@@ -67,7 +67,7 @@ def coordinator(
 ) -> None:
     from gradwire.membership.addresses import resolve, split
     from gradwire.membership.service import Coordinator
-    from gradwire.security.secret import job_secret
+    from gradwire.security.tokens import whole_secret
 
     logging.basicConfig(
         format="%(asctime)s %(message)s", level=logging.WARNING if quiet else logging.INFO, stream=sys.stderr
@@ -81,7 +81,7 @@ def coordinator(
             size=size,
             minimum=minimum,
             maximum=maximum,
-            secret=job_secret(os.environ, resolve(host, port)[0].loopback),
+            secret=whole_secret(os.environ, resolve(host, port)[0].loopback),
             job=job,
             insecure=insecure,
             journal=journal,

@@ -25,7 +25,24 @@ or --token-file; for a job of the same user on the same machine none is needed.
 """
 
 
-@click.command(help=_HELP, no_args_is_help=True, context_settings=CONTEXT)
+class _OptionsAroundAddress(click.Command):
+    """Options may stand before the address and after it; what follows the script is the script's."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        before, rest = self._split(ctx, args)
+        if rest and "--" not in before:
+            after, script = self._split(ctx, rest[1:])
+            args = [*before, *after, rest[0], *script]
+        return super().parse_args(ctx, args)
+
+    def _split(self, ctx: click.Context, args: list[str]) -> tuple[list[str], list[str]]:
+        """The options at the beginning, and the rest."""
+        options = click.Command(None, params=[one for one in self.get_params(ctx) if isinstance(one, click.Option)])
+        _, rest, _ = options.make_parser(ctx).parse_args(list(args))
+        return args[: len(args) - len(rest)], rest
+
+
+@click.command(cls=_OptionsAroundAddress, help=_HELP, no_args_is_help=True, context_settings=CONTEXT)
 @click.argument("address")
 @click.option("-n", "count", metavar="N", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option(

@@ -38,7 +38,8 @@ _SHARED: tuple[_Decorator, ...] = (
     click.option(
         "--log-dir",
         type=click.Path(file_okay=False, path_type=Path),
-        help="Where the logs go; by default a temporary directory, kept and named if the job fails.",
+        help="Where the logs go; those of an earlier run there are moved to earlier-1, earlier-2 … in it. "
+        "By default a temporary directory, kept and named if the job fails.",
     ),
     click.option(
         "--grace",
@@ -101,22 +102,25 @@ def chaos_of(text: str | None, *, elastic: bool) -> Chaos | None:
 
 def see_through(make: Callable[[Output], Supervisor], log_dir: Path | None) -> NoReturn:
     """Run the job that `make` prepares to its end, tell how it ended, and exit as it did."""
+    from gradwire.launch.log_folder import log_folder
     from gradwire.launch.output import Output
 
     keep = log_dir is not None
     try:
-        if log_dir is None:
-            log_dir = Path(tempfile.mkdtemp(prefix=time.strftime("gradwire-%Y%m%d-%H%M%S-")))
-        output = Output(log_dir=log_dir)
-        supervisor = make(output)
-        with _warnings_to(output), _signals_stop(supervisor), supervisor:
-            supervisor.wait()
+        wanted = log_dir or Path(tempfile.mkdtemp(prefix=time.strftime("gradwire-%Y%m%d-%H%M%S-")))
+        with log_folder(wanted) as folder:
+            output = Output(log_dir=folder)
+            if folder != wanted:
+                output.say(f"gradwire: another launcher uses {wanted}; the logs of this one are in {folder}")
+            supervisor = make(output)
+            with _warnings_to(output), _signals_stop(supervisor), supervisor:
+                supervisor.wait()
     except GradwireError as error:
         raise click.ClickException(str(error)) from error
     assert supervisor.outcome is not None
-    _tell(supervisor.outcome, log_dir)
+    _tell(supervisor.outcome, folder)
     if not keep and supervisor.outcome.exit_code == 0:
-        shutil.rmtree(log_dir, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
     sys.exit(supervisor.outcome.exit_code)
 
 

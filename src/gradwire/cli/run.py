@@ -84,13 +84,14 @@ def run(
 
     def make(output: Output) -> Supervisor:
         from gradwire.launch import meeting, rendezvous
+        from gradwire.launch.log_folder import JOURNAL
         from gradwire.launch.restarts import Restarts
         from gradwire.launch.stage import Stage, StaticStage
         from gradwire.launch.supervisor import Supervisor
 
         if elastic:
             assert output.log_dir is not None
-            stage: Stage = meeting.hosted(count, least, most, listen, output.log_dir / "coordinator.journal", script)
+            stage: Stage = meeting.hosted(count, least, most, listen, output.log_dir / JOURNAL, script)
             policy = Restarts(minimum=least, restarts=restarts or 0)
         else:
             stage = StaticStage(count, rendezvous.on_this_machine(count))

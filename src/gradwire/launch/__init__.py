@@ -5,6 +5,7 @@ supervisor.py   `Supervisor`: start, wait, stop; everything below is its parts
   worker.py       one worker: its process, its channel, what it runs (`Task`)
   child.py        the first code in that process
   output.py       what the workers print: logs, and the screen (lines.py, screen.py)
+  log_folder.py   where the logs go; those of earlier runs are moved aside
   ladder.py       when to send which signal, pure
   restarts.py     who is replaced, and when the job has failed, pure
   rootcause.py    which failure explains the others, pure

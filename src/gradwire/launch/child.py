@@ -80,13 +80,13 @@ def main() -> None:
         else:
             _run_script(*rest)
     except BaseException as error:
-        if _name(type(error)) == FINISHED:
-            print(f"gradwire: {_text(error)}", file=sys.stderr)
-            sys.exit(0)
         try:
             _report(channel, error, whole=kind == "function")
         except Exception as problem:  # no memory, no supervisor: what happened is still to be shown
             print(f"gradwire: the next error could not be reported to the supervisor: {problem!r}", file=sys.stderr)
+        if _name(type(error)) == FINISHED:
+            print(f"gradwire: {_text(error)}", file=sys.stderr)
+            sys.exit(0)
         _hide_own_frames()
         raise  # for Python to end as it always does: hooks, exit code, signal
 

@@ -48,7 +48,7 @@ class Meeting:
     """Where the members of an elastic job meet, and what the workers of this host are called there."""
 
     address: str
-    token: str
+    token: str | None  # for the workers' environment; None: they find the secret themselves, in this user's file
     name: str  # the workers' ids are this, a slash and their number
     job: str | None = None  # None: whichever job the coordinator serves
     size: int | None = None  # with how many the job starts, all of them here; None: it goes on already
@@ -85,6 +85,7 @@ class ElasticStage:
         self._frozen = Frozen()
         self._hands: Hands | None = None
         self._heartbeats: Heartbeats | None = None
+        self._formed = False
         self._next_look = 0.0
 
     # -- workers come and go ------------------------------------------------------------------------------------------
@@ -122,11 +123,11 @@ class ElasticStage:
         if self._heartbeats is not None:
             self._heartbeats.gone([self._member(worker.number)])
 
-    def judged(self, worker: Worker, verdict: Verdict, successor: Worker | None) -> None:
+    def judged(self, worker: Worker, verdict: Verdict, successor: Worker | None, delay: float) -> None:
         hands = self._the_hands
         what = worker.report.summary() if worker.ending is None and worker.report else ""
         what = what or (fate(worker.ending) if worker.ending else "has failed")
-        hands.say(f"gradwire: {worker} {what}; {_consequence(hands.restarts, verdict, successor)}")
+        hands.say(f"gradwire: {worker} {what}; {_consequence(hands.restarts, verdict, successor, delay)}")
 
     # -- news, and what is to be done by now --------------------------------------------------------------------------
 
@@ -134,6 +135,10 @@ class ElasticStage:
     def next_due(self) -> float | None:
         due = self._keeper.next_due if self._keeper is not None else None
         return self._next_look if due is None else min(due, self._next_look)
+
+    @property
+    def formed(self) -> bool:
+        return self._formed
 
     def attend(self, now: float) -> None:
         self._take_news()
@@ -158,6 +163,8 @@ class ElasticStage:
             if before is not None and before.generation < news.generation:
                 self._the_hands.restarts.regrouped(time.monotonic())
             self._news = news
+            # At our own coordinator, which began with this run, work that was done before it began is none.
+            self._formed |= news.generation > 0 and not (news.finished and self._keeper is not None)
             self._the_hands.restarts.done |= news.finished
             self._count_others(news)
             for pipe in self._pipes.values():
@@ -220,8 +227,11 @@ class ElasticStage:
         return f"{self._meeting.name}/{number}"
 
 
-def _consequence(restarts: Restarts, verdict: Verdict, successor: Worker | None) -> str:
+def _consequence(restarts: Restarts, verdict: Verdict, successor: Worker | None, delay: float) -> str:
     left = len(restarts.living)
+    if delay:
+        count = f"restart {restarts.used} of {restarts.restarts}"
+        return f"another one takes its place in {delay:g} s, because it lived for a short time only ({count})"
     if verdict is Verdict.REPLACE and successor is not None:
         return f"{successor} takes its place (restart {restarts.used} of {restarts.restarts})"
     if verdict is Verdict.GO_ON:

@@ -53,11 +53,20 @@ def of_worker(shared: Mapping[str, str], rank: int) -> dict[str, str]:
 
 
 def shared_by_members(
-    environ: Mapping[str, str], size: int, *, coordinator: str, job: str | None, token: str
+    environ: Mapping[str, str], size: int, *, coordinator: str, job: str | None, token: str | None
 ) -> dict[str, str]:
     """What all workers of an elastic job have in common. Nothing of torchrun's: rank and size would soon be wrong."""
-    shared = {**_manners(environ, size), config.ELASTIC: "1", config.COORDINATOR: coordinator, TOKEN: token}
-    return shared if job is None else {**shared, config.JOB: job}
+    return {
+        **_manners(environ, size),
+        config.ELASTIC: "1",
+        config.COORDINATOR: coordinator,
+        **_named(config.JOB, job),
+        **_named(TOKEN, token),
+    }
+
+
+def of_coordinator(environ: Mapping[str, str], *, job: str, token: str | None) -> dict[str, str]:
+    return {**without_identity(environ), config.JOB: job, **_named(TOKEN, token)}
 
 
 def of_member(
@@ -68,6 +77,10 @@ def of_member(
     if wish is not None:
         mine |= {config.RANK: str(wish[0]), config.SIZE: str(wish[1])}
     return {**shared, **mine}
+
+
+def _named(name: str, value: str | None) -> dict[str, str]:
+    return {} if value is None else {name: value}
 
 
 def _manners(environ: Mapping[str, str], size: int) -> dict[str, str]:

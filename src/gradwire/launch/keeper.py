@@ -10,37 +10,34 @@ import signal
 from collections.abc import Mapping
 
 from gradwire.errors import WorkerFailed
+from gradwire.launch.restarts import Backoff
 from gradwire.launch.rootcause import Ending, fate
 from gradwire.launch.stage import Hands
 from gradwire.launch.worker import Task, Worker
 
 LABEL = "coordinator"
 LOG = "coordinator.log"
-_HEALTHY = 10.0  # seconds of life after which earlier deaths are forgotten
-_KILLED = 1.0  # likewise for one that was killed, which is not its own fault
 _TRIES = 5  # in a row that it may end by itself, for which it has a reason that will not go away
-_LONGEST = 5.0  # seconds between two tries
+_FIRST, _LONGEST = 0.2, 5.0  # seconds between two tries
 
 
 class Revival:
     """When to start it anew. Pure."""
 
     def __init__(self) -> None:
-        self._deaths = 0  # in a row, after a short life
-        self._failures = 0  # of these, by itself
+        self._backoff = Backoff(first=_FIRST, longest=_LONGEST)
+        self._failures = 0  # in a row, by itself and after a short life
 
     def delay(self, lived: float, *, killed: bool, heard: bool) -> float | None:
         """Seconds until the next try, None if there is no use in one: it cannot even begin, or fails all the time.
 
         `heard`: it has answered somebody, in this life or an earlier one.
         """
-        if lived >= (_KILLED if killed else _HEALTHY):
-            self._deaths = self._failures = 0
-        self._deaths += 1
-        self._failures += not killed
+        delay = self._backoff.delay(lived, killed=killed)
+        self._failures = (self._failures if delay else 0) + (not killed)
         if not killed and (not heard or self._failures > _TRIES):
             return None
-        return min(_LONGEST, 0.1 * 2 ** (self._deaths - 1)) if self._deaths > 1 else 0.0
+        return delay
 
 
 class Keeper:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import secrets
 import socket
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,10 +20,13 @@ from gradwire.launch.elastic import ElasticStage, Heartbeats, Meeting
 from gradwire.launch.keeper import Keeper
 from gradwire.launch.worker import Task
 from gradwire.membership.answers import News
-from gradwire.security.secret import TOKEN, job_secret
+from gradwire.security import tokens
+from gradwire.security.secret import TOKEN
 from gradwire.security.tls import Credentials
+from gradwire.security.tokens import Token
 
 HERE = "127.0.0.1"
+PORT_SECONDS = 5.0  # for a port that --listen names to become free
 
 
 def hosted(size: int, minimum: int, maximum: int, listen: str | None, journal: Path, script: str) -> ElasticStage:
@@ -31,14 +36,14 @@ def hosted(size: int, minimum: int, maximum: int, listen: str | None, journal: P
     # That it is not there, when it starts and when it starts anew, is nothing to warn of: its keeper says what happens.
     logging.getLogger("gradwire.membership").setLevel(logging.ERROR)
     credentials = Credentials.from_environ(environ)
-    token = _token(environ, address)
+    secret = tokens.whole_secret(environ, address.is_loopback())
     job = environ.get(config.JOB) or (credentials.job if credentials is not None else uuid.uuid4().hex)
-    meeting = _meeting(address, token, job, size, credentials)
+    meeting = _meeting(address, secret, environ.get(TOKEN), job, size, credentials)
     limits = ("--size", str(size), "--min", str(minimum), "--max", str(maximum))
     # The job's launcher ends with this machine, so nobody needs to wait for the disk.
     where = ("--listen", str(address), "--journal", str(journal), "--no-fsync")
     task = Task.module("gradwire", "coordinator", *where, *limits)
-    keeper = Keeper(task, {**environment.without_identity(environ), TOKEN: token, config.JOB: job})
+    keeper = Keeper(task, environment.of_coordinator(environ, job=job, token=meeting.token))
     welcome = f"{size} workers, of {minimum} to {maximum}; others can come: gradwire join {address} {script} …"
     return ElasticStage(size, meeting, keeper, welcome=welcome)
 
@@ -48,17 +53,24 @@ def elsewhere(count: int, address: str, token_file: Path | None) -> ElasticStage
     environ = os.environ
     place = Address.parse(address)
     credentials = Credentials.from_environ(environ)
-    token = _token(_with_token(environ, token_file), place)
-    return ElasticStage(count, _meeting(place, token, environ.get(config.JOB), None, credentials))
+    given = _with_token(environ, token_file)
+    secret = tokens.held(given, place.is_loopback())
+    return ElasticStage(count, _meeting(place, secret, given.get(TOKEN), environ.get(config.JOB), None, credentials))
 
 
 def _meeting(
-    address: Address, token: str, job: str | None, size: int | None, credentials: Credentials | None
+    address: Address,
+    secret: bytes | Token,
+    token: str | None,
+    job: str | None,
+    size: int | None,
+    credentials: Credentials | None,
 ) -> Meeting:
-    def heartbeats(on_news: Callable[[News], None]) -> Heartbeats:
-        from gradwire.membership.heartbeats import Heartbeats as Stream  # loads grpc
+    """`token` is what the workers are given; None: as this process did, they read the secret in this user's file."""
 
-        secret = token.encode("utf-8", "surrogateescape")
+    def heartbeats(on_news: Callable[[News], None]) -> Heartbeats:
+        from gradwire.membership.heartbeats import Heartbeats as Stream
+
         return Stream(str(address), secret=secret, on_news=on_news, credentials=credentials)
 
     return Meeting(str(address), token, _name(credentials), job, size, heartbeats=heartbeats)
@@ -80,11 +92,29 @@ def _listening(listen: str | None) -> Address:
         address = Address.parse(f"{listen}:0", "--listen")
     if address.host in ("0.0.0.0", "::"):
         raise ConfigError(f"--listen {listen}: name an address of this machine by which the others reach it")
+    if address.port:
+        _wait_until_free(address)
     return Address(address.host, address.port or environment.free_port())
 
 
-def _token(environ: Mapping[str, str], address: Address) -> str:
-    return job_secret(environ, address.is_loopback()).decode("utf-8", "surrogateescape")
+def _wait_until_free(address: Address) -> None:
+    """A launcher that was killed leaves its coordinator to its guard, which takes a moment to end it.
+
+    If the port stays taken, the coordinator that is started there says so.
+    """
+    host = address.resolve()[0]
+    deadline = time.monotonic() + PORT_SECONDS
+    while time.monotonic() < deadline:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, address.port))
+                probe.listen(1)
+                return
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    return
+        time.sleep(0.02)
 
 
 def _with_token(environ: Mapping[str, str], file: Path | None) -> Mapping[str, str]:

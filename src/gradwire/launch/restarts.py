@@ -13,7 +13,12 @@ In a job whose members are fixed, any failure ends it.
 
 from __future__ import annotations
 
+import collections
 import enum
+
+_HEALTHY = 10.0  # seconds of life after which earlier deaths are forgotten
+_BEGUN = 1.0  # likewise for one that was killed
+_FIRST, _LONGEST = 1.0, 30.0  # seconds that a worker is waited for which has died young twice, and again and again
 
 
 class Fate(enum.Enum):
@@ -29,6 +34,29 @@ class Verdict(enum.Enum):
     GO_ON = "go on"
     REPLACE = "replace"
     GIVE_UP = "give up"
+
+
+class Backoff:
+    """How long to wait before a process is started anew: longer each time that it has died young.
+
+    >>> backoff = Backoff(first=1.0, longest=30.0)
+    >>> [backoff.delay(2.0, killed=False) for _ in range(4)]
+    [0.0, 1.0, 2.0, 4.0]
+    >>> backoff.delay(60.0, killed=False)
+    0.0
+    """
+
+    def __init__(self, *, first: float, longest: float) -> None:
+        self._first, self._longest = first, longest
+        self._deaths = 0  # in a row, after a short life
+
+    def delay(self, lived: float, *, killed: bool) -> float:
+        """Seconds until the next start, of one that lived so long. The first death in a row costs nothing; a signal
+        from outside is no fault of its own, if it had time to begin."""
+        if lived >= (_BEGUN if killed else _HEALTHY):
+            self._deaths = 0
+        self._deaths += 1
+        return min(self._longest, self._first * 2.0 ** min(self._deaths - 2, 60)) if self._deaths > 1 else 0.0
 
 
 class Restarts:
@@ -48,6 +76,8 @@ class Restarts:
         self.done = False  # all work: nobody is needed any more, and nobody would be let in
         self.stopping = False  # the job is told to end: nobody is replaced
         self.living: set[int] = set()
+        self.coming = 0  # replacements that are yet to be started
+        self._backoffs: dict[int, Backoff] = collections.defaultdict(lambda: Backoff(first=_FIRST, longest=_LONGEST))
         self.finished = 0  # since the members last regrouped
         self.errors: list[int] = []  # likewise: whose failures nobody got over
         self._regrouped = float("-inf")
@@ -81,6 +111,15 @@ class Restarts:
             self.errors.append(number)
         return verdict
 
+    def delay(self, place: int, lived: float, *, killed: bool) -> float:
+        """Seconds to wait before the worker in this place (its local rank) is replaced."""
+        return self._backoffs[place].delay(lived, killed=killed)
+
+    @property
+    def over(self) -> bool:
+        """Whether a replacement that is still to come would find nothing to do."""
+        return self.stopping or self.done or (self.finished > 0 and not self.living and not self.elsewhere)
+
     def without_it(self) -> Verdict:
         """Of a loss that is not replaced. Who finished counts: it needs nobody any more."""
         enough = self._others > 0 and (self.done or self._others + self.finished >= self.minimum)
@@ -92,4 +131,4 @@ class Restarts:
 
     @property
     def _others(self) -> int:
-        return len(self.living) + self.elsewhere
+        return len(self.living) + self.coming + self.elsewhere

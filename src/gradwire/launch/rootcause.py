@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from gradwire.launch.child import FINISHED
 from gradwire.wire import parse_json
 
 EXIT_BY_SIGNAL = 128  # shells add the signal's number to this
@@ -41,8 +42,13 @@ class Report:
 
     @property
     def fatal(self) -> bool:
-        """False for `sys.exit()`, which is no failure."""
-        return self.type != "SystemExit" or self.message not in ("", "None", "0")
+        """False for `sys.exit()` and for coming too late, which are no failures."""
+        return not self.too_late and (self.type != "SystemExit" or self.message not in ("", "None", "0"))
+
+    @property
+    def too_late(self) -> bool:
+        """It asked to be let into a job whose work was done."""
+        return self.type == FINISHED
 
     @property
     def turned_away(self) -> bool:
@@ -81,6 +87,11 @@ class Ending:
         return self.status != 0 or self.result_missing
 
     @property
+    def too_late(self) -> bool:
+        """It did nothing, because the work of the job was done when it came."""
+        return self.report is not None and self.report.too_late
+
+    @property
     def exit_code(self) -> int:
         if self.status < 0 and self.report is not None and self.told is not None:
             return 1  # it had failed by an exception, but did not end until it was told to
@@ -106,9 +117,22 @@ def find(endings: Iterable[Ending]) -> Ending | None:
     return min(failures, key=lambda failure: (_blames(failure), failure.failure_time, failure.number), default=None)
 
 
-def is_consequence(failure: Ending) -> bool:
-    """Whether it says itself that something else came before it."""
-    return _blames(failure) > 0
+def of_failure(endings: Sequence[Ending], given_up_at: int) -> Ending | None:
+    """What made a job fail that was given up at that ending; or, if that was a consequence, what came before it."""
+    root = find(endings[given_up_at:])
+    return find(endings) if root is None or _blames(root) > 0 else root
+
+
+def of_end(endings: Sequence[Ending], errors: Collection[int], *, formed: bool) -> Ending | None:
+    """Why a job that was never given up did not end well, if so.
+
+    `errors` are the workers whose failures nobody got over; `formed` says that members had come together.
+    """
+    if all(ending.failed for ending in endings):  # whoever may go on elsewhere: nobody was done here
+        return find(endings)
+    if all(ending.too_late for ending in endings) and not formed:  # for work that nobody has done
+        return min(endings, key=lambda ending: ending.failure_time)
+    return find(ending for ending in endings if ending.number in errors)
 
 
 def _blames(failure: Ending) -> int:

@@ -50,6 +50,10 @@ class Stage(Protocol):
 
     noun: str  # what a worker is called: a rank, where its number is its rank
 
+    @property
+    def formed(self) -> bool:
+        """Whether members have come together, here or elsewhere, as far as is known."""
+
     def start(self, hands: Hands) -> None: ...
 
     def equip(self, number: int, local_rank: int) -> Equipment:
@@ -60,8 +64,8 @@ class Stage(Protocol):
     def ended(self, worker: Worker) -> None:
         """Its process is gone."""
 
-    def judged(self, worker: Worker, verdict: Verdict, successor: Worker | None) -> None:
-        """It failed, or is about to: what became of that."""
+    def judged(self, worker: Worker, verdict: Verdict, successor: Worker | None, delay: float) -> None:
+        """It failed, or is about to: what became of that. Its successor may start only after a delay."""
 
     def attend(self, now: float) -> None:
         """Whatever there is to do by now."""
@@ -85,6 +89,7 @@ class StaticStage:
 
     noun = "rank"
     next_due = None
+    formed = True
 
     def __init__(self, size: int, rendezvous: Rendezvous, environ: Mapping[str, str] | None = None) -> None:
         self._size = size
@@ -112,7 +117,7 @@ class StaticStage:
     def ended(self, worker: Worker) -> None:
         pass
 
-    def judged(self, worker: Worker, verdict: Verdict, successor: Worker | None) -> None:
+    def judged(self, worker: Worker, verdict: Verdict, successor: Worker | None, delay: float) -> None:
         pass
 
     def attend(self, now: float) -> None:

@@ -55,6 +55,14 @@ class Outcome:
         return 0 if self.stopped_by is None else rootcause.EXIT_BY_SIGNAL + self.stopped_by
 
 
+@dataclass(frozen=True)
+class _Succession:
+    """A worker that is to be replaced, and when."""
+
+    lost: Worker
+    due: float
+
+
 class Supervisor:
     """One job on this machine: `start`, `wait`, `stop`, and `workers` with their pids in between.
 
@@ -90,6 +98,7 @@ class Supervisor:
         self._local_ranks: dict[int, int] = {}
         self._beside: list[Worker] = []  # processes that are no workers
         self._judged: set[int] = set()
+        self._successions: list[_Succession] = []  # to come
         self._unanswered: list[Worker] = []  # that failed and were not replaced
         self._given_up_at: int | None = None  # how many of these there were when the job failed
         self._requests: collections.deque[int] = collections.deque()
@@ -185,6 +194,7 @@ class Supervisor:
         if self.restarts.done:
             return None
         taken = {self._local_ranks[number] for number in self.restarts.living}
+        taken |= {self._local_ranks[one.lost.number] for one in self._successions}
         return self._start_worker(min(set(range(len(taken) + 1)) - taken))
 
     def disturb(self, action: str, workers: Sequence[Worker]) -> str:
@@ -239,7 +249,7 @@ class Supervisor:
             self._ended.set()
 
     def _watch_until_gone(self) -> None:
-        while not all(worker.gone for worker in self.workers):
+        while self._successions or not all(worker.gone for worker in self.workers):
             self._watch(self._pause())
             self._act(time.monotonic())
         self._stage.stop()
@@ -261,7 +271,8 @@ class Supervisor:
     def _pause(self) -> float | None:
         """How long nothing needs to be done if no descriptor tells."""
         pauses = [_ASK_EVERY] if any(process.must_be_asked for process in (*self.workers, *self._beside)) else []
-        for due in (self._ladder.next_due, self._stage.next_due, self._trouble.next_due if self._trouble else None):
+        dues = [self._ladder.next_due, self._stage.next_due, self._trouble.next_due if self._trouble else None]
+        for due in dues + [one.due for one in self._successions]:
             if due is not None:
                 pauses.append(max(0.0, due - time.monotonic()))
         return 0.0 if self._requests else min(pauses, default=None)
@@ -288,6 +299,7 @@ class Supervisor:
             if worker.number not in self._judged and (worker.ending is not None or worker.has_failed(now)):
                 self._judge(worker, now)
         self._stage.attend(now)
+        self._replace(now)
         if self._trouble is not None:
             self._trouble.make(now)
         for number in self._ladder.due(now):
@@ -303,16 +315,50 @@ class Supervisor:
         verdict = self.restarts.ended(worker.number, end, worker.failure_time(now))
         if end is Fate.WELL:
             return
-        successor = self._successor(worker) if verdict is Verdict.REPLACE else None
-        if successor is None:
+        if verdict is Verdict.REPLACE:
+            verdict = self._replaced(worker, now)
+        else:
             self._unanswered.append(worker)
-            verdict = self.restarts.without_it() if verdict is Verdict.REPLACE else verdict
-        if self._given_up_at is None:
-            self._stage.judged(worker, verdict, successor)
+            self._tell(worker, verdict)
         if verdict is Verdict.GIVE_UP:
             self._give_up(now)
         elif worker.ending is None:  # it has raised, but a thread holds it
             worker.signal(signal.SIGKILL, now)
+
+    def _replaced(self, worker: Worker, now: float) -> Verdict:
+        """Replace it at once; or later, if one after the other has died young in its place."""
+        lived = worker.failure_time(now) - worker.began
+        delay = self.restarts.delay(self._local_ranks[worker.number], lived, killed=worker.was_killed)
+        if not delay:
+            return self._succeed(worker)
+        self._successions.append(_Succession(worker, now + delay))
+        self.restarts.coming += 1
+        self._tell(worker, Verdict.REPLACE, delay=delay)
+        return Verdict.REPLACE
+
+    def _replace(self, now: float) -> None:
+        """Start the replacements for which it is time; none if there is nothing left for them to do."""
+        over = self.restarts.over
+        for one in [one for one in self._successions if over or one.due <= now]:
+            self._successions.remove(one)
+            self.restarts.coming -= 1
+            if over:
+                self._unanswered.append(one.lost)
+            elif self._succeed(one.lost) is Verdict.GIVE_UP:
+                self._give_up(now)
+
+    def _succeed(self, worker: Worker) -> Verdict:
+        """Start the successor of a worker; what becomes of the job if that cannot be done."""
+        successor = self._successor(worker)
+        verdict = Verdict.REPLACE if successor is not None else self.restarts.without_it()
+        if successor is None:
+            self._unanswered.append(worker)
+        self._tell(worker, verdict, successor)
+        return verdict
+
+    def _tell(self, worker: Worker, verdict: Verdict, successor: Worker | None = None, delay: float = 0.0) -> None:
+        if self._given_up_at is None:
+            self._stage.judged(worker, verdict, successor, delay)
 
     def _give_up(self, now: float) -> None:
         if self._given_up_at is None:
@@ -333,19 +379,12 @@ class Supervisor:
             self._trouble.stop()
 
     def _root(self) -> Ending | None:
-        """What made the job fail; or, if that was a consequence, what came before it."""
-        if self._given_up_at is None:
-            return rootcause.find(self._spoilers()) if self._stopped_by is None else None
-        endings = [worker.ending for worker in self._unanswered if worker.ending is not None]
-        root = rootcause.find(endings[self._given_up_at :])
-        return rootcause.find(endings) if root is None or rootcause.is_consequence(root) else root
-
-    def _spoilers(self) -> list[Ending]:
-        """Failures for which the job did not end well, although it never gave up."""
-        endings = self._endings()
-        if all(ending.failed for ending in endings):  # whoever may go on elsewhere: nobody was done here
-            return list(endings)
-        return [ending for ending in endings if ending.number in self.restarts.errors]
+        if self._given_up_at is not None:
+            endings = [worker.ending for worker in self._unanswered if worker.ending is not None]
+            return rootcause.of_failure(endings, self._given_up_at)
+        if self._stopped_by is not None:
+            return None
+        return rootcause.of_end(self._endings(), self.restarts.errors, formed=self._stage.formed)
 
     def _see_output_through(self) -> None:
         """A reader of our output may be slow or paused, and then has all the time unless we are told to stop."""

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -50,6 +51,7 @@ class Worker:
     ) -> None:
         self.number = number
         self.noun = noun
+        self.began = time.monotonic()
         self.doom = ""  # what was done to it on purpose, for those who read how it ended
         self.report: Report | None = None
         self.result: bytearray | None = None
@@ -111,6 +113,11 @@ class Worker:
         if self.report is not None and self.report.fatal:
             return Fate.TURNED_AWAY if self.report.turned_away else Fate.ERROR
         return Fate.LOST if self.ending is not None and self.ending.status < 0 else Fate.ERROR
+
+    @property
+    def was_killed(self) -> bool:
+        """By somebody else, and not by an error of its own."""
+        return self.ending is not None and self.ending.status in (-signal.SIGKILL, -signal.SIGTERM)
 
     def failure_time(self, now: float) -> float:
         return self.report.time if self.report is not None else now

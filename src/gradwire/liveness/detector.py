@@ -1,11 +1,13 @@
 """Who has been silent for too long: times of beats come in, suspects come out.
 
 Pure. A rank beats every 50 ms, by a thread that needs nothing of the interpreter. How long it may be silent follows
-from how regular it was: min(max(floor, median + k·MAD of its intervals), 0.6 s). Three rules keep false alarms away:
+from how regular it was: min(max(floor, median + k·MAD of its intervals), 0.6 s). A rank on another host has a fixed
+deadline instead, because a network may fail for a second: `GRADWIRE_PEER_TIMEOUT`, 3 s by default. Where that is longer
+than 5 s, only a network that drops packets gets all of it. Three rules keep false alarms away:
 
     a late watcher       knows nothing of the time it missed: when its own look came late, all deadlines begin anew
     a look               at a rank on this machine tells whether it was stopped: then there is no doubt. If not, it has
-                         0.7 s; and if it is seen waiting for a core, 5 s
+                         0.7 s; and if it is seen waiting for a core, or for the kernel (state D), 5 s
     the roll call        before a silence is told, every other rank is heard once more, or is silent for too long as
                          well: so of ranks that fell silent together all are told at once, and the lowest is named
 """
@@ -23,9 +25,11 @@ BEAT_SECONDS = 0.05
 PAGE_SECONDS = 0.2  # the least silence that counts, where beats are seen in memory
 LINK_SECONDS = 0.5  # and over a link: a packet that was lost is sent again after 0.2 s, and hosts can be busy
 MOST_SECONDS = 0.6
+PEER_SECONDS = 3.0  # the deadline between hosts, unless GRADWIRE_PEER_TIMEOUT says otherwise
 UNSTOPPED_SECONDS = 0.7  # of one that is seen, and was not stopped
-STARVED_SECONDS = 5.0  # and of one that visibly waits for a core
+STARVED_SECONDS = 5.0  # and of one that visibly waits for a core or for the kernel
 ROLL_CALL_SECONDS = 0.85  # a silence that long is told whatever the others do
+REMOTE_ROLL_CALL_SECONDS = 0.4  # that a silence between hosts is held back, at most, until the others are heard
 LATE_SECONDS = 0.1  # later than it was due: a watcher that was held up
 STILL_SECONDS = 0.15  # by which a look was late, for who may have been missed: it takes 0.2 s of silence at least
 LATELY_SECONDS = 5.0
@@ -38,14 +42,15 @@ FEW = 8  # intervals, which say little
 
 
 class Sight(enum.Enum):
-    """What is seen of a silent rank on this machine."""
+    """What is seen of a silent rank: its process, if that runs on this machine, or the connection to its host."""
 
     STOPPED = "stopped"
-    STARVED = "waits for a core"
+    STARVED = "waits for a core or for the kernel"
     OTHER = "neither"
+    OUTAGE = "the network to it drops packets"
 
 
-Look = Callable[[int], Sight | None]  # None: it cannot be seen
+Look = Callable[[int], Sight | None]  # None: nothing can be seen
 _SECONDS = {Sight.STOPPED: 0.0, Sight.STARVED: STARVED_SECONDS, Sight.OTHER: UNSTOPPED_SECONDS}
 
 
@@ -54,13 +59,18 @@ class _Life:
     heard: float
     least: float  # seconds of silence that count
     most: float
+    deadline: float | None  # of a rank on another host
+    slow: bool  # its beats need its interpreter
     beat: int | None = None
     intervals: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
 
-    @property
-    def regular(self) -> bool:
-        """Whether it beats fast enough for a roll call."""
-        return self.most <= MOST_SECONDS
+    def allowed(self, sight: Sight | None) -> float:
+        """The seconds that it may be silent, after what was seen of it."""
+        if self.deadline is None or sight is Sight.STOPPED:
+            return self.patience() if sight is None else _SECONDS[sight]
+        if sight is Sight.STARVED:
+            return max(self.deadline, STARVED_SECONDS)
+        return self.deadline if sight is Sight.OUTAGE else min(self.deadline, self.most)
 
     def patience(self) -> float:
         if len(self.intervals) < FEW:
@@ -98,10 +108,18 @@ class Detector:
         self._lives: dict[int, _Life] = {}
         self._roll_call: float | None = None  # since when
 
-    def watch(self, peer: int, now: float, least: float, most: float = MOST_SECONDS) -> None:
-        """From now on expect beats of this rank."""
-        self._lives[peer] = _Life(now, least, most)
-        self.due = min(self.due, now)
+    def watch(self, peer: int, now: float, least: float, most: float = MOST_SECONDS, *, slow: bool = False) -> None:
+        """From now on expect beats of this rank; `slow` says that it beats twice a second only."""
+        self._watch(peer, _Life(now, least, most, None, slow))
+
+    def watch_remote(self, peer: int, now: float, deadline: float, *, least: float = LINK_SECONDS) -> None:
+        """The same for a rank on another host, where any silence of less than `deadline` may be the network's."""
+        slow = least > LINK_SECONDS
+        self._watch(peer, _Life(now, least, max(least, STARVED_SECONDS), deadline, slow))
+
+    def _watch(self, peer: int, life: _Life) -> None:
+        self._lives[peer] = life
+        self.due = min(self.due, life.heard)
 
     def forget(self, peer: int) -> None:
         """It has left."""
@@ -125,6 +143,11 @@ class Detector:
         life = self._lives.get(peer)
         return now - life.heard if life is not None else None
 
+    def heard_at(self, peer: int) -> float | None:
+        """When a rank was last heard; None if it is not watched."""
+        life = self._lives.get(peer)
+        return life.heard if life is not None else None
+
     def restart(self, now: float) -> None:
         """Nothing is known of the time until now."""
         self._roll_call = None
@@ -144,7 +167,7 @@ class Detector:
     def _pause(self, now: float) -> float:
         if self._roll_call is not None:
             return ROLL_CALL_LOOKS
-        heard = [life.heard >= now for life in self._lives.values() if life.regular]
+        heard = [life.heard >= now for life in self._lives.values() if not life.slow]
         if not all(heard):
             return LOOK_SECONDS / 2
         return LOOK_SECONDS if heard else SLOW_SECONDS
@@ -152,15 +175,16 @@ class Detector:
     def _all_called(self, suspects: set[int], now: float) -> bool:
         """Whether everybody else has been heard since the first was suspected."""
         assert self._roll_call is not None
-        others = [life for peer, life in self._lives.items() if peer not in suspects and life.regular]
+        others = [life for peer, life in self._lives.items() if peer not in suspects and not life.slow]
         if all(life.heard >= self._roll_call for life in others):
             return True
-        return max(now - self._lives[peer].heard for peer in suspects) >= ROLL_CALL_SECONDS
+        remote = now - self._roll_call >= REMOTE_ROLL_CALL_SECONDS
+        lives = [self._lives[peer] for peer in suspects]
+        return any(remote if life.deadline else now - life.heard >= ROLL_CALL_SECONDS for life in lives)
 
 
 def _is_suspect(peer: int, life: _Life, now: float, look: Look) -> bool:
     silence = now - life.heard
     if silence < life.least:
         return False
-    sight = look(peer)
-    return silence >= (life.patience() if sight is None else _SECONDS[sight])
+    return silence >= life.allowed(look(peer))

@@ -3,10 +3,12 @@
     ranks that share memory     beat in it: a word behind the directory of their arena
     other ranks                 beat over a link of their own: each pair of up to 32 ranks, beyond that ring neighbours
 
-A native thread beats (native/lifeline.hpp): it says that the process runs, whatever its interpreter does. Without the
-core the service thread beats, slowly, and such a rank may be silent for 10 s. Who beats but does not come is stuck, not
-lost. The service thread looks every 0.1 s whom it heard; `Detector` decides who is silent for too long. On one host the
-end of a process is seen as well (a pidfd, as a link on which nothing comes but the end), in milliseconds.
+A native thread beats (native/lifeline.hpp): it says that the process runs, whatever its interpreter does; beats.py says
+how that goes with TLS. Without the core the service thread beats, slowly, and such a rank may be silent for 10 s. Who
+beats but does not come is stuck, not lost. The service thread looks every 0.1 s whom it heard; `Detector` decides who
+is silent for too long. On one host the end of a process is seen as well (a pidfd, as a link on which nothing comes but
+the end), in milliseconds. Between hosts silence may be the network's: the deadline is longer there, and all ranks of a
+job use the longest that any of them has in `GRADWIRE_PEER_TIMEOUT`.
 """
 
 from __future__ import annotations
@@ -17,37 +19,47 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gradwire import core, machine
+from gradwire.liveness import beats
+from gradwire.liveness.beats import TOKEN_BYTES, BeatSink, TokenReader, Tokens
 from gradwire.liveness.control import Control
 from gradwire.liveness.detector import (
     BEAT_SECONDS,
     LINK_SECONDS,
-    MOST_SECONDS,
     PAGE_SECONDS,
+    PEER_SECONDS,
     SLOW_SECONDS,
-    Detector,
     Sight,
     Standstill,
 )
-from gradwire.transports.base import LIFE_CHANNEL, LIFELINE_CHANNEL, Link, LinkClosed, Transport
-from gradwire.transports.frames import FrameReader, Outbox
+from gradwire.transports.base import (
+    LIFE_CHANNEL,
+    LIFELINE_CHANNEL,
+    KeyedLink,
+    Link,
+    LinkClosed,
+    NetworkLink,
+    Transport,
+)
+from gradwire.transports.frames import FrameReader, Outbox, Reader
 from gradwire.transports.shm import OwnArena, SharedMemory
-from gradwire.wire import HEADER_BYTES, Header, Kind, WireError
+from gradwire.wire import HEADER_BYTES
 
 DEATH_SECONDS = 0.05  # in which the last messages of a process that has ended are read
 PURE_SECONDS = 10.0  # of silence of a rank whose beats need its interpreter
 ALIVE_SECONDS = 1.0  # who was heard within that time is called alive
 ALL_PAIRS = 32  # ranks
-AHEAD = 1200  # sealed records that lie ready: a minute's worth
+FEED_BLOCKS = 8  # of tokens, at most, that are made for a link in one turn of the service thread
 READ_AHEAD = 64 * HEADER_BYTES
 BEAT_THREAD = b"gradwire-beat"  # as native/lifeline.cpp calls it
 STOPPED = "TtZX"  # states of a process that does not run, as /proc names them
-
-Seal = Callable[[Sequence[bytes]], list[bytes]]  # messages as they go over an encrypted link
+WAITING = "RD"  # states of a thread that goes on as soon as it has a core, or the kernel an answer
+LEAST_TIMEOUT = 0.5  # between hosts: TCP sends a lost packet again after 0.2 s
+MOST_TIMEOUT = 600.0  # connections give up a little later, whatever is waited for
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,23 +69,35 @@ class Nature:
     native: bool  # its beats do not need its interpreter
     pid: int
     namespace: str  # within which the pid means something
+    started: int = 0  # when its process did: the pid may be another's later
+    timeout: float = PEER_SECONDS  # how long a rank on another host may be silent, as far as it is asked
 
     @classmethod
-    def own(cls) -> Nature:
+    def own(cls, timeout: float = PEER_SECONDS) -> Nature:
         namespace = ""
         with contextlib.suppress(OSError):
             namespace = f"{machine.identity()}/{os.stat('/proc/self/ns/pid').st_ino}"
-        return cls(core.available(), os.getpid(), namespace)
+        status = machine.process_status(os.getpid())
+        return cls(core.available(), os.getpid(), namespace, status.started if status else 0, timeout)
 
     def to_wire(self) -> list[Any]:
-        return [self.native, self.pid, self.namespace]
+        return [self.native, self.pid, self.namespace, self.started, self.timeout]
 
     @classmethod
     def from_wire(cls, told: object) -> Nature:
         match told:
-            case [bool(native), int(pid), str(namespace)]:
-                return cls(native, pid, namespace)
+            case [bool(native), int(pid), str(namespace), int(started), int(timeout) | float(timeout)] if (
+                LEAST_TIMEOUT <= timeout <= MOST_TIMEOUT
+            ):
+                return cls(native, pid, namespace, started, float(timeout))
         return cls(False, 0, "")
+
+    def sight(self) -> Sight:
+        """What is seen of its process now, on the machine that it runs on."""
+        status = machine.process_status(self.pid)
+        if status is None or status.started != self.started or status.state in STOPPED:
+            return Sight.STOPPED
+        return Sight.STARVED if status.state == "D" or beat_waits(self.pid) else Sight.OTHER
 
 
 Dial = Callable[[int], Link]
@@ -82,8 +106,17 @@ Dial = Callable[[int], Link]
 class Lifeline:
     """One rank's lifeline. Only `tick` is the service thread's own; everything else is for any thread."""
 
-    def __init__(self, control: Control, record: bytes, sink: BeatSink, pump: Callable[[FrameReader], None]) -> None:
+    def __init__(
+        self,
+        control: Control,
+        record: bytes,
+        sink: BeatSink,
+        pump: Callable[[Reader], None],
+        remote: Collection[int] = (),
+    ) -> None:
+        """`remote` are the ranks on other hosts."""
         self._control = control
+        self._remote = frozenset(remote)
         self._record = record  # what a beat is, on a link
         self._sink = sink
         self._pump = pump  # reads a link, and sees to it if that fails
@@ -96,11 +129,13 @@ class Lifeline:
         self._shared: SharedMemory | None = None
         self._linked: set[int] = set()  # ranks with which there is a link
         self._missing: set[int] = set()  # of these, until there is
-        self._readers: list[FrameReader] = []
+        self._readers: list[Reader] = []
         self._outboxes: dict[int, Outbox] = {}  # for beats that this class makes itself; by id of the link
-        self._sealed: dict[int, tuple[int, Seal]] = {}
-        self._awaited: deque[tuple[int, float, float]] = deque()  # whom to watch, for the service thread to see
-        self._pids: dict[int, int] = {}  # of ranks whose processes can be looked at
+        self._tokens: dict[int, tuple[int, Tokens]] = {}  # for links that leave TLS: the descriptor, and what to send
+        self._awaited: deque[tuple[int, Nature]] = deque()  # whom to watch, for the service thread to see
+        self._timeout = PEER_SECONDS
+        self._seen: dict[int, Nature] = {}  # ranks whose processes can be looked at
+        self._outages: dict[int, float] = {}  # ranks to which packets were lost, and when these were last heard
         self._dead: dict[int, float] = {}  # ranks whose process ended, and until when their goodbye may come
         self._beat_at = -math.inf
 
@@ -128,31 +163,46 @@ class Lifeline:
     def expect(self, natures: Sequence[Nature]) -> None:
         """From now on judge silence: all have begun."""
         rank = self._control.rank
-        pages = set(self._shared.peers) if self._shared is not None else set()
-        for peer in sorted(pages | self._linked):
+        self._timeout = max(nature.timeout for nature in natures)
+        for peer in sorted(self._sharing | self._linked):
             nature = natures[peer]
-            if nature.native and nature.namespace == natures[rank].namespace != "":
-                self._pids[peer] = nature.pid
-            least = PAGE_SECONDS if peer in pages else LINK_SECONDS
-            self._awaited.append((peer, least, MOST_SECONDS) if nature.native else (peer, PURE_SECONDS, PURE_SECONDS))
+            if nature.native and nature.started and nature.namespace == natures[rank].namespace != "":
+                self._seen[peer] = nature
+            self._awaited.append((peer, nature))
+
+    @property
+    def _sharing(self) -> set[int]:
+        """The ranks that share memory with this one."""
+        return set(self._shared.peers) if self._shared is not None else set()
 
     def add_link(self, link: Link) -> None:
         """Beat on a link to a rank, and hear its beats there."""
-        seal: Seal | None = getattr(link, "records", None) if getattr(link, "encrypts", False) else None
+        key = link.key if isinstance(link, KeyedLink) else None
         with self._lock:
             welcome = not self._closed and link.peer in self._missing
             if welcome:
                 self._missing.remove(link.peer)
-                if self._thread is None:
-                    self._outboxes[id(link)] = Outbox(link)
-                elif seal is None:
-                    self._thread.add(_descriptor(link), self._record)
-                else:  # encrypted ahead, since that takes the interpreter; from now on nothing else is sent there
-                    self._thread.add(_descriptor(link), b"")
-                    self._sealed[id(link)] = _descriptor(link), seal
-                self._readers = [*self._readers, FrameReader(link, self._sink, threading.Lock(), READ_AHEAD)]
+                self._beat_on(link, key)
+                self._readers = [*self._readers, self._reader(link, key)]
         if not welcome:
             link.close()
+
+    def _beat_on(self, link: Link, key: bytes | None) -> None:
+        tokens = Tokens(key, self._control.rank) if key is not None else None
+        if tokens is not None:
+            self._tokens[id(link)] = _descriptor(link), tokens
+        if self._thread is None:
+            self._outboxes[id(link)] = Outbox(link)
+        elif tokens is None:
+            self._thread.add(_descriptor(link), self._record)
+        else:
+            self._thread.add_tokens(_descriptor(link), TOKEN_BYTES, beats.MARK_BLOCKS * beats.BLOCK_TOKENS)
+            self._thread.feed(_descriptor(link), tokens.block())
+
+    def _reader(self, link: Link, key: bytes | None) -> Reader:
+        if key is not None:
+            return TokenReader(link, Tokens(key, link.peer), self._sink)
+        return FrameReader(link, self._sink, threading.Lock(), READ_AHEAD)
 
     def end_of(self, link: Link) -> None:
         """A link is about to be closed: nothing may be written there, its descriptor may soon be another's."""
@@ -163,12 +213,12 @@ class Lifeline:
                 if self._thread is not None:
                     self._thread.drop(_descriptor(link))
                 self._outboxes.pop(id(link), None)
-                self._sealed.pop(id(link), None)
+                self._tokens.pop(id(link), None)
                 self._readers = [reader for reader in self._readers if reader.link is not link]
 
     def ignore(self, peer: int) -> None:
         """Hear a rank no more, as if the way to it were cut: for tests of what happens then."""
-        self._pids.pop(peer, None)
+        self._seen.pop(peer, None)
         self._sink.ignored.add(peer)
 
     def close(self) -> None:
@@ -196,14 +246,32 @@ class Lifeline:
         if not self._begun or not self._control.sound:
             return pause
         while self._awaited:
-            peer, least, most = self._awaited.popleft()
-            self._detector.watch(peer, now, least, most)
+            self._watch(*self._awaited.popleft(), now)
         if now >= self._detector.due:
             self._beat(now)
             self._listen(now)
             for peer, silence in self._detector.tick(now, self._look):
-                self._control.lost(peer, now, f"has been silent for {silence:.2f} s (frozen or cut off)")
+                self._control.lost(peer, now, self._describe(peer, silence))
         return min(pause, self._detector.due - now)
+
+    def _watch(self, peer: int, nature: Nature, now: float) -> None:
+        """Begin to judge the silence of a rank."""
+        if peer in self._remote:
+            link = self._link_to(peer)
+            if isinstance(link, NetworkLink):  # else TCP waits for as long again as an outage has lasted
+                link.repair_within(max(1.0, self._timeout / 4))
+            least = LINK_SECONDS if nature.native else PURE_SECONDS
+            self._detector.watch_remote(peer, now, max(least, self._timeout), least=least)
+        elif nature.native:
+            self._detector.watch(peer, now, PAGE_SECONDS if peer in self._sharing else LINK_SECONDS)
+        else:
+            self._detector.watch(peer, now, PURE_SECONDS, PURE_SECONDS, slow=True)
+
+    def _describe(self, peer: int, silence: float) -> str:
+        """What happened to a rank that is lost, as its error tells it."""
+        if self._look(peer) is Sight.OUTAGE:
+            return f"has been silent for {silence:.2f} s: the network to rank {peer} drops packets"
+        return f"has been silent for {silence:.2f} s (frozen or cut off)"
 
     def _tell_deaths(self, now: float) -> float:
         """Report ranks that died although their links are open: a child keeps them. The seconds until the next."""
@@ -214,17 +282,18 @@ class Lifeline:
         return min(self._dead.values(), default=math.inf) - now
 
     def _beat(self, now: float) -> None:
-        """What the native thread cannot do: beat if there is none, and seal records for it."""
-        for descriptor, seal in list(self._sealed.values()):
-            missing = AHEAD - self._thread.ahead(descriptor)
-            if missing * BEAT_SECONDS >= 1:
-                self._thread.feed(descriptor, seal([self._record] * missing))
-        if self._thread is None and now >= self._beat_at:
+        """What the native thread cannot do: beat if there is none, and make tokens for it."""
+        if self._thread is not None:
+            for descriptor, tokens in list(self._tokens.values()):
+                left = -(-self._thread.ahead(descriptor) // beats.BLOCK_TOKENS)
+                for _ in range(min(FEED_BLOCKS, beats.STOCK_BLOCKS - left)):
+                    self._thread.feed(descriptor, tokens.block())
+        elif now >= self._beat_at:
             self._beat_at = now + SLOW_SECONDS
-            for outbox in list(self._outboxes.values()):
+            for link, outbox in list(self._outboxes.items()):
                 with contextlib.suppress(LinkClosed, OSError):  # the reading side learns of it
                     if outbox.flush():
-                        outbox.post(self._record)
+                        outbox.post(self._tokens[link][1].take(TOKEN_BYTES) if link in self._tokens else self._record)
 
     def _listen(self, now: float) -> None:
         self._sink.now = now
@@ -241,41 +310,33 @@ class Lifeline:
             self._pump(reader)
 
     def _look(self, peer: int) -> Sight | None:
-        """At the process of a rank on this machine; None for others, and for those that are ignored on purpose."""
-        pid = self._pids.get(peer)
-        if pid is None or peer in self._sink.ignored:
+        """At the process of a rank on this machine, or else at the connection to another host; None if neither tells
+        anything, and for ranks that are ignored on purpose."""
+        if peer in self._sink.ignored:
             return None
-        if state_of(pid) in STOPPED:
-            return Sight.STOPPED
-        return Sight.STARVED if beat_waits(pid) else Sight.OTHER
+        nature = self._seen.get(peer)
+        sight = nature.sight() if nature is not None else None
+        if peer not in self._remote or sight in (Sight.STOPPED, Sight.STARVED):
+            return sight
+        return Sight.OUTAGE if self._drops_packets(peer) else sight
+
+    def _drops_packets(self, peer: int) -> bool:
+        """Whether packets to a host were lost since the rank there was last heard.
+
+        When an outage is over, this host may learn of it before the other one has sent its beats again.
+        """
+        heard_at, link = self._detector.heard_at(peer), self._link_to(peer)
+        if heard_at is not None and isinstance(link, NetworkLink) and link.drops_packets():
+            self._outages[peer] = heard_at
+        return heard_at is not None and self._outages.get(peer) == heard_at
+
+    def _link_to(self, peer: int) -> Link | None:
+        return next((reader.link for reader in self._readers if reader.link.peer == peer), None)
 
     def alive(self, peer: int) -> bool:
         """Whether a rank was heard lately."""
         silence = self._detector.silence(peer, time.monotonic())
         return silence is not None and silence < ALIVE_SECONDS
-
-
-class BeatSink:
-    """Beats, as they are read, go to the detector; `check` knows whose they may be."""
-
-    def __init__(self, check: Callable[[Header], None]) -> None:
-        self.detector = Detector()
-        self.now = 0.0
-        self.ignored: set[int] = set()
-        self._check = check
-
-    def begin(self, link: Link, header: Header) -> memoryview:
-        self._check(header)
-        if header.kind != Kind.BEAT or header.nbytes:
-            raise WireError(f"kind {header.kind}, {header.nbytes} bytes, on the lifeline")
-        return memoryview(b"")
-
-    def finish(self, link: Link, header: Header, payload: memoryview) -> None:
-        self.heard(link.peer)
-
-    def heard(self, peer: int, beat: int | None = None) -> None:
-        if peer not in self.ignored:
-            self.detector.heard(peer, self.now, beat)
 
 
 def linked(rank: int, size: int, sharing: set[int]) -> set[int]:
@@ -284,22 +345,15 @@ def linked(rank: int, size: int, sharing: set[int]) -> set[int]:
     return {peer for peer in others if peer != rank and peer not in sharing}
 
 
-def state_of(pid: int | str) -> str:
-    """The state of a process (or thread, by its path) as /proc names it; "X" if there is none."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0].decode()
-    except (OSError, IndexError, ValueError):
-        return "X"
-
-
 def beat_waits(pid: int) -> bool:
-    """Whether a thread that beats for a process would run, if it had a core."""
+    """Whether a thread that beats for a process would run, if it had a core or the kernel an answer for it."""
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/comm", "rb") as file:
-                if file.read().strip() == BEAT_THREAD and state_of(f"{pid}/task/{thread}") == "R":
-                    return True
+                if file.read().strip() == BEAT_THREAD:
+                    status = machine.process_status(f"{pid}/task/{thread}")
+                    if status is not None and status.state in WAITING:
+                        return True
     return False
 
 

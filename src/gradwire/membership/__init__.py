@@ -10,7 +10,8 @@
     addresses.py   host names, ports and what is reachable from other machines
     messages.py    between the protocol's messages and our own types
     service.py     the coordinator: the state machine behind gRPC; its calls are answered in desk.py, and
-                   health.py is the standard health check
+                   health.py is the standard health check. Clients connect to front.py, which passes on what
+                   limits.py allows; descriptors.py is what that takes of the system
     client.py      a worker's side: it registers, says that it lives, takes part in checkpoints, takes its leave. Each
                    is a conversation.py of calls.py, on a socket that is open no longer than that
     lease.py       heartbeats of a lone worker

@@ -110,18 +110,21 @@ class Connection:
             ("content-type", "application/grpc"),
             *more,
         ]
-        self._h2.send_headers(self._exchange.stream, headers)
+        with _protocol():
+            self._h2.send_headers(self._exchange.stream, headers)
 
     def _send(self, message: bytes, deadline: float, *, end: bool) -> None:
         left = memoryview(_PREFIX.pack(0, len(message)) + message)
         stream = self._exchange.stream
         while left and not self._exchange.ended:  # a refusal may come before all is said
-            room = min(self._h2.local_flow_control_window(stream), self._h2.max_outbound_frame_size)
+            with _protocol():
+                room = min(self._h2.local_flow_control_window(stream), self._h2.max_outbound_frame_size)
             if room <= 0:
                 self._progress(deadline)
                 continue
             part, left = left[:room], left[room:]
-            self._h2.send_data(stream, part, end_stream=end and not left)
+            with _protocol():
+                self._h2.send_data(stream, part, end_stream=end and not left)
         self._flush(deadline)
 
     def _progress(self, deadline: float) -> None:
@@ -132,12 +135,10 @@ class Connection:
         if not data:
             raise CallFailed("UNAVAILABLE", "it hung up")
         self._received += data
-        try:
+        with _protocol():
             for frame in self._frames():
                 for event in self._h2.receive_data(frame):
                     self._take(event)
-        except (H2Error, ValueError) as error:
-            raise CallFailed("UNAVAILABLE", f"what it says is not HTTP/2 ({type(error).__name__})") from error
 
     def _flush(self, deadline: float) -> None:
         with self._patience(deadline):
@@ -193,6 +194,15 @@ class Connection:
         elif isinstance(event, StreamReset) and not exchange.ended:  # after the status it means: say no more
             refused = event.error_code == ErrorCodes.REFUSED_STREAM
             raise CallFailed("UNAVAILABLE" if refused else "CANCELLED", "it cut the call off")
+
+
+@contextlib.contextmanager
+def _protocol() -> Iterator[None]:
+    """Errors of HTTP/2, as what they mean for a call. Frames that came before can make sending one too."""
+    try:
+        yield
+    except (H2Error, ValueError) as error:
+        raise CallFailed("UNAVAILABLE", f"what it says is not HTTP/2 ({type(error).__name__})") from error
 
 
 class _Exchange:

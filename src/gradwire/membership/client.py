@@ -146,24 +146,45 @@ def serving(address: str, *, secret: Secret, timeout: float = 5.0, credentials: 
 
 
 def start_checkpoint(
-    address: str, id: str, epoch: int, *, secret: Secret, timeout: float = 5.0, credentials: Credentials | None = None
+    address: str,
+    id: str,
+    epoch: int,
+    *,
+    secret: Secret,
+    timeout: float = 5.0,
+    credentials: Credentials | None = None,
+    seal: WorkerSeal | None = None,
 ) -> CheckpointStatus:
     """Begin the checkpoint of an epoch, of which the others hear with their next heartbeat, or learn how far it is."""
-    return _checkpoint("StartCheckpoint", address, id, epoch, secret, timeout, credentials)
+    return _checkpoint("StartCheckpoint", address, id, epoch, secret, timeout, credentials, seal)
 
 
 def end_checkpoint(
-    address: str, id: str, epoch: int, *, secret: Secret, timeout: float = 5.0, credentials: Credentials | None = None
+    address: str,
+    id: str,
+    epoch: int,
+    *,
+    secret: Secret,
+    timeout: float = 5.0,
+    credentials: Credentials | None = None,
+    seal: WorkerSeal | None = None,
 ) -> CheckpointStatus:
     """Report that this member's part is saved. May be repeated, to learn whether all have reported."""
-    return _checkpoint("EndCheckpoint", address, id, epoch, secret, timeout, credentials)
+    return _checkpoint("EndCheckpoint", address, id, epoch, secret, timeout, credentials, seal)
 
 
 def _checkpoint(
-    method: str, address: str, id: str, epoch: int, secret: Secret, timeout: float, credentials: Credentials | None
+    method: str,
+    address: str,
+    id: str,
+    epoch: int,
+    secret: Secret,
+    timeout: float,
+    credentials: Credentials | None,
+    seal: WorkerSeal | None,
 ) -> CheckpointStatus:
     request = pb.CheckpointRequest(id=id, epoch=epoch)
-    with Conversation(address, secret, timeout, credentials=credentials) as coordinator:
+    with Conversation(address, secret, timeout, credentials=credentials, seal=seal) as coordinator:
         reply = _answer(coordinator, pb.CheckpointReply, method, request.SerializeToString())
         outcome = reply.WhichOneof("outcome")
         if outcome is None:

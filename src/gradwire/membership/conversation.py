@@ -1,4 +1,11 @@
-"""A proven conversation with a coordinator: short calls, on a socket that is open no longer than they take."""
+"""A proven conversation with a coordinator: short calls, on a socket that is open no longer than they take.
+
+Only sealed replies are proven. Whatever else comes from the address (a doorkeeper's line, a failed TLS handshake, the
+status of a call) may be anybody's: while a coordinator is started anew, other programs can have its port. A newcomer
+that has met no coordinator yet believes it and ends, since a mistyped token or address must not look like a long wait.
+A member that has met one takes it for a hint: it tries again until its deadline, and the error then quotes the hint.
+It believes a status only from a connection over which the coordinator has proved itself; so it says hello once more.
+"""
 
 from __future__ import annotations
 
@@ -47,6 +54,18 @@ _TRY_AGAIN = (
 Secret = bytes | Token  # what a worker proves: the job's secret, or a join token
 
 
+class _Unbelieved(Exception):
+    """Something at the address turns this process away, without proof that it is the coordinator.
+
+    `by_status`: by how it ended a call, which counts if it has proved itself over the same connection.
+    """
+
+    def __init__(self, reason: str, *, by_status: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.by_status = by_status
+
+
 class Conversation:
     """A proven conversation with the coordinator at an address, begun again as often as it breaks until time is up."""
 
@@ -68,8 +87,9 @@ class Conversation:
         self._credentials = credentials
         self._largest_reply = largest_reply
         self._connection: Connection | None = None
-        self._met = False  # at least once
+        self._proven = False  # by what is at the other end of the connection
         self._last = "nothing listens there"
+        self._hint = ""  # what something there said last without proof
         self._endpoint: Endpoint | None = None
 
     @property
@@ -133,18 +153,22 @@ class Conversation:
     def _exchange(self, method: str, body: bytes, send: Callable[[bytes], bytes]) -> bytes:
         request = self.seal.seal(method, body)
         try:
-            return self.seal.open(method, request, pb.Sealed.FromString(send(request.SerializeToString())))
+            reply = self.seal.open(method, request, pb.Sealed.FromString(send(request.SerializeToString())))
         except (Unproven, DecodeError) as error:
-            raise Refused(f"what answers at {self.address} {NO_SECRET}: its reply is not authenticated") from error
+            reason = f"what answers at {self.address} {NO_SECRET}: its reply is not authenticated"
+            raise _Unbelieved(reason, by_status=True) from error
+        self._proven = True
+        return reply
 
     def _connected(self) -> Connection:
         """Reach the coordinator and have it prove the secret, before it is told anything of use: once for each seal, by
         which all that follows is proven too."""
         if self._connection is None:
-            self._connection = Connection(self._secured(self._reach()), self.address, self._largest_reply)
+            sock = self._secured(self._reach())
+            self._connection = Connection(sock, self.address, self._largest_reply)
+            self._proven = self._credentials is not None  # by its certificate
             if not self.seal.met:
                 self._meet(self._connection)
-            self._met = True
         return self._connection
 
     def _meet(self, connection: Connection) -> None:
@@ -153,35 +177,46 @@ class Conversation:
         try:
             self.seal.meet(pb.HelloReply.FromString(reply))
         except (Unproven, DecodeError) as error:
-            raise Refused(f"what answers at {self.address} {NO_SECRET}: check GRADWIRE_TOKEN on both sides") from error
+            reason = f"what answers at {self.address} {NO_SECRET}: check GRADWIRE_TOKEN on both sides"
+            raise _Unbelieved(reason) from error
+        self._proven = True
 
     @contextlib.contextmanager
     def judged(self) -> Iterator[None]:
         """Swallows a failure after which another try makes sense; any other is raised as what it means."""
         try:
-            yield
-        except CallFailed as error:
+            try:
+                yield
+            except CallFailed as error:
+                self.close()
+                self._judge(error)
+            except ssl.SSLError as error:
+                self.close()
+                if self._endpoint is not None:
+                    self._look_closer(self._endpoint)
+                raise self._unlike(explain(error)) from error
+        except _Unbelieved as hint:
             self.close()
-            self._judge(error)
-        except ssl.SSLError as error:
-            self.close()
-            if self._endpoint is not None:
-                self._look_closer(self._endpoint)
-            raise self._unlike(explain(error)) from error
+            if not self.seal.acquainted or (hint.by_status and self._proven):
+                raise Refused(hint.reason) from hint
+            self._hint = f"something answered there, without proof: {hint.reason}"
+            self.seal.part()  # the next connection begins with a proof; what is said over it then can be believed
         except BaseException:
             self.close()
             raise
 
     def _judge(self, error: CallFailed) -> None:
         if error.code == "PERMISSION_DENIED":
-            raise Refused(f"the coordinator at {self.address} refused this worker: {error.details}") from error
+            reason = f"the coordinator at {self.address} refused this worker: {error.details}"
+            raise _Unbelieved(reason, by_status=True) from error
         if error.code == "UNAUTHENTICATED":
-            raise Refused(
+            raise _Unbelieved(
                 f"the coordinator at {self.address} refused this worker: it {NO_SECRET}; "
                 "check that GRADWIRE_TOKEN is the same on both sides"
             ) from error
         if error.code not in _TRY_AGAIN:
-            raise Refused(f"what answers at {self.address} is no gradwire coordinator: {error}") from error
+            reason = f"what answers at {self.address} is no gradwire coordinator: {error}"
+            raise _Unbelieved(reason, by_status=True) from error
         if error.code == "UNAVAILABLE" and self._endpoint is not None:
             self._look_closer(self._endpoint)
         if error.code == "FAILED_PRECONDITION":  # it was started anew
@@ -194,7 +229,7 @@ class Conversation:
         seconds = min(1.0, max(0.1, self.left))
         over = told_at(endpoint, seconds)
         if over is not None:
-            raise Refused(
+            raise _Unbelieved(
                 f"the rendezvous at {self.address} is over: {over}. If this process is not one too many, "
                 "another job has this address: choose another port"
             )
@@ -202,8 +237,8 @@ class Conversation:
         if trouble is not None:
             raise self._unlike(trouble)
 
-    def _unlike(self, reason: str) -> Refused:
-        return Refused(f"no conversation with the coordinator at {self.address}: {reason}")
+    def _unlike(self, reason: str) -> _Unbelieved:
+        return _Unbelieved(f"no conversation with the coordinator at {self.address}: {reason}")
 
     def _secured(self, sock: socket.socket) -> socket.socket:
         """The socket under TLS, if there are credentials, and the other side is one that may be the coordinator."""
@@ -221,8 +256,9 @@ class Conversation:
             sock.close()
             raise CallFailed("UNAVAILABLE", f"the TLS handshake: {error.strerror or error}") from error
         if not may_coordinate(secure.getpeercert(binary_form=True) or b"", self._credentials.job):
+            reason = probe.wrong_name(secure, self._credentials)
             secure.close()
-            raise self._unlike(f"its certificate is not for a coordinator of job {self._credentials.job}")
+            raise self._unlike(reason or f"its certificate is not for a coordinator of job {self._credentials.job}")
         return secure
 
     def _reach(self) -> socket.socket:
@@ -252,13 +288,18 @@ class Conversation:
                     raise
             time.sleep(0.2)
 
+    @property
+    def trouble(self) -> str:
+        """Why the last try failed, and what something there said without proof."""
+        return "; ".join(text for text in (self._last, self._hint) if text)
+
     def _nobody(self) -> NoConnection:
-        if self._met:
+        if self.seal.acquainted:
             how = f"the coordinator at {self.address} answered at first and then went away"
         else:
             how = f"no coordinator answered at {self.address}: check that rank 0 or the launcher runs, and its address"
         return NoConnection(
-            f"{how} (waited {self.timeout:g} s; {self._last})", operation="rendezvous", seconds=self.timeout
+            f"{how} (waited {self.timeout:g} s; {self.trouble})", operation="rendezvous", seconds=self.timeout
         )
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from urllib.parse import unquote
 
 from gradwire.errors import ConfigError, JournalError
+from gradwire.identity import new_run
 from gradwire.membership.answers import Change, Claim, News, Outcome, Refusal, Waiting
 from gradwire.membership.entry import Terms
 from gradwire.membership.members import Assembly
@@ -67,15 +68,18 @@ class Desk(rpc.MembershipServicer):
         seal: CoordinatorSeal,
         *,
         vouched: Callable[[Any, Iterable[str]], str | None] = lambda context, names: None,
+        proved: Callable[[Any], None] = lambda context: None,
         failed: Callable[[JournalError], None] = lambda error: None,
     ) -> None:
-        """`vouched` tells why a caller may not speak for members; `failed` hears that the journal cannot be written,
-        after which nobody is told anything."""
+        """`vouched` tells why a caller may not speak for members; `proved` is called with the context of each call that
+        proves the job's secret; `failed` hears that the journal cannot be written, after which nobody is told anything.
+        """
         self.membership = membership
         self._seal = seal
         self._gate = Gate(membership.terms.job)
         self._journal: Journal | None = None
         self._vouched = vouched
+        self._proved = proved
         self._failed = failed
         self._failure = ""
         self._replies = Replies()
@@ -149,6 +153,7 @@ class Desk(rpc.MembershipServicer):
         """Go on from what a journal holds, if it holds anything, and keep it from now on."""
         snapshot = journal.load()
         if snapshot is None:
+            self.membership.terms = replace(self.membership.terms, run=new_run(after=journal.earlier_run()))
             journal.save([], self._snapshot())
         else:
             self.membership = _restored(snapshot, self.membership.terms, journal)
@@ -189,6 +194,7 @@ class Desk(rpc.MembershipServicer):
     def _open(self, method: str, kind: Any, request: pb.Sealed, context: Any) -> Any:
         try:
             body = self._seal.open(method, request)
+            self._proved(context)
             return parse(kind, body)
         except Unproven:
             self._abort(context, grpc.StatusCode.UNAUTHENTICATED, f"the caller {NO_SECRET}")

@@ -22,7 +22,10 @@ _WATCHERS = 16  # each holds a thread
 
 
 class Health:
-    """Answers `Check` and `Watch`; who asks needs no secret, and learns nothing but whether the coordinator serves."""
+    """Answers `Check` and `Watch`; who asks needs no secret, and learns nothing but whether the coordinator serves.
+
+    A connection on which nothing proves the secret is closed after some seconds, so those who watch ask anew.
+    """
 
     def __init__(self) -> None:
         self._status = NOT_SERVING

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 
-from gradwire.errors import GradwireError, NoConnection
+from gradwire.errors import GradwireError, NoConnection, Refused
 from gradwire.membership.answers import News
 from gradwire.membership.calls import CallFailed
 from gradwire.membership.conversation import Conversation, Secret, pauses_between_tries
@@ -98,6 +98,7 @@ class Heartbeats:
         trouble = False
         pauses = pauses_between_tries()
         while not self._closed:
+            refused = False
             try:
                 for news in self._conversation():
                     if trouble:
@@ -107,9 +108,11 @@ class Heartbeats:
             except GradwireError as error:
                 if not trouble:
                     log.warning("no heartbeats from this host, trying again: %s", error)
-                trouble = True
+                trouble, refused = True, isinstance(error, Refused)
+            except Exception:  # none is known; but the workers of this host must not lose their leases by it
+                log.exception("the heartbeats of this host were interrupted by an error of gradwire's own")
             with self._changed:
-                self._changed.wait_for(lambda: self._closed, next(pauses))
+                self._changed.wait_for(lambda: self._closed, 2 * self._interval if refused else next(pauses))
 
     def _conversation(self) -> Iterator[News]:
         """The answers to the heartbeats, until the connection breaks or this is closed."""
@@ -117,7 +120,7 @@ class Heartbeats:
             self._address, self._secret, _ONE_TRY, credentials=self._credentials, seal=self._seal
         ) as coordinator:
             self._give_up = lambda: coordinator.hurry(0.0)
-            failure: CallFailed | None = None
+            code = ""
             with coordinator.judged():
                 try:
                     if self._unary:
@@ -125,13 +128,14 @@ class Heartbeats:
                     else:
                         stream = coordinator.stream("Heartbeats")
                         yield from self._beats(lambda body: stream(body, _ANSWER_WITHIN))
+                    return
                 except CallFailed as error:
                     # A coordinator has room for so many streams; single calls do as well.
-                    self._unary = error.code == "RESOURCE_EXHAUSTED"
-                    failure = error
+                    code = error.code
+                    self._unary = code == "RESOURCE_EXHAUSTED"
                     raise
-            if failure is not None and failure.code not in _NO_LOSS:
-                raise NoConnection(f"the coordinator at {self._address} does not answer: {failure.details}")
+            if code not in _NO_LOSS:
+                raise NoConnection(f"the coordinator at {self._address} does not answer: {coordinator.trouble}")
 
     def _beats(self, ask: Callable[[bytes], bytes]) -> Iterator[News]:
         while True:

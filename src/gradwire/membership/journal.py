@@ -3,6 +3,7 @@
     state         one row: the snapshot, but for the members
     generations   the members of each generation, written once; the last few are kept
     changes       what happened, for people to read; the last few thousand are kept
+    earlier       the id of the run whose journal was set aside for this one, if there was any
 
 Whatever is saved survives the death of the coordinator and of the machine. One coordinator at a time has the file. A
 file that is damaged, of another version or not a journal at all is an error, and is left as it is.
@@ -22,12 +23,14 @@ from types import TracebackType
 from typing import Any, Self
 
 from gradwire.errors import JournalError
+from gradwire.identity import RUN_BYTES
 from gradwire.membership.answers import Change
 
 APPLICATION = 0x47774A6C  # "GwJl"; tells a journal from any other SQLite file
 VERSION = 2
 GENERATIONS_KEPT = 8
 CHANGES_KEPT = 10_000
+_UNDO = "-journal"  # what SQLite appends to the name of the file by which it undoes half a transaction
 
 _SCHEMA = f"""
 PRAGMA application_id = {APPLICATION};
@@ -38,6 +41,7 @@ CREATE TABLE changes (
     position INTEGER PRIMARY KEY AUTOINCREMENT, at TEXT NOT NULL DEFAULT CURRENT_TIMESTAMP,
     generation INTEGER NOT NULL, kind TEXT NOT NULL, member TEXT, text TEXT NOT NULL
 );
+CREATE TABLE earlier (run TEXT NOT NULL);
 """
 _ANEW = "move the file away to start the job anew, or put a sound copy of it there"
 _MEANING = {
@@ -84,6 +88,12 @@ class Journal:
             number = snapshot["generation"]
             row = self._db.execute("SELECT body, digest FROM generations WHERE number = ?", (number,)).fetchone()
             return snapshot | {"members": self._read(row, f"generation {number}")}
+
+    def earlier_run(self) -> bytes:
+        """The id of the run before this journal's; empty if none is known."""
+        with self._explained():
+            (run,) = self._db.execute("SELECT coalesce(max(run), '') FROM earlier").fetchone()
+        return bytes.fromhex(run)
 
     def save(self, changes: Sequence[Change], snapshot: Mapping[str, Any]) -> None:
         """Add what happened, and what is so now: all of it or, with an error, nothing."""
@@ -181,7 +191,51 @@ class Journal:
         return JournalError(f"the coordinator's journal {self.path}: {reason}")
 
 
-def _create(path: Path) -> None:
+def set_aside(path: Path, folder: Path, *, timeout: float = 10.0) -> Path | None:
+    """Move the journal of an earlier run into a folder, so that a new run begins one; returns where it is now.
+
+    The new journal remembers the id of the earlier run, so that the new run's is greater whatever the clock says. None
+    if there is no journal. A coordinator that is just ending has `timeout` seconds to let go of it: afterwards it
+    would write its changes beside the new journal. `JournalError` if it still has it then. What is damaged is moved as
+    it is.
+    """
+    if not path.exists():
+        return None
+    run = ""
+    try:
+        with contextlib.closing(
+            sqlite3.connect(f"{path.resolve().as_uri()}?mode=rw", uri=True, timeout=timeout, isolation_level=None)
+        ) as db:
+            db.execute("BEGIN EXCLUSIVE")  # also undoes what a killed coordinator had half written
+            db.execute("COMMIT")
+            run = _run_in(db)
+    except sqlite3.Error as error:
+        if (getattr(error, "sqlite_errorcode", 0) & 0xFF) == sqlite3.SQLITE_BUSY:
+            raise JournalError(f"the coordinator's journal {path}: {_MEANING[sqlite3.SQLITE_BUSY]}") from error
+    moved = folder / path.name
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(f"{path}{_UNDO}", f"{moved}{_UNDO}")
+        os.replace(path, moved)
+    except OSError as error:
+        reason = error.strerror or error
+        raise JournalError(f"the coordinator's journal {path} cannot be moved to {folder}: {reason}") from error
+    if run:
+        _create(path, run)
+    return moved
+
+
+def _run_in(db: sqlite3.Connection) -> str:
+    """The id of the run in a journal, which may be damaged or of another version; empty if it cannot be read."""
+    try:
+        row = db.execute("SELECT body FROM state").fetchone() or db.execute("SELECT run FROM earlier").fetchone()
+        run = str(json.loads(row[0])["run"] if row[0].startswith("{") else row[0])
+        return run if len(bytes.fromhex(run)) == RUN_BYTES else ""
+    except (sqlite3.Error, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _create(path: Path, earlier_run: str = "") -> None:
     """Make an empty journal: under another name first, so that a half-made one is never taken for a damaged one."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     os.close(handle)
@@ -189,6 +243,8 @@ def _create(path: Path) -> None:
         with contextlib.closing(sqlite3.connect(name, isolation_level=None)) as db:
             db.execute("PRAGMA synchronous = FULL")
             db.executescript(_SCHEMA)
+            if earlier_run:
+                db.execute("INSERT INTO earlier VALUES (?)", (earlier_run,))
         try:
             os.link(name, path)
         except FileExistsError:

@@ -80,6 +80,10 @@ class Lease:
                     log.warning("this worker goes on without its coordinator: %s", error)
                 self.trouble = str(error)
                 continue
+            except Exception as error:  # none is known; but the worker must not lose its lease by it
+                log.exception("a heartbeat of this worker was interrupted by an error of gradwire's own")
+                self.trouble = str(error)
+                continue
             if self.trouble:
                 log.info("the coordinator at %s is back", self._address)
             self.trouble, self.news = "", news

@@ -37,6 +37,8 @@ class WorkerSeal:
         self._nonce = secrets.token_bytes(NONCE)
         self._coordinator_nonce = b""
         self._sequence = 0
+        self._lock = threading.Lock()
+        self.acquainted = False  # a coordinator has proved itself at some time, whether or not it is still there
 
     @property
     def met(self) -> bool:
@@ -57,13 +59,16 @@ class WorkerSeal:
         if len(reply.coordinator_nonce) != NONCE or not hmac.compare_digest(reply.proof, expected):
             raise Unproven
         self._coordinator_nonce = reply.coordinator_nonce
+        self.acquainted = True
 
     def seal(self, method: str, body: bytes) -> pb.Sealed:
-        self._sequence += 1
+        with self._lock:
+            self._sequence += 1
+            sequence = self._sequence
         message = pb.Sealed(
             worker_nonce=self._nonce,
             coordinator_nonce=self._coordinator_nonce,
-            sequence=self._sequence,
+            sequence=sequence,
             body=body,
             ticket=self._ticket,
         )

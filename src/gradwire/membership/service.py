@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import secrets
-import socket
+import tempfile
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,10 +16,12 @@ from typing import Any, Self
 
 from gradwire.errors import ConfigError, JournalError, TransportError
 from gradwire.identity import new_run
-from gradwire.membership.addresses import Endpoint, join, resolve
+from gradwire.membership.addresses import join, resolve
 from gradwire.membership.desk import THREADS, Desk
 from gradwire.membership.entry import LARGEST_JOB
+from gradwire.membership.front import Front
 from gradwire.membership.health import Health
+from gradwire.membership.limits import Limits
 from gradwire.membership.quiet import grpc
 from gradwire.membership.sealing import CoordinatorSeal
 from gradwire.membership.state import Membership
@@ -29,11 +30,12 @@ from gradwire.security.tls import Credentials
 
 log = logging.getLogger("gradwire.membership")
 
+_LIMITS = Limits()
+_CALLS = 8  # at a time on one connection
 _OPTIONS = [
-    ("grpc.so_reuseport", 0),  # a busy port is an error, not a port shared with somebody else's job
     ("grpc.max_receive_message_length", 256 * 1024),
     ("grpc.max_metadata_size", 8 * 1024),
-    ("grpc.max_concurrent_streams", 8),
+    ("grpc.max_concurrent_streams", _CALLS),
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 2000),  # launchers make sure that we are there
 ]
@@ -62,9 +64,11 @@ class Coordinator:
         credentials: Credentials | None = None,
         lease: float = 10.0,
         failed: Callable[[JournalError], None] = lambda error: None,
+        limits: Limits = _LIMITS,
     ) -> None:
         """`failed` is called, once, if the journal cannot be written: from then on nobody is told anything. Without
         `durable` nobody waits until it is on the disk either: it outlives the coordinator, but perhaps not the machine.
+        `limits` are those of connections.
         """
         self._host, self._port = host, port
         self._insecure = insecure
@@ -76,7 +80,14 @@ class Coordinator:
         membership = Membership(name, new_run(), start=size, minimum=minimum, maximum=maximum, lease=lease)
         self._health = Health()
         self._report_failure = failed
-        self._desk = Desk(membership, CoordinatorSeal(secret), vouched=self._objection, failed=self._failed)
+        self._limits = limits
+        self._desk = Desk(
+            membership,
+            CoordinatorSeal(secret),
+            vouched=self._objection,
+            proved=lambda caller: caller.proved(),
+            failed=self._failed,
+        )
         self._named = job is not None or credentials is not None
         self._journal_file, self._durable, self._journal = journal, durable, contextlib.ExitStack()
         self._server: Any = None
@@ -106,11 +117,12 @@ class Coordinator:
                 "give it certificates (GRADWIRE_TLS_CA, _CERT and _KEY; `gradwire certs` makes them), "
                 "listen on 127.0.0.1, or pass insecure=True (GRADWIRE_INSECURE=1) in a network that you trust"
             )
-        _check_free(endpoint, self.address)
+        self._front = Front(endpoint, self._limits)
         try:
             self._take_journal()
-            self._serve(endpoint)
+            self._serve()
         except BaseException:
+            self._front.close()
             self._journal.close()
             raise
 
@@ -124,19 +136,26 @@ class Coordinator:
         if self._named and self.job != name:
             raise ConfigError(f"the journal {self._journal_file} is of job {self.job}, and this is job {name}")
 
-    def _serve(self, endpoint: Endpoint) -> None:
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="gradwire-coordinator")
-        server = grpc.server(self._pool, options=_OPTIONS, maximum_concurrent_rpcs=THREADS)
-        rpc.add_MembershipServicer_to_server(self._desk, server)  # type: ignore[no-untyped-call]
+    def _serve(self) -> None:
+        calls = THREADS + _CALLS * self._limits.unproven  # what strangers can begin leaves the members' share alone
+        self._pool = ThreadPoolExecutor(calls, thread_name_prefix="gradwire-coordinator")
+        server = grpc.server(self._pool, options=_OPTIONS, maximum_concurrent_rpcs=calls)
+        callers = _Callers(self._desk, self._front)
+        rpc.add_MembershipServicer_to_server(callers, server)  # type: ignore[no-untyped-call]
         server.add_generic_rpc_handlers((self._health.handler(),))
         try:
             if self._credentials is None:
-                self._port = server.add_insecure_port(str(endpoint))
+                server.add_insecure_port(self._front.inner)
             else:
-                self._port = server.add_secure_port(str(endpoint), self._credentials.grpc_server())
+                server.add_secure_port(self._front.inner, self._credentials.grpc_server())
         except RuntimeError as error:
-            raise TransportError(f"cannot listen at {self.address}: {error}") from error
+            raise TransportError(
+                f"the coordinator at {self.address} cannot make a socket in the folder for temporary files "
+                f"({tempfile.gettempdir()}): {error}"
+            ) from error
         server.start()
+        self._front.start()
+        self._port = self._front.port
         self._clock = threading.Thread(target=self._desk.keep_time, name="gradwire-coordinator-clock", daemon=True)
         self._clock.start()
         self._health.set(True)
@@ -150,9 +169,15 @@ class Coordinator:
         self._health.close()
         self._desk.close(grace)
         self._clock.join()
+        self._front.refuse()
         server.stop(grace=1.0).wait()
+        self._front.close()
         self._pool.shutdown()
         self._journal.close()
+
+    def cut_off(self) -> None:
+        """Close the address and all connections and tell nobody anything, as if this had crashed. For tests."""
+        self._front.close()
 
     def __enter__(self) -> Self:
         self.start()
@@ -185,18 +210,32 @@ class Coordinator:
         return None
 
 
-def _check_free(endpoint: Endpoint, address: str) -> None:
-    """Fail with the system's own reason if the port cannot be had; gRPC would bury it in a log."""
-    with socket.socket(endpoint.family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(endpoint.sockaddr)
-            probe.listen(1)
-        except OSError as error:
-            hint = {
-                errno.EADDRINUSE: "another process, perhaps an earlier run of this job, listens there",
-                errno.EADDRNOTAVAIL: "this machine does not have that address",
-                errno.EACCES: "ports below 1024 need privileges",
-            }.get(error.errno or 0, "")
-            why = f"{error.strerror}; {hint}" if hint else error.strerror
-            raise TransportError(f"the coordinator cannot listen at {address}: {why}") from error
+class _Callers:
+    """The desk, as gRPC calls it: each call's context names the client's own address, not the front's."""
+
+    def __init__(self, desk: Desk, front: Front) -> None:
+        self._desk, self._front = desk, front
+
+    def __getattr__(self, method: str) -> Callable[[Any, Any], Any]:
+        answer = getattr(self._desk, method)
+        return lambda request, context: answer(request, _Caller(context, self._front))
+
+
+class _Caller:
+    """The context of a call that came by way of the front."""
+
+    def __init__(self, context: Any, front: Front) -> None:
+        self._context, self._front = context, front
+        self._connection = front.find(context.peer())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    def peer(self) -> str:
+        """Where the client is: "host:port"."""
+        return self._connection.address if self._connection is not None else "a client that has gone"
+
+    def proved(self) -> None:
+        """The call has proved the job's secret."""
+        if self._connection is not None:
+            self._front.proved(self._connection)

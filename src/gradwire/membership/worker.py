@@ -24,6 +24,7 @@ from gradwire.security.tokens import Token
 if TYPE_CHECKING:
     from gradwire.membership.answers import CheckpointStatus, News
     from gradwire.membership.lease import Lease
+    from gradwire.membership.sealing import WorkerSeal
 
 log = logging.getLogger("gradwire.membership")
 
@@ -73,6 +74,8 @@ class WorkerNode:
         self._lock = threading.Lock()
         self._assembly: Assembly | None = None
         self._lease: Lease | None = None
+        self._seal: WorkerSeal | None = None  # for all registrations, from the first one on
+        self._checkpoint_seal: WorkerSeal | None = None  # for all checkpoints, which other threads may ask for
         self._begun = self._closed = False
 
     @property
@@ -156,7 +159,12 @@ class WorkerNode:
 
         self._present()
         return client.start_checkpoint(
-            self._address, self.id, epoch, secret=self._secret, credentials=self._credentials
+            self._address,
+            self.id,
+            epoch,
+            secret=self._secret,
+            credentials=self._credentials,
+            seal=self._checkpoint_seal,
         )
 
     def end_checkpoint(self, epoch: int, timeout: float = 0.0) -> CheckpointStatus:
@@ -170,7 +178,12 @@ class WorkerNode:
         while True:
             self._present()
             status = client.end_checkpoint(
-                self._address, self.id, epoch, secret=self._secret, credentials=self._credentials
+                self._address,
+                self.id,
+                epoch,
+                secret=self._secret,
+                credentials=self._credentials,
+                seal=self._checkpoint_seal,
             )
             if status.complete or not timeout:
                 return status
@@ -222,7 +235,10 @@ class WorkerNode:
 
     def _register(self, generation: int, lost: tuple[str, ...], waiting: Callable[[str], None] | None = None) -> None:
         from gradwire.membership import client
+        from gradwire.membership.sealing import WorkerSeal
 
+        self._seal = self._seal or WorkerSeal(self._secret)
+        self._checkpoint_seal = self._checkpoint_seal or WorkerSeal(self._secret)
         rank = None if generation else self._wish
         member = Member(
             id=self.id,
@@ -245,4 +261,5 @@ class WorkerNode:
             lost=lost,
             credentials=self._credentials,
             waiting=waiting,
+            seal=self._seal,
         )

@@ -96,6 +96,10 @@ class Dialer:
         self._received.clear()
         return self._reply(kind, body)
 
+    def session_key(self, purpose: str) -> bytes:
+        """A key that both ends have once the link is admitted, and nobody else if the admission was encrypted."""
+        return _session_key(self, self._key, purpose, self._transcript)
+
     def eof(self) -> NoConnection:
         """The error for a connection that ended before admission did; the acceptor may be starting or ending."""
         return NoConnection(
@@ -176,6 +180,10 @@ class Acceptor:
         self._received.clear()
         return self._challenge(frame) if self.hello is None else self._decide(self.hello, frame)
 
+    def session_key(self, purpose: str) -> bytes:
+        """The same key as the dialer's."""
+        return _session_key(self, self._key, purpose, self._transcript)
+
     def eof(self) -> None:
         """The connection ended: if that was before admission did, it is a refusal like any other."""
         if not self.done and self.refusal is None:
@@ -218,6 +226,12 @@ def _checked_key(key: bytes) -> bytes:
     if len(key) < 16:
         raise ConfigError(f"a link key has at least 16 bytes, not {len(key)}")
     return key
+
+
+def _session_key(side: Dialer | Acceptor, key: bytes, purpose: str, transcript: bytes) -> bytes:
+    if not side.done:
+        raise ValueError("a session has no key before its link is admitted")
+    return derive(key, "link session", purpose.encode(), transcript)
 
 
 def _take(side: Dialer | Acceptor, received: bytearray, data: bytes | bytearray | memoryview) -> None:

@@ -23,7 +23,7 @@ def trouble(sock: socket.socket, credentials: Credentials | None) -> str | None:
         return str(error)
     try:
         with context.wrap_socket(sock) as line:
-            reason = _wrong_name(line, credentials)
+            reason = wrong_name(line, credentials)
             # With TLS 1.3 this side is done before the other one has looked at its certificate.
             if reason is None and not line.recv(1):
                 reason = (
@@ -47,7 +47,8 @@ def _trouble_without(sock: socket.socket) -> str | None:
     return "it uses TLS: give this process certificates too (GRADWIRE_TLS_CA, GRADWIRE_TLS_CERT and GRADWIRE_TLS_KEY)"
 
 
-def _wrong_name(line: ssl.SSLSocket, credentials: Credentials) -> str | None:
+def wrong_name(line: ssl.SSLSocket, credentials: Credentials) -> str | None:
+    """Why the certificate at the other end is not one of a coordinator of this job; None if it is."""
     shown = line.getpeercert(binary_form=True) or b""
     try:
         identity = identity_of(shown)

@@ -97,6 +97,13 @@ def held(environ: Mapping[str, str], loopback: bool) -> bytes | Token:
     return read(text) if is_token(text) else job_secret(environ, loopback)
 
 
+def whole_secret(environ: Mapping[str, str], loopback: bool) -> bytes:
+    """The job's secret itself, for who serves the job; `ConfigError` if there is only a join token."""
+    if is_token(environ.get(TOKEN, "")):
+        raise ConfigError(f"{TOKEN} is a join token, which is for joining: who serves a job needs its secret itself")
+    return job_secret(environ, loopback)
+
+
 def key_of(secret: bytes, ticket: bytes) -> bytes:
     """The key that belongs to a ticket."""
     return derive(secret, "join token", ticket)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from gradwire.errors import NoConnection
 from gradwire.generation import EXPECTED_SECONDS
 from gradwire.liveness.control import Control
-from gradwire.liveness.detector import BEAT_SECONDS, LINK_SECONDS, PAGE_SECONDS, Detector, Standstill
+from gradwire.liveness.detector import BEAT_SECONDS, PAGE_SECONDS, PEER_SECONDS, Detector, Standstill
 from gradwire.liveness.verdict import Finding
 from gradwire.membership import Assembly
 from gradwire.seat import SET_UP_SECONDS
@@ -151,7 +151,10 @@ class Rank:
             end.ready = lambda: self.worker.do(lambda: self._hear(peer, end))
             self.control.introduce(peer)
             near = self.assembly.members[peer].host == self.worker.host
-            self.detector.watch(peer, self.worker.now, PAGE_SECONDS if near else LINK_SECONDS)
+            if near:
+                self.detector.watch(peer, self.worker.now, PAGE_SECONDS)
+            else:
+                self.detector.watch_remote(peer, self.worker.now, PEER_SECONDS)
             self._hear(peer, end)  # what came right behind the welcome
         else:
             end.ready = self.worker.wake

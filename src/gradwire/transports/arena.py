@@ -130,8 +130,8 @@ class OwnArena(Arena):
     def leave_behind(self) -> None:
         """Move all arrays out of the reach of other processes, at their addresses; idempotent, by any thread.
 
-        Others go on seeing them as they are now, and what they write there reaches nobody. It costs a copy of the
-        arrays. What else is in the arena stays shared.
+        Others are warned and see zeros there, and what they write reaches nobody. It takes the time of a copy, and the
+        shared memory goes back to the system piece by piece meanwhile. What else is in the arena stays shared.
         """
         with self._lock:
             if self._left or core.native is None or os.getpid() != self._owner:

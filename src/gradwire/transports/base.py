@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from gradwire.errors import Closed, NoConnection
 
@@ -47,6 +47,26 @@ class Link(Protocol):
 
     def close(self) -> None:
         """Give the link up; the peer sees its end."""
+
+
+@runtime_checkable
+class NetworkLink(Link, Protocol):
+    """A link whose bytes may be lost on the way and sent again."""
+
+    def drops_packets(self) -> bool:
+        """Whether nothing that was sent lately is acknowledged; False where that cannot be known. For links on which
+        something is sent all the time."""
+
+    def repair_within(self, seconds: float) -> None:
+        """Send what is lost again at least that often, where the kernel can be told so."""
+
+
+@runtime_checkable
+class KeyedLink(Link, Protocol):
+    """A link of a lifeline that carries one-time tokens."""
+
+    key: bytes
+    """What tokens are made from, at both ends."""
 
 
 class Bell(Protocol):

@@ -20,6 +20,17 @@ class Sink(Protocol):
     def finish(self, link: Link, header: Header, payload: memoryview) -> None: ...
 
 
+class Reader(Protocol):
+    """Takes in what comes over a link."""
+
+    link: Link
+    more: bool
+    """Whether the last pass took all it had room for, so that there may be more."""
+
+    def pump(self) -> int:
+        """One pass: the number of bytes. `LinkClosed` at the end."""
+
+
 class FrameReader:
     """Cuts a link's stream into frames. Small frames are read many at a time; large payloads straight into place."""
 

@@ -20,6 +20,7 @@ import struct
 import time
 from collections.abc import Sequence
 
+from gradwire import machine
 from gradwire.transports.arena import ARENA_BYTES, RESERVED, SEALS, Arena, OwnArena
 from gradwire.transports.base import LIFE_CHANNEL, Buffer, LinkClosed
 
@@ -28,7 +29,7 @@ __all__ = ["Arena", "Life", "OwnArena", "SharedMemory", "Sharing"]
 TOKEN_BYTES = 16
 WAITING = 4096  # connections that may wait to be looked at; strangers' among them
 CONNECT_SECONDS = 10.0  # a Unix socket connects at once, unless strangers crowd the door
-_GREETING = struct.Struct(f"<I{TOKEN_BYTES}s")
+_GREETING = struct.Struct(f"<I{TOKEN_BYTES}sQ")  # rank, token, when the process started
 _CREDENTIALS = struct.Struct("3i")
 _OFFER = re.compile(rf"[0-9a-f]{{{2 * TOKEN_BYTES}}}")
 
@@ -169,7 +170,8 @@ class _Door:
                 sock.settimeout(max(0.001, deadline - time.monotonic()))
                 sock.connect(_address(name))
                 _check_user(sock)
-                socket.send_fds(sock, [_GREETING.pack(self.rank, token)], [self.arena.descriptor])
+                greeting = _GREETING.pack(self.rank, token, _started(os.getpid()))
+                socket.send_fds(sock, [greeting], [self.arena.descriptor])
         except (OSError, ValueError):
             return False
         return True
@@ -194,7 +196,7 @@ class _Door:
         try:
             if len(greeting) != _GREETING.size or len(descriptors) != 1 or flags & socket.MSG_CTRUNC:
                 raise ValueError("not a neighbour's greeting")
-            peer, token = _GREETING.unpack(greeting)
+            peer, token, started = _GREETING.unpack(greeting)
             if not secrets.compare_digest(token, self._token) or peer not in neighbours or peer in self.peers:
                 raise ValueError("not a neighbour")
             _check_arena(descriptors[0])
@@ -204,7 +206,7 @@ class _Door:
                 os.close(descriptor)
         if pid > 0:  # 0: of another pid namespace
             with contextlib.suppress(OSError, AttributeError):
-                self._pidfds[peer] = os.pidfd_open(pid)
+                self._pidfds[peer] = _pidfd(pid, started)
 
     def keep(self) -> SharedMemory:
         """What was exchanged."""
@@ -217,6 +219,21 @@ class _Door:
         self._sockets.close()
         for pidfd in self._pidfds.values():
             os.close(pidfd)
+
+
+def _started(pid: int) -> int:
+    """When a process started; 0 if that cannot be known."""
+    status = machine.process_status(pid)
+    return status.started if status is not None else 0
+
+
+def _pidfd(pid: int, started: int) -> int:
+    """A descriptor of the process that started then; OSError if it has ended, even if its pid is another's by now."""
+    pidfd = os.pidfd_open(pid)
+    if _started(pid) != started:
+        os.close(pidfd)
+        raise ProcessLookupError(f"process {pid} has ended")
+    return pidfd
 
 
 def _unix_socket() -> socket.socket:

@@ -25,6 +25,13 @@ class Sockets:
             self._open.add(sock)
         return sock
 
+    def open_unix(self) -> socket.socket:
+        """A new stream socket between processes of this machine."""
+        with _making:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._open.add(sock)
+        return sock
+
     def accept(self, listener: socket.socket) -> tuple[socket.socket, str]:
         """The next connection of a listener that does not block, and where it comes from."""
         with _making:

@@ -20,14 +20,14 @@ from functools import partial
 from typing import Any
 
 from gradwire.errors import Closed, ConfigError, TransportError
-from gradwire.security.admission import Hello
+from gradwire.security.admission import Acceptor, Dialer, Hello
 from gradwire.security.tls import Credentials
-from gradwire.transports.base import Arrivals, Bell, Check, Link, no_check
+from gradwire.transports.base import LIFELINE_CHANNEL, Arrivals, Bell, Check, Link, no_check
 from gradwire.transports.sockets import Sockets
 from gradwire.transports.tcp_accept import Acceptance, Line
 from gradwire.transports.tcp_dial import Attempts, Call, connected, dial
 from gradwire.transports.tcp_link import TcpLink
-from gradwire.transports.tls import TlsLink, TlsStream
+from gradwire.transports.tls import BeatLink, TlsLink, TlsStream
 
 __all__ = ["TcpLink", "TcpTransport"]
 
@@ -152,14 +152,18 @@ class TcpTransport:
         except ValueError as error:
             return f"its certificate is not accepted: {error}"
 
-    def _admitted(self, line: Line, hello: Hello) -> None:
+    def _admitted(self, line: Line, acceptor: Acceptor) -> None:
+        hello = acceptor.hello
+        assert hello is not None
         with contextlib.suppress(Closed):  # a peer that comes while this rank leaves: it sees the end of its link
-            self.arrivals.add(self._keep(self._link(line, hello.source, hello.channel)))
+            self.arrivals.add(self._keep(self._link(line, hello.source, hello.channel, acceptor)))
 
-    def _link(self, line: Line, peer: int, channel: int) -> TcpLink:
-        if isinstance(line, TlsStream):
-            return TlsLink(line, peer, channel, self._forget)
-        return TcpLink(line, peer, channel, self._forget)
+    def _link(self, line: Line, peer: int, channel: int, admission: Dialer | Acceptor) -> TcpLink:
+        if not isinstance(line, TlsStream):
+            return TcpLink(line, peer, channel, self._forget)
+        if channel == LIFELINE_CHANNEL:
+            return BeatLink(line, peer, channel, self._forget, admission.session_key("beats"))
+        return TlsLink(line, peer, channel, self._forget)
 
     def _keep(self, link: TcpLink) -> TcpLink:
         with self._lock:
@@ -182,8 +186,9 @@ class TcpTransport:
     def dial_all(
         self, peers: Sequence[int], channel: int, deadline: float, made: Callable[[Link], None], check: Check = no_check
     ) -> None:
-        def admitted(index: int, line: Line) -> None:
-            made(self._keep(self._link(line, peers[index], channel)))
+        def admitted(index: int, call: Call) -> None:
+            assert call.line is not None
+            made(self._keep(self._link(call.line, peers[index], channel, call.dialer)))
 
         def attempts(peer: int) -> Attempts:
             host, port = self._addresses[peer]

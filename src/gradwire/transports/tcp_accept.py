@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradwire.security.admission import Acceptor, Hello, refusal
+from gradwire.security.refusals import RefusalLog
 from gradwire.security.tls import Credentials, explain
 from gradwire.transports.sockets import Sockets
 from gradwire.transports.tls import NotTls, TlsStream
@@ -27,7 +28,6 @@ log = logging.getLogger("gradwire.transports")
 
 MAX_STRANGERS = 256
 PATIENCE_SECONDS = 5.0
-LOGGED_PER_MINUTE = 60
 UNREAD = 64 << 10
 WELCOME = b"!"  # to a dialer whose certificate is accepted, since its side of TLS does not tell it
 NO_PLAINTEXT = "links here are TLS: give that process certificates too (GRADWIRE_TLS_CA, _CERT and _KEY)"
@@ -54,7 +54,7 @@ class Acceptance:
         sockets: Sockets,
         key: bytes,
         check: Callable[[Hello, Line], str | None],
-        admitted: Callable[[Line, Hello], None],
+        admitted: Callable[[Line, Acceptor], None],
         bell: Any,
         credentials: Credentials | None = None,
     ) -> None:
@@ -68,7 +68,7 @@ class Acceptance:
         self._strangers: dict[int, _Stranger] = {}
         self._stopping = False
         self._paused_until = 0.0
-        self._logged: tuple[float, int] = (0.0, 0)
+        self._refusals = RefusalLog(log)
         self._thread = threading.Thread(target=self._run, name="gradwire-accept", daemon=True)
 
     def start(self) -> None:
@@ -129,7 +129,11 @@ class Acceptance:
         until = time.monotonic() + PATIENCE_SECONDS
         line: Line = sock
         if self._credentials is not None:
-            line = TlsStream(sock, self._credentials.server_context(), server=True)
+            try:
+                line = TlsStream(sock, self._credentials.server_context(), server=True)
+            except BaseException:
+                sock.close()
+                raise
         acceptor = Acceptor(self._key, lambda hello: self._check(hello, line))
         self._strangers[sock.fileno()] = _Stranger(sock, source, until, line, line is sock, acceptor)
 
@@ -146,16 +150,17 @@ class Acceptance:
             reason = explain(error)
         except OSError as error:
             reason = f"broke off: {error}"
+        except Exception as error:  # a bug of ours, which costs others nothing
+            reason = f"could not be handled: {type(error).__name__}: {error}"
         if reason is not None:
             self._dismiss(descriptor, reason)
             return
         del self._strangers[descriptor]
-        assert stranger.acceptor.hello is not None
         try:
-            self._admitted(stranger.line, stranger.acceptor.hello)
-        except BaseException:
+            self._admitted(stranger.line, stranger.acceptor)
+        except Exception:
             stranger.sock.close()
-            raise
+            log.exception("a connection could not be handled")
 
     @staticmethod
     def _converse(stranger: _Stranger) -> str | None:
@@ -196,16 +201,5 @@ class Acceptance:
             stranger.sock.recv(UNREAD)
         with contextlib.suppress(OSError):
             stranger.sock.close()
-        if reason is not None and self._may_log():
-            log.warning("refused a link from %s: %s", stranger.source, reason)
-
-    def _may_log(self) -> bool:
-        """A flood of strangers must not become a flood of lines."""
-        began, count = self._logged
-        now = time.monotonic()
-        if now - began > 60:
-            began, count = now, 0
-        self._logged = (began, count + 1)
-        if count == LOGGED_PER_MINUTE:
-            log.warning("more refused links follow within this minute; they are not logged")
-        return count < LOGGED_PER_MINUTE
+        if reason is not None:
+            self._refusals.log("refused a link from %s: %s", stranger.source, reason)

@@ -49,6 +49,11 @@ class Call:
         self.waits_for = 0  # events of poll
         self.line: Line | None = None  # when it is admitted
 
+    @property
+    def dialer(self) -> Dialer:
+        """Its side of the admission."""
+        return self._dialer
+
     def go_on(self) -> bool:
         """Go as far as possible without waiting; whether the peer has let it in. What fails is closed."""
         try:
@@ -115,14 +120,14 @@ class Attempts:
         self.present: Call | None = None
         self.due = 0.0  # when to call again
 
-    def go_on(self, now: float) -> Line | None:
-        """As far as possible without waiting: the admitted connection, if there is one."""
+    def go_on(self, now: float) -> Call | None:
+        """As far as possible without waiting: the call that is admitted, if there is one."""
         if self.present is None and now < self.due:
             return None
         try:
             self.present = self.present or self._call()
             if self.present.go_on():
-                return self.present.line
+                return self.present
             if now >= self._deadline:
                 self.present.close()
                 raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
@@ -145,16 +150,16 @@ class Attempts:
             self.present.close()
 
 
-def dial(attempts: Sequence[Attempts], check: Check, admitted: Callable[[int, Line], None]) -> None:
+def dial(attempts: Sequence[Attempts], check: Check, admitted: Callable[[int, Call], None]) -> None:
     """All of these at the same time; `admitted` is told of each, by its index. `check` may end the wait by raising."""
     pending = dict(enumerate(attempts))
     try:
         while True:
             for index, attempt in list(pending.items()):
-                line = attempt.go_on(time.monotonic())
-                if line is not None:
+                call = attempt.go_on(time.monotonic())
+                if call is not None:
                     del pending[index]
-                    admitted(index, line)
+                    admitted(index, call)
             if not pending:
                 return
             if not _wait(list(pending.values())):

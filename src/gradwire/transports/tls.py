@@ -1,7 +1,7 @@
 """TLS over a socket that does not block: the handshake in pieces, then links whose bytes nobody else reads or changes.
 
 OpenSSL works in memory here (`ssl.SSLObject`), and this module moves its bytes. So the socket stays the one that forked
-children drop, a slow handshake waits for nobody, and records can be made ahead for others to send.
+children drop, a slow handshake waits for nobody, and a lifeline's link can leave TLS when it is admitted.
 
 The end of a link is not announced by TLS (`close_notify`): that says nothing which a goodbye, itself a message inside,
 does not say better, and an end without one is a loss, whoever caused it.
@@ -158,14 +158,15 @@ class TlsStream:
                 raise BlockingIOError
             return sent
 
-    def records(self, messages: Sequence[bytes]) -> list[bytes]:
-        """Messages encrypted one by one, to be written to the socket in this order by somebody else than `send`."""
+    def leave(self) -> bytes:
+        """Use the socket without TLS from now on, as the other side does: what has come from there already.
+
+        OpenSSL takes one record at a time from what it is given, so that what follows the last one is untouched.
+        """
         with self._lock:
-            made = []
-            for message in messages:
-                self._tls.write(message)
-                made.append(self._outgoing.read())
-            return made
+            if self._sealed or self._outgoing.pending or self._tls.pending():
+                raise ConnectionAbortedError("something is on its way that belongs inside TLS")
+            return self._incoming.read()
 
     def _pull(self, count: int) -> bool:
         """Take in what the socket has; False if that is nothing now."""
@@ -199,8 +200,6 @@ class TlsLink(TcpLink):
 
     __slots__ = ("_stream",)
 
-    encrypts = True
-
     def __init__(self, stream: TlsStream, peer: int, channel: int, forget: Callable[[Link], None]) -> None:
         super().__init__(stream.socket, peer, channel, forget)
         self._stream = stream
@@ -229,15 +228,35 @@ class TlsLink(TcpLink):
             raise LinkClosed
         return got
 
-    def records(self, messages: Sequence[bytes]) -> list[bytes]:
-        return self._stream.records(messages)
-
     def _ended(self, error: OSError) -> Exception:
         if not isinstance(error, ssl.SSLError):
             return closed_or(error, self.peer)
         # Somebody on the way has changed the bytes, or the peer has lost its mind: either way nothing more can come.
         log.warning("the link to rank %d is broken: %s", self.peer, explain(error))
         return LinkClosed()
+
+
+class BeatLink(TcpLink):
+    """A lifeline's link that was admitted inside TLS and then has left it: it carries one-time tokens, nothing else.
+
+    Making and checking tokens takes `key`, which both ends have from the admission, and nobody else. A thread without
+    Python can send tokens that were made ahead for hours; TLS records it could not.
+    """
+
+    __slots__ = ("_early", "key")
+
+    def __init__(self, stream: TlsStream, peer: int, channel: int, forget: Callable[[Link], None], key: bytes) -> None:
+        super().__init__(stream.socket, peer, channel, forget)
+        self.key = key
+        self._early = stream.leave()
+
+    def receive(self, buffers: Sequence[memoryview]) -> int:
+        if not self._early:
+            return super().receive(buffers)
+        part = min(len(buffers[0]), len(self._early))
+        buffers[0][:part] = self._early[:part]
+        self._early = self._early[part:]
+        return part
 
 
 def _take(parts: list[memoryview], count: int) -> Buffer:

@@ -7,9 +7,10 @@ import time
 from collections.abc import Sequence
 
 from fuzz.target import Target
+from gradwire.liveness.beats import BeatSink
 from gradwire.liveness.calls import CallLog, Meaning, call_site
 from gradwire.liveness.control import Control, ControlSink
-from gradwire.liveness.lifeline import READ_AHEAD, BeatSink
+from gradwire.liveness.lifeline import READ_AHEAD
 from gradwire.transports.base import Buffer, Link, LinkClosed
 from gradwire.transports.frames import FrameReader
 from gradwire.wire import HEADER_BYTES, Header, Kind, WireError, parse

@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import os
 import socket
-import struct
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +19,7 @@ from gradwire.transports import shm
 from gradwire.transports.arena import RESERVED, SEALS
 
 NEIGHBOURS = (1, 2)
-GREETING = struct.Struct("<I16s")
+GREETING = shm._GREETING
 
 
 def _memory(nbytes: int, seals: int = SEALS) -> int:
@@ -70,14 +69,16 @@ def _open_memory() -> int:
 
 
 def knock(data: bytes) -> bool:
-    """Visitors, 22 bytes each: what they hand over, whether they know the token, and their greeting."""
+    """Visitors, a few bytes each: what they hand over, whether they know the token, and their greeting."""
     with contextlib.closing(shm._Door(0)) as door:
         genuine = set()
-        for start in range(0, len(data) - 1, 22):
-            thing, knows, *greeting = data[start : start + 22]
+        each = 2 + GREETING.size
+        for start in range(0, len(data) - 1, each):
+            thing, knows, *greeting = data[start : start + each]
             said = bytes(greeting)
             if knows & 1 and len(said) == GREETING.size:
-                said = GREETING.pack(GREETING.unpack(said)[0], door._token)
+                peer, _, started = GREETING.unpack(said)
+                said = GREETING.pack(peer, door._token, started)
                 if thing % len(THINGS) == 0:
                     genuine.add(GREETING.unpack(said)[0])
             _visit(door, said, THINGS[thing % len(THINGS)]())
@@ -109,11 +110,11 @@ def share(data: bytes) -> bool:
 
 
 def _visitor(peer: int, thing: int = 0, knows: int = 1) -> bytes:
-    return bytes([thing, knows]) + GREETING.pack(peer, bytes(16))
+    return bytes([thing, knows]) + GREETING.pack(peer, bytes(16), 1)
 
 
 _VISITORS = st.builds(
-    lambda thing, knows, peer: bytes([thing, knows]) + GREETING.pack(peer, bytes(16)),
+    lambda thing, knows, peer: _visitor(peer, thing, knows),
     st.integers(0, len(THINGS) - 1),
     st.integers(0, 1),
     st.sampled_from((0, 1, 2, 3, (1 << 32) - 1)),

@@ -1,0 +1,84 @@
+"""The folder of a run's logs: one launcher at a time writes there, and finds nothing of an earlier run.
+
+L/worker-0.log  coordinator.log  coordinator.journal …   the present run, or the last one
+L/earlier-1/  earlier-2/ …                               the runs before it, in order
+L/launcher-4711/                                         a launcher that came while another one used L
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from gradwire.errors import JournalError, TransportError
+
+JOURNAL = "coordinator.journal"
+_LOCK = ".launcher"
+_LOGS = ("rank-*.log", "worker-*.log", "coordinator.log")
+
+
+@contextlib.contextmanager
+def log_folder(wanted: Path) -> Iterator[Path]:
+    """The folder to write to, which is `wanted` unless another launcher that still runs uses that.
+
+    What an earlier run has left there is moved to a folder of its own first. The lock ends with this process, however
+    it ends; processes that it starts do not inherit it.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = next(folder for folder in _candidates(wanted) if _locked(folder, stack))
+            _move_earlier_run(folder)
+        except OSError as error:
+            raise TransportError(f"cannot write logs in {wanted}: {error.strerror or error}") from error
+        yield folder
+
+
+def _candidates(wanted: Path) -> Iterator[Path]:
+    yield wanted
+    yield wanted / f"launcher-{os.getpid()}"
+    for number in itertools.count(2):  # one process can be several launchers
+        yield wanted / f"launcher-{os.getpid()}-{number}"
+
+
+def _locked(folder: Path, stack: contextlib.ExitStack) -> bool:
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    stack.callback(os.close, lock)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
+
+
+def _move_earlier_run(folder: Path) -> None:
+    for draft in folder.glob(f".{JOURNAL}-*"):  # of a coordinator that was killed while it made its journal
+        draft.unlink(missing_ok=True)
+    logs = [path for pattern in _LOGS for path in folder.glob(pattern)]
+    journal = folder / JOURNAL
+    if not logs and not journal.exists():
+        return
+    earlier = _new_folder(folder)
+    if journal.exists():
+        from gradwire.membership.journal import set_aside  # loads SQLite
+
+        try:
+            set_aside(journal, earlier)
+        except JournalError:  # another coordinator has it: nothing is moved
+            earlier.rmdir()
+            raise
+    for path in logs:
+        path.rename(earlier / path.name)
+
+
+def _new_folder(folder: Path) -> Path:
+    taken = [int(number) for path in folder.glob("earlier-*") if (number := path.name.partition("-")[2]).isdecimal()]
+    made = folder / f"earlier-{max(taken, default=0) + 1}"
+    made.mkdir()
+    return made
