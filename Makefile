@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN := $(BIN)/python -m
 
-# make demo RANKS=8 · make test ARGS="-k ring -x" · make soak MINUTES=120 · make test PYTHON=python3.13
+# make demo RANKS=8 · make test ARGS="-k ring -x" · make soak MINUTES=120 SOAK_SEED=7 · make test PYTHON=python3.13
 RANKS ?= 4
 ARGS ?=
 MINUTES ?= 30
@@ -45,7 +45,7 @@ verify: test $(VENV)/.installed-verify ## test, then the slow tests, some fuzzin
 
 soak: $(VENV)/.installed-verify sanitize ## the core's own tests with sanitizers, fuzzing, then the stress tests again and again for MINUTES
 	PYTHONPATH=tests $(RUN) fuzz.atheris --seconds 60
-	@set -e; export HYPOTHESIS_PROFILE=soak SOAK_SECONDS=600; \
+	@set -e; export HYPOTHESIS_PROFILE=soak SOAK_SECONDS=$${SOAK_SECONDS:-600}; \
 	end=$$(( $$(date +%s) + $(MINUTES) * 60 )); round=0; \
 	while [ $$(date +%s) -lt $$end ]; do \
 	    round=$$((round + 1)); echo "soak: round $$round"; \
