@@ -52,6 +52,7 @@ EXPECTED = {
     "JournalError",
     "NoConnection",
     "NotFinite",
+    "OtherRun",
     "PeerLost",
     "Refused",
     "ReplicasDiverged",

@@ -168,7 +168,7 @@ def test_members_of_an_old_run_are_not_taken_into_a_new_one(job: Job, trainers: 
     assert [rank.hear()["generation"] for rank in newcomers] == [1, 1]
     trainers[0].signal()
     refused = trainers[1].hear()
-    assert refused["error"] == "Refused", refused
+    assert refused["error"] == "OtherRun", refused
     assert "is a member of run" in refused["text"]
     assert "Start this worker anew" in refused["text"]
     ends = finish(job, newcomers)

@@ -9,7 +9,8 @@
     ├── SizeMismatch (ValueError)           a received message and the buffer for it differ in size; the message is kept
     ├── NoConnection (ConnectionError)      no coordinator or peer answered
     │   └── Refused                         one answered and said no: wrong secret, taken rank, another job …
-    │       └── Finished                    the job's work is done, and there is nothing left to join
+    │       ├── Finished                    the job's work is done, and there is nothing left to join
+    │       └── OtherRun                    this process is a member of another run of the job than the coordinator's
     ├── TransportError (OSError)            the operating system failed an input or output operation
     ├── WorkerFailed                        a launched process ended badly
     ├── JournalError                        the coordinator's journal cannot be read or written
@@ -109,6 +110,10 @@ class Refused(NoConnection):
 
 class Finished(Refused):
     """This process came to join a job whose work is done; under `gradwire run` that is an end like any other."""
+
+
+class OtherRun(Refused):
+    """This process is a member of a run that the coordinator does not serve (any more); started anew, it could join."""
 
 
 class TransportError(GradwireError, OSError):

@@ -7,6 +7,7 @@ import functools
 import gc
 import logging
 import os
+import re
 import secrets
 import socket
 import threading
@@ -367,9 +368,9 @@ class _Teller:
         self._told: tuple[str, float] = ("", 0.0)
 
     def __call__(self, reason: str) -> None:
-        now = time.monotonic()
-        if reason != self._told[0] or now - self._told[1] >= TELL_SECONDS:
-            self._told = (reason, now)
+        now, kind = time.monotonic(), re.sub(r"\d+", "", reason)  # a count-down is nothing new
+        if kind != self._told[0] or now - self._told[1] >= TELL_SECONDS:
+            self._told = (kind, now)
             log.info("waiting: %s", reason)
 
 

@@ -119,3 +119,8 @@ def test_the_cause_in_full_ends_with_its_traceback_or_its_last_words() -> None:
     assert explain(ending(1, -11), ["one", "two"]).endswith("Its last output:\none\ntwo")
     assert explain(ending(1, 2, said=report(1, "SystemExit", message="2")), ["usage: …"]).endswith("usage: …")
     assert explain(ending(1, 2), []) == "rank 1 (pid 401) exited with code 2"
+
+
+def test_report_of_a_member_of_another_run_is_a_loss_and_not_a_turning_away() -> None:
+    assert report(1.0, "gradwire.errors.Refused").turned_away
+    assert not report(1.0, "gradwire.errors.OtherRun").turned_away, "another worker could join"

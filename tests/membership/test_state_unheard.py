@@ -179,3 +179,15 @@ def test_one_that_was_dropped_is_not_waited_for_by_those_who_know_as_much() -> N
     without(state, "cd", "ab")
     state.register(worker("c", 1), 3.0)
     assert order(state.register(worker("c", 1), pass_time(state, 3.0, 4.0))) == ["c"]
+
+
+def test_death_of_a_member_that_was_dropped_before_is_in_the_journal() -> None:
+    state = at_work("abc")
+    for name in "ab":
+        state.register(worker(name, 1, "c"), 1.0)
+    pass_time(state, 1.0, 3.0)
+    assert [member.id for member in state.members] == ["a", "b"]
+    state.changes()
+    state.gone("c", 3.0)
+    assert [(change.kind, change.member, change.lasting) for change in state.changes()] == [("went", "c", True)]
+    assert state.snapshot()["outside"] == []

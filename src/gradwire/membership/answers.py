@@ -44,10 +44,11 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Turned away for good; `finished` if there is nothing left to do."""
+    """Turned away for good; `finished` if there is nothing left to do, `other_run` if it is a member of another run."""
 
     reason: str
     finished: bool = False
+    other_run: bool = False
 
 
 Outcome = Waiting | Refusal | Assembly

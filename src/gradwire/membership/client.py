@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from gradwire.errors import Finished, InvalidSize, NoConnection, Refused, Timeout
+from gradwire.errors import Finished, InvalidSize, NoConnection, OtherRun, Refused, Timeout
 from gradwire.membership.answers import CheckpointStatus, Claim, News
 from gradwire.membership.conversation import BYTES_PER_MEMBER, PATIENCE, Conversation, Secret
 from gradwire.membership.entry import LARGEST_JOB
@@ -228,7 +228,7 @@ def _wait_for_all(
         if outcome == "assembly":
             return _believed(coordinator, reply.assembly, request)
         if outcome == "refusal":
-            kind = Finished if reply.refusal.finished else Refused
+            kind = Finished if reply.refusal.finished else OtherRun if reply.refusal.other_run else Refused
             raise kind(f"the coordinator at {coordinator.address} refused this worker: {reply.refusal.reason}")
         if outcome is None:
             raise _another_version(coordinator)
@@ -273,7 +273,7 @@ def _believed(coordinator: Conversation, message: pb.Assembly, request: pb.Regis
     if not ours or assembly.generation <= request.generation:
         raise _another_version(coordinator)
     if request.run and request.run not in (assembly.run, assembly.previous_run):
-        raise Refused(
+        raise OtherRun(
             f"the coordinator at {coordinator.address} serves run {assembly.run.hex()} of the job, and this worker is "
             f"a member of run {request.run.hex()}: the two must not be mixed. Start this worker anew to join that run"
         )

@@ -146,9 +146,15 @@ def _disagreement(claim: Claim, terms: Terms) -> str | None:
     return None
 
 
-def _fence(claim: Claim, terms: Terms, roster: Roster) -> str | None:
+def is_of_another_run(claim: Claim, terms: Terms, roster: Roster) -> bool:
+    """Whether a claimant was in a generation, and of another run. One that asks again for the first generation of a new
+    run still names the run before."""
     asks_again = holds_seat(claim, terms, roster) and claim.run == terms.previous_run
-    if claim.generation and claim.run != terms.run and not asks_again:
+    return claim.generation > 0 and claim.run != terms.run and not asks_again
+
+
+def _fence(claim: Claim, terms: Terms, roster: Roster) -> str | None:
+    if is_of_another_run(claim, terms, roster):
         return (
             f"{claim.member} is a member of run {claim.run.hex()}, and this coordinator serves run {terms.run.hex()}: "
             "it was started anew without its journal, the job went on without this member, or it is another job's. "

@@ -100,6 +100,7 @@ class Replies:
             reply.waiting.reason = outcome.reason
         elif isinstance(outcome, Refusal):
             reply.refusal.reason, reply.refusal.finished = outcome.reason, outcome.finished
+            reply.refusal.other_run = outcome.other_run
         else:
             assembly = reply.assembly
             assembly.job, assembly.run = outcome.job, outcome.run

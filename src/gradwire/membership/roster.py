@@ -240,7 +240,9 @@ class Roster:
         """A process is no more, wherever it was."""
         self.free(name, _WHY[cause])
         self._rests.pop(name, None)
-        self.outside.pop(name, None)
+        outsider = self.outside.pop(name, None)
+        if outsider is not None:  # or a restarted coordinator would wait for it
+            self.note("went", name, f"{outsider.member} {_WHY[cause]}, having been dropped before")
         if self.returnable(name):
             self.strike(name, cause)
 

@@ -83,7 +83,7 @@ class Membership:
         self._advance(now)
         reason = entry.objection(claim, self.terms, self._roster)
         if reason is not None:
-            return Refusal(reason)
+            return Refusal(reason, other_run=entry.is_of_another_run(claim, self.terms, self._roster))
         if self._finished and not entry.survives(claim, self._roster):
             return Refusal(FINISHED, finished=True)
         if self._stopped is None and (self._missed(claim) or not entry.holds_seat(claim, self.terms, self._roster)):

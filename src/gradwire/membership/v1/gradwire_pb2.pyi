@@ -120,12 +120,14 @@ class News(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., joiners: _Optional[int] = ..., evicted: _Optional[_Iterable[str]] = ..., checkpoint: _Optional[int] = ..., over: bool = ..., size: _Optional[int] = ..., finished: bool = ..., run: _Optional[bytes] = ..., unknown: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Refusal(_message.Message):
-    __slots__ = ["finished", "reason"]
+    __slots__ = ["finished", "other_run", "reason"]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    OTHER_RUN_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     finished: bool
+    other_run: bool
     reason: str
-    def __init__(self, reason: _Optional[str] = ..., finished: bool = ...) -> None: ...
+    def __init__(self, reason: _Optional[str] = ..., finished: bool = ..., other_run: bool = ...) -> None: ...
 
 class RegisterWorkerReply(_message.Message):
     __slots__ = ["assembly", "refusal", "waiting"]
