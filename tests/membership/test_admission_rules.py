@@ -97,6 +97,13 @@ def test_newcomer_that_fits_waits(here: str, newcomer: str, host: str) -> None:
     assert waits(running(here, here).register(claim("new", newcomer, host=host), 1.0))
 
 
+def test_newcomer_that_cannot_share_memory_with_silent_members_is_refused() -> None:
+    state = running("auto", "auto")
+    now = pass_time(state, 0.0, 12.0)
+    assert state.news().size == 0, "their leases have run out, and they may come back"
+    assert "insists on transport 'shm'" in reason(state.register(claim("new", "shm", host="other"), now))
+
+
 def test_unknown_transport_is_refused() -> None:
     assert "no transport is called 'carrier pigeon'" in reason(elastic().register(claim("new", "carrier pigeon"), 0.0))
 

@@ -228,7 +228,7 @@ def _cannot_share(claim: Claim, roster: Roster) -> str | None:
     """Shared memory that somebody insists on needs all members on one host, and the native core in each."""
     newcomer, insisting = claim.member, roster.insisting
     if claim.transport == "shm":
-        seats = roster.live().values()
+        seats = (seat for name, seat in roster.seats.items() if roster.returnable(name))  # the silent may come back
         other = next((s.member for s in seats if s.transport == "tcp" or s.member.host != newcomer.host), None)
         insisting = newcomer
     elif insisting is not None and (claim.transport == "tcp" or insisting.host != newcomer.host):

@@ -174,7 +174,7 @@ class Coordinator(Process):
             if not self._save():
                 return False
         for change in changes:
-            self._world.changed(change)
+            self.do(partial(self._world.changed, change))
         if any(change.kind == "formed" for change in changes):
             number, ids = self.membership.generation, self.member_ids
             self.do(lambda: self._world.formed(number, ids))
