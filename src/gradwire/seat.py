@@ -290,6 +290,7 @@ class Seat:
 
     def _assemble(self, assembly: Assembly, transport: TcpTransport) -> Generation:
         members = assembly.members
+        self._stranger = self._stranger or assembly.generation > self._generation + 1
         self._generation, self._run, self._rank, self._lost = assembly.generation, assembly.run, assembly.rank, ()
         topology = Topology.of([member.host for member in members])
         places = [self._place_of(rank, member) for rank, member in enumerate(members)]

@@ -104,6 +104,36 @@ def test_newcomer_that_cannot_share_memory_with_silent_members_is_refused() -> N
     assert "insists on transport 'shm'" in reason(state.register(claim("new", "shm", host="other"), now))
 
 
+def test_newcomer_is_not_refused_for_the_sake_of_a_dead_member_that_insisted() -> None:
+    state = running("shm", "auto")
+    state.gone("a", 1.0)
+    assert waits(state.register(claim("new", host="other"), 1.0))
+
+
+def test_claim_that_only_says_it_was_a_member_is_checked_like_a_newcomer() -> None:
+    state = running("auto", "auto")
+    made_up = replace(claim("new", "", address=""), generation=1, run=RUN)
+    assert "has no data address" in reason(state.register(made_up, 1.0))
+
+
+def test_claim_that_only_says_it_was_a_member_does_not_hold_the_state() -> None:
+    state = running("auto", "auto")
+    made_up, now = replace(claim("new"), generation=1, run=RUN), pass_time(state, 0.0, 12.0)
+    assert state.news().size == 0, "the members are silent"
+    state.register(made_up, now)
+    assert waits(state.register(made_up, pass_time(state, now, now + 2))), "they are waited for"
+
+
+def test_id_of_a_dropped_member_that_may_come_back_is_known() -> None:
+    state = running("auto", "auto", "auto")
+    for name in "ab":
+        state.register(replace(claim(name), generation=1, run=RUN, session=b"again", lost=("c",)), 1.0)
+    pass_time(state, 1.0, 3.0)
+    assert [member.id for member in state.members] == ["a", "b"]
+    assert state.knows("c")
+    assert not state.knows("somebody")
+
+
 def test_unknown_transport_is_refused() -> None:
     assert "no transport is called 'carrier pigeon'" in reason(elastic().register(claim("new", "carrier pigeon"), 0.0))
 
@@ -216,3 +246,17 @@ def test_generation_of_survivors_stays_in_its_run() -> None:
     outcome = state.register(replace(claim("a"), generation=1, run=RUN, session=b"again"), 1.0)
     assert isinstance(outcome, Assembly)
     assert (outcome.run, outcome.previous_run) == (RUN, b"")
+
+
+def test_founder_of_a_new_run_that_hears_of_it_late_is_told_the_run_that_it_knows() -> None:
+    """Two strangers found a new run; one of them is back from it before the other has heard of it."""
+    state = running("auto", "auto")
+    strangers = [replace(claim(name), generation=1, run=RUN, session=b"again", stranger=True) for name in "ab"]
+    for one in strangers:
+        state.register(one, 1.0)
+    assert (state.generation, state.terms.run > RUN) == (2, True)
+    back = replace(claim("a"), generation=2, run=state.terms.run, session=b"again")
+    state.register(back, 2.0)
+    outcome = state.register(strangers[1], 2.0)
+    assert isinstance(outcome, Assembly)
+    assert (outcome.generation, outcome.run, outcome.previous_run) == (3, state.terms.run, RUN)

@@ -66,7 +66,7 @@ def test_launcher_speaks_for_a_newcomer_that_begins_a_run_in_place_of_the_one_it
     try:
         with ThreadPoolExecutor(1) as thread:
             run = thread.submit(join, coordinator, "x")
-            while told.get(timeout=30).unknown:
+            while not told.get(timeout=30).joiners:
                 heartbeat(coordinator.address, ["a"], secret=SECRET)
             heartbeat(coordinator.address, [], secret=SECRET, gone=["a"])
             assert replaces(run.result(timeout=30), before)

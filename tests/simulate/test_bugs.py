@@ -16,7 +16,7 @@ from gradwire.liveness.control import Control
 from gradwire.membership import entry, state
 from gradwire.membership.roster import Roster
 from gradwire.security.tokens import Gate
-from gradwire.simulate import faults, launcher, worker
+from gradwire.simulate import faults, worker
 from gradwire.simulate.collective import Collectives
 from gradwire.simulate.disk import Disk
 from gradwire.simulate.faults import USUAL
@@ -100,10 +100,6 @@ def a_generation_without_the_state_stays_in_its_run(patch: pytest.MonkeyPatch) -
     patch.setattr(state, "next_run", lambda run: run)
 
 
-def a_launcher_forgets_members_when_another_run_begins(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(launcher, "replaces", lambda run, earlier: False)
-
-
 def a_journal_without_fsync_is_believed_after_a_loss_of_power(patch: pytest.MonkeyPatch) -> None:
     lose_power = Disk.lose_power
 
@@ -162,7 +158,6 @@ def test_a_bug_is_found(plant: Plant, first: int, found: str, monkeypatch: pytes
         (an_unfit_newcomer_is_let_in, "usual,unfit", 0, "is unfit"),
         (a_refused_claim_counts_as_a_use_of_its_join_token, "usual,impostor", 0, "was given the place of"),
         (a_generation_without_the_state_stays_in_its_run, "usual,outage", 2, "was committed"),
-        (a_launcher_forgets_members_when_another_run_begins, "usual,outage", 48, "nothing had happened to it"),
         (a_journal_without_fsync_is_believed_after_a_loss_of_power, "usual,blackout", 6, "knows generation"),
         (a_coordinator_goes_on_when_its_journal_fails, "usual,full-disk", 289, "knows generation"),
     ],

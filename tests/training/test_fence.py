@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -83,3 +84,34 @@ def test_run_fence_is_equal_on_all_ranks_and_grows_with_the_generation() -> None
     before, after = told[0]
     assert (before.run, before.generation, after.generation) == (after.run, 1, 2)
     assert before < after
+
+
+def test_replace_is_not_held_up_by_a_process_that_was_forked_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a data loader is, from another thread: it inherits the descriptor of the lock."""
+    fence, path = gw.Fence(new_run(), 1), tmp_path / "checkpoint"
+    inherited: list[int] = []
+    replace = os.replace
+
+    def fork_and_replace(source: object, target: object) -> None:
+        if not inherited:
+            inherited.extend(os.dup(int(name)) for name in os.listdir("/proc/self/fd") if _is_record(name))
+        replace(source, target)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "replace", fork_and_replace)
+    try:
+        for text in ("one", "two"):
+            fence.replace(draft(tmp_path, text), path)
+        assert inherited
+        assert path.read_text() == "two"
+    finally:
+        for descriptor in inherited:
+            os.close(descriptor)
+
+
+def _is_record(name: str) -> bool:
+    try:
+        return os.readlink(f"/proc/self/fd/{name}").endswith(".fence")
+    except OSError:
+        return False

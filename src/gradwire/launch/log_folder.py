@@ -71,7 +71,8 @@ def _move_earlier_run(folder: Path) -> None:
         try:
             set_aside(journal, earlier)
         except JournalError:  # another coordinator has it: nothing is moved
-            earlier.rmdir()
+            with contextlib.suppress(OSError):
+                earlier.rmdir()
             raise
     for path in logs:
         path.rename(earlier / path.name)

@@ -158,7 +158,7 @@ class Desk(rpc.MembershipServicer):
         else:
             self.membership = _restored(snapshot, self.membership.terms, journal)
             self._gate = Gate(self.membership.terms.job)
-            self._gate.restore(snapshot["tokens"])
+            self._gate.restore(snapshot["tokens"], [member.id for member in self.membership.members])
             members = len(self.membership.members)
             log.info("resumed from %s: generation %d, %d members", journal.path, self.membership.generation, members)
         self._journal = journal

@@ -6,7 +6,7 @@ import ipaddress
 from dataclasses import KW_ONLY, dataclass
 
 from gradwire.errors import ConfigError, InvalidSize
-from gradwire.identity import PROTOCOL, RUN_BYTES
+from gradwire.identity import PROTOCOL, RUN_BYTES, replaces
 from gradwire.membership.addresses import split
 from gradwire.membership.answers import Claim
 from gradwire.membership.members import Member
@@ -147,9 +147,9 @@ def _disagreement(claim: Claim, terms: Terms) -> str | None:
 
 
 def is_of_another_run(claim: Claim, terms: Terms, roster: Roster) -> bool:
-    """Whether a claimant was in a generation, and of another run. One that asks again for the first generation of a new
-    run still names the run before."""
-    asks_again = holds_seat(claim, terms, roster) and claim.run == terms.previous_run
+    """Whether a claimant was in a generation, and of another run. One that is in a generation of a new run, and has not
+    received that answer yet, still names the run before."""
+    asks_again = holds_seat(claim, terms, roster) and replaces(terms.run, claim.run)
     return claim.generation > 0 and claim.run != terms.run and not asks_again
 
 
@@ -201,8 +201,10 @@ def _another(claim: Claim, known: Member, came_from: int, terms: Terms) -> str |
 
 
 def _unfit(claim: Claim, terms: Terms, roster: Roster) -> str | None:
-    """Why a newcomer could not work with those who are here. Members that come back were fit when they came."""
-    if claim.generation or holds_seat(claim, terms, roster):
+    """Why a newcomer could not work with those who are here. Members that come back were fit when they came; that a
+    claim says so is no proof."""
+    known = claim.member.id in roster.seats or claim.member.id in roster.outside
+    if (claim.generation and known) or holds_seat(claim, terms, roster):
         return None
     exchanging = roster.exchanging
     if exchanging and not claim.transport:
@@ -226,7 +228,7 @@ def ousted(claim: Claim, roster: Roster) -> list[str]:
 
 def _cannot_share(claim: Claim, roster: Roster) -> str | None:
     """Shared memory that somebody insists on needs all members on one host, and the native core in each."""
-    newcomer, insisting = claim.member, roster.insisting
+    newcomer, insisting = claim.member, _insisting(roster)
     if claim.transport == "shm":
         seats = (seat for name, seat in roster.seats.items() if roster.returnable(name))  # the silent may come back
         other = next((s.member for s in seats if s.transport == "tcp" or s.member.host != newcomer.host), None)
@@ -241,6 +243,14 @@ def _cannot_share(claim: Claim, roster: Roster) -> str | None:
         f"{insisting} insists on transport 'shm', and {other} cannot share memory with it: that takes one host and the "
         "native core. Use transport 'auto'"
     )
+
+
+def _insisting(roster: Roster) -> Member | None:
+    """A member that insists on shared memory, and lives or may come back."""
+    if not roster.insists:
+        return None
+    seats = ((name, seat) for name, seat in roster.seats.items() if seat.transport == "shm")
+    return next((seat.member for name, seat in seats if roster.returnable(name)), None)
 
 
 def _no_room(member: Member, terms: Terms, roster: Roster) -> str | None:

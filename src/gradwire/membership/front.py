@@ -199,6 +199,7 @@ class Front:
     def _handle_events(self, timeout: float | None) -> bool:
         """Wait for events and handle them; False if there were none."""
         events = self._poll.poll(timeout)
+        accepting = False
         for descriptor, event in events:
             if (connection := self._clients.get(descriptor)) is not None:
                 self._handle_client(connection, event)
@@ -207,7 +208,9 @@ class Front:
             elif descriptor == self._bell:
                 os.eventfd_read(self._bell)
             elif descriptor == self._listener.fileno():
-                self._accept()
+                accepting = True
+        if accepting:  # last: a new connection may get a descriptor that was closed above, and has an event here
+            self._accept()
         return bool(events)
 
     def _accept(self) -> None:

@@ -151,8 +151,10 @@ class Heartbeats:
             except Malformed as error:
                 raise NoConnection(f"the coordinator at {self._address} answers in another version") from error
             with self._changed:
+                again = gone if replaces(news.run, request.run) else ()  # it was said of the run before, and ignored
                 for name in told:  # those of another run concern nobody here
                     del self._gone[name]
+                self._gone.update(dict.fromkeys(again, b""))
                 self._learn(ids, news)
             yield news
             with self._changed:

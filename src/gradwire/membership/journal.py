@@ -234,7 +234,10 @@ def set_aside(path: Path, folder: Path, *, timeout: float = 10.0) -> Path | None
         reason = error.strerror or error
         raise JournalError(f"the coordinator's journal {path} cannot be moved to {folder}: {reason}") from error
     if run:
-        _create(path, run)
+        try:
+            _create(path, run)
+        except (sqlite3.Error, OSError) as error:
+            raise JournalError(f"the coordinator's journal {path} cannot be made anew: {error}") from error
     return moved
 
 

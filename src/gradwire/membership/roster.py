@@ -78,7 +78,7 @@ class Roster:
         self.line: dict[str, Place] = {}
         self.outside: dict[str, Outsider] = {}  # for some minutes
         self.expected: dict[str, None] = {}  # members at work, neither out nor back
-        self.insisting: Member | None = None  # the first member that insists on shared memory
+        self.insists = False  # some member of the present generation insists on shared memory
         self.arrived = 0.0  # when somebody last came
         self.stirred = 0.0  # when somebody last came or went who matters to the next generation
         self.changes: list[Change] = []
@@ -331,7 +331,7 @@ class Roster:
     def _know_members(self) -> None:
         self.members = tuple(seat.member for seat in self.seats.values())
         self.expected = dict.fromkeys(self.live())
-        self.insisting = next((seat.member for seat in self.seats.values() if seat.transport == "shm"), None)
+        self.insists = any(seat.transport == "shm" for seat in self.seats.values())
 
     def _leave_back(self, name: str) -> Place | None:
         place = self.back.pop(name, None)

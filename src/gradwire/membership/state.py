@@ -23,7 +23,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from gradwire.identity import next_run
+from gradwire.identity import next_run, replaces
 from gradwire.membership import entry
 from gradwire.membership.answers import Change, CheckpointStatus, Claim, News, Outcome, Refusal, Waiting
 from gradwire.membership.checkpoints import Checkpoints
@@ -99,7 +99,7 @@ class Membership:
             seat.asked, seat.told = self._clock.time, True
             roster.hear(name)
             rank, terms = seat.member.rank or 0, self.terms
-            previous = terms.previous_run
+            previous = claim.run if replaces(terms.run, claim.run) else terms.previous_run
             return Assembly(terms.job, roster.generation, rank, roster.members, terms.run, previous_run=previous)
         if self._stopped is not None:
             place = roster.place(name)
@@ -138,7 +138,8 @@ class Membership:
         """
         self._advance(now)
         known = self._roster.known(member.id)
-        if known is None or not entry.same_process(known, member) or self._of_another(run):
+        other = self._of_another(run) and not replaces(self.terms.run, run)
+        if known is None or not entry.same_process(known, member) or other:
             return False
         self._roster.hear(member.id)
         self._finished = self._finished or (finished and self._roster.alive(member.id))
@@ -154,19 +155,21 @@ class Membership:
         self._go_on()
 
     def beat(self, names: Iterable[str], now: float, run: bytes = b"") -> News:
-        """These members live: their leases begin anew, unless they are members of another `run`. An id that is not
-        known here is ignored, and the news says so: it may be about to register, or was a member of another run."""
+        """These members live: their leases begin anew, unless they are members of another `run`. An id that is no
+        member is ignored, and the news says so: it may be about to become one, or is a member of another run."""
         self._advance(now)
         names = list(names)
-        unknown = names if self._of_another(run) else [name for name in names if not self.knows(name)]
+        unknown = names if self._of_another(run) else [name for name in names if name not in self._roster.seats]
         for name in set(names).difference(unknown):
             self._roster.hear(name)
         self._go_on()
         return replace(self.news(), unknown=tuple(unknown))
 
     def knows(self, name: str) -> bool:
-        """Whether an id is that of a member of this run, or of one that waits to be."""
-        return name in self._roster.seats or self._roster.place(name) is not None
+        """Whether an id is that of a member of this run, of one that waits to be, or of one that was dropped and may
+        come back."""
+        roster = self._roster
+        return name in roster.seats or name in roster.outside or roster.place(name) is not None
 
     def _of_another(self, run: bytes) -> bool:
         return run not in (b"", self.terms.run)
@@ -320,8 +323,9 @@ class Membership:
         """Whether one that waits has the state of the present generation, back from it or dropped from it."""
         if name in self._roster.back:
             return self._knows(self._roster.back[name].claim)
-        claim = self._roster.line[name].claim
-        return claim.generation == self.generation and not claim.stranger
+        claim, seat = self._roster.line[name].claim, self._roster.seats.get(name)
+        dropped = seat is not None and entry.same_process(seat.member, claim.member)
+        return dropped and claim.generation == self.generation and not claim.stranger
 
     def _out_of_sight(self) -> dict[Member, float]:
         """Members that may live, do not wait anew, and know more than those who wait, with the seconds after which they
@@ -342,6 +346,8 @@ class Membership:
         run = self.terms.run
         self.terms = replace(self.terms, run=next_run(run) if anew else run, previous_run=run if anew else b"")
         roster.seat(order)
+        for name in [name for name, place in roster.line.items() if anew and place.claim.generation]:
+            roster.free(name, "is a member of the run before")
         text = f"generation {self.generation} of job {self.terms.job} has {len(order)} members"
         if anew:
             text += f", and begins run {self.terms.run.hex()}: nobody in it holds the state of the generation before"

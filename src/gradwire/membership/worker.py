@@ -146,7 +146,7 @@ class WorkerNode:
         if self._assembly is None:
             return False
         news = self.news
-        if news is not None and (self.id in news.evicted or news.generation > self.generation):
+        if news is not None and (self.id in (*news.evicted, *news.unknown) or news.generation > self.generation):
             return False
         try:
             return client.serving(self._address, secret=self._secret, timeout=timeout, credentials=self._credentials)

@@ -192,11 +192,14 @@ class Gate:
     def snapshot(self) -> dict[str, Any]:
         """Who came with which token, for a journal."""
         uses = {number.hex(): sorted(members) for number, members in self._admitted.items() if members}
-        return {"uses": uses, "owners": {member: number.hex() for member, number in self._owners.items()}}
+        owners = {member: number.hex() for member, number in self._owners.items()}
+        return {"uses": uses, "owners": owners, "pending": sorted(self._pending)}
 
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
+    def restore(self, snapshot: Mapping[str, Any], seated: Iterable[str] = ()) -> None:
+        """Go on from a snapshot; `seated` are the members of the present generation."""
         self._admitted = {bytes.fromhex(number): set(members) for number, members in snapshot["uses"].items()}
         self._owners = {member: bytes.fromhex(number) for member, number in snapshot["owners"].items()}
+        self._pending = {member for member in snapshot["pending"] if member not in set(seated)}
 
 
 def _text(data: bytes) -> str:

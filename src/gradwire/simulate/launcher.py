@@ -65,6 +65,8 @@ class Launcher(Process):
         def answered(news: object) -> None:
             if isinstance(news, News):
                 self._gone = {name: run for name, run in self._gone.items() if name not in told}
+                if replaces(news.run, self._run):  # it was said of the run before, and ignored
+                    self._gone |= dict.fromkeys(gone, b"")
                 self._runs.update(dict.fromkeys(set(running).difference(news.unknown), news.run))
                 if replaces(news.run, self._run):
                     self._runs = {name: run for name, run in self._runs.items() if run != self._run}

@@ -87,8 +87,9 @@ class Impostor(Process):
         world.note(self, "claims to be %s after generation %d", name, generation)
         run = victim.run if generation else b""
         claim = Claim(member, None, None, self._session, generation=generation, run=run, transport="auto")
+        known = victim.generation > 0  # before, its id may be free: a coordinator that restarts forgets those who wait
         outcome = yield from self._coordinator.ask("register", claim)
-        if victim.alive and name in world.coordinator.member_ids and not isinstance(outcome, Refusal):
+        if known and victim.alive and name in world.coordinator.member_ids and not isinstance(outcome, Refusal):
             world.fail(f"{self.name} was given the place of {name}, which lives and came with other credentials")
         world.note(self, "reports %s as gone", name)
         yield from self._coordinator.ask("beat", ([], [name], self._random.choice((b"", victim.run))))

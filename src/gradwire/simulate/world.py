@@ -287,6 +287,9 @@ class World:
     def refused(self, worker: Worker, reason: str) -> None:
         """The coordinator has turned a worker away for good: it ends with an error that says why."""
         of_another_run = worker.run not in (b"", self.coordinator.run)
+        if worker.name in self.impersonated and worker.generation == 0:  # its id was free, and is taken now
+            self.ending = "an impostor has taken a free id"
+            return
         if not worker.profile.refusable and not of_another_run and "insists on transport 'shm'" not in reason:
             self.fail(f"{worker.name} was refused: {reason}")
         self.note(worker, "is refused: %s", reason)

@@ -230,8 +230,7 @@ class Elastic:
         self.group._generation.stranger = self.group._generation.joined
         while self.group.size < self.min_size:
             self._await_others()
-        if not self._number:
-            self._number = _next_run(self.group._generation)
+        self._number = _begun_runs(self.group._generation, self._number)
         begun = has_begun(self._completed, self.digest, self._overwritten)
         digest = digest or (self._digest_if_readable() if begun else "")
         sound = is_sound(self._completed, self.digest, digest, self._overwritten)
@@ -307,12 +306,12 @@ class Elastic:
             time.sleep(WAIT_SECONDS)
 
 
-def _next_run(generation: Generation) -> int:
-    """How many runs this member has begun, with this one."""
+def _begun_runs(generation: Generation, number: int) -> int:
+    """How many runs this member has begun, with this one; `number` if that was counted already, in another job run."""
     identity = generation.identity
     member = identity.job, (generation.member_ids or identity.names)[identity.rank]
-    _RUNS[member] = _RUNS.get(member, 0) + 1
-    return _RUNS[member]
+    _RUNS[member] = max(_RUNS.get(member, 0), number) if number else _RUNS.get(member, 0) + 1
+    return number or _RUNS[member]
 
 
 class Step:

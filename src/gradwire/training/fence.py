@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 from collections.abc import Iterator
@@ -72,6 +73,8 @@ def _locked(path: Path) -> Iterator[int]:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield descriptor
     finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that was forked meanwhile holds the descriptor, too
         os.close(descriptor)
 
 
@@ -87,7 +90,9 @@ def _read(descriptor: int) -> Fence | None:
 
 
 def _append(descriptor: int, fence: Fence) -> None:
-    os.write(descriptor, f"\n{fence}\n".encode())  # whatever a torn line before it holds
+    line = f"\n{fence}\n".encode()  # whatever a torn line before it holds
+    if os.write(descriptor, line) < len(line):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     os.fsync(descriptor)
 
 
@@ -95,5 +100,8 @@ def _sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot do that for a folder
+            raise
     finally:
         os.close(descriptor)
