@@ -52,7 +52,7 @@ void register_lifeline(nb::module_& module) {
         return found;
     });
 
-    // Regions (offset, bytes) of an arena; false if some of them could not be mapped. Whoever reads there is warned first.
+    // Regions (offset, bytes) of an arena; false if some of them could not be mapped. Readers are warned first.
     using Regions = std::vector<std::pair<std::size_t, std::size_t>>;
     module.def(
         "map_alone",

@@ -170,7 +170,7 @@ class Switchboard:
     def _post(self, peer: int, channel: int, message: bytes) -> None:
         outbox = self._outboxes.get((peer, channel))
         if outbox is not None and outbox.full:  # who asks without end and hears no answer must not fill our memory
-            # The service thread reports it: whoever posts may hold the mailbox's lock, and the control takes that lock
+            # The service thread reports it: a thread that posts may hold the mailbox's lock, and the control takes it
             # while it holds its own.
             self._clogged.add(peer)
             self._bell.ring()
