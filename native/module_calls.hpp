@@ -18,7 +18,7 @@ struct Turns {
     std::uint64_t serving = 0;
 };
 
-// The last calls of a group: gradwire/liveness/calls.py.
+// The last calls of a group: gradwire/liveness/call_log.py.
 class CallRing {
   public:
     struct Call {

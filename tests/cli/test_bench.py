@@ -18,8 +18,8 @@ import gradwire as gw
 from gradwire.bench import rivals
 from gradwire.bench.cases import COLLECTIVES
 from gradwire.cli import main
-from launch.jobs import LONG
-from leftovers import children_of
+from support.launch_jobs import LONG
+from support.leftovers import children_of
 
 QUICK = ("--blocks", "2", "--iterations", "2")
 

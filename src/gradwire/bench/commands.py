@@ -11,7 +11,7 @@ from typing import Any
 
 from gradwire.bench import start
 from gradwire.bench.rivals import Rival
-from gradwire.launch import environment
+from gradwire.launch import worker_setup
 from gradwire.launch.rendezvous import Rendezvous
 
 # Whoever starts a benchmark from within a job, or beside another MPI, does not make the ranks part of it.
@@ -31,16 +31,16 @@ def of_gradwire(
     size: int, meeting_place: Path, options: Mapping[str, Any], environ: Mapping[str, str], meeting: Rendezvous
 ) -> list[Command]:
     """One for each rank, started as `gradwire run` starts them."""
-    shared = environment.shared_by_workers(
+    shared = worker_setup.shared_by_workers(
         environ,
         size,
         coordinator=meeting.coordinator.address,
         job=meeting.job,
         token=meeting.token,
-        port=environment.free_port(),
+        port=worker_setup.free_port(),
     )
     worker = [sys.executable, "-P", *_worker("gradwire", meeting_place, options)]
-    return [Command(worker, environment.of_worker({**shared, **_ONE_THREAD}, rank)) for rank in range(size)]
+    return [Command(worker, worker_setup.of_worker({**shared, **_ONE_THREAD}, rank)) for rank in range(size)]
 
 
 def of_rival(

@@ -18,8 +18,8 @@ from gradwire.bench import commands
 from gradwire.bench.cases import Case
 from gradwire.bench.crew import Block, Crew, Maker, Unsupported
 from gradwire.bench.rivals import RIVALS, find
+from gradwire.host.machine import usable_cores
 from gradwire.launch import rendezvous
-from gradwire.machine import usable_cores
 
 OURSELVES = "gradwire"
 PILOT = 3  # iterations that tell how many fit into a block

@@ -21,7 +21,7 @@ from gradwire.bench.commands import Command
 from gradwire.bench.line import StartingLine
 from gradwire.bench.worker import remove
 from gradwire.errors import TransportError, WorkerFailed
-from gradwire.launch import sessions
+from gradwire.launch import process_tree
 
 PATIENCE = 300.0  # seconds for a start or a block before it counts as hung
 _END = 5.0  # seconds to end after the last block
@@ -182,7 +182,7 @@ class Crew:
             for channel in self._channels:
                 channel.socket.close()  # which also ends ranks that are in no session of ours
             for process in self._processes:
-                sessions.kill(process.pid)
+                process_tree.kill(process.pid)
                 process.wait()
             remove(self._segments)
 

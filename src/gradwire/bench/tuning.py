@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradwire import tuning
-from gradwire.collectives import DEFAULTS, Constants, Table, build
+from gradwire.collectives import DEFAULTS, Constants, Table, build, tuning_table
 from gradwire.collectives.pricing import price
 from gradwire.launch.function import launch
 from gradwire.topology import Topology
@@ -76,18 +75,18 @@ def measure(kind: str, ranks: int) -> Measured | None:
 @contextlib.contextmanager
 def _one_shot_always() -> Iterator[None]:
     """A table for the ranks by which `direct` takes one shot at any size; two shots are what the ring is like."""
-    before = os.environ.get(tuning.FILE)
+    before = os.environ.get(tuning_table.FILE)
     dear = Table(*(replace(constants, round=1.0) for constants in (DEFAULTS.shm, DEFAULTS.tcp, DEFAULTS.net)))
     with TemporaryDirectory(prefix="gradwire-tune-") as folder:
         file = Path(folder, "tuning.json")
-        tuning.store(dear, file)
-        os.environ[tuning.FILE] = str(file)
+        tuning_table.store(dear, file)
+        os.environ[tuning_table.FILE] = str(file)
         try:
             yield
         finally:
-            del os.environ[tuning.FILE]
+            del os.environ[tuning_table.FILE]
             if before is not None:
-                os.environ[tuning.FILE] = before
+                os.environ[tuning_table.FILE] = before
 
 
 # ── in the ranks ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -15,8 +15,8 @@ import click
 
 from gradwire.bench.cases import COLLECTIVES, ITEMSIZE, parse_size, parse_sizes, steps
 from gradwire.cli.signals import signals_end
-from gradwire.config import TRANSPORTS
 from gradwire.errors import GradwireError
+from gradwire.job.config import TRANSPORTS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -192,7 +192,7 @@ def _about(plan: Plan, crews: list[Crew]) -> dict[str, Any]:
 
     from gradwire.bench.commands import settings_of
     from gradwire.bench.rivals import RIVALS
-    from gradwire.machine import usable_cores
+    from gradwire.host.machine import usable_cores
 
     cores = int(usable_cores())
     engines = {crew.name: dict(crew.about) for crew in crews}

@@ -76,14 +76,14 @@ def join(
     trouble = chaos_of(chaos, elastic=True)
 
     def make(output: Output) -> Supervisor:
-        from gradwire.launch import meeting
-        from gradwire.launch.restarts import Restarts
+        from gradwire.launch import elastic_rendezvous
+        from gradwire.launch.restart_policy import Restarts
         from gradwire.launch.supervisor import Supervisor
 
         return Supervisor(
             task,
             count,
-            meeting.elsewhere(count, address, token_file),
+            elastic_rendezvous.elsewhere(count, address, token_file),
             restarts=Restarts(minimum=1, restarts=restarts),
             chaos=trouble,
             output=output,

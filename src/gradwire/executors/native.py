@@ -11,11 +11,11 @@ from typing import Any, Protocol, runtime_checkable
 
 from gradwire.arrays import Array
 from gradwire.collectives.schedule import Copy, Finish, Fold, From, Recv, Send, Slice
-from gradwire.core import native as _native
 from gradwire.errors import InvalidSize
 from gradwire.executors.plan import IN_FLIGHT, SMALLEST_TILE, TILE_BYTES, Plan
-from gradwire.executors.python import Patience, Sheet
-from gradwire.transports.arena import Arena, OwnArena
+from gradwire.executors.python import CallHeader, Patience
+from gradwire.host.native_core import native as _native
+from gradwire.transports.shm.arena import Arena, OwnArena
 
 SHARED_TILE_BYTES = 256 << 10  # where all ranks share memory: small enough to stay in the cache
 FIRST_SECONDS = 0.01  # how long the core waits before the deadline begins to count, and Ctrl-C is first looked for
@@ -35,7 +35,7 @@ class Descriptor(Protocol):
 class NativeExecutor:
     """Runs one plan at a time over the links of one group."""
 
-    def __init__(self, sheet: Sheet, size: int, alarm: Descriptor) -> None:
+    def __init__(self, sheet: CallHeader, size: int, alarm: Descriptor) -> None:
         self.engine = _native.Engine(sheet.job, sheet.generation, sheet.group, sheet.rank, size, alarm.fileno())
         self._size = size
         self._world: dict[int, int] = {}
@@ -72,7 +72,7 @@ class NativeExecutor:
             self._own = None
 
     def run(
-        self, plan: Plan, x: Array, out: Array, sheet: Sheet, patience: Callable[[], Patience], awake_for: float
+        self, plan: Plan, x: Array, out: Array, sheet: CallHeader, patience: Callable[[], Patience], awake_for: float
     ) -> None:
         """Carry the plan out: read x, leave the result in out (which may be x)."""
         self._program = plan.native or lower(plan)

@@ -50,7 +50,7 @@ class Idle(NamedTuple):
     passes: int
 
 
-class Sheet:
+class CallHeader:
     """The music sheet of one call: which group and which of its calls a message belongs to."""
 
     __slots__ = ("fingerprint", "generation", "group", "job", "rank", "sequence")
@@ -103,7 +103,7 @@ class PythonExecutor:
         self._scratch = _NOTHING
 
     def run(
-        self, plan: Plan, x: Array, out: Array, sheet: Sheet, patience: Callable[[], Patience], awake_for: float
+        self, plan: Plan, x: Array, out: Array, sheet: CallHeader, patience: Callable[[], Patience], awake_for: float
     ) -> None:
         """Carry the plan out: read x, leave the result in out (which may be x); `awake_for`: seconds in which
         it may poll before it sleeps."""
@@ -116,7 +116,7 @@ class PythonExecutor:
                 if now >= spin_until:
                     waits.wait(idle.reads, idle.writes)
 
-    def steps(self, plan: Plan, x: Array, out: Array, sheet: Sheet, patience: Patience) -> Iterator[Idle]:
+    def steps(self, plan: Plan, x: Array, out: Array, sheet: CallHeader, patience: Patience) -> Iterator[Idle]:
         """As `run`, by one who waits in a way of its own: asked to go on, it goes as far as it gets."""
         run = _Run(self, plan, x, out, sheet, patience)
         for wave in plan.waves():
@@ -137,7 +137,7 @@ class _Run:
     """One execution of a plan."""
 
     def __init__(
-        self, executor: PythonExecutor, plan: Plan, x: Array, out: Array, sheet: Sheet, patience: Patience
+        self, executor: PythonExecutor, plan: Plan, x: Array, out: Array, sheet: CallHeader, patience: Patience
     ) -> None:
         self._executor = executor
         self._plan = plan

@@ -12,24 +12,23 @@ from gradwire import operations
 from gradwire.arrays import Array, Counts
 from gradwire.collectives import COLLECTIVES, algorithms
 from gradwire.errors import InvalidRank, InvalidSize, UnsupportedOp
-from gradwire.exchange import Runner
-from gradwire.generation import Generation
-from gradwire.group.memory import empty
-from gradwire.group.messaging import Messaging
-from gradwire.liveness.calls import call_site
+from gradwire.generation.generation import Generation
+from gradwire.group.point_to_point import PointToPoint, PointToPointCalls
+from gradwire.group.registered_memory import empty
+from gradwire.group.runner import CollectiveRunner
+from gradwire.group.stream import Stream
+from gradwire.liveness.call_log import call_site
 from gradwire.liveness.verdict import Finding
 from gradwire.operations import Capabilities, Operation
-from gradwire.operations.call import check_rank, settled
-from gradwire.post import Post
+from gradwire.operations.types import check_rank, settled
 from gradwire.topology import Topology
 from gradwire.wire import fingerprint, group_identity
-from gradwire.work import Stream
 
 CONFER_SECONDS = 0.25  # that leaving `with group` may take to learn whether the last calls agreed
 WORLD = 1
 
 
-class Group(Messaging):
+class Group(PointToPointCalls):
     """Some ranks of a job that call collectives together; each has one order of calls, the program's.
 
     All collectives take `algorithm="auto"` (or star, ring, tree, halving, direct, hierarchical, where they exist) and
@@ -51,8 +50,8 @@ class Group(Messaging):
         self._identity = identity
         self._topology = _restricted(generation.identity.topology, self._members)
         channel = fingerprint("collective", identity)
-        self._runner = Runner(generation, identity, channel, self._members, self._topology, timeout)
-        post = Post(generation, identity, self._runner.rank, self._members)
+        self._runner = CollectiveRunner(generation, identity, channel, self._members, self._topology, timeout)
+        post = PointToPoint(generation, identity, self._runner.rank, self._members)
         super().__init__(post, self._runner.rank, len(self._members), timeout)
         self._subgroups: dict[tuple[int, ...], Group] = {}
         self._instances: dict[tuple[int, ...], int] = {}
@@ -165,7 +164,7 @@ class Group(Messaging):
             return
         finding = Finding("aborted", str(reason)[:2000], self._generation.identity.rank)
         self._generation.control.report(finding, time.monotonic())
-        self._generation.switchboard.wake()
+        self._generation.service.wake()
 
     def recover(self, timeout: float | None = None) -> Group:
         """The next generation's group, after a break: of all members that are left, and those that wait to join.
@@ -206,7 +205,7 @@ class Group(Messaging):
         >>> with gw.init() as group: group.all_reduce(2.5)
         2.5
         """
-        done = self._runner.desk.all_reduce(x, op, out, algorithm, timeout)
+        done = self._runner.fast_path.all_reduce(x, op, out, algorithm, timeout)
         return done if done is not None else self._now(operations.all_reduce(x, op, out, algorithm), timeout)
 
     def broadcast(self, x: Any, root: int = 0, *, algorithm: str = "auto", timeout: float | None = None) -> Any:
@@ -216,7 +215,7 @@ class Group(Messaging):
         >>> with gw.init() as group: group.broadcast(np.ones(2), root=0)
         array([1., 1.])
         """
-        done = self._runner.desk.broadcast(x, root, algorithm, timeout)
+        done = self._runner.fast_path.broadcast(x, root, algorithm, timeout)
         if done is not None:
             return done
         return self._now(operations.broadcast(x, root, self.size, self.rank, algorithm), timeout)
@@ -248,7 +247,7 @@ class Group(Messaging):
         >>> with gw.init() as group: group.all_gather(np.zeros((2, 3))).shape
         (2, 3)
         """
-        done = self._runner.desk.all_gather(x, out, algorithm, timeout)
+        done = self._runner.fast_path.all_gather(x, out, algorithm, timeout)
         return done if done is not None else self._now(operations.all_gather(x, out, algorithm), timeout)
 
     def gather(self, x: Any, root: int = 0, *, algorithm: str = "auto", timeout: float | None = None) -> Array | None:
@@ -279,7 +278,7 @@ class Group(Messaging):
         >>> with gw.init() as group: group.reduce_scatter(np.arange(3), counts=[3])
         array([0, 1, 2])
         """
-        done = self._runner.desk.reduce_scatter(x, op, counts, out, algorithm, timeout)
+        done = self._runner.fast_path.reduce_scatter(x, op, counts, out, algorithm, timeout)
         if done is None:
             done = self._now(operations.reduce_scatter(x, op, counts, out, self.size, self.rank, algorithm), timeout)
         return done
@@ -340,7 +339,7 @@ class Group(Messaging):
         >>> import gradwire as gw
         >>> with gw.init() as group: group.barrier()
         """
-        if self._runner.desk.barrier(algorithm, timeout) is None:
+        if self._runner.fast_path.barrier(algorithm, timeout) is None:
             self._now(operations.barrier(algorithm), timeout)
 
     def broadcast_value(self, value: Any = None, root: int = 0, *, timeout: float | None = None) -> Any:

@@ -66,7 +66,7 @@ def _move_earlier_run(folder: Path) -> None:
         return
     earlier = _new_folder(folder)
     if journal.exists():
-        from gradwire.membership.journal import set_aside  # loads SQLite
+        from gradwire.membership.coordinator.journal import set_aside  # loads SQLite
 
         try:
             set_aside(journal, earlier)

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TextIO
 
 from gradwire.errors import TransportError
-from gradwire.launch.lines import Lines
 from gradwire.launch.screen import ERR, OUT, Screen
+from gradwire.launch.terminal_lines import Lines
 
 _CHUNK = 1 << 16
 _TAIL = 20  # lines that are remembered for a worker that dies without a traceback

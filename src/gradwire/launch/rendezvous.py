@@ -28,7 +28,7 @@ class Rendezvous:
 
 def on_this_machine(size: int) -> Rendezvous:
     """A coordinator on a free port of the loopback interface, not started yet."""
-    from gradwire.membership.service import Coordinator  # loads grpc
+    from gradwire.membership.coordinator.service import Coordinator  # loads grpc
     from gradwire.security.secret import TOKEN, job_secret, new_token
 
     job, token = uuid.uuid4().hex, new_token()

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from gradwire.errors import Aborted, Broken, CollectiveMismatch, PeerLost, Timeout
-from gradwire.liveness.calls import Call
+from gradwire.liveness.call_log import Call
 
 SETTLE_SECONDS = 0.03
 CALLS_SECONDS = 0.6

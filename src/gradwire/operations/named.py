@@ -10,7 +10,7 @@ import numpy as np
 from gradwire import arrays
 from gradwire.arrays import Array, DType, View, check_reduction, view
 from gradwire.errors import ArrayError, UnsupportedOp
-from gradwire.operations.call import Exchange, Operation, Shape, algorithm_text, check_algorithm
+from gradwire.operations.types import Exchange, Operation, Shape, algorithm_text, check_algorithm
 
 ALONE_BYTES = 1 << 20
 """From here on an exchange of its own costs less than copying the array to others and back."""

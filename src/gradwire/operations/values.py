@@ -12,7 +12,7 @@ from gradwire import arrays
 from gradwire.arrays import Array
 from gradwire.errors import ArrayError, GradwireError, InvalidSize
 from gradwire.executors.plan import ragged_bounds
-from gradwire.operations.call import Declined, Exchange, Operation, Shape, check_root, nothing
+from gradwire.operations.types import Declined, Exchange, Operation, Shape, check_root, nothing
 from gradwire.wire import parse_json
 
 MAX_VALUE_BYTES = 256 << 20

@@ -20,7 +20,7 @@ import xxhash
 from gradwire import arrays
 from gradwire.arrays import Array, SupportsDLPack
 from gradwire.errors import ArrayError, ConfigError, GradwireError
-from gradwire.machine import memory
+from gradwire.host.machine import memory
 from gradwire.wire import parse_json
 
 MAX_SKELETON = 64 << 20

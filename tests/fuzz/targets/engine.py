@@ -13,14 +13,15 @@ import numpy as np
 from hypothesis import strategies as st
 
 from fuzz.target import Target
-from gradwire import arrays, core
+from gradwire import arrays
 from gradwire.collectives import build
 from gradwire.executors.plan import Plan, even_bounds
-from gradwire.executors.python import PythonExecutor, Sheet
-from gradwire.liveness.calls import Meaning
+from gradwire.executors.python import CallHeader, PythonExecutor
+from gradwire.host import native_core
+from gradwire.liveness.call_log import CallDescription
 from gradwire.topology import Topology
-from gradwire.transports.arena import RESERVED, OwnArena
 from gradwire.transports.base import Buffer, Link, LinkClosed
+from gradwire.transports.shm.arena import RESERVED, OwnArena
 
 JOB, GENERATION, GROUP, SEQUENCE, FINGERPRINT = 0x1122, 1, 7, 3, 0xAB
 COUNT = 300
@@ -36,7 +37,7 @@ class Mismatch(Exception):
     """The peer says something else."""
 
 
-class Patience:
+class WaitHandler:
     """Never waits: all that ever comes is there."""
 
     def wait(self, reads: Iterable[Link], writes: Iterable[Link]) -> None:
@@ -84,8 +85,8 @@ class Line:
     def close(self) -> None: ...
 
 
-def sheet(rank: int) -> Sheet:
-    one = Sheet(JOB, GENERATION, GROUP, rank)
+def header(rank: int) -> CallHeader:
+    one = CallHeader(JOB, GENERATION, GROUP, rank)
     one.sequence, one.fingerprint = SEQUENCE, FINGERPRINT
     return one
 
@@ -94,7 +95,7 @@ def plan(rank: int, algorithm: str, count: int = COUNT, tile: int = TILE) -> Pla
     schedule = build("all_reduce", algorithm, 2, topology=Topology.single(2), root=0)
     dtype = arrays.parse_dtype("int64")
     bounds = even_bounds(count, schedule.segments, dtype.itemsize)
-    return Plan(schedule, rank, dtype, "sum", bounds, Meaning("all_reduce", "all_reduce()", FINGERPRINT), tile)
+    return Plan(schedule, rank, dtype, "sum", bounds, CallDescription("all_reduce", "all_reduce()", FINGERPRINT), tile)
 
 
 def executed(kind: str, algorithm: str, data: bytes) -> tuple[str, bytes]:
@@ -110,11 +111,11 @@ def executed(kind: str, algorithm: str, data: bytes) -> tuple[str, bytes]:
         if kind == "native":
             from gradwire.executors.native import NativeExecutor
 
-            executor = NativeExecutor(sheet(0), 2, alarm)
+            executor = NativeExecutor(header(0), 2, alarm)
             executor.connect(1, 1, line)
         x, out = np.arange(COUNT), np.zeros(COUNT, np.int64)
         try:
-            executor.run(plan(0, algorithm), x, out, sheet(0), Patience, False)
+            executor.run(plan(0, algorithm), x, out, header(0), WaitHandler, False)
         except Lost:
             return "lost", b""
         except Mismatch as error:
@@ -126,7 +127,7 @@ def hear(data: bytes) -> bool:
     """The first byte says which algorithm the peer follows, or pretends to."""
     algorithm = ALGORITHMS[data[0] % len(ALGORITHMS)] if data else ALGORITHMS[0]
     outcome = executed("python", algorithm, data[1:])
-    if core.available():
+    if native_core.available():
         assert executed("native", algorithm, data[1:]) == outcome
     return outcome[0] == "done"
 
@@ -142,12 +143,12 @@ def recorded(algorithm: str) -> bytes:
             said.extend(b"".join(map(bytes, buffers))[:sent])
             return sent
 
-    class Waiting(Patience):
+    class Waiting(WaitHandler):
         def wait(self, reads: Iterable[Link], writes: Iterable[Link]) -> None: ...
 
     def play(rank: int, line: Line) -> None:
         executor = PythonExecutor({1 - rank: line}.__getitem__)
-        executor.run(plan(rank, algorithm), np.arange(COUNT), np.zeros(COUNT, np.int64), sheet(rank), Waiting, False)
+        executor.run(plan(rank, algorithm), np.arange(COUNT), np.zeros(COUNT, np.int64), header(rank), Waiting, False)
 
     with mine, theirs:
         mine.setblocking(False)
@@ -180,7 +181,7 @@ def read_memory(data: bytes) -> bool:
         region = int.from_bytes(data[1:9], "little") or RESERVED
         _write(theirs, 16 * (GROUP % SLOTS), struct.pack("<QQ", GROUP, region))
         _write(theirs, RESERVED + 64, data[17 : 17 + LANE_BYTES - 64])
-        executor = NativeExecutor(sheet(0), 2, alarm)
+        executor = NativeExecutor(header(0), 2, alarm)
         executor.connect(1, 1, mine)
         executor.share(own, {1: theirs})
         _write(own, executor._region[0] + LANE_BYTES, data[9:17])
@@ -263,5 +264,5 @@ TARGETS = (
     Target(
         "socket of a peer", hear, tuple(bytes([n]) + recorded(name) for n, name in enumerate(ALGORITHMS)), examples=60
     ),
-    *(_IN_MEMORY if core.available() else ()),
+    *(_IN_MEMORY if native_core.available() else ()),
 )

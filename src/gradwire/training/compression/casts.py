@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from gradwire import arrays, core
+from gradwire import arrays
 from gradwire.arrays import Array, bfloat16
+from gradwire.host import native_core
 from gradwire.training.compression.rounding import Rounding
 
 
@@ -37,15 +38,15 @@ class _Cast(Rounding):
     # The core's kernels convert many times faster than NumPy, to the same bits.
 
     def _narrow(self, wire: Array, x: Array) -> None:
-        if core.available() and x.dtype == np.float32:
-            kernels = core.native.kernels
+        if native_core.available() and x.dtype == np.float32:
+            kernels = native_core.native.kernels
             kernels.finish(kernels.builds()[-1], arrays.parse_dtype(self.half).code, 0, wire, x, 0)
         else:
             np.copyto(wire.view(self.half), x, casting="unsafe")
 
     def _decode(self, wire: Array, out: Array) -> None:
-        if core.available() and out.dtype == np.float32:
-            kernels = core.native.kernels
+        if native_core.available() and out.dtype == np.float32:
+            kernels = native_core.native.kernels
             kernels.fold(kernels.builds()[-1], arrays.parse_dtype(self.half).code, 0, out, [(wire, False)])
         else:
             np.copyto(out, wire.view(self.half))
