@@ -137,7 +137,7 @@ _HOMES = {
     "GradientSync": "training.gradients",
     "Sampler": "training.sampler",
     "Step": "training.elastic",
-    "WorkerNode": "membership.worker",
+    "WorkerNode": "membership.client.worker_node",
     "broadcast_named": "training.contract",
     "check_replicas": "training.contract",
     "elastic": "training.elastic",

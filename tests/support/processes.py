@@ -37,7 +37,7 @@ import pytest
 
 LONG = 30.0  # seconds: a bound for what takes milliseconds, on a machine that is busy
 LARGEST = 1 << 20
-MAIN = "import sys; sys.path.insert(0, sys.argv[1]); import processes; processes.breed(int(sys.argv[2]))()"
+MAIN = "import sys; sys.path.insert(0, sys.argv[1]); from support import processes; processes.breed(int(sys.argv[2]))()"
 
 
 class Here:

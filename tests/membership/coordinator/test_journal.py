@@ -28,7 +28,7 @@ import resource, sys
 from pathlib import Path
 from gradwire.membership.coordinator.journal import Journal
 from gradwire.membership.coordinator.state_machine import Membership
-from membership.claims import RUN, worker
+from support.membership_claims import RUN, worker
 path, largest_file = Path(sys.argv[1]), int(sys.argv[2])
 if largest_file:
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
