@@ -1,6 +1,6 @@
 """Starts the workers of a job, watches over them, and ends them together.
 
-When one fails, `restarts.py` decides: the job goes on without it, or replaces it, or has failed. Then the others get a
+When one fails, `restart_policy.py` decides: the job goes on without it, or replaces it, or has failed. Then the others get a
 grace in which they notice by themselves (their collectives raise) and can save what they want; then SIGTERM, and later
 SIGKILL. Whatever a worker has started ends with it. If the supervisor's own process is killed, its guard ends the
 workers.
