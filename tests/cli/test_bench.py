@@ -1,4 +1,4 @@
-"""`gradwire bench` as its users have it."""
+"""`gradwire bench`, run as a command."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def measured(*arguments: str) -> dict[str, Any]:
     return found
 
 
-def test_every_collective_is_measured_and_right() -> None:
+def test_bench_of_all_collectives_measures_each_without_wrong_results() -> None:
     found = measured("all", "-n", "3", "--sizes", "8,4Ki")
     assert {row["collective"] for row in found["results"]} == set(COLLECTIVES)
     for row in found["results"]:
@@ -46,7 +46,7 @@ def test_every_collective_is_measured_and_right() -> None:
     assert found["about"]["gradwire"]["version"] == gw.__version__
 
 
-def test_the_table_is_that_of_nccl_tests(tmp_path: Path) -> None:
+def test_bench_prints_the_table_of_nccl_tests(tmp_path: Path) -> None:
     arguments = (
         "--min",
         "4",
@@ -93,7 +93,7 @@ def test_the_table_is_that_of_nccl_tests(tmp_path: Path) -> None:
         (["--sizes", "8", "--json", "/dev/null/file"], "cannot write /dev/null/file"),
     ],
 )
-def test_what_cannot_be_is_said(arguments: list[str], said: str, tmp_path: Path) -> None:
+def test_bench_with_unusable_arguments_says_why(arguments: list[str], said: str, tmp_path: Path) -> None:
     done = CliRunner(env={"XDG_CACHE_HOME": str(tmp_path)}).invoke(main, ["bench", *arguments])
     assert done.exit_code in (1, 2)
     assert isinstance(done.exception, SystemExit), done.exception
@@ -101,7 +101,7 @@ def test_what_cannot_be_is_said(arguments: list[str], said: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_leaves_nothing(number: int) -> None:
+def test_bench_that_is_interrupted_leaves_no_process_and_no_file(number: int) -> None:
     command = [sys.executable, "-m", "gradwire", "bench", "--sizes", "8", "--blocks", "100000"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with tempfile.TemporaryDirectory() as folder:  # a short path, as sockets need it
@@ -122,7 +122,7 @@ def test_an_interrupt_leaves_nothing(number: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", rivals.RIVALS)
-def test_a_rival_is_measured_beside_us_and_right(name: str, ranks: int) -> None:
+def test_bench_against_a_rival_measures_both_without_wrong_results(name: str, ranks: int) -> None:
     try:
         rivals.find(rivals.RIVALS[name], os.environ)
     except gw.ConfigError as error:

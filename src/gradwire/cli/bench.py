@@ -21,8 +21,8 @@ from gradwire.errors import GradwireError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from gradwire.bench.conductor import Plan, Result
-    from gradwire.bench.crew import Crew
+    from gradwire.bench.engine_processes import EngineProcesses
+    from gradwire.bench.interleave import Plan, Result
 
 SIZES = "8,4Ki,64Ki,1Mi,16Mi,64Mi"
 _HELP = f"""Measure collectives among N processes on this machine; results are checked.
@@ -115,7 +115,7 @@ def bench(
 
     from gradwire.arrays import check_reduction, parse_dtype
     from gradwire.bench.cases import cases
-    from gradwire.bench.conductor import Plan
+    from gradwire.bench.interleave import Plan
 
     sizes = _sizes(sizes, least, most, factor)
     chosen = list(COLLECTIVES) if "all" in collectives else list(dict.fromkeys(collectives)) or ["all_reduce"]
@@ -167,38 +167,33 @@ def _install(names: list[str], console: Console) -> None:
 
 def _measure(plan: Plan, cases: list[Any], console: Console) -> tuple[list[Result], dict[str, Any]]:
     from gradwire.bench import report
-    from gradwire.bench.conductor import assembled, conduct
+    from gradwire.bench.interleave import measure_case, started_engines
 
     results: list[Result] = []
-    compared = bool(plan.against)
     with contextlib.ExitStack() as stack:
-        tell = stack.enter_context(_progress(console))
-        crews = stack.enter_context(assembled(plan, os.environ, tell))
-        about = _about(plan, crews)
-        for line in (*_preface(about), *report.heading(compared=compared)):
+        progress = stack.enter_context(_progress(console))
+        engines = stack.enter_context(started_engines(plan, os.environ, progress))
+        names = [engine.name for engine in engines]
+        about = _about(plan, engines)
+        for line in (*_preface(about), *report.heading(names)):
             console.print(line)
         for case in cases:
-            tell(f"{case.collective}, {case.nbytes} bytes")
+            progress(f"{case.collective}, {case.nbytes} bytes")
             if not results or results[-1].case.collective != case.collective:
                 console.print(f"# {case.collective}")
-            results.append(conduct(crews, case, plan))
-            for line in report.lines(results[-1], compared=compared):
+            results.append(measure_case(engines, case, plan))
+            for line in report.lines(results[-1], names):
                 console.print(line)
     return results, about
 
 
-def _about(plan: Plan, crews: list[Crew]) -> dict[str, Any]:
+def _about(plan: Plan, engines: list[EngineProcesses]) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from gradwire.bench.commands import settings_of
-    from gradwire.bench.rivals import RIVALS
     from gradwire.machine import usable_cores
 
-    cores = int(usable_cores())
-    engines = {crew.name: dict(crew.about) for crew in crews}
-    for name in plan.against:
-        engines[name]["settings"] = settings_of(RIVALS[name], plan.ranks, cores)
-    return {"plan": asdict(plan), "cores": cores, "about": engines}
+    about = {engine.name: engine.about for engine in engines}
+    return {"plan": asdict(plan), "cores": int(usable_cores()), "about": about}
 
 
 def _preface(about: dict[str, Any]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""A worker: measures and checks, and lives in environments that have no gradwire."""
+"""A rank of a benchmark: measures and checks, also in environments without gradwire."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-import gradwire.bench.start
-from gradwire.bench import worker
+import gradwire.bench.start_rank
+from gradwire.bench import rank_process
 from gradwire.bench.cases import Case
-from gradwire.bench.engines import Array, Call, Unsupported
-from gradwire.bench.line import StartingLine
-from gradwire.bench.worker import WARMING_UP, Worker
+from gradwire.bench.engines.base import Array, Call, Unsupported
+from gradwire.bench.rank_process import WARM_UP, BlockMeasurer
+from gradwire.bench.start_barrier import StartBarrier
 
 LONG = 30.0
 
 
-class Alone:
-    """An engine of one rank, whose broadcast does nothing, rightly or wrongly."""
+class SingleRank:
+    """An engine of one rank, whose broadcast does nothing, or what `spoil` does."""
 
     rank, size = 0, 1
 
@@ -43,7 +43,7 @@ class Alone:
         self.made.append(count)
         return np.empty(count, dtype)
 
-    def ready(self, case: Case, x: Array, out: Array) -> Call:
+    def prepare(self, case: Case, x: Array, out: Array) -> Call:
         def run() -> None:
             self.calls += 1
             self._spoil(x, self.calls)
@@ -59,56 +59,56 @@ def request(collective: str = "broadcast", count: int = 10, iterations: int = 5)
 
 
 @pytest.fixture
-def line(tmp_path: Path) -> StartingLine:
-    StartingLine.draw(tmp_path / "line", 1)
-    return StartingLine(str(tmp_path / "line"), 0, 1)
+def barrier(tmp_path: Path) -> StartBarrier:
+    StartBarrier.create(tmp_path / "barrier", 1)
+    return StartBarrier(str(tmp_path / "barrier"), 0, 1)
 
 
-def test_a_block_has_its_iterations_and_a_few_to_warm_up(line: StartingLine) -> None:
-    engine = Alone()
-    answer = Worker(engine, line).answer(request())
+def test_block_measurer_runs_the_iterations_after_a_warm_up(barrier: StartBarrier) -> None:
+    engine = SingleRank()
+    answer = BlockMeasurer(engine, barrier).answer(request())
     assert (len(answer["begins"]), len(answer["ends"]), answer["wrong"]) == (5, 5, 0)
     assert answer["begins"] == sorted(answer["begins"])
     assert all(begin <= end for begin, end in zip(answer["begins"], answer["ends"], strict=True))
-    assert engine.calls == 5 + WARMING_UP
+    assert engine.calls == 5 + WARM_UP
 
 
-def test_arrays_are_kept_for_the_blocks_of_a_case(line: StartingLine) -> None:
-    engine = Alone()
-    one = Worker(engine, line)
+def test_block_measurer_with_the_same_case_again_reuses_its_arrays(barrier: StartBarrier) -> None:
+    engine = SingleRank()
+    one = BlockMeasurer(engine, barrier)
     for count in (10, 10, 20):
         one.answer(request(count=count))
     assert engine.made == [10, 0, 20, 0]
 
 
-def test_wrong_elements_are_counted_in_all_of_the_last_result_and_at_the_ends_of_the_others(
-    line: StartingLine,
+def test_block_measurer_counts_wrong_elements_in_the_last_result_and_at_the_ends_of_the_others(
+    barrier: StartBarrier,
 ) -> None:
     def spoil(x: Array, call: int) -> None:
         if call == 3:
             x[0] += 1
-        if call == 5 + WARMING_UP:
+        if call == 5 + WARM_UP:
             x[3:7] += 1
 
-    assert Worker(Alone(spoil), line).answer(request())["wrong"] == 5
+    assert BlockMeasurer(SingleRank(spoil), barrier).answer(request())["wrong"] == 5
 
 
-def test_what_an_engine_cannot_do_is_an_answer(line: StartingLine) -> None:
-    assert Worker(Alone(), line).answer(request("scatter")) == {"unsupported": "no scatter here"}
+def test_block_measurer_with_an_unsupported_case_answers_why(barrier: StartBarrier) -> None:
+    assert BlockMeasurer(SingleRank(), barrier).answer(request("scatter")) == {"unsupported": "no scatter here"}
 
 
-def test_nobody_passes_the_line_before_all_are_there(tmp_path: Path) -> None:
-    StartingLine.draw(tmp_path / "line", 3)
+def test_start_barrier_releases_no_rank_before_all_have_come(tmp_path: Path) -> None:
+    StartBarrier.create(tmp_path / "barrier", 3)
     passed: list[int] = []
 
-    def walk(rank: int) -> None:
-        mine = StartingLine(str(tmp_path / "line"), rank, 3)
+    def cross(rank: int) -> None:
+        own = StartBarrier(str(tmp_path / "barrier"), rank, 3)
         for number in range(100):
-            mine.wait()
+            own.wait()
             passed.append(number)
-            mine.wait()
+            own.wait()
 
-    threads = [threading.Thread(target=walk, args=(rank,)) for rank in range(3)]
+    threads = [threading.Thread(target=cross, args=(rank,)) for rank in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -116,49 +116,49 @@ def test_nobody_passes_the_line_before_all_are_there(tmp_path: Path) -> None:
     assert passed == [number for number in range(100) for _ in range(3)]
 
 
-def test_segments_are_the_shared_files_that_are_still_there() -> None:
+def test_segments_lists_mapped_files_until_they_are_removed() -> None:
     path = Path("/dev/shm") / f"gradwire-test-{threading.get_native_id()}"
     path.write_bytes(bytes(4096))
     try:
         mapped = np.memmap(path, np.uint8, "r+")
-        assert str(path) in worker.segments()
-        worker.remove([str(path), str(path)])
-        assert str(path) not in worker.segments()
+        assert str(path) in rank_process.segments()
+        rank_process.remove([str(path), str(path)])
+        assert str(path) not in rank_process.segments()
         assert len(mapped) == 4096
     finally:
         path.unlink(missing_ok=True)
 
 
-def test_it_needs_nothing_of_gradwire_but_itself() -> None:
+def test_rank_process_of_another_engine_imports_only_gradwire_bench() -> None:
     script = f"""
 import json, runpy, sys
-side_door = runpy.run_path({gradwire.bench.start.__file__!r})
-side_door["enter"]("openmpi")
-import gradwire.bench.worker, gradwire.bench.engines.mpi, gradwire.bench.engines.gloo
+start_rank = runpy.run_path({gradwire.bench.start_rank.__file__!r})
+start_rank["prepare_imports"]("openmpi")
+import gradwire.bench.rank_process, gradwire.bench.engines.mpi, gradwire.bench.engines.gloo
 print(json.dumps([name for name in sys.modules if name.split(".")[0] in ("gradwire", "rich", "click", "grpc")]))
 """
     done = subprocess.run(
         [sys.executable, "-I", "-c", script], capture_output=True, text=True, timeout=LONG, check=True
     )
     modules = json.loads(done.stdout)
-    assert "gradwire.bench.worker" in modules
+    assert "gradwire.bench.rank_process" in modules
     assert [name for name in modules if name != "gradwire" and not name.startswith("gradwire.bench")] == []
 
 
-@pytest.mark.parametrize("way", ["nothing was said", "an engine that is not here"])
-def test_it_ends_with_whoever_started_it(tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize("state", ["the engine hangs", "the engine fails"])
+def test_rank_process_ends_when_the_benchmark_closes_its_socket(tmp_path: Path, state: str) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "meet"))
         listener.listen()
-        # Python's own stand-in for an engine that hangs while it starts, or that is not there at all.
+        # In place of mpi4py: a module that hangs, or that cannot be imported.
         (tmp_path / "mpi4py.py").write_text(
-            "import time\ntime.sleep(1000)\n" if way.startswith("nothing") else "1 / 0\n"
+            "import time\ntime.sleep(1000)\n" if state == "the engine hangs" else "1 / 0\n"
         )
-        command = [sys.executable, gradwire.bench.start.__file__, "mpich", str(tmp_path / "meet"), "{}"]
+        command = [sys.executable, gradwire.bench.start_rank.__file__, "mpich", str(tmp_path / "meet"), "{}"]
         environ = {"PYTHONPATH": str(tmp_path)}
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ) as process:
             channel, _ = listener.accept()
-            if not way.startswith("nothing"):
+            if state != "the engine hangs":
                 message = json.loads(channel.makefile().readline())
                 assert "ZeroDivisionError" in message["error"]
             channel.close()
