@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +23,7 @@ from gradwire.bench.cases import COLLECTIVES
 from gradwire.cli import main
 from launch.jobs import LONG
 from leftovers import children_of
+from versions import copied, fake_package, interpreter
 
 QUICK = ("--blocks", "2", "--iterations", "2")
 
@@ -29,8 +33,8 @@ def bench(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=4 * LONG, env=os.environ | more)
 
 
-def measured(*arguments: str) -> dict[str, Any]:
-    done = bench(*arguments, *QUICK, "--json", "-")
+def measured(*arguments: str, **environ: str) -> dict[str, Any]:
+    done = bench(*arguments, *QUICK, "--json", "-", **environ)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -89,7 +93,9 @@ def test_bench_prints_the_table_of_nccl_tests(tmp_path: Path) -> None:
         (["--transport", "mpi"], "is not one of 'auto', 'shm', 'tcp'"),
         (["--against", "nccl"], "'nccl' is not one of gloo, openmpi"),
         (["--install", "openmpi-tcp"], "'openmpi-tcp' is not one of gloo, impi, mpich, openmpi"),
+        (["--against", "./nothing/bin/python"], "/nothing/bin/python does not exist; give the path of a Python that"),
         (["--against", "mpich"], "MPICH is not installed: gradwire bench --install mpich"),
+        (["--against", "mpich", "--against", "nccl"], "'nccl' is not one of gloo, openmpi"),
         (["--sizes", "8", "--json", "/dev/null/file"], "cannot write /dev/null/file"),
     ],
 )
@@ -98,6 +104,59 @@ def test_bench_with_unusable_arguments_says_why(arguments: list[str], said: str,
     assert done.exit_code in (1, 2)
     assert isinstance(done.exception, SystemExit), done.exception
     assert said in done.output
+
+
+def other_install(folder: Path, version: str) -> Path:
+    """The interpreter of a copy that has another version, and a benchmark that cannot be imported."""
+    copy = copied(folder / "src")
+    copy.change("__init__.py", f'__version__ = "{gw.__version__}"', f'__version__ = "{version}"')
+    shutil.rmtree(folder / "src" / "gradwire" / "bench")
+    (folder / "src" / "gradwire" / "bench.py").write_text("1 / 0")
+    return interpreter(folder / ".venv", folder / "src")
+
+
+def test_bench_against_other_installs_measures_each_one_in_its_own_interpreter(tmp_path: Path) -> None:
+    old, older = (other_install(tmp_path / version, version) for version in ("0.0.2", "0.0.1"))
+    against = ("--against", str(old), "--against", str(older.parents[1]))
+    found = measured("all", "--sizes", "8,4Ki", *against, PYTHONPATH=str(Path(gw.__file__).parents[1]))
+    names = ["gradwire 0.0.2 (…/0.0.2/.venv)", "gradwire 0.0.1 (…/0.0.1/.venv)"]
+    assert list(found["about"]) == ["gradwire", *names]
+    assert [one["version"] for one in found["about"].values()] == [gw.__version__, "0.0.2", "0.0.1"]
+    assert [found["about"][name]["python"] for name in names] == [str(old), str(older)]
+    for row in found["results"]:
+        assert row["unsupported"] == {}
+        assert {engine: one["wrong"] for engine, one in row["engines"].items()} == dict.fromkeys(
+            ["gradwire", *names], 0
+        )
+        assert list(row["ratios"]) == names
+    assert found["summary"]["all_reduce"][names[0]].keys() == {"8", "4096"}
+
+
+def test_bench_against_an_install_that_cannot_start_shows_its_error_and_advice(tmp_path: Path) -> None:
+    code = "__version__ = '0.0.1'\ndef init(**options): raise OSError('no shared memory')"
+    python = interpreter(tmp_path / ".venv", fake_package(tmp_path / "src", code))
+    done = bench("--sizes", "8", "--against", str(python), *QUICK)
+    assert (done.returncode, done.stdout) == (1, "")
+    # The first rank may end with the error before the second one has connected.
+    failed = r"( failed \(start\)|: ended with exit code 1 while it was started)"
+    assert re.match(rf"Error: gradwire 0\.0\.1 \(.*\){failed}:?\nTraceback", done.stderr)
+    assert "OSError: no shared memory\n" in done.stderr
+    assert done.stderr.endswith(f"works by itself: {python} -m gradwire bench --sizes 8\n")
+
+
+def test_bench_against_an_install_as_documented_shows_the_median_ratio_at_each_size(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "benchmarks" / "README.md").read_text("utf-8")
+    (documented,) = re.findall(r"^gradwire (bench .* --against \S*/python)", page, re.MULTILINE)
+    assert f"gradwire {documented}\n" in CliRunner().invoke(main, ["bench", "--help"]).output
+    (path,) = re.findall(r"\S*/python$", documented)
+    (tmp_path / "new").mkdir()
+    assert tmp_path / "new" / path == other_install(tmp_path / "new" / ".." / "old", "0.0.1")
+    command = [sys.executable, "-m", "gradwire", *shlex.split(documented), "--blocks", "1", "--iterations", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=4 * LONG, cwd=tmp_path / "new")
+    assert done.returncode == 0, done.stderr
+    columns, rival = done.stdout.splitlines()[-2:]
+    assert re.fullmatch(r"# all_reduce, times as fast as +8 +64 Ki +1 Mi +64 Mi +geo\. mean", columns)
+    assert re.fullmatch(r"#   gradwire 0\.0\.1 \(…/old/\.venv\)( +\d+(\.\d+)?){5}", rival)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -9,7 +9,7 @@ Each module imports only from those above it:
     rank_process      one rank of one engine: measures a block when asked
     start_rank        the script that starts a rank in an environment that need not have this gradwire
     rivals            the other engines by name: packages, environments, settings
-    installs          this install of gradwire: its interpreter and its folder
+    installs          other installs of gradwire, by the paths of their interpreters
     commands          the command lines and environments that start ranks
     engine_processes  all ranks of one engine: starts them, asks for blocks, ends them
     interleave        the order in which engines and blocks take turns

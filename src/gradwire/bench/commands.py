@@ -35,6 +35,7 @@ class EngineSpec:
     name: str  # in tables and JSON
     commands: Callable[[Path, dict[str, Any]], list[Command]]  # of the socket to connect to, and the ranks' options
     facts: dict[str, str] = field(default_factory=dict)  # for the report, beside those that the engine gives
+    advice: str = ""  # for the error if it does not start
 
 
 def of_gradwire(

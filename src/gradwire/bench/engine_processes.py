@@ -63,8 +63,11 @@ class EngineProcesses:
             raise TransportError(f"{socket_path} is too long a path for a socket: set TMPDIR to a shorter one")
         StartBarrier.create(barrier, self.size)
         options = {"size": self.size, "barrier": str(barrier), "store": str(self._folder / "store")}
-        self._start_ranks(socket_path, options)
-        hellos = self._answers("start")
+        try:
+            self._start_ranks(socket_path, options)
+            hellos = self._answers("start")
+        except WorkerFailed as error:
+            raise WorkerFailed("\n".join(filter(None, [str(error), self._spec.advice]))) from error
         self._segments = [path for hello in hellos for path in hello.pop("segments")]
         self.about = {**hellos[0], **self._spec.facts}
 

@@ -32,7 +32,7 @@ class Plan:
     """How to measure."""
 
     ranks: int
-    against: tuple[str, ...] = ()
+    against: tuple[str, ...] = ()  # names of rivals, and paths of interpreters that have another gradwire
     transport: str | None = None
     algorithm: str = "auto"
     registered: bool = False
@@ -110,6 +110,7 @@ def started_engines(
 def _specs(plan: Plan, environ: Mapping[str, str]) -> list[EngineSpec]:
     cores = int(usable_cores())
     chosen = {"transport": plan.transport, "algorithm": plan.algorithm, "registered": plan.registered}
+    others = installs.find([path for path in plan.against if path not in RIVALS], environ)
 
     def gradwire_ranks(install: Install, socket_path: Path, options: dict[str, Any]) -> list[Command]:
         return commands.of_gradwire(install, plan.ranks, socket_path, {**options, **chosen}, environ)
@@ -120,6 +121,12 @@ def _specs(plan: Plan, environ: Mapping[str, str]) -> list[EngineSpec]:
 
     specs = [EngineSpec(installs.THIS, partial(gradwire_ranks, installs.this_install()))]
     for name in plan.against:
-        ranks = partial(rival_ranks, name, find(RIVALS[name], environ))
-        specs.append(EngineSpec(name, ranks, {"settings": commands.settings_of(RIVALS[name], plan.ranks, cores)}))
+        if name in RIVALS:
+            ranks = partial(rival_ranks, name, find(RIVALS[name], environ))
+            specs.append(EngineSpec(name, ranks, {"settings": commands.settings_of(RIVALS[name], plan.ranks, cores)}))
+        else:
+            other = others[name]
+            advice = f"see whether that install works by itself: {other.python} -m gradwire bench --sizes 8"
+            ranks = partial(gradwire_ranks, other)
+            specs.append(EngineSpec(other.name, ranks, {"python": str(other.python)}, advice))
     return specs

