@@ -117,7 +117,7 @@ def other_install(folder: Path, version: str) -> Path:
 
 def test_bench_against_other_installs_measures_each_one_in_its_own_interpreter(tmp_path: Path) -> None:
     old, older = (other_install(tmp_path / version, version) for version in ("0.0.2", "0.0.1"))
-    against = ("--against", str(old), "--against", str(older.parents[1]))
+    against = ("--against", f"{old},{old.parents[1]}", "--against", str(older.parents[1]))
     found = measured("all", "--sizes", "8,4Ki", *against, PYTHONPATH=str(Path(gw.__file__).parents[1]))
     names = ["gradwire 0.0.2 (…/0.0.2/.venv)", "gradwire 0.0.1 (…/0.0.1/.venv)"]
     assert list(found["about"]) == ["gradwire", *names]

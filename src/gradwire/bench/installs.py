@@ -55,13 +55,13 @@ def this_install() -> Install:
 def find(paths: Sequence[str], environ: Mapping[str, str]) -> dict[str, Install]:
     """The installs of these interpreters by path, or `ConfigError` that says what to do. Names are unique."""
     pythons = {path: _interpreter(Path(path)) for path in paths}
-    versions = {path: _version(python, environ) for path, python in pythons.items()}
-    short = {path: f"{THIS} {versions[path]} ({_short(python)})" for path, python in pythons.items()}
-    uses = Counter(short.values())
-    return {
-        path: Install(short[path] if uses[short[path]] == 1 else f"{THIS} {versions[path]} ({python})", python)
-        for path, python in pythons.items()
-    }
+    versions = {python: _version(python, environ) for python in dict.fromkeys(pythons.values())}
+    names = {python: f"{THIS} {version} ({_short(python)})" for python, version in versions.items()}
+    uses = Counter(names.values())
+    for python, name in names.items():
+        if uses[name] > 1:
+            names[python] = f"{THIS} {versions[python]} ({python})"
+    return {path: Install(names[python], python) for path, python in pythons.items()}
 
 
 def _interpreter(path: Path) -> Path:

@@ -129,4 +129,5 @@ def _specs(plan: Plan, environ: Mapping[str, str]) -> list[EngineSpec]:
             advice = f"see whether that install works by itself: {other.python} -m gradwire bench --sizes 8"
             ranks = partial(gradwire_ranks, other)
             specs.append(EngineSpec(other.name, ranks, {"python": str(other.python)}, advice))
-    return specs
+    # An interpreter that was given twice, by its own path and by its folder's, is measured once.
+    return list({spec.name: spec for spec in specs}.values())
