@@ -9,15 +9,18 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+import gradwire as gw
 import gradwire.bench.start_rank
 from gradwire.bench import rank_process
 from gradwire.bench.cases import Case
 from gradwire.bench.engines.base import Array, Call, Unsupported
+from gradwire.bench.engines.gradwire import Gradwire
 from gradwire.bench.rank_process import WARM_UP, BlockMeasurer
 from gradwire.bench.start_barrier import StartBarrier
 
@@ -95,6 +98,17 @@ def test_block_measurer_counts_wrong_elements_in_the_last_result_and_at_the_ends
 
 def test_block_measurer_with_an_unsupported_case_answers_why(barrier: StartBarrier) -> None:
     assert BlockMeasurer(SingleRank(), barrier).answer(request("scatter")) == {"unsupported": "no scatter here"}
+
+
+def test_gradwire_engine_of_a_version_without_a_collective_reports_it_as_unsupported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    able = SimpleNamespace(transport="shm", native=False)
+    monkeypatch.setattr(gw, "init", lambda: SimpleNamespace(rank=0, size=1, capabilities=able, barrier=None))
+    engine = Gradwire({"transport": None, "algorithm": "auto", "registered": False})
+    engine.check(Case("barrier", "float32", "none", 0, 1))
+    with pytest.raises(Unsupported, match="this version of gradwire has no sendrecv"):
+        engine.check(Case("sendrecv", "float32", "none", 1, 1))
 
 
 def test_start_barrier_releases_no_rank_before_all_have_come(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ Each module imports only from those above it:
     cases             what is measured: collective, dtype, reduce op, count; sizes as people write them
     expected_values   inputs whose results are known exactly, and counting wrong elements
     start_barrier     the barrier between iterations, which belongs to no engine
-    engines/          gradwire, Gloo and MPI, called as their users call them
+    engines           gradwire, Gloo and MPI, called as their users call them
     rank_process      one rank of one engine: measures a block when asked
     start_rank        the script that starts a rank in an environment that need not have this gradwire
     rivals            the other engines by name: packages, environments, settings
