@@ -11,7 +11,7 @@ group               `Group`
 
 from __future__ import annotations
 
-from gradwire.group.group import WORLD, Group
+from gradwire.group.group import WORLD, Group, collective_channel
 from gradwire.operations import Capabilities
 
-__all__ = ["WORLD", "Capabilities", "Group"]
+__all__ = ["WORLD", "Capabilities", "Group", "collective_channel"]

@@ -8,13 +8,16 @@ import os
 import secrets
 import threading
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 
-from gradwire.collectives import tuning_table
+from gradwire.collectives import Table, tuning_table
 from gradwire.errors import Refused, Timeout
+from gradwire.generation.elastic_membership import ElasticMembership
+from gradwire.generation.establish import Endpoint
 from gradwire.generation.generation import Generation
 from gradwire.group import Group
 from gradwire.identity import Identity, new_run
-from gradwire.job import process_hooks
 from gradwire.membership.coordinator.state_machine import Membership
 from gradwire.membership.types import Assembly, Claim, Member, News, Refusal
 from gradwire.topology import Topology
@@ -23,12 +26,16 @@ from gradwire.transports.local import Hub
 LOOK_SECONDS = 0.05  # between two looks at who is left
 MOST = 1024
 
+Connect = Callable[[Sequence[Endpoint], Table, float, float], list[Group]]
+"""Connects ranks, with the tuning table, the timeout of their groups, and a deadline."""
+
 
 class ThreadJob:
     """What the members share: the real state machine of memberships, and a hub for each generation."""
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, connect: Connect) -> None:
         self._timeout = timeout
+        self._connect = connect
         self._run = new_run()
         self._changed = threading.Condition()
         self._hubs: dict[int, Hub] = {}
@@ -46,8 +53,8 @@ class ThreadJob:
         for claim in claims:
             self._membership.register(claim, time.monotonic())
         assemblies = [self._membership.outcome(claim, time.monotonic()) for claim in claims]
-        generations = [self._generation(assembly) for assembly in assemblies if isinstance(assembly, Assembly)]
-        return process_hooks.start(generations, self._timeout, time.monotonic() + self._timeout)
+        endpoints = [self._endpoint(assembly) for assembly in assemblies if isinstance(assembly, Assembly)]
+        return self._connect(endpoints, self._table, self._timeout, time.monotonic() + self._timeout)
 
     def join(self) -> Group:
         """A member more, as soon as the others let it in."""
@@ -58,16 +65,22 @@ class ThreadJob:
         present = self._present.get(ids[generation.identity.rank])
         if present is not None and present.generation > generation.identity.number and not present._closed:
             return present  # who asks late gets the present one
-        lost = tuple(ids[rank] for rank in sorted(generation.unreachable()))
-        generation.belongings = [one for one in generation.belongings if not isinstance(one, _Leave)]
+        lost = tuple(ids[rank] for rank in sorted(generation.failure.unreachable()))
+        if generation.membership is not None:
+            generation.membership.go_on()
         generation.close()
         return self._take(ids[generation.identity.rank], generation.identity.number, lost, timeout)
 
     def _take(self, member: str, generation: int, lost: tuple[str, ...], timeout: float) -> Group:
         deadline = time.monotonic() + timeout
         assembly = self._registered(_member(member, None), generation, lost, deadline)
-        self._present[member] = process_hooks.start([self._generation(assembly)], self._timeout, deadline)[0]
-        return self._present[member]
+        try:
+            group = self._connect([self._endpoint(assembly)], self._table, self._timeout, deadline)[0]
+        except BaseException:
+            self.leave(member)
+            raise
+        self._present[member] = group
+        return group
 
     def _registered(self, member: Member, generation: int, lost: tuple[str, ...], deadline: float) -> Assembly:
         with self._changed:
@@ -87,42 +100,27 @@ class ThreadJob:
                     raise Timeout(f"no next generation came about: {outcome.reason}", operation="recover")
                 self._changed.wait(LOOK_SECONDS)
 
-    def _generation(self, assembly: Assembly) -> Generation:
+    def _endpoint(self, assembly: Assembly) -> Endpoint:
         members = assembly.members
         hub = self._hubs.setdefault(assembly.generation, Hub(len(members)))
         names = tuple(f"rank {rank} (a thread of this process)" for rank in range(len(members)))
         identity = Identity(assembly.run, assembly.generation, assembly.rank, names, Topology.single(len(members)))
         ids = tuple(member.id for member in members)
-        generation = Generation(identity, hub.transports[assembly.rank], ids)
-        generation.table = self._table
-        generation.succeed = self._next
-        generation.belongings.append(_Leave(self, ids[assembly.rank]))
-        generation.news = self._news
-        return generation
+        leave = partial(self.leave, ids[assembly.rank])
+        membership = ElasticMembership(self._next, leave, news=self.news)
+        return Endpoint(identity, hub.transports[assembly.rank], ids, membership)
 
-    def leave(self, member: str) -> None:
+    def leave(self, member: str, finished: bool = False) -> None:
         """A member has closed its group for good."""
         self._present.pop(member, None)
         with self._changed:
             self._membership.gone([member], time.monotonic())
             self._changed.notify_all()
 
-    def _news(self) -> News:
+    def news(self) -> News:
+        """What a coordinator would report: how many members there are, and how many wait to join."""
         with self._changed:
             return self._membership.beat((), time.monotonic())
-
-
-class _Leave:
-    """Ends with a member's last generation."""
-
-    def __init__(self, job: ThreadJob, member: str) -> None:
-        self._job, self._member = job, member
-
-    def close(self) -> None:
-        self._job.leave(self._member)
-
-    def abandon(self) -> None:
-        """A forked child has no part in the job."""
 
 
 def _member(identity: str, rank: int | None) -> Member:

@@ -64,6 +64,7 @@ class Control:
         generation: int,
         post: Callable[[int, bytes], None],
         broke: Callable[[], None],
+        told: Callable[[int, int, str, Any], None] = lambda peer, number, operation, value: None,
     ) -> None:
         self.rank = rank
         self._names = list(names)
@@ -84,7 +85,7 @@ class Control:
         self._settled = threading.Event()
         self._lost: set[int] = set()
         self.given_up = False  # the others go on without this rank
-        self.told: Callable[[int, int, str, Any], None] = lambda peer, number, operation, value: None
+        self._told = told
 
     # -- what this rank finds -----------------------------------------------------------------------------------------
 
@@ -199,7 +200,7 @@ class Control:
                         self._positions[group, peer] = Position(sequence, finished, last[:MAX_TEXT])
                         self._answered.notify_all()
                 case {"t": "tell", "n": int(number), "o": str(operation), "v": value}:
-                    self.told(peer, number, operation, value)
+                    self._told(peer, number, operation, value)
                 case {"t": str(kind)} if kind in KINDS:
                     raise ValueError(f"malformed control message {str(message)[:200]}")
                 case _ if not isinstance(message, dict):

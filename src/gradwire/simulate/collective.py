@@ -9,7 +9,7 @@ from gradwire.arrays import Array, DType, dtype_of
 from gradwire.collectives import build
 from gradwire.executors.plan import Plan, even_bounds, ragged_bounds
 from gradwire.executors.python import CallHeader, PythonExecutor
-from gradwire.generation.waiting import ANSWER_SECONDS
+from gradwire.generation.failure_path import ANSWER_SECONDS
 from gradwire.group import WORLD
 from gradwire.liveness.call_log import CallDescription, CallLog, call_site
 from gradwire.liveness.control import Control, disagreement

@@ -81,10 +81,10 @@ class _Rank:
         self.thread = threading.Thread(target=self.run, args=(fn,), name=f"rank {self.number}", daemon=True)
         self.thread.start()
 
-    def trouble(self, group: Group) -> Group:
+    def trouble(self, group: Group) -> None:
         """Let the faults happen in this generation and in those that follow."""
         self.group, generation = group, group._generation
-        touch, succeed = generation.transport.touch, generation.succeed
+        touch = generation.transport.touch
 
         def touched() -> None:  # each call of this rank begins there, before anything is sent
             touch()
@@ -94,9 +94,8 @@ class _Rank:
                 self.suffer(fault)
 
         generation.transport.touch = touched  # type: ignore[method-assign]
-        if succeed is not None:
-            generation.succeed = lambda present, timeout: self.trouble(succeed(present, timeout))
-        return group
+        if generation.membership is not None:
+            generation.membership.on_next_group(self.trouble)
 
     def suffer(self, fault: Fault) -> None:
         if fault.kind == "slow":

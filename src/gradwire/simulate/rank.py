@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gradwire.errors import NoConnection
-from gradwire.generation.generation import EXPECTED_SECONDS
+from gradwire.generation.connection import EXPECTED_SECONDS
 from gradwire.job.member_session import SET_UP_SECONDS
 from gradwire.liveness.control import Control
 from gradwire.liveness.detector import BEAT_SECONDS, PAGE_SECONDS, PEER_SECONDS, Detector, Standstill

@@ -105,7 +105,8 @@ class Elastic:
         while True:
             if self._settled is not self.group:
                 self._go_on(self._settle)
-            self.group._generation.finished = self._completed >= last
+            if (membership := self.group._generation.membership) is not None:
+                membership.mark_finished(self._completed >= last)
             if self._completed >= last:
                 return
             step = Step(self, self._completed + 1)
@@ -115,7 +116,8 @@ class Elastic:
 
     def finish(self) -> None:
         """All work is done, before the last step: nobody joins the job any more. All ranks call it at the same step."""
-        self.group._generation.finished = True
+        if (membership := self.group._generation.membership) is not None:
+            membership.mark_finished()
 
     def when_cut_short(self, undo: Callable[[], None]) -> None:
         """Call this when a step has broken, before ranks look whose state is still that of the last completed step.
@@ -193,7 +195,8 @@ class Elastic:
             raise self._divergence.with_traceback(None)
 
     def _others_wait(self) -> bool:
-        return has_joiners(self.group._generation.news(), self.group.generation)
+        membership = self.group._generation.membership
+        return membership is not None and has_joiners(membership.news(), self.group.generation)
 
     # -- going on -----------------------------------------------------------------------------------------------------
 
@@ -237,7 +240,8 @@ class Elastic:
 
         `digest` is the state's, if nothing can have changed it since.
         """
-        self.group._generation.stranger = self.group._generation.joined
+        if (membership := self.group._generation.membership) is not None:
+            membership.begin_settling()
         while self.group.size < self.min_size:
             self._await_others()
         self._number = _begun_runs(self.group._generation, self._number)
@@ -261,7 +265,8 @@ class Elastic:
         self.digest = digest if giver is None else standings[giver].digest
         self._tell_all(None, "settling, done")  # until then nobody changes its state: takers may yet fail
         self.committed = settlement.completed  # now all are known to have it
-        self.group._generation.stranger = False
+        if (membership := self.group._generation.membership) is not None:  # of the group that it is now
+            membership.settled()
         self._settled = self.group
 
     def _digest_if_readable(self) -> str:
