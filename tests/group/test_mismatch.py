@@ -20,7 +20,7 @@ from support.ranks import run_ranks
 
 SOON = 8.0  # seconds; about 0.3 where nothing else runs
 WAITS = {
-    "gradwire.liveness.control.BEHIND_SECONDS": 5.0,
+    "gradwire.liveness.control_protocol.BEHIND_SECONDS": 5.0,
     "gradwire.liveness.verdict.CALLS_SECONDS": 10.0,
     "gradwire.group.group.CONFER_SECONDS": 20.0,
 }

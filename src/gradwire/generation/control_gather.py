@@ -19,7 +19,7 @@ from gradwire.errors import Broken, Closed, InvalidSize
 from gradwire.generation.failure_path import FailurePath
 from gradwire.generation.waiting import LAST_WORDS_SECONDS, OperationWait
 from gradwire.liveness.call_log import CallDescription, CallLog, call_site
-from gradwire.liveness.control import disagreement
+from gradwire.liveness.verdict import disagreement
 from gradwire.wire import MAX_CONTROL, fingerprint
 
 GATHERS = 2  # as a group; the first one is the world
@@ -99,7 +99,7 @@ class ControlGather:
             if not control.sound:
                 control.called(time.monotonic())
                 failure.check(operation)
-            control.tell_all({"t": "tell", "n": number, "o": operation, "v": value})
+            control.share(number, operation, value)
         wait = OperationWait(failure, self._rounds.calls, operation, number, timeout)
         return partial(self._collect, number, arrived, wait)
 

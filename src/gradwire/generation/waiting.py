@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from gradwire.errors import Closed, GradwireError
 from gradwire.generation.failure_path import ANSWER_SECONDS, FailurePath
 from gradwire.liveness.call_log import CallLog
-from gradwire.liveness.control import Position, disagreement
-from gradwire.liveness.verdict import Finding
+from gradwire.liveness.control_messages import Position
+from gradwire.liveness.verdict import Finding, disagreement
 from gradwire.transports.base import Link
 from gradwire.wire import WireError, parse
 

@@ -33,7 +33,7 @@ from gradwire.group.work import Work
 from gradwire.host import native_core
 from gradwire.liveness import call_log
 from gradwire.liveness.call_log import CallLog
-from gradwire.liveness.control import disagreement
+from gradwire.liveness.verdict import disagreement
 from gradwire.operations import CallKey, Operation, Shape, all_gather_rows
 from gradwire.operations.types import settled
 from gradwire.topology import Topology
