@@ -1,4 +1,4 @@
-"""One worker as the supervisor sees it: a process that leads a session, the channel to it, what came back over that."""
+"""One worker as the supervisor sees it: its process, the channel to it, and the result that came back."""
 
 from __future__ import annotations
 
