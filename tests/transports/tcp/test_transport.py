@@ -22,7 +22,8 @@ from gradwire.transports.tcp.transport import TcpLink, TcpTransport
 from support.in_process import Journal
 from support.in_process import journal_fixture as journal_fixture
 
-LONG = 10.0
+LONG = 60.0
+FOREVER = 10_000.0  # seconds: whatever waits for so long hangs
 JOB, KEY = secrets.token_bytes(16), secrets.token_bytes(32)
 Assemble = Callable[..., list[TcpTransport]]
 
@@ -183,10 +184,8 @@ def test_nobody_waits_at_the_door_while_another_is_late(assemble: Assemble, monk
 
 def test_a_refusal_is_final_and_says_why(assemble: Assemble, journal: Journal) -> None:
     transports = assemble(key=secrets.token_bytes(32))
-    began = time.monotonic()
     with pytest.raises(Refused, match=r"rank 0 refused the link: .* does not hold this job's secret") as told:
-        transports[1].dial(0, 9, deadline())
-    assert time.monotonic() - began < 2.0
+        transports[1].dial(0, 9, time.monotonic() + FOREVER)
     assert (told.value.rank, told.value.peer) == (1, 0)
     journal.wait_for(r"refused a link from 127\.0\.0\.1:\d+: the process that says it is rank 1 does not hold")
 
@@ -202,10 +201,8 @@ def test_a_port_that_keeps_refusing_belongs_to_a_dead_rank(assemble: Assemble, m
     monkeypatch.setattr(dial, "REFUSING_SECONDS", 0.2)
     transports = assemble()
     transports[0].close()
-    began = time.monotonic()
     with pytest.raises(NoConnection, match=r"rank 0 at 127.0.0.1:\d+ does not answer: .*refused") as told:
-        transports[1].dial(0, 9, deadline())
-    assert time.monotonic() - began < 2.0
+        transports[1].dial(0, 9, time.monotonic() + FOREVER)
     assert told.value.peer == 0
 
 
@@ -221,7 +218,6 @@ def test_a_dial_ends_at_its_deadline_and_when_it_makes_no_sense_any_more(assembl
                 filler.connect_ex(silent.getsockname())
                 fillers.append(filler)
         transports = assemble(lambda _: silent.getsockname())
-        began = time.monotonic()
         with pytest.raises(NoConnection, match="does not answer"):
             transports[1].dial(0, 9, time.monotonic() + 0.3)
 
@@ -229,8 +225,7 @@ def test_a_dial_ends_at_its_deadline_and_when_it_makes_no_sense_any_more(assembl
             raise Closed("never mind")
 
         with pytest.raises(Closed):
-            transports[1].dial(0, 9, deadline(), stop)
-        assert time.monotonic() - began < 3.0
+            transports[1].dial(0, 9, time.monotonic() + FOREVER, stop)
     for filler in fillers:
         filler.close()
 
@@ -244,13 +239,10 @@ def test_who_says_too_little_is_shown_out(
     monkeypatch.setattr(accept, "ADMISSION_SECONDS", 0.2)
     transports = assemble()
     with socket.create_connection(transports[0].address, timeout=LONG) as slow:
-        began = time.monotonic()
-        with contextlib.suppress(ConnectionError):
-            for byte in b"gw-link1" + bytes(60):
+        with pytest.raises(ConnectionError):  # it is shown out while it still speaks
+            for byte in b"gw-link1" + bytes(100):
                 slow.send(bytes([byte]))
-                time.sleep(0.01)
-            slow.recv(1)
-        assert time.monotonic() - began < 2.0, "a byte now and then buys no time"
+                time.sleep(0.05)
         journal.wait_for(r"refused a link from 127\.0\.0\.1:\d+: said too little in 0.2 s")
 
 
