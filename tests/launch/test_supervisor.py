@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
@@ -222,9 +223,9 @@ def test_an_exception_in_the_block_stops_the_job(tmp_path: Path) -> None:
 
 
 def test_a_process_that_cannot_even_be_killed_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"leftover_seconds": 0.1, "unkillable_seconds": 0.1}
+    monkeypatch.setattr(supervisor, "Worker", functools.partial(worker_process.Worker, **limits))
     job = Job(Task.script(written(tmp_path, WAIT)), 1)
-    monkeypatch.setattr(worker_process, "_UNKILLABLE", 0.1)
-    monkeypatch.setattr(worker_process, "_LEFTOVERS", 0.1)
     with monkeypatch.context() as without:
         without.setattr(process_tree, "kill", lambda session: None)
         with job.supervisor:
@@ -238,7 +239,7 @@ def test_a_process_that_cannot_even_be_killed_is_left(tmp_path: Path, monkeypatc
 
 
 def test_where_there_is_no_pidfd_exits_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_process, "_exit_fd", lambda pid: None)
+    monkeypatch.delattr(os, "pidfd_open")
     ended = run(Task.script(written(tmp_path, f"{RANK}if rank == 0: raise SystemExit(6)\n{WAIT}")), 2)
     assert ended.outcome.exit_code == 6
 

@@ -163,14 +163,13 @@ def test_no_thread_is_left_behind(serve: Serve) -> None:
 
 def test_workers_may_come_before_their_coordinator(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = threading.Semaphore(0)
-    original = session._try
 
-    def observed(*arguments: Any) -> socket.socket | str:
-        found = original(*arguments)
-        tried.release()
-        return found
+    def pauses() -> Iterator[float]:  # asked after each try
+        while True:
+            tried.release()
+            yield 0.01
 
-    monkeypatch.setattr(session, "_try", observed)
+    monkeypatch.setattr(session, "pauses_between_tries", pauses)
     port = _free_port()
     early = joining(f"127.0.0.1:{port}", member(0), 1)
     for _ in range(3):
@@ -270,10 +269,9 @@ def test_a_coordinator_that_gives_up_tells_those_who_wait(serve: Serve, journal:
 
 
 def test_waiting_long_is_said(serve: Serve, journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "_TELL_AFTER", 0.0)
     monkeypatch.setattr(requests, "HOLD_SECONDS", 0.05)
     coordinator = serve(3)
-    waiting = joining(coordinator, member(1), 3)
+    waiting = joining(coordinator, member(1), 3, log_after=0.0)
     journal.wait_for("s at the rendezvous 127.0.0.1:.*: of 3, ranks 0, 2 have not come")
     coordinator.stop()
     with pytest.raises(Refused):
@@ -314,12 +312,11 @@ def test_listening_beyond_this_machine_must_be_meant(serve: Serve) -> None:
     assert join(coordinator, member(0), 1).rank == 0
 
 
-def test_an_unresolvable_host(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "_NAME_GRACE", 0.0)
+def test_an_unresolvable_host(serve: Serve) -> None:
     with pytest.raises(ConfigError, match=r"'no-such-host\.invalid' cannot be resolved"):
         serve(1, host="no-such-host.invalid")
     with pytest.raises(ConfigError, match=r"'no-such-host\.invalid' cannot be resolved"):
-        join("no-such-host.invalid:1", member(0), 1)
+        join("no-such-host.invalid:1", member(0), 1, timeout=0.1)
     with pytest.raises(ConfigError, match="needs a port"):
         join("127.0.0.1:0", member(0), 1)
 

@@ -221,18 +221,15 @@ def test_links_can_be_handed_over_as_they_come(transports: list[Transport]) -> N
 def test_a_bell_wakes_every_wait_until_it_is_silenced(transports: list[Transport]) -> None:
     one, _ = linked(transports)
     bell = transports[1].bell()
-
-    def wait() -> None:
-        transports[1].wait([one], [], bell, FOREVER)
-
-    threads = [threading.Thread(target=wait, daemon=True) for _ in range(2)]
+    arguments = ([one], [], bell, FOREVER)
+    threads = [threading.Thread(target=transports[1].wait, args=arguments, daemon=True) for _ in range(2)]
     for thread in threads:
         thread.start()
     bell.ring()
     bell.ring()
     for thread in threads:
         thread.join(LONG)
-        assert not thread.is_alive()
+    assert not any(thread.is_alive() for thread in threads)
     transports[1].wait([one], [], bell, FOREVER)  # still rung
     bell.silence()
     began = time.monotonic()
@@ -279,4 +276,4 @@ def test_closing_a_link_wakes_whoever_waits_for_it_here_and_there(transports: li
     one.close()
     for thread in threads:
         thread.join(LONG)
-        assert not thread.is_alive()
+    assert not any(thread.is_alive() for thread in threads)

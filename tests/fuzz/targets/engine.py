@@ -184,7 +184,7 @@ def read_memory(data: bytes) -> bool:
         executor = NativeExecutor(header(0), 2, alarm)
         executor.connect(1, 1, mine)
         executor.share(own, {1: theirs})
-        _write(own, executor._region[0] + LANE_BYTES, data[9:17])
+        _write(own, RESERVED + LANE_BYTES, data[9:17])
         guard = np.full(count + 2 * 64, 0x77, np.int64)
         x, out = np.zeros(count, np.int64), guard[64:-64]
         if inside:

@@ -21,6 +21,7 @@ from gradwire.membership import Member
 from gradwire.membership.client.requests import register
 from gradwire.membership.closed_listener import told_at
 from gradwire.membership.coordinator import servicer
+from gradwire.membership.coordinator.connection_limits import Limits
 from gradwire.membership.coordinator.service import Coordinator
 from gradwire.membership.endpoints import Endpoint
 from gradwire.membership.sealing import CoordinatorSeal, WorkerSeal
@@ -111,11 +112,13 @@ def test_heartbeats_of_a_stream_are_proven_one_by_one(stub: Any) -> None:
     assert status(lambda: next(stub.Heartbeats(iter([unary])))) == grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_a_stream_that_says_nothing_is_ended(stub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servicer, "_SILENCE", 0.0)
+def test_heartbeats_stream_without_a_heartbeat_is_ended(serve: Serve) -> None:
+    coordinator = serve(1, limits=Limits(seconds_between_heartbeats=0.0))
     never: queue.SimpleQueue[pb.Sealed | None] = queue.SimpleQueue()
-    assert status(lambda: next(stub.Heartbeats(iter(never.get, None)))) == grpc.StatusCode.CANCELLED
-    never.put(None)
+    with grpc.insecure_channel(coordinator.address) as channel:
+        stub = rpc.MembershipStub(channel)  # type: ignore[no-untyped-call]
+        assert status(lambda: next(stub.Heartbeats(iter(never.get, None)))) == grpc.StatusCode.CANCELLED
+        never.put(None)
 
 
 def test_streams_of_strangers_leave_room_for_workers(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
