@@ -84,7 +84,6 @@ TANGLED = (
     "gradwire.simulate.",
     "gradwire.bench.",
     "gradwire.generation.",
-    "gradwire.group.stream",
     "gradwire.torch.join",
 )
 
