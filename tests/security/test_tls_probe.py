@@ -174,7 +174,7 @@ def test_certificates_that_are_not_accepted(where: Path, tmp_path: Path, monkeyp
         certificates.write(where / "m1.key", key, 0o600)
         certificates.write(where / "m1.pem", pem, 0o644)
         assert "m1.pem expired on" in str(tried(port, credentials))
-        monkeypatch.setattr(credentials, "_check_dates", lambda *_: None)
+        monkeypatch.setattr("gradwire.security.credentials._check_dates", lambda *_: None)
         assert str(tried(port, credentials)).startswith("it does not accept this process's certificate")
 
 

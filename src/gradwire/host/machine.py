@@ -1,4 +1,4 @@
-"""What this machine is, what of it this process may use, and what its other processes do."""
+"""This machine: its identity, the CPUs and memory that this process may use, and the states of other processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of the memory that a training step frees: it is kept for the next one.
+"""Settings of malloc that keep the memory a training step frees for the next step.
 
 Left to itself glibc gives large blocks back to the system, which clears them page by page when they are taken again:
 with gradients of 100 MB that can be a third of a step. All ranks of a host together keep an eighth of its memory at

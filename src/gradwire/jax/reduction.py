@@ -1,4 +1,4 @@
-"""The exchange itself, on arrays as NumPy sees them; called from plain Python and by compiled programs alike."""
+"""The all-reduce of trees on NumPy arrays, called from plain Python and from compiled programs."""
 
 from __future__ import annotations
 

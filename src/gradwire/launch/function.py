@@ -62,7 +62,7 @@ def launch(fn: Callable[..., T], n: int, args: Sequence[Any] = ()) -> list[T]:
 
 @contextlib.contextmanager
 def _payload(fn: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[int]:
-    """The call in a nameless file, as `child.py` reads it."""
+    """The call in a nameless file, as `worker_main.py` reads it."""
     surroundings = {"path": [entry for entry in sys.path if isinstance(entry, str)], "argv": sys.argv}
     fd = os.memfd_create("gradwire-call")
     try:

@@ -1,4 +1,4 @@
-"""Whether a job goes on without a worker, replaces it, or has failed. Pure.
+"""Decides whether a job goes on without a worker, replaces it, or has failed. Pure.
 
 In a job whose members are fixed, any failure ends it.
 

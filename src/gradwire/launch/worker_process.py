@@ -1,4 +1,4 @@
-"""One worker as the supervisor sees it: a process that leads a session, the channel to it, what came back over that."""
+"""One worker as the supervisor sees it: its process, the channel to it, and the result that came back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _UNKNOWN = 255  # the exit code of a process that somebody else has reaped
 
 @dataclass(frozen=True)
 class Task:
-    """What every worker of a job runs: the arguments of `child.py` after the channel."""
+    """What every worker of a job runs: the arguments of `worker_main.py` after the channel."""
 
     arguments: tuple[str, ...]
     inherited: tuple[int, ...] = ()  # file descriptors that the arguments name

@@ -1,4 +1,4 @@
-"""At the address of an embedded coordinator, when all have come: whoever still knocks is told that it is over.
+"""Listens at the address of an embedded coordinator that has finished, and tells late callers so.
 
 Rank 0 stops its coordinator as soon as the job is complete: no gRPC in a process that trains and forks. Without anybody
 at the door, a second process of some rank, or one of another job with the same port, would knock until its deadline.

@@ -1,4 +1,4 @@
-"""The words that operations are written in, and the checks that all of them need."""
+"""The types that operations are written in (`Shape`, `Exchange`, `Operation`), and checks that all of them need."""
 
 from __future__ import annotations
 

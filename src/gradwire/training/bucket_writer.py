@@ -1,4 +1,4 @@
-"""Where gradients go: copied there, and looked at on the way."""
+"""Copies gradients into buckets, and checks on the way whether they are finite."""
 
 from __future__ import annotations
 

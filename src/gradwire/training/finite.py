@@ -1,4 +1,4 @@
-"""Whether arrays hold nothing but numbers: in the core, without the interpreter's lock, or by NumPy."""
+"""Checks whether arrays hold only finite numbers: in the core without the GIL, or by NumPy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The norm of what all ranks hold alike, and clipping by it: the same bits on all ranks, even if their CPUs differ.
+"""The norm of replicated arrays, and clipping by it: the same bits on all ranks, even if their CPUs differ.
 
 Sums round by the order in which they are made, which vector units choose differently. So each rank squares only its own
 share, and the shares' sums are all-reduced: all ranks see the same numbers.

@@ -1,4 +1,4 @@
-"""State on its way from one rank to others: in chunks, in a group of their own, and checked at the end."""
+"""Transfers state from one rank to others: in chunks, in a group of their own, digest-checked."""
 
 from __future__ import annotations
 

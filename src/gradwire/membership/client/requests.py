@@ -1,4 +1,4 @@
-"""A worker's side of the coordinator: to register, to take leave, to say that it lives, to take part in checkpoints.
+"""A worker's requests to the coordinator: register, leave, heartbeat, checkpoint.
 
 Each is one short conversation. Nothing of gRPC is held between two of them: a process that trains may fork at any time.
 """

@@ -1,4 +1,4 @@
-"""Which connections to the coordinator stay open, and for how long: a pure state machine.
+"""Decides which connections to the coordinator stay open, and for how long. Pure.
 
 A connection is *waiting* until the server is given its bytes, then *unproven*, and *proven* from the first request on
 it that proves the job's secret. Few connections are unproven at a time, so that strangers cannot use up the server,

@@ -1,4 +1,4 @@
-"""The standard health check, `grpc.health.v1`: of a coordinator, for whoever watches over services.
+"""The standard health check `grpc.health.v1` of a coordinator.
 
 Its two messages have one field each, and look on the wire exactly like protobuf's own wrappers of a string and of a
 number. So no further package is needed, and none is in the way of the one that an application may use.

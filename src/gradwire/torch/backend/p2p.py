@@ -1,4 +1,4 @@
-"""send and recv as torch wants them: handles of messages that are on their way."""
+"""send and recv of torch.distributed: handles of messages that are on their way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What compressions have in common: one call on a group or a stream, and what each bucket has not sent yet."""
+"""What all compressions share: one call on a group or a stream, and the residual of each bucket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arenas: memory with an address in this process that other processes map too."""
+"""Arenas: memory files that this process and others map."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that ranks of one host share: found by sharing it, not by guessing.
+"""Shares memory between the ranks of one host. Which ranks can is found by trying.
 
 Each rank has one arena: a nameless, sparse file in memory (memfd) that its peers map once. Its descriptor is passed
 over a Unix socket in the abstract namespace, to processes of the same user only, which show a token that travelled

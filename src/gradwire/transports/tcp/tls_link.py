@@ -1,4 +1,4 @@
-"""TLS over a socket that does not block: the handshake in pieces, then links whose bytes nobody else reads or changes.
+"""TLS over a non-blocking socket: the handshake in steps, then encrypted links.
 
 OpenSSL works in memory here (`ssl.SSLObject`), and this module moves its bytes. So the socket stays the one that forked
 children drop, a slow handshake waits for nobody, and a lifeline's link can leave TLS when it is admitted.
