@@ -317,5 +317,5 @@ def test_what_torch_waits_for_by_a_future_is_not_held_back() -> None:
     future = Handle(running, tensors, lambda: None).get_future()
     assert told == [False], "somebody waits, on a thread that we do not know"
     running.run(lambda: None, first_error=True)
-    running._call_back()
+    running.call_back()
     assert future.wait() is tensors
