@@ -23,9 +23,9 @@ from gradwire import core, events
 from gradwire.arrays import Array
 from gradwire.errors import Broken, Closed, GradwireError, InvalidSize, NoConnection
 from gradwire.executors import native
-from gradwire.executors.desk import NO_DESK, Desk
+from gradwire.executors.fast_path import NO_FAST_PATH, FastPath
 from gradwire.executors.native import Descriptor, NativeExecutor
-from gradwire.executors.python import PythonExecutor, Sheet
+from gradwire.executors.python import CallHeader, PythonExecutor
 from gradwire.generation import Generation
 from gradwire.liveness import calls
 from gradwire.liveness.calls import CallLog
@@ -87,11 +87,11 @@ class Runner:
         self.calls = CallLog(identity, self.members)
         self.closed = False
         self.timeout = timeout
-        self.desk = NO_DESK
+        self.fast_path = NO_FAST_PATH
         self._channel = channel
         self._topology = topology
         self._links: dict[int, Link] = {}
-        self._sheet = Sheet(generation.identity.job, generation.identity.number, identity, self.rank)
+        self._call = CallHeader(generation.identity.job, generation.identity.number, identity, self.rank)
         self._executor: PythonExecutor | NativeExecutor = PythonExecutor(self._links.__getitem__)
         self._connected = self.size == 1
         self._plans = Plans(generation, topology, self.rank, self.size)
@@ -165,7 +165,7 @@ class Runner:
         generation, shared = self.generation, self.generation.shared
         if not self.is_native:
             return
-        executor = NativeExecutor(self._sheet, self.size, cast(Descriptor, generation.alarm))
+        executor = NativeExecutor(self._call, self.size, cast(Descriptor, generation.alarm))
         for rank, link in self._links.items():
             executor.connect(rank, self.members[rank], link)  # type: ignore[arg-type]
         if shared is not None and self.shares_memory:
@@ -174,21 +174,21 @@ class Runner:
         self._executor = executor
         awake_for = AWAKE if generation.transport.cores >= 1 else 0.0
         turns, ring = cast(Any, self._turns), cast(Any, self.calls.ring)  # the core's, since it is available
-        self.desk = Desk(
-            core.native.Desk(
-                executor.engine,
-                turns,
-                ring,
-                self.size,
-                self._resume,
-                self._complete,
-                self._wake,
-                vars(events),
-                calls.inside,
-                awake_for,
+        self.fast_path = FastPath(
+            core.native.FastPath(
+                engine=executor.engine,
+                turns=turns,
+                calls=ring,
+                size=self.size,
+                resume=self._resume,
+                complete_gather=self._complete_gather,
+                wake=self._wake,
+                events=vars(events),
+                library_paths=calls.inside,
+                spin_seconds=awake_for,
             )
         )
-        generation.on_halt(self.desk.halt)
+        generation.on_halt(self.fast_path.halt)
 
     # -- order --------------------------------------------------------------------------------------------------------
 
@@ -360,17 +360,17 @@ class Runner:
         if not self.generation.control.sound:
             self.generation.control.called(time.monotonic())
             self.check(name)
-        sheet = self._sheet
-        sheet.sequence = sequence
-        sheet.fingerprint = plan.meaning.fingerprint
-        patience = partial(Watch, self.generation, self.calls, name, sequence, timeout)
-        self._executor.run(plan, x, out, sheet, patience, self._awake_for)
+        call = self._call
+        call.sequence = sequence
+        call.fingerprint = plan.meaning.fingerprint
+        waits = partial(Watch, self.generation, self.calls, name, sequence, timeout)
+        self._executor.run(plan, x, out, call, waits, self._awake_for)
         self.calls.finished = sequence
         if known is None and form is not None:
-            self.desk.learn(*form, plan)
+            self.fast_path.add_plan(*form, plan)
 
-    def _resume(self, status: int, operation: str, sequence: int) -> None:
-        """Go on with a call that was made at the desk and is not done yet."""
+    def _resume(self, status: Any, operation: str, sequence: int) -> None:
+        """Continue a call of the fast path that is not done yet; `status` is the core's."""
         assert isinstance(self._executor, NativeExecutor)
         try:
             self._executor.finish(status, Watch(self.generation, self.calls, operation, sequence, self.timeout))
@@ -380,8 +380,8 @@ class Runner:
             self.generation.interrupt(operation, error)
             raise
 
-    def _complete(self, x: Any, rows: list[int], out: Any, sequence: int) -> Any:
-        """Go on with an all_gather that was begun at the desk."""
+    def _complete_gather(self, x: Any, rows: list[int], out: Any, sequence: int) -> Any:
+        """Exchange the rows of an all_gather whose first half, the numbers of rows, ran on the fast path."""
         called = self.calls.ring.call(sequence)
         assert called is not None
         return settled(self._run(all_gather_rows(x, rows, out), self.timeout, called[2:]))
@@ -405,9 +405,9 @@ class Runner:
         self.generation.control.unwatch(self.calls)
         for link in list(self._links.values()):
             link.close()
-        self.desk.halt()
-        self.generation.forget(self.desk.halt)
-        self.desk = NO_DESK  # it refers to this runner
+        self.fast_path.halt()
+        self.generation.forget(self.fast_path.halt)
+        self.fast_path = NO_FAST_PATH  # it refers to this runner
         if isinstance(self._executor, NativeExecutor):
             self._executor.close(lambda: self._turns.issued == self._turns.serving)
         # Those of higher ranks that nobody has taken yet, or that come later, must see the end too.

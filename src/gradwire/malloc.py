@@ -54,13 +54,13 @@ def keep(topology: Topology, rank: int) -> None:
 def about_to_free(nbytes: int) -> None:
     """An aligned block of so many bytes, in this thread: its hole should be as large as it was."""
     if nbytes >= _LARGE and _joins_slivers:
-        core.native.join_slivers(_SLIVER)
+        core.native.flush_tcache(_SLIVER)
 
 
 def between_passes() -> None:
     """A forward or a backward pass is over: no piece of memory that it left in the cache should part larger ones."""
     if _joins_slivers:
-        core.native.join_slivers(_PIECE)
+        core.native.flush_tcache(_PIECE)
 
 
 def _kept(environ: Mapping[str, str], ranks: int) -> int:

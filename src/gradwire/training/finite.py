@@ -20,7 +20,7 @@ def all_finite(array: Array) -> bool:
     """
     flat = array.reshape(-1)
     if core.available():
-        return core.native.all_finite(arrays.dtype_of(flat).code, flat.view(np.uint8))
+        return core.native.all_finite(core.native.DType[arrays.dtype_of(flat).name], flat.view(np.uint8))
     return all(bool(np.isfinite(flat[at : at + _CHUNK]).all()) for at in range(0, flat.size, _CHUNK))
 
 
@@ -34,7 +34,8 @@ def copy_finite(to: Array, source: Array) -> bool | None:
     if core.available() and source.flags.c_contiguous and source.dtype == to.dtype and source.size:
         one, other = to.reshape(-1), source.reshape(-1)
         if not np.may_share_memory(one, other):
-            return core.native.copy_finite(arrays.dtype_of(one).code, one.view(np.uint8), other.view(np.uint8))
+            dtype = core.native.DType[arrays.dtype_of(one).name]
+            return core.native.copy_finite(dtype, one.view(np.uint8), other.view(np.uint8))
     np.copyto(to, source, casting="same_kind")
     return None
 

@@ -32,7 +32,7 @@ def _share(count: int, rank: int, size: int) -> slice:
 
 def _squares(flat: Array) -> float:
     if core.available():
-        return core.native.sum_squares(arrays.dtype_of(flat).code, flat.view(np.uint8))
+        return core.native.sum_squares(core.native.DType[arrays.dtype_of(flat).name], flat.view(np.uint8))
     if flat.dtype.kind == "c":
         flat = flat.view(flat.real.dtype)
     total = 0.0

@@ -16,7 +16,7 @@ from fuzz.target import Target
 from gradwire import arrays, core
 from gradwire.collectives import build
 from gradwire.executors.plan import Plan, even_bounds
-from gradwire.executors.python import PythonExecutor, Sheet
+from gradwire.executors.python import CallHeader, PythonExecutor
 from gradwire.liveness.calls import Meaning
 from gradwire.topology import Topology
 from gradwire.transports.arena import RESERVED, OwnArena
@@ -36,7 +36,7 @@ class Mismatch(Exception):
     """The peer says something else."""
 
 
-class Patience:
+class NoWaiting:
     """Never waits: all that ever comes is there."""
 
     def wait(self, reads: Iterable[Link], writes: Iterable[Link]) -> None:
@@ -84,8 +84,8 @@ class Line:
     def close(self) -> None: ...
 
 
-def sheet(rank: int) -> Sheet:
-    one = Sheet(JOB, GENERATION, GROUP, rank)
+def call_header(rank: int) -> CallHeader:
+    one = CallHeader(JOB, GENERATION, GROUP, rank)
     one.sequence, one.fingerprint = SEQUENCE, FINGERPRINT
     return one
 
@@ -110,11 +110,11 @@ def executed(kind: str, algorithm: str, data: bytes) -> tuple[str, bytes]:
         if kind == "native":
             from gradwire.executors.native import NativeExecutor
 
-            executor = NativeExecutor(sheet(0), 2, alarm)
+            executor = NativeExecutor(call_header(0), 2, alarm)
             executor.connect(1, 1, line)
         x, out = np.arange(COUNT), np.zeros(COUNT, np.int64)
         try:
-            executor.run(plan(0, algorithm), x, out, sheet(0), Patience, False)
+            executor.run(plan(0, algorithm), x, out, call_header(0), NoWaiting, False)
         except Lost:
             return "lost", b""
         except Mismatch as error:
@@ -142,12 +142,14 @@ def recorded(algorithm: str) -> bytes:
             said.extend(b"".join(map(bytes, buffers))[:sent])
             return sent
 
-    class Waiting(Patience):
+    class Waiting(NoWaiting):
         def wait(self, reads: Iterable[Link], writes: Iterable[Link]) -> None: ...
 
     def play(rank: int, line: Line) -> None:
         executor = PythonExecutor({1 - rank: line}.__getitem__)
-        executor.run(plan(rank, algorithm), np.arange(COUNT), np.zeros(COUNT, np.int64), sheet(rank), Waiting, False)
+        executor.run(
+            plan(rank, algorithm), np.arange(COUNT), np.zeros(COUNT, np.int64), call_header(rank), Waiting, False
+        )
 
     with mine, theirs:
         mine.setblocking(False)
@@ -180,7 +182,7 @@ def read_memory(data: bytes) -> bool:
         region = int.from_bytes(data[1:9], "little") or RESERVED
         _write(theirs, 16 * (GROUP % SLOTS), struct.pack("<QQ", GROUP, region))
         _write(theirs, RESERVED + 64, data[17 : 17 + LANE_BYTES - 64])
-        executor = NativeExecutor(sheet(0), 2, alarm)
+        executor = NativeExecutor(call_header(0), 2, alarm)
         executor.connect(1, 1, mine)
         executor.share(own, {1: theirs})
         _write(own, executor._region[0] + LANE_BYTES, data[9:17])
@@ -194,7 +196,7 @@ def read_memory(data: bytes) -> bool:
         assert (guard[:64] == 0x77).all()
         assert (guard[-64:] == 0x77).all()
         assert (x == 1).all()
-        return bool(status == 0)
+        return status.name == "DONE"
 
 
 def _lowered(algorithm: str, count: int) -> Any:
