@@ -80,7 +80,7 @@ class FastPath {
         nb::object resume;           // (status, operation, sequence): continues a call that waits for long, or has failed
         nb::object complete_gather;  // (x, rows, out, sequence): completes a joined result whose rows have no cached plan
         nb::object wake;             // (): wakes the threads that wait for their turn
-        nb::dict events;             // the namespace of the events module
+        nb::list subscribers;        // of events: while there are any, calls take the general path, which reports them
         nb::tuple library_paths;     // path prefixes of code that is not the user's
         double spin_seconds;
     };
@@ -98,7 +98,7 @@ class FastPath {
     // Whether a call with these arguments may run here and now.
     bool accepts(nb::handle algorithm, nb::handle timeout) const {
         return algorithm.ptr() == automatic_.ptr() && timeout.is_none() && !halted_ && turns_.issued == turns_.serving &&
-               !observed();
+               PyList_GET_SIZE(parts_.subscribers.ptr()) == 0;
     }
 
     // The group's turn: no other call runs before this object is destroyed.
@@ -136,11 +136,6 @@ class FastPath {
     }
 
   private:
-    bool observed() const {
-        PyObject* subscribers = PyDict_GetItemWithError(parts_.events.ptr(), subscribers_.ptr());
-        return !subscribers || !PyTuple_Check(subscribers) || PyTuple_GET_SIZE(subscribers) != 0;
-    }
-
     // The call site is the innermost frame whose code is not the library's.
     std::uint64_t record(const CachedPlan& plan) {
         PyFrameObject* frame = PyThreadState_GetFrame(PyThreadState_Get());
@@ -174,7 +169,7 @@ class FastPath {
     Turns& turns_;
     CallRing& calls_;
     bool halted_ = false;
-    nb::object automatic_ = interned("auto"), subscribers_ = interned("_subscribers"), filename_ = interned("co_filename");
+    nb::object automatic_ = interned("auto"), filename_ = interned("co_filename");
 };
 
 // The fast calls of one collective of a group.
@@ -313,7 +308,7 @@ void register_fast_path(nb::module_& module) {
     nb::class_<FastPath>(module, "FastPath")
         .def("__init__",
              [](FastPath* self, nb::object engine, nb::object turns, nb::object calls, std::size_t size, nb::object resume,
-                nb::object complete_gather, nb::object wake, nb::dict events, nb::tuple library_paths, double spin_seconds) {
+                nb::object complete_gather, nb::object wake, nb::list subscribers, nb::tuple library_paths, double spin_seconds) {
                  new (self) FastPath({.engine = engine,
                                       .turns = turns,
                                       .calls = calls,
@@ -321,12 +316,12 @@ void register_fast_path(nb::module_& module) {
                                       .resume = resume,
                                       .complete_gather = complete_gather,
                                       .wake = wake,
-                                      .events = events,
+                                      .subscribers = subscribers,
                                       .library_paths = library_paths,
                                       .spin_seconds = spin_seconds});
              },
-             nb::kw_only(), "engine"_a, "turns"_a, "calls"_a, "size"_a, "resume"_a, "complete_gather"_a, "wake"_a, "events"_a,
-             "library_paths"_a, "spin_seconds"_a)
+             nb::kw_only(), "engine"_a, "turns"_a, "calls"_a, "size"_a, "resume"_a, "complete_gather"_a, "wake"_a,
+             "subscribers"_a, "library_paths"_a, "spin_seconds"_a)
         .def("halt", &FastPath::halt);
 
     nb::enum_<ResultLayout>(module, "ResultLayout")

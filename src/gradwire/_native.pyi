@@ -154,7 +154,7 @@ class FastPath:
         resume: Callable[[Status, str, int], None],
         complete_gather: Callable[[Any, list[int], Any, int], Any],
         wake: Callable[[], None],
-        events: dict[str, Any],
+        subscribers: list[Any],
         library_paths: tuple[str, ...],
         spin_seconds: float,
     ) -> None: ...

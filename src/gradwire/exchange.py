@@ -183,7 +183,7 @@ class Runner:
                 resume=self._resume,
                 complete_gather=self._complete_gather,
                 wake=self._wake,
-                events=vars(events),
+                subscribers=events.subscribers,
                 library_paths=calls.inside,
                 spin_seconds=awake_for,
             )

@@ -98,7 +98,7 @@ def test_plan_of_the_fast_path_that_is_no_program_is_refused() -> None:
         resume=print,
         complete_gather=print,
         wake=print,
-        events={},
+        subscribers=[],
         library_paths=(),
         spin_seconds=0.0,
     )
