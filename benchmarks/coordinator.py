@@ -31,14 +31,14 @@ from typing import NoReturn
 from h2.connection import H2Connection
 
 from gradwire.membership import Member
-from gradwire.membership.addresses import split
-from gradwire.membership.answers import Claim
-from gradwire.membership.conversation import Conversation
-from gradwire.membership.journal import Journal
-from gradwire.membership.state import Membership
+from gradwire.membership.client.session import Conversation
+from gradwire.membership.coordinator.journal import Journal
+from gradwire.membership.coordinator.state_machine import Membership
+from gradwire.membership.endpoints import split
+from gradwire.membership.types import Claim
 from gradwire.membership.v1 import gradwire_pb2 as pb
 from gradwire.security import certificates
-from gradwire.security.tls import Credentials
+from gradwire.security.credentials import Credentials
 
 JOB = "benchmark"
 TOKEN = "the secret of this benchmark"

@@ -27,11 +27,11 @@ from typing import NoReturn
 import numpy as np
 
 import gradwire as gw
-import gradwire.membership.client  # loaded before ranks are forked, not by each of them
-import gradwire.membership.service
+import gradwire.membership.client.requests  # loaded before ranks are forked, not by each of them
+import gradwire.membership.coordinator.service
 
 ALLOWED = 1.0  # seconds
-PATIENCE = 60.0
+HANG_SECONDS = 60.0
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
@@ -67,7 +67,7 @@ def reduces(case: Case, rank: int, size: int, port: int, ready: Callable[[], obj
     ready()
     if not case.nbytes:
         if rank == 0:
-            time.sleep(PATIENCE)
+            time.sleep(HANG_SECONDS)
         group.barrier()
     while True:
         group.all_reduce(x, op="mean")
@@ -82,7 +82,7 @@ def work(body: Body, case: Case, rank: int, size: int, port: int, line: int) -> 
         culprit = getattr(error, "culprit", None)
         said = {"error": type(error).__name__, "culprit": culprit, "at": time.monotonic(), "text": str(error)}
     os.write(line, json.dumps(said).encode() + b"\n")
-    time.sleep(PATIENCE)
+    time.sleep(HANG_SECONDS)
     os._exit(0)
 
 
@@ -128,7 +128,7 @@ def attempt(body: Body, case: Case, size: int, chance: random.Random) -> Outcome
     """Start a job, harm it, and see what the others say."""
     job = Job(body, case, size)
     try:
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + HANG_SECONDS
         for rank in range(size):
             if (line := job.hear(rank, deadline)) != "ready":
                 raise SystemExit(f"rank {rank} did not start: {line}")

@@ -28,7 +28,7 @@ import numpy as np
 
 import gradwire as gw
 
-PATIENCE = 60.0
+HANG_SECONDS = 60.0
 QUIET_STEPS = 10  # between two faults
 
 
@@ -75,10 +75,10 @@ def rows(directory: Path) -> dict[int, list[Row]]:
 
 def until(true: Callable[[], bool], what: str) -> None:
     """Wait until something is true of what the workers wrote."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + HANG_SECONDS
     while not true():
         if time.monotonic() > deadline:
-            raise SystemExit(f"after {PATIENCE:g} s: {what}")
+            raise SystemExit(f"after {HANG_SECONDS:g} s: {what}")
         time.sleep(0.05)  # looking takes time from the workers; they write down when things happened
 
 
@@ -150,7 +150,7 @@ def measure(workers: int, megabytes: float, times: int, chance: random.Random) -
                 until(lambda: len(pauses(directory)) >= (workers - 1) * (times - 1), "nobody joined")
             finally:
                 (directory / "stop").touch()
-                launcher.wait(PATIENCE)
+                launcher.wait(HANG_SECONDS)
         held, calm = pauses(directory), steps(directory)
     print(f"{workers} workers, a state of {megabytes:g} MB, {times} kills")
     print(f"  {'a step takes':40} median {statistics.median(calm):.3f} s")

@@ -47,7 +47,7 @@ def trains(case: failures.Case, rank: int, size: int, port: int, ready: Callable
             ready()
             if not case.nbytes:
                 if rank == 0:
-                    time.sleep(failures.PATIENCE)
+                    time.sleep(failures.HANG_SECONDS)
                 dist.barrier()
         optimizer.zero_grad()
         model(batch).square().mean().backward()

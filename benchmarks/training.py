@@ -62,7 +62,7 @@ ALLOWED = {"gradwire": 1 / 3, "backend": 1 / 2}  # of Gloo's time beyond compute
 LAUNCHED = ("gradwire", "waiting")  # as `gradwire run` starts workers; the others as torchrun does
 ALIKE = "alike"  # gradwire once more, as torchrun starts it
 CLOSE = 1e-4  # float32 weights of two engines: their sums round differently
-PATIENCE = 120.0
+HANG_SECONDS = 120.0
 
 
 # ── what is trained ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -214,8 +214,8 @@ class Crew:
     """The ranks of one engine."""
 
     def __init__(self, called: str, model: str, options: argparse.Namespace, lean: bool = False) -> None:
-        from gradwire import malloc  # here: what does not exchange by gradwire holds none of it in memory
-        from gradwire.launch import environment
+        from gradwire.host import malloc  # here: what does not exchange by gradwire holds none of it in memory
+        from gradwire.launch import worker_setup
         from gradwire.launch.rendezvous import on_this_machine
 
         engine, ranks = "gradwire" if called == ALIKE else called, options.ranks
@@ -231,12 +231,12 @@ class Crew:
             meeting.coordinator.start()
             self._ended.callback(meeting.coordinator.stop)
             place = {"coordinator": meeting.coordinator.address, "job": meeting.job, "token": meeting.token}
-            common |= environment.shared_by_workers({}, ranks, port=port, **place)
+            common |= worker_setup.shared_by_workers({}, ranks, port=port, **place)
         command = [sys.executable, __file__, "--work", engine, model, *(["--lean"] if lean else [])]
         self.processes = [
             subprocess.Popen(
                 command,
-                env=os.environ | environment.of_worker(common, rank),
+                env=os.environ | worker_setup.of_worker(common, rank),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -264,7 +264,7 @@ class Crew:
                 process.stdin.close()
         for process in self.processes:
             try:
-                process.wait(PATIENCE)
+                process.wait(HANG_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -286,7 +286,7 @@ def crews(engines: list[str], model: str, options: argparse.Namespace, lean: boo
 
 def measure(model: str, engines: list[str], options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of a step by engine and block, and whether all came to the same weights."""
-    from gradwire.bench.conductor import turns
+    from gradwire.bench.interleave import turns
 
     blocks: dict[str, list[float]] = {engine: [] for engine in engines}
     work: dict[str, list[float]] = {engine: [] for engine in engines}

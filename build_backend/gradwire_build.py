@@ -1,7 +1,7 @@
 """Builds gradwire: with its native core where that can be compiled, without it elsewhere.
 
 A PEP 517 backend in front of scikit-build-core, which does the work. What became of the core, and why, is recorded in
-the package (`gradwire/_build.json`), since pip hides what a build prints: `gradwire.core` reads it.
+the package (`gradwire/_build.json`), since pip hides what a build prints: `gradwire.host.native_core` reads it.
 
     GRADWIRE_PURE=1     do not build the core
     GRADWIRE_STRICT=1   fail rather than do without it; warnings of the compiler are errors

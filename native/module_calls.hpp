@@ -18,7 +18,7 @@ struct Turns {
     std::uint64_t serving = 0;
 };
 
-// The last calls of a group; liveness has the same class in Python, for installations without the core.
+// The last calls of a group; gradwire/liveness/call_log.py has the same class in Python, for use without the core.
 class CallRing {
   public:
     struct Call {

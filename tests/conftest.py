@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-import leftovers
-import ranks
+from support import leftovers, ranks
 
 # Ranks are threads and processes of a shared machine: a slow example says nothing.
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwire import core
+from gradwire.host import native_core
 
 ROOT = Path(__file__).parent.parent
 BACKEND = "build_backend/gradwire_build.py"
@@ -125,8 +125,8 @@ def test_an_editable_installation_names_the_sources(tree: Path, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_the_whole_way_with_a_compiler(tree: Path, tmp_path: Path) -> None:
-    if core.why_pure():
-        pytest.skip(f"there is no core here: {core.why_pure()}")
+    if native_core.why_pure():
+        pytest.skip(f"there is no core here: {native_core.why_pure()}")
     name = made(hook(tree, f"build_wheel({str(tmp_path)!r})", GRADWIRE_STRICT="1"))
     assert "-cp3" in name
     installed = tmp_path / "installed"
@@ -149,13 +149,13 @@ def test_the_whole_way_with_a_compiler(tree: Path, tmp_path: Path) -> None:
 
 def test_the_package_knows_why_it_has_no_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record, error = tmp_path / "_build.json", ImportError("undefined symbol")
-    assert "pip install --editable ." in core.why_missing(record, error)
+    assert "pip install --editable ." in native_core.why_missing(record, error)
     record.write_text("cut o")
-    assert "pip install --editable ." in core.why_missing(record, error)
+    assert "pip install --editable ." in native_core.why_missing(record, error)
     record.write_text('{"native": true, "reason": null}')
-    assert core.why_missing(record, error) == "it was built, but does not load: undefined symbol"
+    assert native_core.why_missing(record, error) == "it was built, but does not load: undefined symbol"
     record.write_text('{"native": false, "reason": "no compiler"}')
-    assert core.why_missing(record, error) == "no compiler"
+    assert native_core.why_missing(record, error) == "no compiler"
     monkeypatch.setenv("GRADWIRE_PURE", "1")
-    assert core.why_pure() == "GRADWIRE_PURE is set"
-    assert core.state() == "without its native core: GRADWIRE_PURE is set"
+    assert native_core.why_pure() == "GRADWIRE_PURE is set"
+    assert native_core.state() == "without its native core: GRADWIRE_PURE is set"

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import gradwire as gw
-from gradwire import config, errors
+from gradwire import errors
+from gradwire.job import config
 
 # A name that is added here is a promise; one that is taken away breaks somebody's program.
 EXPECTED = {

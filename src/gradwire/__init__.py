@@ -1,47 +1,32 @@
-"""gradwire: keeps many copies of a model in step.
+"""gradwire: distributed data-parallel training with bit-identical replicas.
 
-The layers, each importing only from those above it:
+Each layer imports only from the layers above it. The lower half moves bytes and notices failures, `group` is what users
+call, and the rest starts processes and trains. The order inside a package is in its own docstring.
 
-    core            the native core, if it is there
-    errors          everything that is raised
-    events          where subscribers learn of a group's operations
-    arrays          what users hand in, as typed views
-    wire            the message header and its fingerprint
-    topology        which ranks share a host
-    identity        who a rank is, and among whom: what every message says
-    machine         what this machine is, and what of it this process may use
-    malloc          memory that a training step frees is kept for the next one
-    collectives     algorithms as schedules; their verifier
-    tuning          the table that algorithms are chosen by, in a file
-    security        the job's secret, and who may open a link
-    transports      links: in one process, over TCP; memory that ranks of a host share
-    liveness        beats and who misses them, the log of calls, the verdict on what broke, what all tell all
-    executors       carry schedules out
-    messages        point-to-point messages, matched
-    switchboard     the links that one thread serves for everybody
-    generation      one membership at work: its beginning and end, the one failure path
-    operations      what each collective checks, exchanges and returns
-    work            handles and queues of asynchronous collectives
-    plans           what a call comes down to: a schedule, and a rank's plan for it
-    exchange        runs a group's operations in its one order
-    post            send, recv and what is made of them
-    group           what users call
-    lifetime        what begins and ends with this process
-    agreement       what ranks settle before the first call
-    membership      who is in a job: rendezvous, generations, coordinator
-    environments    one small file for each way of being started
-    address         addresses as users write them
-    config          who am I, where is the coordinator
-    seat            a process's place in one generation after another
-    threads         ranks as threads of one process
-    job             init, local_group
-    launch          starting and supervising processes
-    training        what keeps replicas in step beyond the all-reduce
-    torch           DDP's and torch.distributed's interfaces to groups and training
-    jax             trees of arrays for JAX; loaded when it is first used
-    simulate        whole jobs in virtual time, with faults by seed; a pytest fixture
-    bench           `gradwire bench`: the collectives measured, in turns with other engines
-    cli             the command line
+    errors        everything that is raised
+    events        the tracing point: subscribers learn of a group's operations
+    arrays        NumPy, DLPack and buffers as typed views; the table of dtypes
+    wire          the message header and its fingerprint
+    topology      which ranks share a host
+    identity      run, generation and rank: what every message belongs to
+    host          this machine: the native core, CPUs, memory
+    collectives   algorithms as schedules; their verifier and prices
+    security      the job's secret, certificates, join tokens, link admission
+    transports    links between ranks: in one process, in shared memory, over TCP and TLS
+    liveness      heartbeats, the log of calls, the verdict on what broke
+    executors     carry out schedules, in Python or in the native core
+    generation    one membership at work: set-up, service thread, the failure path
+    operations    what each collective checks, exchanges and returns
+    group         `Group`, `Stream`, `Work`: what users call
+    membership    the coordinator and its clients
+    job           configuration, the member session, `gw.init`
+    launch        starting and supervising processes
+    training      gradients, compression, elastic runs, state transfer
+    torch         `DistributedDataParallel` and the backend of torch.distributed
+    jax           trees of arrays for JAX
+    simulate      whole jobs in virtual time, with faults by seed; a pytest fixture
+    bench         `gradwire bench` and `gradwire tune`
+    cli           the command line
 """
 
 from __future__ import annotations
@@ -76,15 +61,16 @@ from gradwire.errors import (
     WorkerFailed,
 )
 from gradwire.group import Capabilities, Group
-from gradwire.job import init, local_group, loopback_pair
+from gradwire.group.stream import Stream
+from gradwire.group.work import Work
+from gradwire.job.init import init, local_group, loopback_pair
 from gradwire.launch.function import launch
 from gradwire.topology import Topology
-from gradwire.work import Stream, Work
 
 if TYPE_CHECKING:
     from gradwire import jax as jax
     from gradwire import torch as torch
-    from gradwire.membership.worker import WorkerNode
+    from gradwire.membership.client.worker_node import WorkerNode
     from gradwire.training.contract import Contract, broadcast_named, check_replicas
     from gradwire.training.elastic import Elastic, Step, elastic
     from gradwire.training.fence import Fence
@@ -151,7 +137,7 @@ _HOMES = {
     "GradientSync": "training.gradients",
     "Sampler": "training.sampler",
     "Step": "training.elastic",
-    "WorkerNode": "membership.worker",
+    "WorkerNode": "membership.client.worker_node",
     "broadcast_named": "training.contract",
     "check_replicas": "training.contract",
     "elastic": "training.elastic",

@@ -1,4 +1,4 @@
-"""What users hand in — NumPy, DLPack, buffers, numbers — as typed views; the table of dtypes.
+"""Typed views of user arrays (NumPy, DLPack, buffers, numbers), and the table of dtypes.
 
 A `View` is a flat, contiguous NumPy array over the user's memory where that is possible, and over a private copy
 where it is not (strided arrays): `load()` fills it, `store()` writes it back. Nothing here communicates.

@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import tls_files
-from launch.jobs import LONG
+from support import tls_files
+from support.launch_jobs import LONG
 
 
 def certs(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -15,10 +15,10 @@ import pytest
 from click.testing import CliRunner
 
 from gradwire.cli import main
-from gradwire.launch.environment import free_port
-from launch.jobs import LONG, Watched, written
-from leftovers import children_of
-from ranks import eventually
+from gradwire.launch.worker_setup import free_port
+from support.launch_jobs import LONG, Watched, written
+from support.leftovers import children_of
+from support.ranks import eventually
 
 Start = Callable[..., subprocess.Popen[str]]
 

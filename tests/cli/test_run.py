@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.jobs import LONG, Watched, written
+from support.launch_jobs import LONG, Watched, written
 
 Start = Callable[..., subprocess.Popen[str]]
 

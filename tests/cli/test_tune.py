@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from gradwire import tuning
-from gradwire.collectives import DEFAULTS
-from launch.jobs import LONG
-from leftovers import children_of
-from ranks import eventually
+from gradwire.collectives import DEFAULTS, tuning_table
+from support.launch_jobs import LONG
+from support.leftovers import children_of
+from support.ranks import eventually
 
 
 def tune(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
@@ -29,7 +28,7 @@ def test_what_is_measured_is_stored_and_in_force(tmp_path: Path) -> None:
     done = tune(GRADWIRE_TUNING=str(file))
     assert done.returncode == 0, done.stderr
     assert f"# stored in {file}" in done.stdout
-    table = tuning.read(file)
+    table = tuning_table.read(file)
     assert table.tcp != DEFAULTS.tcp
     assert table.net == DEFAULTS.net
     shown = tune("--show", GRADWIRE_TUNING=str(file)).stdout
@@ -46,7 +45,7 @@ def test_a_dry_run_stores_nothing_and_tells_everything(tmp_path: Path) -> None:
     assert (found["ranks"], found["stored"]) == (3, None)
     assert found["measured"][0]["kind"] == "tcp"
     assert all(timing["seconds"] > 0 for timing in found["measured"][0]["timings"])
-    tuning.decode(found["table"])
+    tuning_table.decode(found["table"])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -59,7 +58,8 @@ def test_show_says_why_the_defaults_are_in_force(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith(f"# in force: the defaults ({file}: {reason}")
         assert (
-            tuning.decode(json.loads(tune("--show", "--json", GRADWIRE_TUNING=str(file)).stdout)["table"]) == DEFAULTS
+            tuning_table.decode(json.loads(tune("--show", "--json", GRADWIRE_TUNING=str(file)).stdout)["table"])
+            == DEFAULTS
         )
 
 

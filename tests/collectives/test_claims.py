@@ -10,7 +10,6 @@ import pytest
 import gradwire as gw
 from collectives.mutations import claiming, with_program
 from collectives.table import CELLS
-from gradwire import plans
 from gradwire.collectives import (
     Copy,
     Finish,
@@ -30,7 +29,8 @@ from gradwire.collectives import (
 from gradwire.collectives.claims import objections
 from gradwire.collectives.schedule import Phase
 from gradwire.collectives.verify import PROVED_RANKS
-from ranks import run_ranks
+from gradwire.group import plan_cache
+from support.ranks import run_ranks
 
 IN, OUT, ACC = Slice("in", 0), Slice("out", 0), Slice("acc", 0)
 
@@ -193,5 +193,5 @@ def test_a_group_refuses_a_schedule_that_is_wrong_before_anything_is_sent(monkey
         return x.tolist()
 
     groups = gw.local_group(2)
-    monkeypatch.setattr(plans, "build", broken)
+    monkeypatch.setattr(plan_cache, "build", broken)
     assert run_ranks(groups, call) == [[0, 1, 2, 3, 4]] * 2

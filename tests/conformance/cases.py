@@ -15,8 +15,8 @@ from gradwire.arrays import Array, DType, parse_dtype
 from gradwire.collectives import REDUCING
 from gradwire.executors.plan import ragged_bounds
 from gradwire.group import Group
+from gradwire.group.stream import Stream
 from gradwire.topology import Topology
-from gradwire.work import Stream
 
 HALVES = ("float16", "bfloat16")
 FLOATS = (*HALVES, "float32", "float64")

@@ -15,16 +15,18 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from gradwire import agreement, core, lifetime
 from gradwire.errors import GradwireError
-from gradwire.generation import Generation
+from gradwire.generation import handshake
+from gradwire.generation.generation import Generation
 from gradwire.group import Group
+from gradwire.host import native_core
 from gradwire.identity import Identity
+from gradwire.job import process_hooks
 from gradwire.topology import Topology
 from gradwire.transports.local import Hub
-from gradwire.transports.tcp import TcpTransport
-from ranks import run_ranks
-from tls_files import MEMBERS, credentials
+from gradwire.transports.tcp.transport import TcpTransport
+from support.ranks import run_ranks
+from support.tls_files import MEMBERS, credentials
 
 T = TypeVar("T")
 TIMEOUT = 60.0
@@ -61,14 +63,14 @@ def _connected(topology: Topology, transports: Sequence[Any], run: bytes) -> lis
         Generation(Identity(number.to_bytes(16, "little"), 1, rank, names, topology), transport)
         for rank, transport in enumerate(transports)
     ]
-    return lifetime.start(generations, TIMEOUT, time.monotonic() + TIMEOUT)
+    return process_hooks.start(generations, TIMEOUT, time.monotonic() + TIMEOUT)
 
 
 def shm_ranks(topology: Topology) -> list[Group]:
     """Ranks of one host share memory, those of different hosts use sockets."""
     groups = tcp_ranks(topology)
     deadline = time.monotonic() + TIMEOUT
-    run_ranks(groups, lambda group: agreement.agree(group._generation, "auto", deadline), timeout=TIMEOUT)
+    run_ranks(groups, lambda group: handshake.agree(group._generation, "auto", deadline), timeout=TIMEOUT)
     assert all(group._runner.shares_memory for group in groups if _has_neighbours(group))
     return groups
 
@@ -81,7 +83,7 @@ TRANSPORTS: dict[str, Callable[[Topology], list[Group]]] = {
     "local": local_ranks,
     "tcp": tcp_ranks,
 }
-if core.available():  # without the core there is no shared memory
+if native_core.available():  # without the core there is no shared memory
     TRANSPORTS["shm"] = shm_ranks
 TRANSPORTS["tls"] = tls_ranks
 

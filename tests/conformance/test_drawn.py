@@ -14,8 +14,8 @@ from conformance.oracle import assert_same, bits
 from conformance.strategies import cases, subsets
 from gradwire.collectives import REDUCING
 from gradwire.group import Group
+from gradwire.group.stream import Stream
 from gradwire.topology import Topology
-from gradwire.work import Stream
 
 FEW = settings.default.max_examples // 4 if settings.default else 25
 IN_PLACE = ("all_reduce", "broadcast")

@@ -13,8 +13,8 @@ import gradwire as gw
 from conformance.cases import Case
 from conformance.conftest import HOSTS
 from conformance.test_table import COLLECTIVES
-from gradwire import core
 from gradwire.collectives import REDUCING, ROOTED, algorithms
+from gradwire.host import native_core
 from gradwire.topology import Topology
 
 KINDS = (("float32", "mean"), ("float16", "sum"), ("int64", "max"), ("complex128", "prod"), ("bfloat16", "min"))
@@ -74,7 +74,7 @@ def program(size: int, hosts: str) -> dict[str, Any]:
 def test_everything(size: int) -> None:
     found = gw.launch(program, size, (size, HOSTS[size]))
     topology = Topology.of(list(HOSTS[size]))
-    inside = "shm" if core.available() and len(topology.hosts) < size else "tcp"
+    inside = "shm" if native_core.available() and len(topology.hosts) < size else "tcp"
     cases = list(battery(size))
     for position, case in enumerate(cases):
         case.check(case.inputs(size), [answers["calls"][position] for answers in found], topology, inside)

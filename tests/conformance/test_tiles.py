@@ -64,7 +64,9 @@ def test_tiles_are_many(small_tiles: Crew) -> None:
     bounds = plan.even_bounds(10_000, 1, 4)
     from gradwire.arrays import parse_dtype
     from gradwire.collectives import build
-    from gradwire.liveness.calls import Meaning
+    from gradwire.liveness.call_log import CallDescription
 
-    one = plan.Plan(build("all_reduce", "tree", 2), 0, parse_dtype("float32"), "sum", bounds, Meaning("", "", 0))
+    one = plan.Plan(
+        build("all_reduce", "tree", 2), 0, parse_dtype("float32"), "sum", bounds, CallDescription("", "", 0)
+    )
     assert one.tiles > 10 * plan.IN_FLIGHT

@@ -14,7 +14,7 @@ from gradwire.collectives import REDUCING, Schedule, build
 from gradwire.errors import InvalidSize
 from gradwire.executors import plan
 from gradwire.executors.plan import IN_FLIGHT, TILE_BYTES, Plan, even_bounds, ragged_bounds
-from gradwire.liveness.calls import Meaning
+from gradwire.liveness.call_log import CallDescription
 
 SEGMENTED = ("all_gather", "gather", "reduce_scatter", "scatter", "all_to_all")  # whose counts are given by segment
 
@@ -22,7 +22,7 @@ SEGMENTED = ("all_gather", "gather", "reduce_scatter", "scatter", "all_to_all") 
 def plans(schedule: Schedule, dtype: str, bounds: tuple[int, ...]) -> list[Plan]:
     op = "sum" if schedule.collective in REDUCING else None
     kind = parse_dtype(dtype)
-    return [Plan(schedule, rank, kind, op, bounds, Meaning("", "", 0)) for rank in range(schedule.size)]
+    return [Plan(schedule, rank, kind, op, bounds, CallDescription("", "", 0)) for rank in range(schedule.size)]
 
 
 # -- bounds ------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from ranks import run_group
+from support.ranks import run_group
 
 
 def errors_of(n: int, fn: Any) -> list[gw.GradwireError]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from ranks import run_group
+from support.ranks import run_group
 
 
 def numbers(rank: int, *shape: int) -> jax.Array:

@@ -16,7 +16,7 @@ import pytest
 from gradwire.errors import Aborted, ConfigError, InvalidSize, PeerLost, WorkerFailed
 from gradwire.launch import function, launch, rendezvous, supervisor
 from gradwire.launch.function import _is_importable
-from launch.jobs import LONG, nowhere, written
+from support.launch_jobs import LONG, nowhere, written
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ import pytest
 from gradwire.errors import TransportError
 from gradwire.launch.output import Output
 from gradwire.launch.screen import ERR, OUT, Screen
-from launch.jobs import LONG
+from support.launch_jobs import LONG
 
 
 class Terminal(io.StringIO):

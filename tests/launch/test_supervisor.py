@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from gradwire.errors import InvalidSize, TransportError
-from gradwire.launch import sessions, supervisor, worker
-from gradwire.launch.rootcause import describe
-from gradwire.launch.stage import StaticStage
+from gradwire.launch import process_tree, supervisor, worker_process
+from gradwire.launch.root_cause import describe
 from gradwire.launch.supervisor import Supervisor
-from gradwire.launch.worker import Task
-from launch.jobs import LONG, WAIT, Job, NoCoordinator, Ready, Watched, nowhere, run, written
-from ranks import eventually
+from gradwire.launch.worker_process import Task
+from gradwire.launch.worker_setup import StaticSetup
+from support.launch_jobs import LONG, WAIT, Job, NoCoordinator, Ready, Watched, nowhere, run, written
+from support.ranks import eventually
 
 RANK = "import os\nrank = int(os.environ['RANK'])\n"
 
@@ -45,7 +45,7 @@ def test_a_job_that_ends_well(tmp_path: Path) -> None:
 
 def test_a_job_of_no_size_is_refused() -> None:
     with pytest.raises(InvalidSize, match="at least 1 worker, not 0"):
-        Supervisor(Task.script("x.py"), 0, StaticStage(0, nowhere()))
+        Supervisor(Task.script("x.py"), 0, StaticSetup(0, nowhere()))
 
 
 @pytest.mark.parametrize(
@@ -195,9 +195,9 @@ def test_the_last_words_of_a_rank_without_a_traceback_are_kept(tmp_path: Path) -
 
 def test_a_worker_that_cannot_be_started_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The third one fails; the other two, which run already, are ended."""
-    started: list[worker.Worker] = []
+    started: list[worker_process.Worker] = []
 
-    class Scarce(worker.Worker):
+    class Scarce(worker_process.Worker):
         def __init__(self, rank: int, *rest: object) -> None:
             if rank == 2:
                 raise OSError(11, "Resource temporarily unavailable")
@@ -208,7 +208,7 @@ def test_a_worker_that_cannot_be_started_leaves_nothing_behind(tmp_path: Path, m
     job = Job(Task.script(written(tmp_path, WAIT)), 3)
     with pytest.raises(TransportError, match=r"cannot start worker 2 of 3: .*temporarily unavailable"):
         job.supervisor.start()
-    assert [sessions.is_empty(one.pid) for one in started] == [True, True]
+    assert [process_tree.is_empty(one.pid) for one in started] == [True, True]
     coordinator = job.rendezvous.coordinator
     assert isinstance(coordinator, NoCoordinator)
     assert coordinator.calls == ["start", "stop"]
@@ -224,22 +224,22 @@ def test_an_exception_in_the_block_stops_the_job(tmp_path: Path) -> None:
 
 def test_a_process_that_cannot_even_be_killed_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(Task.script(written(tmp_path, WAIT)), 1)
-    monkeypatch.setattr(worker, "_UNKILLABLE", 0.1)
-    monkeypatch.setattr(worker, "_LEFTOVERS", 0.1)
+    monkeypatch.setattr(worker_process, "_UNKILLABLE", 0.1)
+    monkeypatch.setattr(worker_process, "_LEFTOVERS", 0.1)
     with monkeypatch.context() as without:
-        without.setattr(sessions, "kill", lambda session: None)
+        without.setattr(process_tree, "kill", lambda session: None)
         with job.supervisor:
             job.supervisor.stop(signal.SIGKILL)
             ended = job.ended()
     hanging = job.supervisor.workers[0]
-    assert not sessions.is_empty(hanging.pid)
+    assert not process_tree.is_empty(hanging.pid)
     assert (ended.outcome.endings[0].status, ended.outcome.exit_code) == (-9, 137)
-    sessions.kill(hanging.pid)
+    process_tree.kill(hanging.pid)
     hanging.close()
 
 
 def test_where_there_is_no_pidfd_exits_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "_exit_fd", lambda pid: None)
+    monkeypatch.setattr(worker_process, "_exit_fd", lambda pid: None)
     ended = run(Task.script(written(tmp_path, f"{RANK}if rank == 0: raise SystemExit(6)\n{WAIT}")), 2)
     assert ended.outcome.exit_code == 6
 

@@ -11,7 +11,7 @@ import pytest
 
 import gradwire as gw
 from gradwire.launch import rendezvous, supervisor
-from launch.jobs import LONG
+from support.launch_jobs import LONG
 
 
 def test_ranks_meet_and_reduce() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.errors import Broken
-from gradwire.liveness.calls import KEPT, CallLog, Meaning, call_site
+from gradwire.liveness.call_log import KEPT, CallDescription, CallLog, call_site
 from gradwire.liveness.control import ANNOUNCE_SECONDS, BEHIND_SECONDS, Control
 from gradwire.liveness.verdict import SETTLE_SECONDS, Finding
 
@@ -74,7 +74,7 @@ class Ranks:
         return {rank: self.controls[rank].error("barrier", "") for rank in living}
 
     def call(self, rank: int, what: str) -> None:
-        meaning = Meaning(what, f"{what}()", hash(what) & 0xFFFFFFFF)
+        meaning = CallDescription(what, f"{what}()", hash(what) & 0xFFFFFFFF)
         self.logs[rank].record(meaning, call_site())
 
 

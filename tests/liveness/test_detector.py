@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from gradwire.liveness.detector import (
     BEAT_SECONDS,
+    CONFIRM_SECONDS,
     LATE_SECONDS,
     LATELY_SECONDS,
     LINK_SECONDS,
     LOOK_SECONDS,
     MOST_SECONDS,
     PAGE_SECONDS,
-    REMOTE_ROLL_CALL_SECONDS,
-    ROLL_CALL_SECONDS,
+    REMOTE_CONFIRM_SECONDS,
     STARVED_SECONDS,
     STILL_SECONDS,
     UNSTOPPED_SECONDS,
@@ -126,7 +126,7 @@ def two() -> tuple[Detector, float]:
     return detector, now
 
 
-def test_a_roll_call_waits_for_one_who_may_be_silent_longer() -> None:
+def test_a_confirming_since_waits_for_one_who_may_be_silent_longer() -> None:
     detector, now = two()
     assert look(detector, now + 0.19) == []
     assert look(detector, now + 0.201) == []
@@ -134,22 +134,22 @@ def test_a_roll_call_waits_for_one_who_may_be_silent_longer() -> None:
     assert look(detector, now + 0.601) == [1, 2]
 
 
-def test_a_roll_call_does_not_wait_too_long() -> None:
+def test_a_confirming_since_does_not_wait_too_long() -> None:
     detector, now = two()
     starved = {1: Sight.STARVED}
     detector.heard(1, now + PAGE_SECONDS - STEP / 2, 1 << 20)  # just before the other is suspected
-    assert look(detector, now + ROLL_CALL_SECONDS - EPSILON, starved) == []
-    assert look(detector, now + ROLL_CALL_SECONDS + EPSILON, starved) == [2]
+    assert look(detector, now + CONFIRM_SECONDS - EPSILON, starved) == []
+    assert look(detector, now + CONFIRM_SECONDS + EPSILON, starved) == [2]
 
 
-def test_a_roll_call_ends_when_all_others_are_heard() -> None:
+def test_a_confirming_since_ends_when_all_others_are_heard() -> None:
     detector, now = two()
     assert look(detector, now + 0.201) == []
     detector.heard(1, now + 0.21)
     assert look(detector, now + 0.21) == [2]
 
 
-def test_a_suspect_that_is_heard_during_the_roll_call_is_cleared() -> None:
+def test_a_suspect_that_is_heard_during_the_confirming_since_is_cleared() -> None:
     detector, now = two()
     assert look(detector, now + 0.201) == []
     detector.heard(2, now + 0.21)
@@ -277,7 +277,7 @@ def test_who_has_left_is_not_missed() -> None:
     assert watcher.run(5.0) == []
 
 
-def test_ranks_without_the_core_are_given_ten_seconds_and_hold_up_nobody_s_roll_call() -> None:
+def test_ranks_without_the_core_are_given_ten_seconds_and_hold_up_nobody_s_confirming_since() -> None:
     watcher = Watcher(1)
     watcher.detector.watch(2, watcher.now, 10.0, 10.0, slow=True)
     watcher.detector.heard(2, watcher.now)
@@ -341,7 +341,7 @@ def test_a_silent_host_is_told_of_although_another_one_cannot_be_heard() -> None
     watcher.run(2.9)
     watcher.silent = {1, 2}
     assert watcher.run(60.0) == [1]
-    assert watcher.now - began < 3.0 + REMOTE_ROLL_CALL_SECONDS + 3 * STEP
+    assert watcher.now - began < 3.0 + REMOTE_CONFIRM_SECONDS + 3 * STEP
 
 
 def test_a_watcher_that_is_often_late_still_misses_a_rank_on_another_host() -> None:

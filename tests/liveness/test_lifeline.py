@@ -17,18 +17,18 @@ from typing import Any
 
 import pytest
 
-from gradwire import core, machine
-from gradwire.liveness import beats, lifeline
-from gradwire.liveness.beats import TOKEN_BYTES, BeatSink, Tokens
+from gradwire.host import machine, native_core
+from gradwire.liveness import beat_messages, lifeline
+from gradwire.liveness.beat_messages import TOKEN_BYTES, BeatSink, Tokens
 from gradwire.liveness.control import Control
 from gradwire.liveness.detector import LOOK_SECONDS, PEER_SECONDS, SLOW_SECONDS, STARVED_SECONDS, Sight
-from gradwire.liveness.lifeline import ALL_PAIRS, BEAT_THREAD, Lifeline, Nature, beat_waits, linked
+from gradwire.liveness.lifeline import ALL_PAIRS, BEAT_THREAD, BeatCapability, Lifeline, beat_waits, linked
 from gradwire.transports.base import LIFELINE_CHANNEL, Buffer, Link, LinkClosed
 from gradwire.transports.frames import Reader
 from gradwire.wire import HEADER_BYTES, Header, Kind
 
 LONG = 30.0
-needs_core = pytest.mark.skipif(not core.available(), reason="its thread is native")
+needs_core = pytest.mark.skipif(not native_core.available(), reason="its thread is native")
 
 
 def frame(kind: Kind = Kind.BEAT, nbytes: int = 0, source: int = 1) -> bytes:
@@ -89,7 +89,7 @@ class Doors:
         self.taker = taker
 
 
-class Stage:
+class Harness:
     """Rank 1 of 3 with its lifeline, and the links to ranks 0 (dialled) and 2 (adopted)."""
 
     def __init__(
@@ -100,7 +100,7 @@ class Stage:
         self.ended: list[int] = []
         self.lifeline = Lifeline(self.control, frame(), BeatSink(lambda header: None), self.pump, remote)
         self.doors: Any = Doors()
-        self.nature = Nature(core.available() if native is None else native, os.getpid(), "")
+        self.nature = BeatCapability(native_core.available() if native is None else native, os.getpid(), "")
         self.lifeline.begin(self.nature.native, None)
         self.lifeline.connect(None, 3, self.doors, self.links.__getitem__)  # type: ignore[arg-type]
         self.doors.taker(self.links[2])
@@ -121,11 +121,11 @@ class Stage:
             link.far.close()
 
 
-@pytest.fixture(name="stage")
-def stage_fixture(request: pytest.FixtureRequest) -> Iterator[Stage]:
-    stage = Stage(**getattr(request, "param", {}))
-    yield stage
-    stage.close()
+@pytest.fixture(name="harness")
+def harness_fixture(request: pytest.FixtureRequest) -> Iterator[Harness]:
+    harness = Harness(**getattr(request, "param", {}))
+    yield harness
+    harness.close()
 
 
 @pytest.mark.parametrize("size", [2, 5, ALL_PAIRS, ALL_PAIRS + 1, 100])
@@ -146,14 +146,14 @@ def test_both_ends_find_the_same_links(size: int) -> None:
 
 
 def test_a_nature_travels() -> None:
-    own = Nature.own()
-    assert Nature.from_wire(own.to_wire()) == own
-    assert (own.native, own.pid, own.timeout) == (core.available(), os.getpid(), PEER_SECONDS)
-    assert Nature.from_wire(Nature.own(7.5).to_wire()).timeout == 7.5
-    assert Nature.from_wire([True, 1, "n", 2, 7]) == Nature(True, 1, "n", 2, 7.0)
+    own = BeatCapability.own()
+    assert BeatCapability.from_wire(own.to_wire()) == own
+    assert (own.native, own.pid, own.timeout) == (native_core.available(), os.getpid(), PEER_SECONDS)
+    assert BeatCapability.from_wire(BeatCapability.own(7.5).to_wire()).timeout == 7.5
+    assert BeatCapability.from_wire([True, 1, "n", 2, 7]) == BeatCapability(True, 1, "n", 2, 7.0)
     of_others = ([True, 1, "n"], [True, 1, "n", 2, math.inf], [True, 1, "n", 2, 0], [True, 1, "n", 2, "3"])
     for nonsense in (None, [], [1, 2, 3], {"native": True}, *of_others):
-        assert Nature.from_wire(nonsense) == Nature(False, 0, "")
+        assert BeatCapability.from_wire(nonsense) == BeatCapability(False, 0, "")
 
 
 def test_a_process_is_seen_as_it_is_and_not_as_a_later_one_with_its_pid() -> None:
@@ -161,9 +161,9 @@ def test_a_process_is_seen_as_it_is_and_not_as_a_later_one_with_its_pid() -> Non
     try:
         status = machine.process_status(child.pid)
         assert status is not None
-        seen = Nature(True, child.pid, "n", status.started)
+        seen = BeatCapability(True, child.pid, "n", status.started)
         assert seen.sight() in (Sight.OTHER, Sight.STARVED)
-        ended = Nature(True, child.pid, "n", status.started - 1)
+        ended = BeatCapability(True, child.pid, "n", status.started - 1)
         assert ended.sight() is Sight.STOPPED, "its pid is another's now"
         child.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, child.pid, os.WSTOPPED)
@@ -184,8 +184,8 @@ def threads_called(name: bytes) -> int:
 
 @needs_core
 def test_a_thread_that_beats_is_seen_at_rest_unless_it_waits_for_a_core() -> None:
-    beats = core.native.Lifeline(10.0)
-    beats.start()
+    beat_messages = native_core.native.Lifeline(10.0)
+    beat_messages.start()
     try:
         deadline = time.monotonic() + 20
         while (threads_called(BEAT_THREAD) != 1 or beat_waits(os.getpid())) and time.monotonic() < deadline:
@@ -193,68 +193,72 @@ def test_a_thread_that_beats_is_seen_at_rest_unless_it_waits_for_a_core() -> Non
         assert threads_called(BEAT_THREAD) == 1
         assert not beat_waits(os.getpid())
     finally:
-        beats.stop()
+        beat_messages.stop()
     assert not beat_waits(os.getpid())
 
 
 @needs_core
-def test_it_beats_on_its_links(stage: Stage) -> None:
-    for link in stage.links.values():
+def test_it_beats_on_its_links(harness: Harness) -> None:
+    for link in harness.links.values():
         assert link.read(3 * HEADER_BYTES) == 3 * frame()
 
 
-@pytest.mark.parametrize("stage", [{"native": False}], indirect=True)
-def test_without_the_core_it_beats_when_it_is_asked(stage: Stage) -> None:
+@pytest.mark.parametrize("harness", [{"native": False}], indirect=True)
+def test_without_the_core_it_beats_when_it_is_asked(harness: Harness) -> None:
     now = time.monotonic()
     for step in range(4):
-        stage.lifeline.tick(now + step * SLOW_SECONDS)
-    for link in stage.links.values():
+        harness.lifeline.tick(now + step * SLOW_SECONDS)
+    for link in harness.links.values():
         assert link.read(4 * HEADER_BYTES) == 4 * frame()
 
 
 @needs_core
-@pytest.mark.parametrize("stage", [{"kind": KeyedLink}], indirect=True)
-def test_tokens_of_a_link_that_left_tls_are_made_ahead_and_come_in_order(stage: Stage) -> None:
-    for tick in range(beats.STOCK_BLOCKS // lifeline.FEED_BLOCKS + 1):
-        stage.lifeline.tick(time.monotonic() + tick)
-    for link in stage.links.values():
-        left = stage.lifeline._thread.ahead(link.fileno())
-        assert (beats.STOCK_BLOCKS - 1) * beats.BLOCK_TOKENS < left <= beats.STOCK_BLOCKS * beats.BLOCK_TOKENS
+@pytest.mark.parametrize("harness", [{"kind": KeyedLink}], indirect=True)
+def test_tokens_of_a_link_that_left_tls_are_made_ahead_and_come_in_order(harness: Harness) -> None:
+    for tick in range(beat_messages.STOCK_BLOCKS // lifeline.FEED_BLOCKS + 1):
+        harness.lifeline.tick(time.monotonic() + tick)
+    for link in harness.links.values():
+        left = harness.lifeline._thread.ahead(link.fileno())
+        assert (
+            (beat_messages.STOCK_BLOCKS - 1) * beat_messages.BLOCK_TOKENS
+            < left
+            <= beat_messages.STOCK_BLOCKS * beat_messages.BLOCK_TOKENS
+        )
         assert link.read(10 * TOKEN_BYTES) == Tokens(KeyedLink.key, 1).take(10 * TOKEN_BYTES)
 
 
 def test_the_stock_of_tokens_lasts_for_hours_without_the_interpreter() -> None:
-    assert beats.LASTS_SECONDS > 4 * 3600
-    assert beats.MARK_BLOCKS < beats.STOCK_BLOCKS
+    assert beat_messages.LASTS_SECONDS > 4 * 3600
+    assert beat_messages.MARK_BLOCKS < beat_messages.STOCK_BLOCKS
 
 
-@pytest.mark.parametrize("stage", [{"kind": KeyedLink, "native": False}], indirect=True)
-def test_without_the_core_tokens_are_sent_too(stage: Stage) -> None:
+@pytest.mark.parametrize("harness", [{"kind": KeyedLink, "native": False}], indirect=True)
+def test_without_the_core_tokens_are_sent_too(harness: Harness) -> None:
     now = time.monotonic()
     for step in range(4):
-        stage.lifeline.tick(now + step * SLOW_SECONDS)
-    for link in stage.links.values():
+        harness.lifeline.tick(now + step * SLOW_SECONDS)
+    for link in harness.links.values():
         assert link.read(4 * TOKEN_BYTES) == Tokens(KeyedLink.key, 1).take(4 * TOKEN_BYTES)
 
 
 GENUINE = Tokens(KeyedLink.key, 2).take(3 * TOKEN_BYTES)
 
 
-@pytest.mark.parametrize("stage", [{"kind": KeyedLink}], indirect=True)
-def test_tokens_are_beats_when_they_are_whole(stage: Stage) -> None:
-    stage.lifeline.expect([Nature(True, os.getpid(), "")] * 3)
+@pytest.mark.parametrize("harness", [{"kind": KeyedLink}], indirect=True)
+def test_tokens_are_beats_when_they_are_whole(harness: Harness) -> None:
+    harness.lifeline.expect([BeatCapability(True, os.getpid(), "")] * 3)
     now = time.monotonic()
-    stage.lifeline.tick(now)
+    harness.lifeline.tick(now)
     at = 0
     for nbytes, heard in ((1, False), (TOKEN_BYTES - 1, True), (0, False), (TOKEN_BYTES, True), (3, False)):
         now += LOOK_SECONDS
-        stage.links[2].far.send(GENUINE[at : at + nbytes])
+        harness.links[2].far.send(GENUINE[at : at + nbytes])
         at += nbytes
-        stage.lifeline.tick(now)
-        assert (stage.lifeline._detector.heard_at(2) == now) is heard
+        harness.lifeline.tick(now)
+        assert (harness.lifeline._detector.heard_at(2) == now) is heard
 
 
-@pytest.mark.parametrize("stage", [{"kind": KeyedLink}], indirect=True)
+@pytest.mark.parametrize("harness", [{"kind": KeyedLink}], indirect=True)
 @pytest.mark.parametrize(
     "forged",
     [
@@ -267,96 +271,96 @@ def test_tokens_are_beats_when_they_are_whole(stage: Stage) -> None:
     ],
 )
 def test_a_token_that_is_not_the_next_one_ends_the_link_and_is_no_beat(
-    stage: Stage, forged: bytes, caplog: pytest.LogCaptureFixture
+    harness: Harness, forged: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = time.monotonic()
-    stage.lifeline.expect([Nature(True, os.getpid(), "")] * 3)
-    stage.links[2].far.send(GENUINE[:TOKEN_BYTES])
-    stage.lifeline.tick(now)
-    heard_at = stage.lifeline._detector.heard_at(2)
-    stage.links[2].far.send(forged)
-    stage.lifeline.tick(now + LOOK_SECONDS)
-    assert stage.lifeline._detector.heard_at(2) == heard_at
-    assert stage.ended == [2]
+    harness.lifeline.expect([BeatCapability(True, os.getpid(), "")] * 3)
+    harness.links[2].far.send(GENUINE[:TOKEN_BYTES])
+    harness.lifeline.tick(now)
+    heard_at = harness.lifeline._detector.heard_at(2)
+    harness.links[2].far.send(forged)
+    harness.lifeline.tick(now + LOOK_SECONDS)
+    assert harness.lifeline._detector.heard_at(2) == heard_at
+    assert harness.ended == [2]
     assert "what came is no beat of that rank" in caplog.text
 
 
-def test_links_that_nobody_expects_are_closed(stage: Stage) -> None:
+def test_links_that_nobody_expects_are_closed(harness: Harness) -> None:
     for peer in (0, 1, 2, 7):
         unasked = SocketLink(peer)
-        stage.lifeline.add_link(unasked)
+        harness.lifeline.add_link(unasked)
         assert unasked.fileno() == -1
         unasked.far.close()
 
 
-def hears(stage: Stage, peer: int, now: float) -> bool:
-    stage.links[peer].far.send(frame(source=peer))
-    stage.lifeline.tick(now)
-    return stage.lifeline._detector.silence(peer, now) == 0
+def hears(harness: Harness, peer: int, now: float) -> bool:
+    harness.links[peer].far.send(frame(source=peer))
+    harness.lifeline.tick(now)
+    return harness.lifeline._detector.silence(peer, now) == 0
 
 
 @needs_core
-def test_silence_on_a_link_is_a_loss(stage: Stage) -> None:
-    stage.lifeline.expect([stage.nature] * 3)
+def test_silence_on_a_link_is_a_loss(harness: Harness) -> None:
+    harness.lifeline.expect([harness.nature] * 3)
     now = time.monotonic()
-    while stage.control.sound:
+    while harness.control.sound:
         now += LOOK_SECONDS
-        assert hears(stage, 0, now)
-    assert stage.control.settle(LONG)
-    error = stage.control.error(None, "")
+        assert hears(harness, 0, now)
+    assert harness.control.settle(LONG)
+    error = harness.control.error(None, "")
     assert (type(error).__name__, error.culprit) == ("PeerLost", 2)
     assert re.match(r"c has been silent for 0\.[67]\d s", str(error))
 
 
 @needs_core
-def test_one_that_is_ignored_is_lost_although_it_beats(stage: Stage) -> None:
-    stage.lifeline.expect([stage.nature] * 3)
-    stage.lifeline.ignore(0)
+def test_one_that_is_ignored_is_lost_although_it_beats(harness: Harness) -> None:
+    harness.lifeline.expect([harness.nature] * 3)
+    harness.lifeline.ignore(0)
     now = time.monotonic()
-    while stage.control.sound:
+    while harness.control.sound:
         now += LOOK_SECONDS
-        stage.links[0].far.send(frame(source=0))
-        assert hears(stage, 2, now)
-    assert stage.control.complaints == (0,)
+        harness.links[0].far.send(frame(source=0))
+        assert hears(harness, 2, now)
+    assert harness.control.complaints == (0,)
 
 
 @needs_core
-def test_who_has_left_is_not_missed(stage: Stage) -> None:
-    stage.lifeline.expect([stage.nature] * 3)
+def test_who_has_left_is_not_missed(harness: Harness) -> None:
+    harness.lifeline.expect([harness.nature] * 3)
     now = time.monotonic()
-    stage.control.hear(2, b'{"t":"bye"}', now)
+    harness.control.hear(2, b'{"t":"bye"}', now)
     for _ in range(40):
         now += LOOK_SECONDS
-        assert hears(stage, 0, now)
-    assert stage.control.sound
+        assert hears(harness, 0, now)
+    assert harness.control.sound
 
 
 @needs_core
-def test_the_end_of_a_link_is_not_a_loss_by_itself(stage: Stage) -> None:
-    stage.lifeline.expect([stage.nature] * 3)
-    descriptor = stage.links[2].fileno()
-    stage.links[2].far.close()
-    stage.lifeline.tick(time.monotonic())
-    assert stage.ended == [2]
-    assert stage.control.sound
-    assert stage.lifeline._thread.ahead(descriptor) == 0, "nothing is written to a descriptor that may be another's"
+def test_the_end_of_a_link_is_not_a_loss_by_itself(harness: Harness) -> None:
+    harness.lifeline.expect([harness.nature] * 3)
+    descriptor = harness.links[2].fileno()
+    harness.links[2].far.close()
+    harness.lifeline.tick(time.monotonic())
+    assert harness.ended == [2]
+    assert harness.control.sound
+    assert harness.lifeline._thread.ahead(descriptor) == 0, "nothing is written to a descriptor that may be another's"
 
 
 @pytest.mark.parametrize("data", [frame(Kind.CONTROL), frame(nbytes=1), b"\xff" * HEADER_BYTES])
-def test_nothing_but_beats_is_taken(stage: Stage, data: bytes) -> None:
-    stage.links[0].far.send(data)
+def test_nothing_but_beats_is_taken(harness: Harness, data: bytes) -> None:
+    harness.links[0].far.send(data)
     with pytest.raises(ValueError, match=r"on the lifeline|not a gradwire message"):
-        stage.lifeline.tick(time.monotonic())
+        harness.lifeline.tick(time.monotonic())
 
 
-def test_only_processes_that_can_be_seen_are_looked_at(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    here, elsewhere = Nature(True, 11, "7", 5), Nature(True, 11, "8", 5)
-    stage.lifeline.expect([here, here, elsewhere])
+def test_only_processes_that_can_be_seen_are_looked_at(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, elsewhere = BeatCapability(True, 11, "7", 5), BeatCapability(True, 11, "8", 5)
+    harness.lifeline.expect([here, here, elsewhere])
     sights = {**dict.fromkeys("TtZX", Sight.STOPPED), "S": Sight.OTHER, "R": Sight.STARVED, "D": Sight.STARVED}
     for state, sight in sights.items():
         monkeypatch.setattr(machine, "process_status", lambda pid, state=state: machine.ProcessStatus(state, 5))
         monkeypatch.setattr(lifeline, "beat_waits", lambda pid, state=state: state == "R")
-        assert [stage.lifeline._look(peer) for peer in (0, 2)] == [sight, None]
+        assert [harness.lifeline._look(peer) for peer in (0, 2)] == [sight, None]
 
 
 @pytest.mark.parametrize(("state", "waits"), [("R", True), ("D", True), ("S", False), ("T", False)])
@@ -381,23 +385,23 @@ class LossyLink(SocketLink):
         self.repaired_within = seconds
 
 
-def silence_on(stage: Stage, *, lossy_after: float, lossy_until: float = math.inf) -> float:
+def silence_on(harness: Harness, *, lossy_after: float, lossy_until: float = math.inf) -> float:
     """How long rank 2 is silent before it is lost, if packets to it are lost in this span of the silence."""
     now = began = time.monotonic()
-    link = stage.links[2]
+    link = harness.links[2]
     assert isinstance(link, LossyLink)
-    while stage.control.sound:
+    while harness.control.sound:
         now += LOOK_SECONDS / 2
         link.lossy = lossy_after <= now - began < lossy_until
-        stage.links[0].far.send(frame(source=0))
-        stage.lifeline.tick(now)
-    stage.control.tick(now + 1)
-    assert stage.control.settled
+        harness.links[0].far.send(frame(source=0))
+        harness.lifeline.tick(now)
+    harness.control.tick(now + 1)
+    assert harness.control.settled
     return now - began
 
 
 @needs_core
-@pytest.mark.parametrize("stage", [{"kind": LossyLink, "remote": [0, 2]}], indirect=True)
+@pytest.mark.parametrize("harness", [{"kind": LossyLink, "remote": [0, 2]}], indirect=True)
 @pytest.mark.parametrize(
     ("timeout", "lossy_after", "lossy_until", "seconds", "reason"),
     [
@@ -409,20 +413,20 @@ def silence_on(stage: Stage, *, lossy_after: float, lossy_until: float = math.in
     ],
 )
 def test_a_network_that_drops_packets_gets_the_whole_deadline_between_hosts(
-    stage: Stage, timeout: float, lossy_after: float, lossy_until: float, seconds: float, reason: str
+    harness: Harness, timeout: float, lossy_after: float, lossy_until: float, seconds: float, reason: str
 ) -> None:
-    natures = [Nature(True, 1, f"machine {rank}", 5, timeout if rank else PEER_SECONDS) for rank in range(3)]
-    stage.lifeline.expect(natures)
-    found = silence_on(stage, lossy_after=lossy_after, lossy_until=lossy_until)
+    natures = [BeatCapability(True, 1, f"machine {rank}", 5, timeout if rank else PEER_SECONDS) for rank in range(3)]
+    harness.lifeline.expect(natures)
+    found = silence_on(harness, lossy_after=lossy_after, lossy_until=lossy_until)
     assert found == pytest.approx(seconds, abs=2 * LOOK_SECONDS)
-    assert reason in str(stage.control.error(None, ""))
-    link = stage.links[2]
+    assert reason in str(harness.control.error(None, ""))
+    link = harness.links[2]
     assert isinstance(link, LossyLink)
     assert link.repaired_within == max(1.0, timeout / 4)
 
 
 @needs_core
-@pytest.mark.parametrize("stage", [{"kind": LossyLink, "remote": [0, 2]}], indirect=True)
-def test_a_rank_without_the_core_on_another_host_has_ten_seconds(stage: Stage) -> None:
-    stage.lifeline.expect([Nature(True, 1, "a", 5), stage.nature, Nature(False, 1, "b", 5)])
-    assert silence_on(stage, lossy_after=math.inf) == pytest.approx(lifeline.PURE_SECONDS, abs=2 * LOOK_SECONDS)
+@pytest.mark.parametrize("harness", [{"kind": LossyLink, "remote": [0, 2]}], indirect=True)
+def test_a_rank_without_the_core_on_another_host_has_ten_seconds(harness: Harness) -> None:
+    harness.lifeline.expect([BeatCapability(True, 1, "a", 5), harness.nature, BeatCapability(False, 1, "b", 5)])
+    assert silence_on(harness, lossy_after=math.inf) == pytest.approx(lifeline.PURE_SECONDS, abs=2 * LOOK_SECONDS)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.errors import Aborted, Broken, CollectiveMismatch, PeerLost, Timeout
-from gradwire.liveness.calls import Call
+from gradwire.liveness.call_log import Call
 from gradwire.liveness.verdict import CALLS_SECONDS, MAX_FINDINGS, SETTLE_SECONDS, Finding, Verdict
 
 LOST_2 = Finding("lost", "closed its link", 2)

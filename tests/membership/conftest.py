@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from gradwire.membership.service import Coordinator
-from membership.journal import SECRET, Journal
+from gradwire.membership.coordinator.service import Coordinator
+from support.membership_journal import SECRET, Journal
 
 
 @pytest.fixture

@@ -38,20 +38,26 @@ def test_the_generated_code_is_that_of_the_published_protocol(tmp_path: Path) ->
 
 
 def test_the_package_can_be_imported_without_grpc() -> None:
-    code = "import sys, gradwire.membership.state; print({'grpc', 'google.protobuf'} & set(sys.modules))"
+    code = (
+        "import sys, gradwire.membership.coordinator.state_machine\n"
+        "print({'grpc', 'google.protobuf'} & set(sys.modules))"
+    )
     assert python(code).stdout == "set()\n"
 
 
 def test_importing_the_client_leaves_the_environment_as_it_was() -> None:
-    code = "import os; before = dict(os.environ); import gradwire.membership.client; print(before == dict(os.environ))"
+    code = (
+        "import os; before = dict(os.environ); import gradwire.membership.client.requests\n"
+        "print(before == dict(os.environ))"
+    )
     assert python(code).stdout == "True\n"
 
 
 FORK = """
 import os, sys
 from gradwire.membership import Member
-from gradwire.membership.client import register
-from gradwire.membership.service import Coordinator
+from gradwire.membership.client.requests import register
+from gradwire.membership.coordinator.service import Coordinator
 
 with Coordinator("127.0.0.1", 0, size=1, secret=b"a secret of this test") as coordinator:
     for child in range(3):

@@ -16,10 +16,12 @@ from typing import Any
 import pytest
 
 from gradwire.errors import ConfigError, InvalidSize, NoConnection, Refused, Timeout, TransportError
-from gradwire.membership import Assembly, Member, client, conversation, desk
-from gradwire.membership.client import register, unregister
-from gradwire.membership.service import Coordinator
-from membership.journal import SECRET, Journal
+from gradwire.membership import Assembly, Member
+from gradwire.membership.client import requests, session
+from gradwire.membership.client.requests import register, unregister
+from gradwire.membership.coordinator import servicer
+from gradwire.membership.coordinator.service import Coordinator
+from support.membership_journal import SECRET, Journal
 
 Serve = Callable[..., Coordinator]
 Spawn = Callable[[Coordinator, int, int], subprocess.Popen[bytes]]
@@ -27,7 +29,7 @@ Spawn = Callable[[Coordinator, int, int], subprocess.Popen[bytes]]
 WORKER = """
 import os, sys
 from gradwire.membership import Member
-from gradwire.membership.client import register
+from gradwire.membership.client.requests import register
 address, rank, size, secret = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4].encode()
 me = Member(f"process-{os.getpid()}", rank, "machine", "host", os.getpid(), f"127.0.0.1:{rank + 1}")
 found = register(address, me, size=size, secret=secret, job=None, timeout=60)
@@ -116,7 +118,7 @@ def test_many_at_once(serve: Serve) -> None:
 
 
 def test_more_than_can_be_held_back_at_a_time(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(desk, "HELD", 2)
+    monkeypatch.setattr(servicer, "HELD", 2)
     coordinator = serve(12)
     with ThreadPoolExecutor(12) as pool:
         found = list(pool.map(lambda rank: join(coordinator, member(rank), 12), range(12)))
@@ -134,7 +136,7 @@ def test_a_coordinator_that_is_stopped_at_once_has_told_everybody(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 may stop its coordinator as soon as it knows the others itself."""
-    monkeypatch.setattr(desk, "HELD", 3)
+    monkeypatch.setattr(servicer, "HELD", 3)
     coordinator = serve(8)
     others = [joining(coordinator, member(rank), 8) for rank in range(1, 8)]
     join(coordinator, member(0), 8)
@@ -161,14 +163,14 @@ def test_no_thread_is_left_behind(serve: Serve) -> None:
 
 def test_workers_may_come_before_their_coordinator(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = threading.Semaphore(0)
-    original = conversation._try
+    original = session._try
 
     def observed(*arguments: Any) -> socket.socket | str:
         found = original(*arguments)
         tried.release()
         return found
 
-    monkeypatch.setattr(conversation, "_try", observed)
+    monkeypatch.setattr(session, "_try", observed)
     port = _free_port()
     early = joining(f"127.0.0.1:{port}", member(0), 1)
     for _ in range(3):
@@ -268,8 +270,8 @@ def test_a_coordinator_that_gives_up_tells_those_who_wait(serve: Serve, journal:
 
 
 def test_waiting_long_is_said(serve: Serve, journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "_TELL_AFTER", 0.0)
-    monkeypatch.setattr(client, "PATIENCE", 0.05)
+    monkeypatch.setattr(requests, "_TELL_AFTER", 0.0)
+    monkeypatch.setattr(requests, "HOLD_SECONDS", 0.05)
     coordinator = serve(3)
     waiting = joining(coordinator, member(1), 3)
     journal.wait_for("s at the rendezvous 127.0.0.1:.*: of 3, ranks 0, 2 have not come")
@@ -313,7 +315,7 @@ def test_listening_beyond_this_machine_must_be_meant(serve: Serve) -> None:
 
 
 def test_an_unresolvable_host(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversation, "_NAME_GRACE", 0.0)
+    monkeypatch.setattr(session, "_NAME_GRACE", 0.0)
     with pytest.raises(ConfigError, match=r"'no-such-host\.invalid' cannot be resolved"):
         serve(1, host="no-such-host.invalid")
     with pytest.raises(ConfigError, match=r"'no-such-host\.invalid' cannot be resolved"):

@@ -11,18 +11,18 @@ from pathlib import Path
 import grpc
 import pytest
 
-import tls_files
 from gradwire.errors import ConfigError, Refused
 from gradwire.membership import Assembly, Member
-from gradwire.membership.addresses import resolve
-from gradwire.membership.client import heartbeat, register, serving, start_checkpoint, unregister
-from gradwire.membership.doorkeeper import Doorkeeper
+from gradwire.membership.client.requests import heartbeat, register, serving, start_checkpoint, unregister
+from gradwire.membership.closed_listener import ClosedListener
+from gradwire.membership.coordinator.service import Coordinator
+from gradwire.membership.endpoints import resolve
 from gradwire.membership.sealing import WorkerSeal
-from gradwire.membership.service import Coordinator
 from gradwire.membership.v1 import gradwire_pb2_grpc as rpc
 from gradwire.security import certificates
-from gradwire.security.tls import Credentials
-from membership.journal import SECRET, Journal
+from gradwire.security.credentials import Credentials
+from support import tls_files
+from support.membership_journal import SECRET, Journal
 
 Serve = Callable[..., Coordinator]
 
@@ -93,7 +93,7 @@ def test_a_certificate_that_the_coordinator_does_not_know(coordinator: Coordinat
 
 
 def test_a_rendezvous_that_is_over_says_so_to_those_with_certificates_too() -> None:
-    door = Doorkeeper(resolve("127.0.0.1", 0)[0], "all have come")
+    door = ClosedListener(resolve("127.0.0.1", 0)[0], "all have come")
     host, port = door._listener.getsockname()
     try:
         with pytest.raises(Refused, match="is over: all have come"):

@@ -14,14 +14,14 @@ import pytest
 import gradwire as gw
 from gradwire.errors import Refused
 from gradwire.membership import Assembly, Member
-from gradwire.membership.answers import News
-from gradwire.membership.client import end_checkpoint, heartbeat, register, unregister
-from gradwire.membership.heartbeats import Heartbeats
-from gradwire.membership.service import Coordinator
+from gradwire.membership.client.launcher_heartbeats import Heartbeats
+from gradwire.membership.client.requests import end_checkpoint, heartbeat, register, unregister
+from gradwire.membership.coordinator.service import Coordinator
+from gradwire.membership.types import News
 from gradwire.security import tokens
 from gradwire.security.secret import derive
 from gradwire.security.tokens import Token
-from membership.journal import SECRET, Journal
+from support.membership_journal import SECRET, Journal
 
 Serve = Callable[..., Coordinator]
 

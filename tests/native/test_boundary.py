@@ -12,9 +12,9 @@ from gradwire.collectives import REDUCING, algorithms, build
 from gradwire.executors.fast_path import RESULT_LAYOUTS
 from gradwire.executors.plan import Plan, ragged_bounds
 from gradwire.executors.python import CallHeader
-from gradwire.liveness.calls import Meaning
+from gradwire.liveness.call_log import CallDescription
 from gradwire.topology import Topology
-from gradwire.transports import arena
+from gradwire.transports.shm import arena
 from gradwire.wire import Header, Kind
 
 native = pytest.importorskip("gradwire._native", reason="the native core is not built")
@@ -27,7 +27,7 @@ JOB, GENERATION, GROUP, SEQUENCE, FINGERPRINT = 0x1122334455667788, 3, 0x99AABBC
 def plan_of(collective: str, algorithm: str, op: str | None, rank: int = 0) -> Plan:
     schedule = build(collective, algorithm, 2, topology=Topology.single(2), root=0)
     bounds = ragged_bounds([1] * schedule.segments)
-    return Plan(schedule, rank, arrays.parse_dtype("int64"), op, bounds, Meaning(collective, "", FINGERPRINT))
+    return Plan(schedule, rank, arrays.parse_dtype("int64"), op, bounds, CallDescription(collective, "", FINGERPRINT))
 
 
 def test_dtypes_of_the_core_are_those_of_the_table() -> None:

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from gradwire import core
+from gradwire.host import native_core
 
 SCRIPT = Path(__file__).parents[2] / "native" / "tests" / "run.sh"
 
 
 @pytest.mark.slow
 def test_core_by_itself() -> None:
-    if not core.available() or not SCRIPT.exists():
+    if not native_core.available() or not SCRIPT.exists():
         pytest.skip("there is no core to test, or no source tree")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # CMake may be in this environment only
     if not shutil.which("cmake", path=path) or not (os.environ.get("CXX") or shutil.which("c++")):

@@ -10,11 +10,11 @@ import pytest
 
 import gradwire as gw
 from conformance.crews import crew_of
-from gradwire import core
 from gradwire.arrays import parse_dtype
 from gradwire.collectives import REDUCING, algorithms, build
 from gradwire.executors.plan import TILE_BYTES, Plan, Wave, even_bounds
-from gradwire.liveness.calls import Meaning
+from gradwire.host import native_core
+from gradwire.liveness.call_log import CallDescription
 from gradwire.topology import Topology
 
 native = pytest.importorskip("gradwire._native", reason="the native core is not built")
@@ -53,14 +53,14 @@ def test_waves_fit(hosts: str, collective: str) -> None:
         bounds = even_bounds(COUNT, schedule.segments, DTYPE.itemsize)
         for rank in range(size):
             neighbours = {peer for peer, host in enumerate(hosts) if host == hosts[rank] and peer != rank}
-            plan = Plan(schedule, rank, DTYPE, op, bounds, Meaning("", "", 0), tile)
+            plan = Plan(schedule, rank, DTYPE, op, bounds, CallDescription("", "", 0), tile)
             for wave in plan.waves():
                 nbytes, most = needed(wave, neighbours, held=op is not None)
                 assert nbytes <= staging_bytes(size, tile), (algorithm, rank)
                 assert most <= entries, (algorithm, rank)
 
 
-@pytest.mark.skipif(not core.available(), reason="only the core reads shared memory")
+@pytest.mark.skipif(not native_core.available(), reason="only the core reads shared memory")
 @pytest.mark.parametrize("algorithm", ["tree", "ring", "star"])
 def test_tiles_of_sockets_go_through_memory_too(algorithm: str) -> None:
     """Between hosts tiles are larger; ranks that share one pass them on through memory."""

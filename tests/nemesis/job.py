@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 from typing import IO
 
-from leftovers import children_of
 from nemesis import trainer
 from nemesis.machines import COORDINATOR, Machines
 from nemesis.plan import MACHINES, WORKERS
+from support.leftovers import children_of
 
 NAME = "nemesis"
 START, LEAST, MOST = 3, 2, MACHINES * WORKERS + 2  # members

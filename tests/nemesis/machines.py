@@ -13,9 +13,9 @@ import subprocess
 from abc import ABC, abstractmethod
 from pathlib import Path
 
-from gradwire.launch import environment
-from namespaces import CABLE, Namespace
+from gradwire.launch import worker_setup
 from nemesis.plan import MACHINES
+from support.namespaces import CABLE, Namespace
 
 COORDINATOR = MACHINES  # the number of its machine
 PORT = 7077  # in a network that nobody else has
@@ -65,7 +65,7 @@ class OneMachine(Machines):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.address = f"127.0.0.1:{environment.free_port()}"
+        self.address = f"127.0.0.1:{worker_setup.free_port()}"
 
     def command(self, machine: int) -> list[str]:
         return []

@@ -13,7 +13,7 @@ from nemesis.front import Front
 from nemesis.history import broken_promises, read
 from nemesis.job import Job
 from nemesis.machines import OneMachine
-from ranks import eventually
+from support.ranks import eventually
 
 STEPS = 30
 

@@ -18,7 +18,7 @@ from nemesis.job import Job
 from nemesis.machines import machines
 from nemesis.plan import DECK, MACHINES, plan
 from nemesis.strikes import Nemesis
-from ranks import eventually
+from support.ranks import eventually
 
 SECONDS = float(os.environ.get("SOAK_SECONDS", "25"))
 SEED = os.environ.get("SOAK_SEED")

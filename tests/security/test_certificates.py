@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
-import tls_files
 from gradwire.errors import ConfigError
 from gradwire.security import certificates
 from gradwire.security.certificates import Authority, coordinator_name, make
+from support import tls_files
 
 LONG = 30.0
 

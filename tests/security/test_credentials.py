@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-import tls_files
 from gradwire.errors import ConfigError
 from gradwire.security import certificates
-from gradwire.security.identity import Identity, covers, parse
-from gradwire.security.tls import Credentials, explain, identity_of
-from in_process import Journal
-from in_process import journal_fixture as journal_fixture
+from gradwire.security.certificate_names import Identity, covers, parse
+from gradwire.security.credentials import Credentials, explain, identity_of
+from support import tls_files
+from support.in_process import Journal
+from support.in_process import journal_fixture as journal_fixture
 
 LONG = 10.0
 

@@ -127,7 +127,7 @@ def test_gate_member_that_leaves_before_any_generation_gives_its_use_back() -> N
     register(gate, held.ticket, "a", NOW)
     assert gate.release("a")
     assert register(gate, held.ticket, "b", NOW) is None
-    gate.seated(["b"])
+    gate.registered(["b"])
     assert not gate.release("b")
     assert register(gate, held.ticket, "c", NOW) is not None
 

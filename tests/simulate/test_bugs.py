@@ -13,28 +13,28 @@ from typing import Any
 import pytest
 
 from gradwire.liveness.control import Control
-from gradwire.membership import entry, state
-from gradwire.membership.roster import Roster
+from gradwire.membership.coordinator import admission_rules, state_machine
+from gradwire.membership.coordinator.roster import Roster
 from gradwire.security.tokens import Gate
-from gradwire.simulate import faults, worker
+from gradwire.simulate import faults, simulated_worker
 from gradwire.simulate.collective import Collectives
 from gradwire.simulate.disk import Disk
 from gradwire.simulate.faults import USUAL
 from gradwire.simulate.process import Program
 from gradwire.simulate.world import Violation, World
-from gradwire.training.steps import NONE, Settlement, Standing, settle
+from gradwire.training.commit_rules import NONE, Settlement, Standing, settle
 
 SEEDS = 1000
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def survivors_do_not_keep_their_order(patch: pytest.MonkeyPatch) -> None:
-    seat = Roster.seat
-    patch.setattr(Roster, "seat", lambda roster, order: seat(roster, order[::-1]))
+    record = Roster.record
+    patch.setattr(Roster, "record", lambda roster, order: record(roster, order[::-1]))
 
 
 def a_complaint_drops_nobody(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(state, "cut_off", lambda *_: [])
+    patch.setattr(state_machine, "cut_off", lambda *_: [])
 
 
 def the_lower_step_wins(patch: pytest.MonkeyPatch) -> None:
@@ -46,7 +46,7 @@ def the_lower_step_wins(patch: pytest.MonkeyPatch) -> None:
         takers = [rank for rank in range(len(standings)) if rank not in holders]
         return Settlement(*min(versions), dict.fromkeys(takers, holders[0]))
 
-    patch.setattr(worker, "settle", lower)
+    patch.setattr(simulated_worker, "settle", lower)
 
 
 def a_spoiled_state_counts_as_sound(patch: pytest.MonkeyPatch) -> None:
@@ -54,12 +54,14 @@ def a_spoiled_state_counts_as_sound(patch: pytest.MonkeyPatch) -> None:
         return Standing(completed, generation, committed, digest)
 
     believing.from_wire = Standing.from_wire  # type: ignore[attr-defined]
-    patch.setattr(worker, "Standing", believing)
+    patch.setattr(simulated_worker, "Standing", believing)
 
 
 def a_first_step_that_was_cut_short_counts_as_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        worker, "is_sound", lambda completed, remembered, now, overwritten: completed == NONE or now == remembered
+        simulated_worker,
+        "is_sound",
+        lambda completed, remembered, now, overwritten: completed == NONE or now == remembered,
     )
 
 
@@ -79,14 +81,16 @@ def nobody_says_goodbye(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_member_of_another_run_is_let_in(patch: pytest.MonkeyPatch) -> None:
-    fence = entry._fence
-    patch.setattr(entry, "_fence", lambda claim, terms, roster: fence(replace(claim, run=terms.run), terms, roster))
+    fence = admission_rules._fence
+    patch.setattr(
+        admission_rules, "_fence", lambda claim, terms, roster: fence(replace(claim, run=terms.run), terms, roster)
+    )
 
 
 def an_unfit_newcomer_is_let_in(patch: pytest.MonkeyPatch) -> None:
     for check in ("_other_version", "_bad_address"):
-        patch.setattr(entry, check, lambda claim: None)
-    patch.setattr(entry, "_unfit", lambda claim, terms, roster: None)
+        patch.setattr(admission_rules, check, lambda claim: None)
+    patch.setattr(admission_rules, "_unfit", lambda claim, terms, roster: None)
 
 
 def a_refused_claim_counts_as_a_use_of_its_join_token(patch: pytest.MonkeyPatch) -> None:
@@ -97,7 +101,7 @@ def a_refused_claim_counts_as_a_use_of_its_join_token(patch: pytest.MonkeyPatch)
 
 
 def a_generation_without_the_state_stays_in_its_run(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(state, "next_run", lambda run: run)
+    patch.setattr(state_machine, "next_run", lambda run: run)
 
 
 def a_journal_without_fsync_is_believed_after_a_loss_of_power(patch: pytest.MonkeyPatch) -> None:

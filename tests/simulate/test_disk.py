@@ -8,10 +8,10 @@ from random import Random
 import pytest
 
 from gradwire.errors import JournalError
-from gradwire.membership.journal import Journal
-from gradwire.membership.state import Membership
+from gradwire.membership.coordinator.journal import Journal
+from gradwire.membership.coordinator.state_machine import Membership
 from gradwire.simulate.disk import Disk
-from membership.claims import RUN, worker
+from support.membership_claims import RUN, worker
 
 
 def snapshots() -> list[dict[str, object]]:

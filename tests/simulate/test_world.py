@@ -7,10 +7,10 @@ from random import Random, SystemRandom
 import pytest
 
 from gradwire.simulate import __main__ as command
-from gradwire.simulate import faults, ledger
-from gradwire.simulate.coordinator import run_id
+from gradwire.simulate import faults, invariants
 from gradwire.simulate.faults import ENDLESS, Fault
-from gradwire.simulate.setting import Setting, draw_setting
+from gradwire.simulate.scenario import Setting, draw_setting
+from gradwire.simulate.simulated_coordinator import run_id
 from gradwire.simulate.world import Violation, World
 
 
@@ -166,7 +166,7 @@ def test_every_kind_of_fault_is_drawn() -> None:
 
 
 def test_a_broken_invariant_shows_its_history(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger, "applied", lambda state, total: state)
+    monkeypatch.setattr(invariants, "applied", lambda state, total: state)
     with pytest.raises(Violation) as caught:
         quiet().run()
     text = str(caught.value)
@@ -194,7 +194,7 @@ def test_the_command_draws_from_the_chosen_faults(capsys: pytest.CaptureFixture[
 def test_the_command_fails_with_a_broken_seed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ledger, "applied", lambda state, total: state)
+    monkeypatch.setattr(invariants, "applied", lambda state, total: state)
     assert command.main(["--first", "20", "--seeds", "3"]) == 1
     assert "broken: 20" in capsys.readouterr().out
     assert command.main(["--first", "20", "--seeds", "3", "--keep-going"]) == 1

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import gradwire as gw
-from ddp_ranks import DDP, normed, step
-from ranks import run_ranks
-from small_models import assert_close, assert_same_bits, filled, gradients, mean_gradients, mlp, weights
+from support.ddp_ranks import DDP, normed, step
+from support.ranks import run_ranks
+from support.small_models import assert_close, assert_same_bits, filled, gradients, mean_gradients, mlp, weights
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import gradwire as gw
-from ddp_ranks import DDP, averaged, step
-from ranks import run_ranks
-from small_models import assert_close, assert_same_bits, batch, filled, gradients, loss, mean_gradients, mlp
+from support.ddp_ranks import DDP, averaged, step
+from support.ranks import run_ranks
+from support.small_models import assert_close, assert_same_bits, batch, filled, gradients, loss, mean_gradients, mlp
 
 # -- accumulating -----------------------------------------------------------------------------------------------------
 

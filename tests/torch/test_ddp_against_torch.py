@@ -13,10 +13,10 @@ import torch.distributed as dist
 import xxhash
 
 import gradwire as gw
-from processes import Here, StartJob
-from processes import job_fixture as job_fixture
-from processes import zygote_fixture as zygote_fixture
-from small_models import batch, loss, mlp, weights
+from support.processes import Here, StartJob
+from support.processes import job_fixture as job_fixture
+from support.processes import zygote_fixture as zygote_fixture
+from support.small_models import batch, loss, mlp, weights
 
 STEPS = 50
 ALGORITHMS = ("auto", "star", "ring", "tree", "halving", "direct", "hierarchical")

@@ -10,11 +10,11 @@ import torch
 import torch._dynamo  # once, in the process that ranks are forked from
 
 import gradwire as gw
-from ddp_ranks import DDP, step
-from processes import Here, StartJob
-from processes import job_fixture as job_fixture
-from processes import zygote_fixture as zygote_fixture
-from small_models import assert_close, gradients, mlp
+from support.ddp_ranks import DDP, step
+from support.processes import Here, StartJob
+from support.processes import job_fixture as job_fixture
+from support.processes import zygote_fixture as zygote_fixture
+from support.small_models import assert_close, gradients, mlp
 
 pytestmark = pytest.mark.slow
 

@@ -15,11 +15,21 @@ from torch import nn
 
 import gradwire as gw
 from gradwire.training.compression import BF16, F16, Int8, TopK
-from processes import Here, StartJob
-from processes import job_fixture as job_fixture
-from processes import zygote_fixture as zygote_fixture
-from ranks import run_group
-from small_models import assert_close, assert_same_bits, batch, filled, gradients, loss, mean_gradients, mlp, weights
+from support.processes import Here, StartJob
+from support.processes import job_fixture as job_fixture
+from support.processes import zygote_fixture as zygote_fixture
+from support.ranks import run_group
+from support.small_models import (
+    assert_close,
+    assert_same_bits,
+    batch,
+    filled,
+    gradients,
+    loss,
+    mean_gradients,
+    mlp,
+    weights,
+)
 
 DIGITS = Path(__file__).parents[2] / "examples" / "data" / "digits.csv.gz"
 DDP = gw.torch.DistributedDataParallel

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import gradwire as gw
-from elastic_ranks import Joiner, Left
 from gradwire.training.state import State, memory_for
-from ranks import run_ranks
-from small_models import assert_close, assert_same_bits, batch, filled, loss, weights
+from support.elastic_ranks import Joiner, Left
+from support.ranks import run_ranks
+from support.small_models import assert_close, assert_same_bits, batch, filled, loss, weights
 
 DDP = gw.torch.DistributedDataParallel
 STEPS, SAMPLES = 8, 12

@@ -11,8 +11,8 @@ import torch._dynamo  # optimizers want it: once, before threads do
 from torch import nn
 
 import gradwire as gw
-from elastic_ranks import Joiner
-from ranks import run_group
+from support.elastic_ranks import Joiner
+from support.ranks import run_group
 
 DDP = gw.torch.DistributedDataParallel
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import gradwire as gw
-from ddp_ranks import DDP
-from ranks import run_ranks
+from support.ddp_ranks import DDP
+from support.ranks import run_ranks
 
 
 class Conjugated(nn.Module):  # type: ignore[misc]  # torch is Any to mypy

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gradwire as gw
-from ranks import run_group
-from small_models import assert_close, assert_same_bits, batch, filled, gradients, loss, mean_gradients, mlp
+from support.ranks import run_group
+from support.small_models import assert_close, assert_same_bits, batch, filled, gradients, loss, mean_gradients, mlp
 
 DDP = gw.torch.DistributedDataParallel
 SMALL: Any = {"bucket_mb": 0.0001, "first_bucket_mb": 0.0001}  # a bucket for each tensor

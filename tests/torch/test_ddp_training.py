@@ -12,9 +12,19 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gradwire as gw
-from ddp_ranks import DDP, averaged, normed, step
-from ranks import run_ranks
-from small_models import assert_close, assert_same_bits, batch, filled, gradients, loss, mean_gradients, mlp, weights
+from support.ddp_ranks import DDP, averaged, normed, step
+from support.ranks import run_ranks
+from support.small_models import (
+    assert_close,
+    assert_same_bits,
+    batch,
+    filled,
+    gradients,
+    loss,
+    mean_gradients,
+    mlp,
+    weights,
+)
 
 # -- uneven data ------------------------------------------------------------------------------------------------------
 

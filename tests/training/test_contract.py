@@ -12,7 +12,7 @@ import pytest
 
 import gradwire as gw
 from gradwire.training.contract import diverged
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 
 @pytest.fixture(name="groups", params=[2, 3], ids=["two", "three"])

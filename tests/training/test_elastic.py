@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 
 def runs(n: int) -> list[gw.Group]:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from elastic_ranks import Joiner, Left
-from ranks import run_ranks
+from support.elastic_ranks import Joiner, Left
+from support.ranks import run_ranks
 
 STEPS = 6
 

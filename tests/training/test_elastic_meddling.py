@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from elastic_ranks import Joiner, Left
 from gradwire.training.state import State, memory_for
-from ranks import run_group, run_ranks
+from support.elastic_ranks import Joiner, Left
+from support.ranks import run_group, run_ranks
 
 Meanwhile = Callable[[], None] | None
 

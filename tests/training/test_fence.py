@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import gradwire as gw
 from gradwire.identity import new_run
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 fences = st.builds(gw.Fence, st.binary(min_size=16, max_size=16), st.integers(0, 10**9))
 

@@ -14,10 +14,10 @@ import gradwire as gw
 from gradwire import operations
 from gradwire.arrays import Array, parse_dtype
 from gradwire.operations import Exchange, Operation
-from ranks import eventually, run_ranks
-from training.gradients import LIKE, SMALL, bits, copied, some
-from training.gradients import pair_fixture as pair_fixture
-from training.gradients import three_fixture as three_fixture
+from support.gradients import LIKE, SMALL, bits, copied, some
+from support.gradients import pair_fixture as pair_fixture
+from support.gradients import three_fixture as three_fixture
+from support.ranks import eventually, run_ranks
 
 # --- the mean
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from elastic_ranks import Joiner, Left
-from processes import Here, StartJob
-from processes import job_fixture as job_fixture
-from processes import zygote_fixture as zygote_fixture
-from ranks import run_ranks
-from training.gradients import SMALL
+from support.elastic_ranks import Joiner, Left
+from support.gradients import SMALL
+from support.processes import Here, StartJob
+from support.processes import job_fixture as job_fixture
+from support.processes import zygote_fixture as zygote_fixture
+from support.ranks import run_ranks
 
 STEPS = 8
 LIKE = {"a": np.zeros(6), "b": np.zeros((2, 2)), "c": np.zeros(())}

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from gradwire import core
-from ranks import run_ranks
-from training.gradients import LIKE, SMALL, some
-from training.gradients import pair_fixture as pair_fixture
-from training.gradients import three_fixture as three_fixture
+from gradwire.host import native_core
+from support.gradients import LIKE, SMALL, some
+from support.gradients import pair_fixture as pair_fixture
+from support.gradients import three_fixture as three_fixture
+from support.ranks import run_ranks
 
-needs_core = pytest.mark.skipif(not core.available(), reason="only the core copies from addresses")
+needs_core = pytest.mark.skipif(not native_core.available(), reason="only the core copies from addresses")
 
 
 @pytest.mark.parametrize("pure", [False, True], ids=["core", "pure"])

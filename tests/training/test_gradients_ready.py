@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from ranks import eventually, run_ranks
-from training.gradients import LIKE, SMALL
-from training.gradients import pair_fixture as pair_fixture
-from training.gradients import three_fixture as three_fixture
+from support.gradients import LIKE, SMALL
+from support.gradients import pair_fixture as pair_fixture
+from support.gradients import three_fixture as three_fixture
+from support.ranks import eventually, run_ranks
 
 
 def test_a_full_bucket_is_reduced_before_the_backward_ends(three: list[gw.Group]) -> None:

@@ -10,9 +10,9 @@ import pytest
 import gradwire as gw
 from gradwire.arrays import Array
 from gradwire.training.weights import Weights
-from ranks import run_ranks
-from training.gradients import LIKE, SMALL, bits, copied, some
-from training.gradients import three_fixture as three_fixture
+from support.gradients import LIKE, SMALL, bits, copied, some
+from support.gradients import three_fixture as three_fixture
+from support.ranks import run_ranks
 
 
 def test_ranks_count_by_their_samples(three: list[gw.Group]) -> None:

@@ -11,7 +11,7 @@ import pytest
 import gradwire as gw
 from gradwire.training import transfer
 from gradwire.training.state import State
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 LARGE = transfer.CHUNK_FOR_ONE // 4 * 2 + 3  # in several chunks, of which the last is not whole
 

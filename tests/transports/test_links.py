@@ -15,8 +15,8 @@ import pytest
 from gradwire.errors import Closed, NoConnection
 from gradwire.transports.base import Link, LinkClosed, Transport
 from gradwire.transports.local import Hub
-from gradwire.transports.tcp import TcpTransport
-from tls_files import MEMBERS, credentials
+from gradwire.transports.tcp.transport import TcpTransport
+from support.tls_files import MEMBERS, credentials
 
 LONG = 10.0
 

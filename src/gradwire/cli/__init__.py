@@ -1,11 +1,21 @@
-"""The `gradwire` command: one file per subcommand."""
+"""The `gradwire` command: one file per subcommand.
+
+signals       how commands that have started processes react to signals
+invite        `gradwire invite`
+launching     options and endings that `run` and `join` share
+coordinator   `gradwire coordinator`
+certs         `gradwire certs`
+tune          `gradwire tune`
+bench         `gradwire bench`
+run           `gradwire run`
+join          `gradwire join`
+"""
 
 from __future__ import annotations
 
 import click
 
 import gradwire
-from gradwire import core
 from gradwire.cli.bench import bench
 from gradwire.cli.certs import certs
 from gradwire.cli.coordinator import coordinator
@@ -13,13 +23,14 @@ from gradwire.cli.invite import invite
 from gradwire.cli.join import join
 from gradwire.cli.run import run
 from gradwire.cli.tune import tune
+from gradwire.host import native_core
 
 __all__ = ["main"]
 
 
 def _show_version(context: click.Context, option: click.Parameter, wanted: bool) -> None:
     if wanted:
-        click.echo(f"gradwire {gradwire.__version__}, {core.state()}")
+        click.echo(f"gradwire {gradwire.__version__}, {native_core.state()}")
         context.exit()
 
 

@@ -1,4 +1,4 @@
-"""`gradwire coordinator`: the coordinator of a job, by itself."""
+"""`gradwire coordinator`: runs the coordinator of a job as a process of its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import click
 from gradwire.errors import GradwireError, JournalError
 
 if TYPE_CHECKING:
-    from gradwire.security.tls import Credentials
+    from gradwire.security.credentials import Credentials
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _HELP = """Serve the membership of one job, for workers on any machine that reach it.
@@ -65,8 +65,8 @@ def coordinator(
     insecure: bool,
     quiet: bool,
 ) -> None:
-    from gradwire.membership.addresses import resolve, split
-    from gradwire.membership.service import Coordinator
+    from gradwire.membership.coordinator.service import Coordinator
+    from gradwire.membership.endpoints import resolve, split
     from gradwire.security.tokens import whole_secret
 
     logging.basicConfig(
@@ -99,7 +99,7 @@ def coordinator(
 
 
 def _credentials(ca: Path | None, cert: Path | None, key: Path | None) -> Credentials | None:
-    from gradwire.security.tls import CA, CERT, KEY, Credentials
+    from gradwire.security.credentials import CA, CERT, KEY, Credentials
 
     given = {CA: ca, CERT: cert, KEY: key}
     return Credentials.from_environ({name: str(path) for name, path in given.items() if path is not None})

@@ -1,4 +1,4 @@
-"""`gradwire join`: bring workers to a job that already runs, from this machine or another."""
+"""`gradwire join`: starts workers for a job that already runs, from this machine or another."""
 
 from __future__ import annotations
 
@@ -76,14 +76,14 @@ def join(
     trouble = chaos_of(chaos, elastic=True)
 
     def make(output: Output) -> Supervisor:
-        from gradwire.launch import meeting
-        from gradwire.launch.restarts import Restarts
+        from gradwire.launch import elastic_rendezvous
+        from gradwire.launch.restart_policy import Restarts
         from gradwire.launch.supervisor import Supervisor
 
         return Supervisor(
             task,
             count,
-            meeting.elsewhere(count, address, token_file),
+            elastic_rendezvous.elsewhere(count, address, token_file),
             restarts=Restarts(minimum=1, restarts=restarts),
             chaos=trouble,
             output=output,

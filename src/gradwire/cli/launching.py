@@ -1,4 +1,4 @@
-"""What `gradwire run` and `gradwire join` share: options, signals, and how the end is told."""
+"""What `gradwire run` and `gradwire join` share: options, signals, and the report at the end."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from gradwire.errors import ConfigError, GradwireError
-from gradwire.launch.chaos import NEEDS_ELASTIC, Chaos, parse
-from gradwire.launch.ladder import GRACE, KILL_AFTER
+from gradwire.launch.fault_injection import NEEDS_ELASTIC, Chaos, parse
+from gradwire.launch.stop_escalation import GRACE, KILL_AFTER
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from gradwire.launch.output import Output
-    from gradwire.launch.rootcause import Ending
+    from gradwire.launch.root_cause import Ending
     from gradwire.launch.supervisor import Outcome, Supervisor
-    from gradwire.launch.worker import Task
+    from gradwire.launch.worker_process import Task
 
 CONTEXT = {"allow_interspersed_args": False, "max_content_width": 120}
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -75,7 +75,7 @@ def shared_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def task_of(script: str, args: tuple[str, ...], *, is_module: bool) -> Task:
     """What the workers run; a script that is not there is told before anything starts."""
-    from gradwire.launch.worker import Task
+    from gradwire.launch.worker_process import Task
 
     if is_module:
         return Task.module(script, *args)
@@ -171,7 +171,7 @@ def _tell(outcome: Outcome, log_dir: Path) -> None:
     """Who was lost; after a failure what happened to the others, where the logs are, and last the root cause."""
     from rich.console import Console
 
-    from gradwire.launch import rootcause
+    from gradwire.launch import root_cause
 
     console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False, emoji=False)
     root = outcome.root
@@ -182,15 +182,15 @@ def _tell(outcome: Outcome, log_dir: Path) -> None:
             _tell_losses(console, outcome.endings)
         return
     console.print()
-    for line in rootcause.consequences(outcome.endings, root):
+    for line in root_cause.consequences(outcome.endings, root):
         console.print(f"gradwire: {line}", style="dim")
     console.print(f"gradwire: logs in {log_dir}", style="dim")
     console.print("gradwire: the root cause:", style="bold red")
-    console.print(rootcause.explain(root, outcome.last_lines))
+    console.print(root_cause.explain(root, outcome.last_lines))
 
 
 def _tell_losses(console: Console, endings: tuple[Ending, ...]) -> None:
-    from gradwire.launch.rootcause import consequences
+    from gradwire.launch.root_cause import consequences
 
     lost = consequences(endings, root=None)
     if lost:

@@ -1,4 +1,4 @@
-"""`gradwire run`: start the workers of a job on this machine and see them through."""
+"""`gradwire run`: starts the workers of a job on this machine and waits for them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from gradwire.cli.launching import CONTEXT, chaos_of, see_through, shared_options, task_of
-from gradwire.launch.ladder import GRACE
+from gradwire.launch.stop_escalation import GRACE
 
 if TYPE_CHECKING:
     from gradwire.launch.output import Output
@@ -83,21 +83,21 @@ def run(
     trouble = chaos_of(chaos, elastic=elastic)
 
     def make(output: Output) -> Supervisor:
-        from gradwire.launch import meeting, rendezvous
+        from gradwire.launch import elastic_rendezvous, rendezvous
         from gradwire.launch.log_folder import JOURNAL
-        from gradwire.launch.restarts import Restarts
-        from gradwire.launch.stage import Stage, StaticStage
+        from gradwire.launch.restart_policy import Restarts
         from gradwire.launch.supervisor import Supervisor
+        from gradwire.launch.worker_setup import StaticSetup, WorkerSetup
 
         if elastic:
             assert output.log_dir is not None
-            stage: Stage = meeting.hosted(count, least, most, listen, output.log_dir / JOURNAL, script)
+            setup: WorkerSetup = elastic_rendezvous.hosted(count, least, most, listen, output.log_dir / JOURNAL, script)
             policy = Restarts(minimum=least, restarts=restarts or 0)
         else:
-            stage = StaticStage(count, rendezvous.on_this_machine(count))
+            setup = StaticSetup(count, rendezvous.on_this_machine(count))
             policy = None
         return Supervisor(
-            task, count, stage, restarts=policy, chaos=trouble, output=output, grace=grace, kill_after=kill_after
+            task, count, setup, restarts=policy, chaos=trouble, output=output, grace=grace, kill_after=kill_after
         )
 
     see_through(make, log_dir)

@@ -1,4 +1,4 @@
-"""`gradwire tune`: measure this machine's links, so that algorithms are chosen by what things cost here."""
+"""`gradwire tune`: measures this machine's links, so that algorithms are chosen by their cost here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gradwire.errors import GradwireError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from gradwire.bench.tuning import Measured
+    from gradwire.bench.link_costs import Measured
     from gradwire.collectives import Table
 
 SHOWN = (8, 4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 64 << 20)
@@ -46,15 +46,15 @@ GRADWIRE_TUNING, or gradwire/tuning.json in the user's configuration. Without on
 def tune(ranks: int, show: bool, dry_run: bool, output: Path | None, as_json: bool) -> None:
     from rich.console import Console
 
-    from gradwire import tuning
+    from gradwire.collectives import tuning_table
 
     console = Console(stderr=as_json, soft_wrap=True, markup=False, highlight=False, emoji=False)
-    file = output or tuning.path(os.environ)
-    table, problem = tuning.find(os.environ)
+    file = output or tuning_table.path(os.environ)
+    table, problem = tuning_table.find(os.environ)
     measured: list[Measured] = []
     try:
         if show:
-            source = f"the defaults ({file}: {problem})" if problem else str(tuning.path(os.environ))
+            source = f"the defaults ({file}: {problem})" if problem else str(tuning_table.path(os.environ))
             console.print(f"# in force: {source}")
         else:
             with signals_end():
@@ -63,7 +63,7 @@ def tune(ranks: int, show: bool, dry_run: bool, output: Path | None, as_json: bo
         for line in _report(table, measured, ranks):
             console.print(line)
         if not show and not dry_run:
-            tuning.store(table, file)
+            tuning_table.store(table, file)
             console.print(f"# stored in {file}")
     except GradwireError as error:
         raise click.ClickException(str(error)) from error
@@ -71,12 +71,17 @@ def tune(ranks: int, show: bool, dry_run: bool, output: Path | None, as_json: bo
         sys.exit(128 + signal.SIGINT)
     if as_json:
         stored = None if show or dry_run else str(file)
-        about: dict[str, Any] = {"ranks": ranks, "stored": stored, "problem": problem, "table": tuning.encode(table)}
+        about: dict[str, Any] = {
+            "ranks": ranks,
+            "stored": stored,
+            "problem": problem,
+            "table": tuning_table.encode(table),
+        }
         print(json.dumps(about | {"measured": [one.as_json() for one in measured]}, indent=1))
 
 
 def _measure(ranks: int, console: Console) -> list[Measured]:
-    from gradwire.bench.tuning import measure
+    from gradwire.bench.link_costs import measure
 
     measured = []
     for kind in ("tcp", "shm"):

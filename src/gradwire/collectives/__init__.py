@@ -1,14 +1,21 @@
 """Collectives as data.
 
-    schedule      the words: slices, operations, rounds, programs
-    combine       larger phases made of smaller ones
-    star, ring, tree, halving, direct, hierarchical
-                  one algorithm each, with a statement of its rounds and bytes
-    cost          counts the rounds and bytes of a schedule
-    claims        what a schedule may say about itself, and the rules that prove it
-    verify        proves a schedule right, in terms of expressions
-    pricing       what a schedule should take, given what rounds, messages and bytes cost
-    choose        which algorithm runs, and its schedule
+    schedule       slices, operations, rounds: the terms in which every collective is written
+    expressions    ordered expressions over ranks' inputs
+    pricing        what a schedule costs, given the price of rounds, messages and bytes
+    tuning_table   the table of prices in a file, and its encoding
+    claims         properties that a schedule may state, and the rules that prove them
+    cost           counts the rounds and bytes of a schedule
+    combine        larger phases made of smaller ones
+    verify         proves a schedule right
+    star           everything through one rank
+    tree           a binomial tree
+    ring           each rank sends to the next
+    halving        halving and doubling
+    picture        schedules as text
+    direct         every rank with every other
+    hierarchical   inside hosts, then between them
+    choose         picks an algorithm and builds its schedule
 
 `python -m gradwire.collectives ring 5` draws one.
 """

@@ -1,8 +1,8 @@
-"""Executors run a collective's schedule on arrays. Each module imports only from those above it.
+"""Executors: carry out a schedule.
 
-    numerics     the rules of reductions, in NumPy
-    plan         a schedule bound to counts and a dtype, for one rank
-    python       the reference executor, over any transport
-    native       the same plans in the native core, over sockets and shared memory
-    fast_path    repeated calls, made entirely in the native core
+plan        a schedule bound to counts and a dtype: the plan of one rank
+numerics    the numeric rules that make equal expressions equal bits
+python      the reference executor, over any transport
+native      the fast executor: the same plans in the C++ core, without the GIL
+fast_path   repeated calls with arrays of the same kind, made entirely in the C++ core
 """

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gradwire.arrays import DType
-from gradwire.core import native as _native_core
 from gradwire.executors.native import lower
 from gradwire.executors.plan import Plan
+from gradwire.host.native_core import native as _native_core
 
 if TYPE_CHECKING:
     from gradwire import _native
@@ -74,8 +74,8 @@ class FastPath:
             row_shape=row_shape,
             rows=None if isinstance(counts, int) else counts,
             program=plan.native or lower(plan),
-            fingerprint=plan.meaning.fingerprint,
-            description=plan.meaning,
+            fingerprint=plan.description.fingerprint,
+            description=plan.description,
         )
 
     def halt(self) -> None:

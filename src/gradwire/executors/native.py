@@ -11,11 +11,11 @@ from typing import Protocol, runtime_checkable
 
 from gradwire.arrays import Array
 from gradwire.collectives.schedule import Copy, Finish, Fold, From, Recv, Send, Slice
-from gradwire.core import native as _native
 from gradwire.errors import InvalidSize
 from gradwire.executors.plan import IN_FLIGHT, SMALLEST_TILE, TILE_BYTES, Plan
 from gradwire.executors.python import CallHeader, WaitStrategy
-from gradwire.transports.arena import Arena, OwnArena
+from gradwire.host.native_core import native as _native
+from gradwire.transports.shm.arena import Arena, OwnArena
 from gradwire.wire import Kind
 
 SHARED_TILE_BYTES = 256 << 10  # where all ranks share memory: fits the cache

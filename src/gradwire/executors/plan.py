@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from gradwire.arrays import DType
 from gradwire.collectives.schedule import Copy, Finish, Fold, From, Recv, Schedule, Send, Slice, placement
 from gradwire.errors import InvalidSize
-from gradwire.liveness.calls import Meaning
+from gradwire.liveness.call_log import CallDescription
 from gradwire.wire import HEADER_BYTES
 
 TILE_BYTES = 4 << 20  # of all segments together, so that many ranks do not need much staging
@@ -125,7 +125,7 @@ class Plan:
         dtype: DType,
         op: str | None,
         bounds: tuple[int, ...],
-        meaning: Meaning,
+        description: CallDescription,
         tile_bytes: int | None = None,
     ) -> None:
         if len(bounds) != schedule.segments + 1:
@@ -134,7 +134,7 @@ class Plan:
         self.rank = rank
         self.dtype = dtype
         self.op = op
-        self.meaning = meaning
+        self.description = description
         self.native: Any = None  # the same in the native core's terms, once it was needed
         self.divisor = schedule.size if op == "mean" else None
         self.reduces = op is not None

@@ -1,8 +1,12 @@
-"""Group: the ranks that talk, and everything they can say to each other.
+"""`Group`: what users call, and how its operations run in one order.
 
-group           Group itself: who, beginning and end, collectives, streams, subgroups
-memory          arrays in memory that ranks share
-messaging       send, recv, sendrecv and copy, outside the order of the collectives
+work                `Work`, the handle of a queued operation
+plan_cache          schedules chosen by price and bound to this rank, the last ones used
+runner              runs a group's operations one at a time, in the program's order
+point_to_point      send, recv, sendrecv and copy, outside that order
+registered_memory   arrays in memory that ranks share
+stream              `Stream`: the same collectives, queued
+group               `Group`
 """
 
 from __future__ import annotations

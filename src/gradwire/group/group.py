@@ -12,24 +12,23 @@ from gradwire import operations
 from gradwire.arrays import Array, Counts
 from gradwire.collectives import COLLECTIVES, algorithms
 from gradwire.errors import InvalidRank, InvalidSize, UnsupportedOp
-from gradwire.exchange import Runner
-from gradwire.generation import Generation
-from gradwire.group.memory import empty
-from gradwire.group.messaging import Messaging
-from gradwire.liveness.calls import call_site
+from gradwire.generation.generation import Generation
+from gradwire.group.point_to_point import PointToPoint, PointToPointCalls
+from gradwire.group.registered_memory import empty
+from gradwire.group.runner import CollectiveRunner
+from gradwire.group.stream import Stream
+from gradwire.liveness.call_log import call_site
 from gradwire.liveness.verdict import Finding
 from gradwire.operations import Capabilities, Operation
-from gradwire.operations.call import check_rank, settled
-from gradwire.post import Post
+from gradwire.operations.types import check_rank, settled
 from gradwire.topology import Topology
 from gradwire.wire import fingerprint, group_identity
-from gradwire.work import Stream
 
 CONFER_SECONDS = 0.25  # that leaving `with group` may take to learn whether the last calls agreed
 WORLD = 1
 
 
-class Group(Messaging):
+class Group(PointToPointCalls):
     """Some ranks of a job that call collectives together; each has one order of calls, the program's.
 
     All collectives take `algorithm="auto"` (or star, ring, tree, halving, direct, hierarchical, where they exist) and
@@ -51,8 +50,8 @@ class Group(Messaging):
         self._identity = identity
         self._topology = _restricted(generation.identity.topology, self._members)
         channel = fingerprint("collective", identity)
-        self._runner = Runner(generation, identity, channel, self._members, self._topology, timeout)
-        post = Post(generation, identity, self._runner.rank, self._members)
+        self._runner = CollectiveRunner(generation, identity, channel, self._members, self._topology, timeout)
+        post = PointToPoint(generation, identity, self._runner.rank, self._members)
         super().__init__(post, self._runner.rank, len(self._members), timeout)
         self._subgroups: dict[tuple[int, ...], Group] = {}
         self._instances: dict[tuple[int, ...], int] = {}
@@ -165,7 +164,7 @@ class Group(Messaging):
             return
         finding = Finding("aborted", str(reason)[:2000], self._generation.identity.rank)
         self._generation.control.report(finding, time.monotonic())
-        self._generation.switchboard.wake()
+        self._generation.service.wake()
 
     def recover(self, timeout: float | None = None) -> Group:
         """The next generation's group, after a break: of all members that are left, and those that wait to join.

@@ -1,4 +1,4 @@
-"""The exchange itself, on arrays as NumPy sees them; called from plain Python and by compiled programs alike."""
+"""The all-reduce of trees on NumPy arrays, called from plain Python and from compiled programs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 from gradwire import operations
 from gradwire.arrays import Array
 from gradwire.errors import ConfigError, NotFinite
-from gradwire.exchange import Site
 from gradwire.group import Group
+from gradwire.group.runner import Site
 from gradwire.jax import failures, trees
-from gradwire.operations.call import settled
+from gradwire.operations.types import settled
 from gradwire.training.finite import all_finite, faults
 
 

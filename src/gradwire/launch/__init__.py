@@ -1,24 +1,24 @@
-"""Starting the processes of a job on this machine, and supervising them.
+"""Starts the processes of a job on this machine and supervises them.
 
-function.py     `gw.launch`: a function in n processes, results and exceptions back
-supervisor.py   `Supervisor`: start, wait, stop; everything below is its parts
-  worker.py       one worker: its process, its channel, what it runs (`Task`)
-  child.py        the first code in that process
-  output.py       what the workers print: logs, and the screen (lines.py, screen.py)
-  log_folder.py   where the logs go; those of earlier runs are moved aside
-  ladder.py       when to send which signal, pure
-  restarts.py     who is replaced, and when the job has failed, pure
-  rootcause.py    which failure explains the others, pure
-  undisturbed.py  signals wait while it starts
-  sessions.py     all processes of a worker; the guard that ends them if the supervisor is killed
-stage.py        what the workers of a job of fixed size find around them
-  environment.py  the variables of a worker
-  rendezvous.py   the coordinator and the secret of the job
-elastic.py      what those of an elastic job do: news, and leases held for them
-  meeting.py      where its members meet
-  keeper.py       its coordinator, a process that is started anew when it dies
-  frozen.py       which stopped workers are not waited for, pure
-trouble.py      faults on purpose; chaos.py is their schedule, pure
+worker_main           the first code in a worker process
+screen                shows the lines of all workers, each with its prefix
+restart_policy        which workers are replaced, and when the job has failed; pure
+terminal_lines        from the bytes of a stream to lines as a terminal shows them
+process_tree          all processes of a worker, and the guard that ends them
+log_folder            the folder of a run's logs; those of earlier runs are moved aside
+stop_escalation       when to send which signal; pure
+rendezvous            the coordinator and the secret of a job of fixed size
+defer_signals         holds signals back while processes are started
+root_cause            which failure explains the others; pure
+output                what workers print, in logs and on the screen
+worker_process        one worker as the supervisor sees it
+fault_injection       deliberate faults
+worker_setup          environment and surroundings of a worker
+coordinator_process   the coordinator of an elastic job, restarted when it dies
+supervisor            `Supervisor`: start, wait, stop
+elastic_setup         worker setup of an elastic job: leases and news
+function              `gw.launch`: a function in n processes
+elastic_rendezvous    where the members of an elastic job meet
 """
 
 from __future__ import annotations

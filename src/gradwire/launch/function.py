@@ -22,9 +22,9 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 from gradwire.errors import ConfigError, InvalidSize, WorkerFailed
 
 if TYPE_CHECKING:
-    from gradwire.launch.rootcause import Ending
+    from gradwire.launch.root_cause import Ending
     from gradwire.launch.supervisor import Outcome, Supervisor
-    from gradwire.launch.worker import Worker
+    from gradwire.launch.worker_process import Worker
 
 T = TypeVar("T")
 
@@ -49,20 +49,20 @@ def launch(fn: Callable[..., T], n: int, args: Sequence[Any] = ()) -> list[T]:
     if not callable(fn):
         raise ConfigError(f"launch needs a function, not {fn!r}")
     from gradwire.launch import rendezvous
-    from gradwire.launch.stage import StaticStage
     from gradwire.launch.supervisor import Supervisor
-    from gradwire.launch.worker import Task
+    from gradwire.launch.worker_process import Task
+    from gradwire.launch.worker_setup import StaticSetup
 
     with _payload(fn, tuple(args)) as payload:
         task = Task(("function", str(payload)), inherited=(payload,), returns=True)
-        with Supervisor(task, n, StaticStage(n, rendezvous.on_this_machine(n))) as supervisor:
+        with Supervisor(task, n, StaticSetup(n, rendezvous.on_this_machine(n))) as supervisor:
             supervisor.wait()
     return _results(supervisor)
 
 
 @contextlib.contextmanager
 def _payload(fn: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[int]:
-    """The call in a nameless file, as `child.py` reads it."""
+    """The call in a nameless file, as `worker_main.py` reads it."""
     surroundings = {"path": [entry for entry in sys.path if isinstance(entry, str)], "argv": sys.argv}
     fd = os.memfd_create("gradwire-call")
     try:
@@ -158,7 +158,7 @@ def _result(worker: Worker) -> Any:
 
 def _failure(worker: Worker, root: Ending, outcome: Outcome) -> Exception:
     """The root cause's own exception if it came through, caused by what is known of its process; else only that."""
-    from gradwire.launch.rootcause import consequences, explain
+    from gradwire.launch.root_cause import consequences, explain
 
     known = WorkerFailed(explain(root, outcome.last_lines), culprit=root.number, exit_code=root.exit_code)
     error = _exception(worker)

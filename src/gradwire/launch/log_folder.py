@@ -1,4 +1,4 @@
-"""The folder of a run's logs: one launcher at a time writes there, and finds nothing of an earlier run.
+"""The log folder of a run: one launcher at a time writes there, and files of earlier runs are moved aside.
 
 L/worker-0.log  coordinator.log  coordinator.journal …   the present run, or the last one
 L/earlier-1/  earlier-2/ …                               the runs before it, in order
@@ -66,7 +66,7 @@ def _move_earlier_run(folder: Path) -> None:
         return
     earlier = _new_folder(folder)
     if journal.exists():
-        from gradwire.membership.journal import set_aside  # loads SQLite
+        from gradwire.membership.coordinator.journal import set_aside  # loads SQLite
 
         try:
             set_aside(journal, earlier)

@@ -1,4 +1,4 @@
-"""Where the workers of a launched job meet: a coordinator in the supervisor's process, and a secret for this job."""
+"""The rendezvous of a job of fixed size: a coordinator in the supervisor's process, and a secret for this job."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Rendezvous:
 
 def on_this_machine(size: int) -> Rendezvous:
     """A coordinator on a free port of the loopback interface, not started yet."""
-    from gradwire.membership.service import Coordinator  # loads grpc
+    from gradwire.membership.coordinator.service import Coordinator  # loads grpc
     from gradwire.security.secret import TOKEN, job_secret, new_token
 
     job, token = uuid.uuid4().hex, new_token()

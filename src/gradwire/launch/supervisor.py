@@ -1,9 +1,9 @@
 """Starts the workers of a job, watches over them, and ends them together.
 
-When one fails, `restarts.py` decides: the job goes on without it, or replaces it, or has failed. Then the others get a
-grace in which they notice by themselves (their collectives raise) and can save what they want; then SIGTERM, and later
-SIGKILL. Whatever a worker has started ends with it. If the supervisor's own process is killed, its guard ends the
-workers.
+When one fails, `restart_policy` decides: the job goes on without it, or replaces it, or has failed. Then the others get
+a grace period in which they notice by themselves (their collectives raise) and can save what they want; then SIGTERM,
+and later SIGKILL. Whatever a worker has started ends with it. If the supervisor's own process is killed, its guard ends
+the workers.
 
 The watching is done by one thread, the printing by another (see `output.py`); the caller only starts, waits and stops.
 """
@@ -23,17 +23,16 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 
 from gradwire.errors import ConfigError, InvalidSize, TransportError
-from gradwire.launch import rootcause
-from gradwire.launch.chaos import Chaos
-from gradwire.launch.ladder import GRACE, KILL_AFTER, Ladder
+from gradwire.launch import root_cause
+from gradwire.launch.defer_signals import deferred_signals
+from gradwire.launch.fault_injection import Chaos, Trouble
 from gradwire.launch.output import Output
-from gradwire.launch.restarts import Fate, Restarts, Verdict
-from gradwire.launch.rootcause import Ending
-from gradwire.launch.sessions import Guard
-from gradwire.launch.stage import Stage
-from gradwire.launch.trouble import Trouble
-from gradwire.launch.undisturbed import undisturbed
-from gradwire.launch.worker import Task, Worker
+from gradwire.launch.process_tree import Guard
+from gradwire.launch.restart_policy import Fate, Restarts, Verdict
+from gradwire.launch.root_cause import Ending
+from gradwire.launch.stop_escalation import GRACE, KILL_AFTER, StopEscalation
+from gradwire.launch.worker_process import Task, Worker
+from gradwire.launch.worker_setup import WorkerSetup
 
 _ASK_EVERY = 0.02  # seconds, for news that no descriptor tells
 _LAST_WORDS = 3.0  # seconds for what ran beside the workers to end, when they are gone
@@ -52,7 +51,7 @@ class Outcome:
     def exit_code(self) -> int:
         if self.root is not None:
             return self.root.exit_code or 1
-        return 0 if self.stopped_by is None else rootcause.EXIT_BY_SIGNAL + self.stopped_by
+        return 0 if self.stopped_by is None else root_cause.EXIT_BY_SIGNAL + self.stopped_by
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class Supervisor:
         self,
         task: Task,
         size: int,
-        stage: Stage,
+        setup: WorkerSetup,
         *,
         restarts: Restarts | None = None,
         chaos: Chaos | None = None,
@@ -90,11 +89,11 @@ class Supervisor:
         self.outcome: Outcome | None = None
         self.restarts = restarts or Restarts(minimum=size, fixed=True)
         self._task = task
-        self._stage = stage
+        self._setup = setup
         self._chaos = chaos
         self._trouble: Trouble | None = None
         self._output = output or Output()
-        self._ladder = Ladder(grace, kill_after)
+        self._escalation = StopEscalation(grace, kill_after)
         self._local_ranks: dict[int, int] = {}
         self._beside: list[Worker] = []  # processes that are no workers
         self._judged: set[int] = set()
@@ -113,7 +112,7 @@ class Supervisor:
 
     def start(self) -> None:
         try:
-            with undisturbed():
+            with deferred_signals():
                 self._start()
         except BaseException as error:
             if self._thread is not None and self._thread.ident is not None:  # an interrupt that came meanwhile
@@ -130,7 +129,7 @@ class Supervisor:
         self._wake.setblocking(False)
         self._selector.register(self._news, selectors.EVENT_READ)
         self._guard = Guard()
-        self._stage.start(self)
+        self._setup.start(self)
         for local_rank in range(self.size):
             self._start_worker(local_rank)
         self._output.start()
@@ -171,7 +170,7 @@ class Supervisor:
             self.wait()
             raise
 
-    # -- for the stage, and for trouble -------------------------------------------------------------------------------
+    # -- for the setup, and for trouble -------------------------------------------------------------------------------
 
     def wake(self) -> None:
         if self._wake is not None:
@@ -198,19 +197,19 @@ class Supervisor:
         return self._start_worker(min(set(range(len(taken) + 1)) - taken))
 
     def disturb(self, action: str, workers: Sequence[Worker]) -> str:
-        return self._stage.disturb(action, workers)
+        return self._setup.disturb(action, workers)
 
     # -- the supervisor's thread --------------------------------------------------------------------------------------
 
     def _start_worker(self, local_rank: int) -> Worker:
-        number, noun = len(self.workers), self._stage.noun
-        equipment = self._stage.equip(number, local_rank)
+        number, noun = len(self.workers), self._setup.noun
+        equipment = self._setup.equip(number, local_rank)
         task = replace(self._task, inherited=self._task.inherited + equipment.inherited)
         worker = self._launch(number, str(number), f"{noun}-{number}.log", task, equipment.environ, noun)
         self.workers += (worker,)
         self._local_ranks[number] = local_rank
         self.restarts.started(number)
-        self._stage.started(worker)
+        self._setup.started(worker)
         return worker
 
     def _launch(
@@ -252,7 +251,7 @@ class Supervisor:
         while self._successions or not all(worker.gone for worker in self.workers):
             self._watch(self._pause())
             self._act(time.monotonic())
-        self._stage.stop()
+        self._setup.stop()
         deadline = time.monotonic() + _LAST_WORDS
         while not all(process.gone for process in self._beside) and time.monotonic() < deadline:
             self._watch(_ASK_EVERY)
@@ -271,7 +270,7 @@ class Supervisor:
     def _pause(self) -> float | None:
         """How long nothing needs to be done if no descriptor tells."""
         pauses = [_ASK_EVERY] if any(process.must_be_asked for process in (*self.workers, *self._beside)) else []
-        dues = [self._ladder.next_due, self._stage.next_due, self._trouble.next_due if self._trouble else None]
+        dues = [self._escalation.next_due, self._setup.next_due, self._trouble.next_due if self._trouble else None]
         for due in dues + [one.due for one in self._successions]:
             if due is not None:
                 pauses.append(max(0.0, due - time.monotonic()))
@@ -283,7 +282,7 @@ class Supervisor:
         for fd in before.difference(process.descriptors()):
             self._selector.unregister(fd)
         if alive and process.ending is not None:
-            self._stage.ended(process)
+            self._setup.ended(process)
         if process.gone:
             if self._guard is not None:
                 self._guard.forget(process.pid)
@@ -293,16 +292,16 @@ class Supervisor:
         while self._requests:
             number = self._requests.popleft()
             self._stopped_by = self._stopped_by or number
-            self._ladder.asked(number, now)
+            self._escalation.asked(number, now)
             self._end_begins()
         for worker in self.workers:
             if worker.number not in self._judged and (worker.ending is not None or worker.has_failed(now)):
                 self._judge(worker, now)
-        self._stage.attend(now)
+        self._setup.attend(now)
         self._replace(now)
         if self._trouble is not None:
             self._trouble.make(now)
-        for number in self._ladder.due(now):
+        for number in self._escalation.due(now):
             for worker in self.workers:
                 worker.signal(number, now)
 
@@ -358,12 +357,12 @@ class Supervisor:
 
     def _tell(self, worker: Worker, verdict: Verdict, successor: Worker | None = None, delay: float = 0.0) -> None:
         if self._given_up_at is None:
-            self._stage.judged(worker, verdict, successor, delay)
+            self._setup.judged(worker, verdict, successor, delay)
 
     def _give_up(self, now: float) -> None:
         if self._given_up_at is None:
             self._given_up_at = len(self._unanswered) - 1
-        self._ladder.failed(now)
+        self._escalation.failed(now)
         self._end_begins()
 
     def _successor(self, worker: Worker) -> Worker | None:
@@ -381,10 +380,10 @@ class Supervisor:
     def _root(self) -> Ending | None:
         if self._given_up_at is not None:
             endings = [worker.ending for worker in self._unanswered if worker.ending is not None]
-            return rootcause.of_failure(endings, self._given_up_at)
+            return root_cause.of_failure(endings, self._given_up_at)
         if self._stopped_by is not None:
             return None
-        return rootcause.of_end(self._endings(), self.restarts.errors, formed=self._stage.formed)
+        return root_cause.of_end(self._endings(), self.restarts.errors, formed=self._setup.formed)
 
     def _see_output_through(self) -> None:
         """A reader of our output may be slow or paused, and then has all the time unless we are told to stop."""
@@ -403,7 +402,7 @@ class Supervisor:
             process.close()
         if self._guard is not None:
             self._guard.close()
-        self._stage.close()
+        self._setup.close()
         self._output.close(timeout=1.0)
         self._selector.close()
         for end in (self._news, self._wake):

@@ -1,5 +1,9 @@
-"""How ranks learn of each other's trouble: beats and who misses them, the log of calls, the verdict on what broke, the
-control messages.
+"""Failure detection: who is alive, what each rank has called, and what broke a generation.
 
-What decides (`detector`, `verdict`) looks at no clock; links and the time are handed in.
+call_log        the last calls of a group on this rank: sequence numbers, fingerprints, places in the program
+detector        heartbeat times in, suspects out; pure
+verdict         what broke a generation, decided once and equally on all ranks; pure
+beat_messages   heartbeats on links, as frames or as one-time tokens of links admitted inside TLS
+control         control messages: aborts, losses, goodbyes and disagreements reach all ranks
+lifeline        sends this rank's heartbeats and receives those of the others
 """

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from gradwire.errors import Broken
-from gradwire.liveness.calls import SHOWN, Call, CallLog
+from gradwire.liveness.call_log import SHOWN, Call, CallLog
 from gradwire.liveness.verdict import MAX_TEXT, Finding, Verdict
 from gradwire.wire import MAX_CONTROL, Header, Kind, WireError, parse_json
 

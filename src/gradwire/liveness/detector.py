@@ -1,4 +1,4 @@
-"""Who has been silent for too long: times of beats come in, suspects come out.
+"""Decides which ranks have been silent for too long: heartbeat times in, suspects out. Pure.
 
 Pure. A rank beats every 50 ms, by a thread that needs nothing of the interpreter. How long it may be silent follows
 from how regular it was: min(max(floor, median + k·MAD of its intervals), 0.6 s). A rank on another host has a fixed
@@ -29,14 +29,14 @@ MOST_SECONDS = 0.6
 PEER_SECONDS = 3.0  # the deadline between hosts, unless GRADWIRE_PEER_TIMEOUT says otherwise
 UNSTOPPED_SECONDS = 0.7  # of one that is seen, and was not stopped
 STARVED_SECONDS = 5.0  # and of one that visibly waits for a core or for the kernel
-ROLL_CALL_SECONDS = 0.85  # a silence that long is told whatever the others do
-REMOTE_ROLL_CALL_SECONDS = 0.4  # that a silence between hosts is held back, at most, until the others are heard
+CONFIRM_SECONDS = 0.85  # a silence that long is told whatever the others do
+REMOTE_CONFIRM_SECONDS = 0.4  # that a silence between hosts is held back, at most, until the others are heard
 LATE_SECONDS = 0.1  # later than it was due: a watcher that was held up
 STILL_SECONDS = 0.15  # by which a look was late, for who may have been missed: it takes 0.2 s of silence at least
 LATELY_SECONDS = 5.0
 LOOK_SECONDS = 0.1  # between looks; half of it where somebody was not heard
 SLOW_SECONDS = 0.5  # where nobody beats faster
-ROLL_CALL_LOOKS = 0.01
+CONFIRM_LOOKS = 0.01
 DEVIATIONS = 8
 KEPT = 64  # intervals
 FEW = 8  # intervals, which say little
@@ -68,12 +68,12 @@ class _Life:
     def allowed(self, sight: Sight | None) -> float:
         """The seconds that it may be silent, after what was seen of it."""
         if self.deadline is None or sight is Sight.STOPPED:
-            return self.patience() if sight is None else _SECONDS[sight]
+            return self.max_silence() if sight is None else _SECONDS[sight]
         if sight is Sight.STARVED:
             return max(self.deadline, STARVED_SECONDS)
         return self.deadline if sight is Sight.OUTAGE else min(self.deadline, self.most)
 
-    def patience(self) -> float:
+    def max_silence(self) -> float:
         if len(self.intervals) < FEW:
             return self.most
         middle = median(self.intervals)
@@ -107,7 +107,7 @@ class Detector:
     def __init__(self) -> None:
         self.due = -math.inf  # when to look next
         self._lives: dict[int, _Life] = {}
-        self._roll_call: float | None = None  # since when
+        self._confirming_since: float | None = None  # since when
 
     def watch(self, peer: int, now: float, least: float, most: float = MOST_SECONDS, *, slow: bool = False) -> None:
         """From now on expect beats of this rank; `slow` says that it beats twice a second only."""
@@ -152,7 +152,7 @@ class Detector:
     def restart(self, now: float, missed: float = math.inf) -> None:
         """Nothing is known of the last `missed` seconds. Deadlines on one host begin anew; those between hosts, which
         are so long that a busy watcher would never see the end of one, are put off by that much."""
-        self._roll_call = None
+        self._confirming_since = None
         for life in self._lives.values():
             life.heard = max(life.heard, now if life.deadline is None else min(now, life.heard + missed))
 
@@ -161,14 +161,16 @@ class Detector:
         if now > self.due + LATE_SECONDS and self.due > -math.inf:
             self.restart(now, now - self.due)
         suspects = {peer for peer, life in self._lives.items() if _is_suspect(peer, life, now, look)}
-        self._roll_call = None if not suspects else self._roll_call if self._roll_call is not None else now
+        self._confirming_since = (
+            None if not suspects else self._confirming_since if self._confirming_since is not None else now
+        )
         lost = sorted(suspects) if suspects and self._all_called(suspects, now) else []
         self.due = now + self._pause(now)
         return [(peer, now - self._lives[peer].heard) for peer in lost]
 
     def _pause(self, now: float) -> float:
-        if self._roll_call is not None:
-            return ROLL_CALL_LOOKS
+        if self._confirming_since is not None:
+            return CONFIRM_LOOKS
         heard = [life.heard >= now for life in self._lives.values() if not life.slow]
         if not all(heard):
             return LOOK_SECONDS / 2
@@ -176,13 +178,13 @@ class Detector:
 
     def _all_called(self, suspects: set[int], now: float) -> bool:
         """Whether everybody else has been heard since the first was suspected."""
-        assert self._roll_call is not None
+        assert self._confirming_since is not None
         others = [life for peer, life in self._lives.items() if peer not in suspects and not life.slow]
-        if all(life.heard >= self._roll_call for life in others):
+        if all(life.heard >= self._confirming_since for life in others):
             return True
-        remote = now - self._roll_call >= REMOTE_ROLL_CALL_SECONDS
+        remote = now - self._confirming_since >= REMOTE_CONFIRM_SECONDS
         lives = [self._lives[peer] for peer in suspects]
-        return any(remote if life.deadline else now - life.heard >= ROLL_CALL_SECONDS for life in lives)
+        return any(remote if life.deadline else now - life.heard >= CONFIRM_SECONDS for life in lives)
 
 
 def _is_suspect(peer: int, life: _Life, now: float, look: Look) -> bool:

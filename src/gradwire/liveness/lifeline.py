@@ -1,14 +1,14 @@
-"""The lifeline: this rank's beats, and its ear for those of the others.
+"""The lifeline: sends this rank's heartbeats and receives those of the others.
 
     ranks that share memory     beat in it: a word behind the directory of their arena
     other ranks                 beat over a link of their own: each pair of up to 32 ranks, beyond that ring neighbours
 
-A native thread beats (native/lifeline.hpp): it says that the process runs, whatever its interpreter does; beats.py says
-how that goes with TLS. Without the core the service thread beats, slowly, and such a rank may be silent for 10 s. Who
-beats but does not come is stuck, not lost. The service thread looks every 0.1 s whom it heard; `Detector` decides who
-is silent for too long. On one host the end of a process is seen as well (a pidfd, as a link on which nothing comes but
-the end), in milliseconds. Between hosts silence may be the network's: the deadline is longer there, and all ranks of a
-job use the longest that any of them has in `GRADWIRE_PEER_TIMEOUT`.
+A native thread beats (native/lifeline.hpp): it shows that the process runs, whatever its interpreter does.
+`beat_messages` has the form of beats under TLS. Without the core the service thread beats, slowly, and such a rank
+may be silent for 10 s. Who beats but does not come is stuck, not lost. The service thread looks every 0.1 s whom it
+heard; `Detector` decides who is silent for too long. On one host the end of a process is seen as well (a pidfd, as a
+link on which nothing comes but the end), in milliseconds. Between hosts silence may be the network's: the deadline is
+longer there, and all ranks of a job use the longest that any of them has in `GRADWIRE_PEER_TIMEOUT`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradwire import core, machine
-from gradwire.liveness import beats
-from gradwire.liveness.beats import TOKEN_BYTES, BeatSink, TokenReader, Tokens
+from gradwire.host import machine, native_core
+from gradwire.liveness import beat_messages
+from gradwire.liveness.beat_messages import TOKEN_BYTES, BeatSink, TokenReader, Tokens
 from gradwire.liveness.control import Control
 from gradwire.liveness.detector import (
     BEAT_SECONDS,
@@ -46,7 +46,7 @@ from gradwire.transports.base import (
     Transport,
 )
 from gradwire.transports.frames import FrameReader, Outbox, Reader
-from gradwire.transports.shm import OwnArena, SharedMemory
+from gradwire.transports.shm.shared_memory import OwnArena, SharedMemory
 from gradwire.wire import HEADER_BYTES
 
 DEATH_SECONDS = 0.05  # in which the last messages of a process that has ended are read
@@ -63,7 +63,7 @@ MOST_TIMEOUT = 600.0  # connections give up a little later, whatever is waited f
 
 
 @dataclass(frozen=True, slots=True)
-class Nature:
+class BeatCapability:
     """What others have to know of a rank to judge its silence."""
 
     native: bool  # its beats do not need its interpreter
@@ -73,18 +73,18 @@ class Nature:
     timeout: float = PEER_SECONDS  # how long a rank on another host may be silent, as far as it is asked
 
     @classmethod
-    def own(cls, timeout: float = PEER_SECONDS) -> Nature:
+    def own(cls, timeout: float = PEER_SECONDS) -> BeatCapability:
         namespace = ""
         with contextlib.suppress(OSError):
             namespace = f"{machine.identity()}/{os.stat('/proc/self/ns/pid').st_ino}"
         status = machine.process_status(os.getpid())
-        return cls(core.available(), os.getpid(), namespace, status.started if status else 0, timeout)
+        return cls(native_core.available(), os.getpid(), namespace, status.started if status else 0, timeout)
 
     def to_wire(self) -> list[Any]:
         return [self.native, self.pid, self.namespace, self.started, self.timeout]
 
     @classmethod
-    def from_wire(cls, told: object) -> Nature:
+    def from_wire(cls, told: object) -> BeatCapability:
         match told:
             case [bool(native), int(pid), str(namespace), int(started), int(timeout) | float(timeout)] if (
                 LEAST_TIMEOUT <= timeout <= MOST_TIMEOUT
@@ -132,9 +132,9 @@ class Lifeline:
         self._readers: list[Reader] = []
         self._outboxes: dict[int, Outbox] = {}  # for beats that this class makes itself; by id of the link
         self._tokens: dict[int, tuple[int, Tokens]] = {}  # for links that leave TLS: the descriptor, and what to send
-        self._awaited: deque[tuple[int, Nature]] = deque()  # whom to watch, for the service thread to see
+        self._awaited: deque[tuple[int, BeatCapability]] = deque()  # whom to watch, for the service thread to see
         self._timeout = PEER_SECONDS
-        self._seen: dict[int, Nature] = {}  # ranks whose processes can be looked at
+        self._seen: dict[int, BeatCapability] = {}  # ranks whose processes can be looked at
         self._dead: dict[int, float] = {}  # ranks whose process ended, and until when their goodbye may come
         self._beat_at = -math.inf
 
@@ -142,7 +142,7 @@ class Lifeline:
         """Beat, in memory that ranks of this host may come to share; without the core only where there are links."""
         self._arena = arena  # which must be there as long as the thread writes to it
         if native:
-            self._thread = core.native.Lifeline(BEAT_SECONDS)
+            self._thread = native_core.native.Lifeline(BEAT_SECONDS)
             if arena is not None:
                 self._thread.write_to(arena.address)
             self._thread.start()
@@ -159,7 +159,7 @@ class Lifeline:
             if peer < rank:
                 self.add_link(dial(peer))
 
-    def expect(self, natures: Sequence[Nature]) -> None:
+    def expect(self, natures: Sequence[BeatCapability]) -> None:
         """From now on judge silence: all have begun."""
         rank = self._control.rank
         self._timeout = max(nature.timeout for nature in natures)
@@ -195,7 +195,9 @@ class Lifeline:
         elif tokens is None:
             self._thread.add(_descriptor(link), self._record)
         else:
-            self._thread.add_tokens(_descriptor(link), TOKEN_BYTES, beats.MARK_BLOCKS * beats.BLOCK_TOKENS)
+            self._thread.add_tokens(
+                _descriptor(link), TOKEN_BYTES, beat_messages.MARK_BLOCKS * beat_messages.BLOCK_TOKENS
+            )
             self._thread.feed(_descriptor(link), tokens.block())
 
     def _reader(self, link: Link, key: bytes | None) -> Reader:
@@ -253,7 +255,7 @@ class Lifeline:
                 self._control.lost(peer, now, self._describe(peer, silence))
         return min(pause, self._detector.due - now)
 
-    def _watch(self, peer: int, nature: Nature, now: float) -> None:
+    def _watch(self, peer: int, nature: BeatCapability, now: float) -> None:
         """Begin to judge the silence of a rank."""
         if peer in self._remote:
             link = self._link_to(peer)
@@ -284,8 +286,8 @@ class Lifeline:
         """What the native thread cannot do: beat if there is none, and make tokens for it."""
         if self._thread is not None:
             for descriptor, tokens in list(self._tokens.values()):
-                left = -(-self._thread.ahead(descriptor) // beats.BLOCK_TOKENS)
-                for _ in range(min(FEED_BLOCKS, beats.STOCK_BLOCKS - left)):
+                left = -(-self._thread.ahead(descriptor) // beat_messages.BLOCK_TOKENS)
+                for _ in range(min(FEED_BLOCKS, beat_messages.STOCK_BLOCKS - left)):
                     self._thread.feed(descriptor, tokens.block())
         elif now >= self._beat_at:
             self._beat_at = now + SLOW_SECONDS
@@ -302,7 +304,7 @@ class Lifeline:
                 self._detector.forget(peer)
         if self._shared is not None:
             pages = [(peer, self._shared.peers[peer].address) for peer in watched if peer in self._shared.peers]
-            for (peer, _), beat in zip(pages, core.native.beats([address for _, address in pages]), strict=True):
+            for (peer, _), beat in zip(pages, native_core.native.beats([address for _, address in pages]), strict=True):
                 if beat:
                     self._sink.heard(peer, beat)
         for reader in self._readers:

@@ -1,4 +1,4 @@
-"""All-reduce of a map of arrays: small ones side by side in one exchange, large ones where they are."""
+"""All-reduce of a dict of arrays: small ones packed into one exchange, large ones in place."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from gradwire import arrays
 from gradwire.arrays import Array, DType, View, check_reduction, view
 from gradwire.errors import ArrayError, UnsupportedOp
-from gradwire.operations.call import Exchange, Operation, Shape, algorithm_text, check_algorithm
+from gradwire.operations.types import Exchange, Operation, Shape, algorithm_text, check_algorithm
 
 ALONE_BYTES = 1 << 20
 """From here on an exchange of its own costs less than copying the array to others and back."""

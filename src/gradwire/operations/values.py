@@ -1,4 +1,4 @@
-"""JSON-like values. One that cannot be sent is an error on all ranks, which stay in step: nobody waits in vain."""
+"""Collectives on JSON-like values. A value that cannot be sent is an error on all ranks, and the group stays usable."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradwire import arrays
 from gradwire.arrays import Array
 from gradwire.errors import ArrayError, GradwireError, InvalidSize
 from gradwire.executors.plan import ragged_bounds
-from gradwire.operations.call import Declined, Exchange, Operation, Shape, check_root, nothing
+from gradwire.operations.types import Declined, Exchange, Operation, Shape, check_root, nothing
 from gradwire.wire import parse_json
 
 MAX_VALUE_BYTES = 256 << 20

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradwire.errors import ConfigError
-from gradwire.security.identity import Identity, is_name, only
+from gradwire.security.certificate_names import Identity, is_name, only
 
 if TYPE_CHECKING:
     from cryptography import x509

@@ -1,4 +1,4 @@
-"""Join tokens: an invitation to one job, for some time and some processes, that does not give the job's secret away.
+"""Join tokens: invitations to one job, limited in time and uses, that do not reveal the job's secret.
 
     gwj1.TICKET.KEY     the ticket is public: the job, when it expires, for how many, and a random number
                         the key is derived from the job's secret and the ticket
@@ -170,7 +170,7 @@ class Gate:
         self._pending.add(member)
         return True
 
-    def seated(self, members: Iterable[str]) -> None:
+    def registered(self, members: Iterable[str]) -> None:
         """These are in a generation: from now on their uses of a ticket count for good."""
         self._pending.difference_update(members)
 
@@ -195,11 +195,11 @@ class Gate:
         owners = {member: number.hex() for member, number in self._owners.items()}
         return {"uses": uses, "owners": owners, "pending": sorted(self._pending)}
 
-    def restore(self, snapshot: Mapping[str, Any], seated: Iterable[str] = ()) -> None:
-        """Go on from a snapshot; `seated` are the members of the present generation."""
+    def restore(self, snapshot: Mapping[str, Any], registered: Iterable[str] = ()) -> None:
+        """Go on from a snapshot; `registered` are the members of the present generation."""
         self._admitted = {bytes.fromhex(number): set(members) for number, members in snapshot["uses"].items()}
         self._owners = {member: bytes.fromhex(number) for member, number in snapshot["owners"].items()}
-        self._pending = {member for member in snapshot["pending"] if member not in set(seated)}
+        self._pending = {member for member in snapshot["pending"] if member not in set(registered)}
 
 
 def _text(data: bytes) -> str:

@@ -9,10 +9,10 @@ from gradwire.arrays import Array, DType, dtype_of
 from gradwire.collectives import build
 from gradwire.executors.plan import Plan, even_bounds, ragged_bounds
 from gradwire.executors.python import CallHeader, PythonExecutor
+from gradwire.generation.waiting import ANSWER_SECONDS
 from gradwire.group import WORLD
-from gradwire.liveness.calls import CallLog, Meaning, call_site
+from gradwire.liveness.call_log import CallDescription, CallLog, call_site
 from gradwire.liveness.control import Control, disagreement
-from gradwire.liveness.watch import ANSWER_SECONDS
 from gradwire.membership import Assembly
 from gradwire.simulate.network import End
 from gradwire.simulate.process import Process, Program
@@ -52,8 +52,8 @@ class Collectives:
         """Take part in a collective; raises what the real group would, once the verdict is in."""
         yield from self.check(collective)
         plan = _plan(collective, algorithm, self._rank, self._topology, dtype_of(x), op, x.size)
-        sequence = self._calls.record(plan.meaning, SITE)
-        self._call.sequence, self._call.fingerprint = sequence, plan.meaning.fingerprint
+        sequence = self._calls.record(plan.description, SITE)
+        self._call.sequence, self._call.fingerprint = sequence, plan.description.fingerprint
         try:
             last_look = False
             for _ in self._executor.steps(plan, x, out, self._call, self):
@@ -117,4 +117,4 @@ def _plan(
     else:
         bounds = even_bounds(count, schedule.segments, dtype.itemsize)
     what = f"{collective}({dtype.name}[{count}], op={op!r}, algorithm={algorithm!r})"
-    return Plan(schedule, rank, dtype, op, bounds, Meaning(collective, what, fingerprint(what)))
+    return Plan(schedule, rank, dtype, op, bounds, CallDescription(collective, what, fingerprint(what)))

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING
 
-from gradwire.simulate.coordinator import run_id
+from gradwire.simulate.simulated_coordinator import run_id
 from gradwire.simulate.strangers import UNFIT, Profile, ticket
 
 if TYPE_CHECKING:
-    from gradwire.simulate.worker import Worker
+    from gradwire.simulate.simulated_worker import Worker
     from gradwire.simulate.world import World
 
 

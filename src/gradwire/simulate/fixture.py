@@ -26,7 +26,7 @@ import pytest
 
 from gradwire.errors import ConfigError, GradwireError
 from gradwire.group import Group
-from gradwire.job import local_group
+from gradwire.job.init import local_group
 
 LAST_CALL = 12  # the latest call at which a drawn fault happens
 LONGEST_SECONDS = 0.2  # that a drawn rank is slow for

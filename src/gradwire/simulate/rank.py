@@ -10,21 +10,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gradwire.errors import NoConnection
-from gradwire.generation import EXPECTED_SECONDS
+from gradwire.generation.generation import EXPECTED_SECONDS
+from gradwire.job.member_session import SET_UP_SECONDS
 from gradwire.liveness.control import Control
 from gradwire.liveness.detector import BEAT_SECONDS, PAGE_SECONDS, PEER_SECONDS, Detector, Standstill
 from gradwire.liveness.verdict import Finding
 from gradwire.membership import Assembly
-from gradwire.seat import SET_UP_SECONDS
 from gradwire.simulate.collective import Collectives
 from gradwire.simulate.network import End, Pulse
 from gradwire.simulate.process import Program
 from gradwire.simulate.time import Event
 from gradwire.transports.base import LinkClosed
-from gradwire.transports.tcp_dial import REFUSING_SECONDS, RETRY_SECONDS
+from gradwire.transports.tcp.dial import REFUSING_SECONDS, RETRY_SECONDS
 
 if TYPE_CHECKING:
-    from gradwire.simulate.worker import Worker
+    from gradwire.simulate.simulated_worker import Worker
 
 CONTROL, DATA, STATE = 1, 2, 3  # channels
 VERSION, OTHER_VERSION = b"version 2", b"version 1"  # of the set-up protocol

@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING, Literal, get_args
 
-from gradwire.membership.answers import Claim, Refusal
+from gradwire.membership.types import Claim, Refusal
 from gradwire.security.tokens import Ticket
-from gradwire.simulate.calls import Caller
+from gradwire.simulate.coordinator_calls import Caller
 from gradwire.simulate.process import Process, Program, Thread
 from gradwire.simulate.time import Clock
-from gradwire.training.steps import NONE
+from gradwire.training.commit_rules import NONE
 
 if TYPE_CHECKING:
-    from gradwire.simulate.worker import Worker
+    from gradwire.simulate.simulated_worker import Worker
     from gradwire.simulate.world import World
 
 JOB = "simulated"

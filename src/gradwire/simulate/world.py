@@ -19,23 +19,23 @@ import numpy as np
 
 from gradwire.errors import StateLost
 from gradwire.membership import Member
-from gradwire.membership.answers import Cause, Change
-from gradwire.membership.roster import REST
-from gradwire.membership.state import HOPE
+from gradwire.membership.coordinator.roster import REST
+from gradwire.membership.coordinator.state_machine import HOPE
+from gradwire.membership.types import Cause, Change
 from gradwire.simulate import faults
-from gradwire.simulate.coordinator import Coordinator
-from gradwire.simulate.launcher import Launcher
-from gradwire.simulate.ledger import Ledger, Version
+from gradwire.simulate.invariants import Ledger, Version
 from gradwire.simulate.network import Network
 from gradwire.simulate.process import Process
-from gradwire.simulate.setting import Setting, draw_setting
+from gradwire.simulate.scenario import Setting, draw_setting
+from gradwire.simulate.simulated_coordinator import Coordinator
+from gradwire.simulate.simulated_launcher import Launcher
+from gradwire.simulate.simulated_worker import NORMAL, Worker
 from gradwire.simulate.strangers import Impostor, Profile
 from gradwire.simulate.time import Clock, Timeline
-from gradwire.simulate.worker import NORMAL, Worker
 
 KEPT = 400  # lines of history
 LINGER = 20.0  # seconds after a fault in which it may still be the cause of something
-PATIENCE = 150.0  # seconds after the last fault in which the job must go on
+PROGRESS_SECONDS = 150.0  # seconds after the last fault in which the job must go on
 RESTARTED = 5.0  # seconds after the last fault in which launchers have started whom they would
 STEPS_AFTER = 3  # committed after the last fault, and the job has gone on
 ENDLESS = 2_000_000  # events: something goes round in circles
@@ -135,7 +135,7 @@ class World:
     @property
     def _limit(self) -> float:
         """When the job must have gone on. Each unfit newcomer that was let in may be waited for once."""
-        return self.quiet_at + PATIENCE + len(self._let_in) * (self.setting.lease + HOPE)
+        return self.quiet_at + PROGRESS_SECONDS + len(self._let_in) * (self.setting.lease + HOPE)
 
     # -- who is there -------------------------------------------------------------------------------------------------
 
@@ -393,4 +393,4 @@ class World:
             self.ending = "all left"
         else:
             waits = [f"{worker.name} in {worker.generation}: {worker.waiting or 'at work'}" for worker in self.workers]
-            self.fail(f"no step was committed for {PATIENCE:g} s after the last fault: {'; '.join(waits)}")
+            self.fail(f"no step was committed for {PROGRESS_SECONDS:g} s after the last fault: {'; '.join(waits)}")

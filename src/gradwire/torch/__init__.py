@@ -2,12 +2,13 @@
 
 Loaded when `gw.torch` is first used; from then on torch knows `torch.distributed.init_process_group("gradwire")`.
 
-ddp         the wrapper around a model
-reducer     hooks in backward: gradients into buckets, and the buckets around
-join        ranks that run out of data before others
-buffers     what a model holds beside its parameters
-views       tensors as NumPy arrays, and back
-backend     torch.distributed's process groups on gradwire's groups
+    views         tensors as NumPy arrays, and back
+    model_guard   notices when a wrapped model has been changed
+    buffers       what a model holds beside its parameters
+    reducer       hooks in backward: gradients into buckets, buckets reduced
+    join          ranks that run out of data before others
+    ddp           `DistributedDataParallel`
+    backend       torch.distributed's process groups on gradwire's groups
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ except ModuleNotFoundError as missing:
 
 import typing_extensions  # torch needs it
 
-from gradwire.liveness.calls import count_as_inside
+from gradwire.liveness.call_log import count_as_inside
 from gradwire.torch import backend
 from gradwire.torch.ddp import DistributedDataParallel
 from gradwire_autoload import register as _register

@@ -1,4 +1,4 @@
-"""What a model holds beside its parameters (running means, counters): everybody takes rank 0's."""
+"""Buffers of a model (running means, counters): all ranks take those of rank 0."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from gradwire.arrays import Array
 from gradwire.group import Group
 from gradwire.torch.views import as_array
-from gradwire.training import alike
+from gradwire.training import agreement_check
 
 _LINE = 16  # bytes: where an array may begin
 
@@ -51,7 +51,7 @@ class Buffers:
         if group.size == 1:
             return
         if self._alike != (group, _kinds(found)):  # a model may have put others there
-            alike.tell(group, "buffers", describe(found))
+            agreement_check.tell(group, "buffers", describe(found))
             self.are_alike(group)
         if not arrays:
             return

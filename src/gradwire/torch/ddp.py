@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradwire import job, lifetime, malloc
 from gradwire.errors import ConfigError
 from gradwire.group import Group
+from gradwire.host import malloc
+from gradwire.job import init, process_hooks
 from gradwire.torch import join
 from gradwire.torch.buffers import Buffers, describe
-from gradwire.torch.parts import Parts, trained
+from gradwire.torch.model_guard import Parts, trained
 from gradwire.torch.reducer import Reducer
 from gradwire.torch.views import as_array
-from gradwire.training import alike, weights
+from gradwire.training import agreement_check, weights
 from gradwire.training.contract import broadcast_named
 from gradwire.training.gradients import Compression
 
@@ -70,7 +71,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]  # torch i
         super().__init__()
         self.module = module
         self.broadcast_buffers = broadcast_buffers
-        self._owner: Any = group if group is not None else lifetime.current() or job.init()
+        self._owner: Any = group if group is not None else process_hooks.current() or init.init()
         self._buffers_of = Buffers(module)
         self._parts = Parts(module)
         self._reducer = Reducer(
@@ -150,7 +151,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]  # torch i
         group = self.group
         if self._met is group:
             return
-        alike.tell(group, "DistributedDataParallel", self._description())
+        agreement_check.tell(group, "DistributedDataParallel", self._description())
         if self.broadcast_buffers:
             self._buffers_of.are_alike(group)
         if group is not self._reducer.sync.group:

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gradwire import malloc
 from gradwire.arrays import Array
 from gradwire.errors import ConfigError, NotFinite, UnsupportedOp
 from gradwire.group import Group
+from gradwire.host import malloc
 from gradwire.torch.views import as_array, as_tensor, in_memory_order, laid_out_like, tensors_in
 from gradwire.training.gradients import GradientSync
 

@@ -1,8 +1,21 @@
 """What a training loop needs around the collectives; no framework is imported here.
 
-`gradients` averages gradients in `buckets` while backward runs, with `compression` in fewer bytes; `zero` spreads the
-optimizer's state over the ranks; `contract` checks that replicas are the same; `elastic` goes on when ranks are lost,
-and `fence` orders the writers of checkpoints; `sampler` says which samples a rank sees.
+agreement_check   ranks compare what they must have in common before they exchange tensors by name
+finite            finds values that are not finite
+sampler           which samples a rank sees
+fence             orders the writers of checkpoints
+state             replicated state, taken apart into plain values and arrays
+commit_rules      when a step is committed, and whose state survives a break; pure
+buckets           gradients side by side in one flat array
+norms             the norm of replicated arrays, and clipping by it
+compression       gradients in fewer bytes
+zero              ZeRO-1: the optimizer's state spread over the ranks
+contract          all replicas hold the same bits: checked
+bucket_writer     copies gradients into buckets
+transfer          state on its way from one rank to others
+weights           means weighted by the number of samples
+elastic           `gw.elastic`: goes on when ranks are lost, and lets others join
+gradients         `GradientSync`: buckets reduced while backward runs
 """
 
 from __future__ import annotations

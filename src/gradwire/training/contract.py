@@ -1,4 +1,4 @@
-"""The contract: all replicas hold the same bits. Begin alike, check it now and then, and name who differs."""
+"""The contract that all replicas hold the same bits: equal starts, checks at intervals, and the rank that differs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradwire import arrays
 from gradwire.arrays import Array
 from gradwire.errors import ArrayError, ConfigError, ReplicasDiverged
 from gradwire.group import Group
-from gradwire.training import alike
+from gradwire.training import agreement_check
 
 _TOGETHER = 64 << 10  # bytes: smaller tensors are broadcast side by side
 
@@ -148,7 +148,9 @@ def broadcast_named(group: Group, tensors: Mapping[str, Any], root: int = 0) -> 
         except ArrayError as error:
             error.args = (f"{name!r}: {error.message}", *error.args[1:])
             raise
-    alike.tell(group, "broadcast_named", [f"{name!r}: {arrays.describe(one.array)}" for name, one in views.items()])
+    agreement_check.tell(
+        group, "broadcast_named", [f"{name!r}: {arrays.describe(one.array)}" for name, one in views.items()]
+    )
     small: dict[arrays.DType, list[arrays.View]] = {}
     for one in views.values():
         if one.flat.nbytes < _TOGETHER:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, SupportsIndex, get_args
 
-from gradwire import job, lifetime
 from gradwire.errors import (
     Aborted,
     Broken,
@@ -20,14 +19,25 @@ from gradwire.errors import (
     ReplicasDiverged,
     Timeout,
 )
-from gradwire.generation import Generation
+from gradwire.generation.generation import Generation
 from gradwire.group import Group
+from gradwire.job import init, process_hooks
 from gradwire.training import transfer
+from gradwire.training.commit_rules import (
+    NONE,
+    Settlement,
+    Standing,
+    ballot,
+    count,
+    has_begun,
+    has_joiners,
+    is_sound,
+    settle,
+)
 from gradwire.training.contract import diverged
 from gradwire.training.fence import Fence
 from gradwire.training.sampler import whole
 from gradwire.training.state import State
-from gradwire.training.steps import NONE, Settlement, Standing, ballot, count, has_begun, has_joiners, is_sound, settle
 
 log = logging.getLogger("gradwire.training")
 
@@ -62,7 +72,7 @@ def elastic(state: Any, *, min_size: int = 1, on_divergence: OnDivergence = "rai
     >>> run.close()
     """
     State(state).touch()  # what cannot travel is found, and memory is there, before the others wait for this rank
-    return Elastic(state, lifetime.current() or job.init(), min_size, on_divergence)
+    return Elastic(state, process_hooks.current() or init.init(), min_size, on_divergence)
 
 
 class Elastic:
@@ -280,7 +290,7 @@ class Elastic:
         return [Standing.from_wire(told) for told in self._tell_all(mine.to_wire(), what)]
 
     def _tell_all(self, value: Any, what: str) -> list[Any]:
-        return self.group._generation.parley.tell_all(value, what, self.group._timeout)
+        return self.group._generation.control_gather.tell_all(value, what, self.group._timeout)
 
     def _exchange(self, settlement: Settlement, standings: list[Standing]) -> None:
         rank, step = self.group.rank, settlement.completed

@@ -1,13 +1,14 @@
-"""Whether arrays hold nothing but numbers: in the core, without the interpreter's lock, or by NumPy."""
+"""Checks whether arrays hold only finite numbers: in the core without the GIL, or by NumPy."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from gradwire import arrays, core
+from gradwire import arrays
 from gradwire.arrays import Array
 from gradwire.errors import NotFinite
 from gradwire.group import Group
+from gradwire.host import native_core
 
 _CHUNK = 1 << 16  # elements that NumPy looks at in one go: what it makes of them stays in the cache
 
@@ -19,8 +20,8 @@ def all_finite(array: Array) -> bool:
     (True, False)
     """
     flat = array.reshape(-1)
-    if core.available():
-        return core.native.all_finite(core.native.DType[arrays.dtype_of(flat).name], flat.view(np.uint8))
+    if native_core.available():
+        return native_core.native.all_finite(native_core.native.DType[arrays.dtype_of(flat).name], flat.view(np.uint8))
     return all(bool(np.isfinite(flat[at : at + _CHUNK]).all()) for at in range(0, flat.size, _CHUNK))
 
 
@@ -31,11 +32,11 @@ def copy_finite(to: Array, source: Array) -> bool | None:
     >>> copy_finite(place, np.ones(2)) in (True, None), place
     (True, array([1., 1.]))
     """
-    if core.available() and source.flags.c_contiguous and source.dtype == to.dtype and source.size:
+    if native_core.available() and source.flags.c_contiguous and source.dtype == to.dtype and source.size:
         one, other = to.reshape(-1), source.reshape(-1)
         if not np.may_share_memory(one, other):
-            dtype = core.native.DType[arrays.dtype_of(one).name]
-            return core.native.copy_finite(dtype, one.view(np.uint8), other.view(np.uint8))
+            dtype = native_core.native.DType[arrays.dtype_of(one).name]
+            return native_core.native.copy_finite(dtype, one.view(np.uint8), other.view(np.uint8))
     np.copyto(to, source, casting="same_kind")
     return None
 

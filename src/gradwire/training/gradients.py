@@ -11,13 +11,13 @@ import numpy as np
 from gradwire.arrays import Array
 from gradwire.errors import ConfigError
 from gradwire.group import Group
-from gradwire.operations.call import Exchange, Operation, Shape, check_algorithm
-from gradwire.training import alike, finite, norms
+from gradwire.group.work import Work
+from gradwire.operations.types import Exchange, Operation, Shape, check_algorithm
+from gradwire.training import agreement_check, finite, norms
+from gradwire.training.bucket_writer import Places
 from gradwire.training.buckets import Bucket, check_bytes, fitting, make, tensors_like
 from gradwire.training.contract import Contract
-from gradwire.training.places import Places
 from gradwire.training.weights import Weights
-from gradwire.work import Work
 
 if TYPE_CHECKING:
     from gradwire.training.compression import Compression as Keeping
@@ -173,7 +173,7 @@ class GradientSync:
         items = [f"{self._sizes} bytes with {compression} compression", *map(str, self._tensors.values())]
         names = list(self._tensors)
         mine = [self._numbers[name] for name in self._order] if self.ordered else None
-        orders = alike.tell(self.group, "GradientSync", items, mine)
+        orders = agreement_check.tell(self.group, "GradientSync", items, mine)
         self._agreed = True
         learned = next((one for one in orders if one is not None), None)
         if learned is None or sorted(learned) != list(range(len(names))):

@@ -1,4 +1,4 @@
-"""The norm of what all ranks hold alike, and clipping by it: the same bits on all ranks, even if their CPUs differ.
+"""The norm of replicated arrays, and clipping by it: the same bits on all ranks, even if their CPUs differ.
 
 Sums round by the order in which they are made, which vector units choose differently. So each rank squares only its own
 share, and the shares' sums are all-reduced: all ranks see the same numbers.
@@ -11,10 +11,11 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from gradwire import arrays, core
+from gradwire import arrays
 from gradwire.arrays import Array
 from gradwire.errors import ConfigError
 from gradwire.group import Group
+from gradwire.host import native_core
 
 _CHUNK = 1 << 15  # elements that are squared in one go: in the cache
 _TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_, whose results ours equal
@@ -31,8 +32,8 @@ def _share(count: int, rank: int, size: int) -> slice:
 
 
 def _squares(flat: Array) -> float:
-    if core.available():
-        return core.native.sum_squares(core.native.DType[arrays.dtype_of(flat).name], flat.view(np.uint8))
+    if native_core.available():
+        return native_core.native.sum_squares(native_core.native.DType[arrays.dtype_of(flat).name], flat.view(np.uint8))
     if flat.dtype.kind == "c":
         flat = flat.view(flat.real.dtype)
     total = 0.0

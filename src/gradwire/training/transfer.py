@@ -1,4 +1,4 @@
-"""State on its way from one rank to others: in chunks, in a group of their own, and checked at the end."""
+"""Transfers state from one rank to others: in chunks, in a group of their own, digest-checked."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def hand_over(group: Group, state: State, giver: int, takers: Sequence[int], dig
     With `overwrite` a taker may lose its own state when this breaks.
     """
     members = sorted([giver, *takers])
-    root, round_of_settling = members.index(giver), group._generation.parley.rounds
+    root, round_of_settling = members.index(giver), group._generation.control_gather.rounds
     with contextlib.closing(group._form(members, -round_of_settling, group._timeout)) as circle:
         if group.rank == giver:
             return _give(circle, state, root)

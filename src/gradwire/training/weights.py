@@ -1,4 +1,4 @@
-"""Means in which ranks count by their samples: for gradients, and for the loss that is reported."""
+"""Means weighted by each rank's number of samples: for gradients and for reported losses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradwire import arrays
 from gradwire.arrays import Array
 from gradwire.errors import ArrayError, ConfigError
 from gradwire.group import Group
-from gradwire.operations.call import Exchange, Operation, Shape
+from gradwire.operations.types import Exchange, Operation, Shape
 from gradwire.training import norms
 
 _F64 = arrays.parse_dtype("float64")

@@ -14,7 +14,7 @@ from gradwire import arrays
 from gradwire.arrays import Array
 from gradwire.errors import ArrayError, Closed, ConfigError, PeerLost
 from gradwire.group import Group
-from gradwire.training import alike
+from gradwire.training import agreement_check
 
 ROUND_BYTES = 16 << 20  # of weights that are shared at once, by all ranks together
 
@@ -71,7 +71,7 @@ class ShardedOptimizer(Generic[O]):
         self.group = group
         self._weights = {name: _array(name, weight) for name, weight in weights.items()}
         described = [f"{name!r}: {arrays.describe(weight)}" for name, weight in self._weights.items()]
-        alike.tell(group, "ShardedOptimizer", described)
+        agreement_check.tell(group, "ShardedOptimizer", described)
         self.owners = assign({name: weight.nbytes for name, weight in self._weights.items()}, group.size)
         """Which rank keeps which tensor."""
         self.share = {name: weights[name] for name, rank in self.owners.items() if rank == group.rank}

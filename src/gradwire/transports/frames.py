@@ -1,4 +1,4 @@
-"""Whole messages over a link, for the channels that one thread reads for everybody (control, point to point)."""
+"""Whole messages over a link, for channels that the service thread reads (control, point to point)."""
 
 from __future__ import annotations
 

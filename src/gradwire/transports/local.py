@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: bounded byte pipes in memory, no sockets, the errors of the real thing."""
+"""Ranks as threads of one process: bounded byte pipes in memory, with the errors of real links."""
 
 from __future__ import annotations
 

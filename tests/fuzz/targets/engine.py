@@ -13,14 +13,15 @@ import numpy as np
 from hypothesis import strategies as st
 
 from fuzz.target import Target
-from gradwire import arrays, core
+from gradwire import arrays
 from gradwire.collectives import build
 from gradwire.executors.plan import Plan, even_bounds
 from gradwire.executors.python import CallHeader, PythonExecutor
-from gradwire.liveness.calls import Meaning
+from gradwire.host import native_core
+from gradwire.liveness.call_log import CallDescription
 from gradwire.topology import Topology
-from gradwire.transports.arena import RESERVED, OwnArena
 from gradwire.transports.base import Buffer, Link, LinkClosed
+from gradwire.transports.shm.arena import RESERVED, OwnArena
 
 JOB, GENERATION, GROUP, SEQUENCE, FINGERPRINT = 0x1122, 1, 7, 3, 0xAB
 COUNT = 300
@@ -94,7 +95,7 @@ def plan(rank: int, algorithm: str, count: int = COUNT, tile: int = TILE) -> Pla
     schedule = build("all_reduce", algorithm, 2, topology=Topology.single(2), root=0)
     dtype = arrays.parse_dtype("int64")
     bounds = even_bounds(count, schedule.segments, dtype.itemsize)
-    return Plan(schedule, rank, dtype, "sum", bounds, Meaning("all_reduce", "all_reduce()", FINGERPRINT), tile)
+    return Plan(schedule, rank, dtype, "sum", bounds, CallDescription("all_reduce", "all_reduce()", FINGERPRINT), tile)
 
 
 def executed(kind: str, algorithm: str, data: bytes) -> tuple[str, bytes]:
@@ -126,7 +127,7 @@ def hear(data: bytes) -> bool:
     """The first byte says which algorithm the peer follows, or pretends to."""
     algorithm = ALGORITHMS[data[0] % len(ALGORITHMS)] if data else ALGORITHMS[0]
     outcome = executed("python", algorithm, data[1:])
-    if core.available():
+    if native_core.available():
         assert executed("native", algorithm, data[1:]) == outcome
     return outcome[0] == "done"
 
@@ -265,5 +266,5 @@ TARGETS = (
     Target(
         "socket of a peer", hear, tuple(bytes([n]) + recorded(name) for n, name in enumerate(ALGORITHMS)), examples=60
     ),
-    *(_IN_MEMORY if core.available() else ()),
+    *(_IN_MEMORY if native_core.available() else ()),
 )

@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 
 from fuzz.target import Target
-from gradwire.liveness.beats import BeatSink
-from gradwire.liveness.calls import CallLog, Meaning, call_site
+from gradwire.liveness.beat_messages import BeatSink
+from gradwire.liveness.call_log import CallDescription, CallLog, call_site
 from gradwire.liveness.control import Control, ControlSink
 from gradwire.liveness.lifeline import READ_AHEAD
 from gradwire.transports.base import Buffer, Link, LinkClosed
@@ -18,8 +18,8 @@ from gradwire.wire import HEADER_BYTES, Header, Kind, WireError, parse
 JOB, GENERATION, GROUP = 0x1122334455667788, 1, 7
 SIZE = 3  # ranks: this one is rank 0
 CALLS = (
-    Meaning("all_reduce", "all_reduce(float32[4], op='sum')", 0xAB),
-    Meaning("broadcast", "broadcast(float32[4], root=0)", 0xCD, ("w: float32[4]", "b: float32[1]")),
+    CallDescription("all_reduce", "all_reduce(float32[4], op='sum')", 0xAB),
+    CallDescription("broadcast", "broadcast(float32[4], root=0)", 0xCD, ("w: float32[4]", "b: float32[1]")),
 )
 
 

@@ -6,9 +6,9 @@ import contextlib
 import socket
 
 from fuzz.target import Target, encoded
-from gradwire.launch.child import EXCEPTION, REPORT, RESULT
-from gradwire.launch.rootcause import Report
-from gradwire.launch.worker import _Messages
+from gradwire.launch.root_cause import Report
+from gradwire.launch.worker_main import EXCEPTION, REPORT, RESULT
+from gradwire.launch.worker_process import _Messages
 
 MOST = 64 << 10
 

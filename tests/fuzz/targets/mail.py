@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fuzz.target import MIB, Target
 from fuzz.targets.frames import Stream, check, header
-from gradwire.messages import MAX_KEPT, Letter, Mailbox, MessageSink, Request
+from gradwire.generation.mailbox import MAX_KEPT, IncomingMessage, Mailbox, MessageSink, Request
 from gradwire.transports.base import Buffer
 from gradwire.transports.frames import FrameReader
 from gradwire.wire import Kind
@@ -40,7 +40,7 @@ class Wire(Stream):
         return super().receive(buffers) if self._rest else 0
 
 
-class Stage:
+class Harness:
     """A mailbox between two links of one peer and a program."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Stage:
         self.returned: list[tuple[memoryview, bytes]] = []
         self.sound = True
 
-    def _accepted(self, world: int, letter: Letter) -> None:
+    def _accepted(self, world: int, letter: IncomingMessage) -> None:
         assert world == PEER
 
     def play(self, what: int, on: int, kind: int, tag: int, number: int, nbytes: int) -> None:
@@ -113,10 +113,10 @@ class Stage:
 
 
 def play(data: bytes) -> bool:
-    stage = Stage()
+    harness = Harness()
     for act in _acts(data):
-        stage.play(*act)
-    return stage.sound
+        harness.play(*act)
+    return harness.sound
 
 
 _OFFER, _PAYLOAD, _WITHDRAW = ((SAY, 0, int(kind), 1, 5, 8) for kind in (Kind.OFFER, Kind.PAYLOAD, Kind.WITHDRAW))

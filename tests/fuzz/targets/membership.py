@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from fuzz.target import MIB, Target, damaged
 from gradwire.identity import PROTOCOL
-from gradwire.membership import desk, messages
-from gradwire.membership.desk import Desk
-from gradwire.membership.messages import Malformed, parse
-from gradwire.membership.quiet import grpc
+from gradwire.membership import codec
+from gradwire.membership.codec import Malformed, parse
+from gradwire.membership.coordinator import servicer
+from gradwire.membership.coordinator.servicer import CoordinatorServicer
+from gradwire.membership.coordinator.state_machine import Membership
+from gradwire.membership.grpc_import import grpc
 from gradwire.membership.sealing import CoordinatorSeal, Stale, Unproven, WorkerSeal
-from gradwire.membership.state import Membership
 from gradwire.membership.v1 import gradwire_pb2 as pb
 from gradwire.security import tokens
 
@@ -25,11 +26,11 @@ SECRET = bytes(32)
 RUN = bytes(16)
 KINDS: list[Any] = [getattr(pb, name) for name in sorted(pb.DESCRIPTOR.message_types_by_name)]
 READERS: dict[str, Callable[[Any], object]] = {
-    "Member": messages.member_from_wire,
-    "RegisterWorkerRequest": lambda message: messages.claim_from_wire(message, 1),
-    "Assembly": lambda message: messages.assembly_from_wire(message, None),
-    "News": messages.news_from_wire,
-    "Checkpoint": messages.checkpoint_from_wire,
+    "Member": codec.member_from_wire,
+    "RegisterWorkerRequest": lambda message: codec.claim_from_wire(message, 1),
+    "Assembly": lambda message: codec.assembly_from_wire(message, None),
+    "News": codec.news_from_wire,
+    "Checkpoint": codec.checkpoint_from_wire,
 }
 CALLS = {  # how the coordinator is called, and what the body is
     "RegisterWorker": pb.RegisterWorkerRequest,
@@ -102,10 +103,10 @@ def call(data: bytes) -> bool:
     coordinator = CoordinatorSeal(SECRET)
     token = tokens.read(tokens.make(SECRET, job="job", expires_in=1000.0, uses=2))
     worker = WorkerSeal(token if data[:1] and data[0] & 1 else SECRET)
-    server = Desk(membership, coordinator)
+    server = CoordinatorServicer(membership, coordinator)
     worker.meet(coordinator.meet(worker.hello()))
     understood = True
-    with patch.object(desk, "_LONGEST_HOLD", 0.0):
+    with patch.object(servicer, "_LONGEST_HOLD", 0.0):
         for method, body in _calls(data[1:]):
             request = worker.seal(method, body)
             try:

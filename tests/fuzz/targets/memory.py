@@ -12,14 +12,14 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-import neighbours
 from fuzz.target import VALUES, Target, altered, encoded
 from gradwire.operations import values
-from gradwire.transports import shm
-from gradwire.transports.arena import RESERVED, SEALS
+from gradwire.transports.shm import shared_memory
+from gradwire.transports.shm.arena import RESERVED, SEALS
+from support import neighbours
 
 NEIGHBOURS = (1, 2)
-GREETING = shm._GREETING
+GREETING = shared_memory._GREETING
 
 
 def _memory(nbytes: int, seals: int = SEALS) -> int:
@@ -70,7 +70,7 @@ def _open_memory() -> int:
 
 def knock(data: bytes) -> bool:
     """Visitors, a few bytes each: what they hand over, whether they know the token, and their greeting."""
-    with contextlib.closing(shm._Door(0)) as door:
+    with contextlib.closing(shared_memory._Door(0)) as door:
         genuine = set()
         each = 2 + GREETING.size
         for start in range(0, len(data) - 1, each):
@@ -89,7 +89,7 @@ def knock(data: bytes) -> bool:
 
 def _visit(door: Any, said: bytes, things: list[int]) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as visitor:
-        visitor.connect(shm._address(door._name))
+        visitor.connect(shared_memory._address(door._name))
         with contextlib.suppress(OSError):  # more than a packet holds
             socket.send_fds(visitor, [said], things)
     for thing in things:

@@ -9,12 +9,12 @@ import threading
 import warnings
 
 from fuzz.target import Target
-from gradwire.address import Address
 from gradwire.errors import ConfigError
-from gradwire.membership.addresses import Endpoint
-from gradwire.membership.doorkeeper import told_at
-from gradwire.security import certificates, identity, tls, tokens
-from tls_files import folder
+from gradwire.job.address import Address
+from gradwire.membership.closed_listener import told_at
+from gradwire.membership.endpoints import Endpoint
+from gradwire.security import certificate_names, certificates, credentials, tokens
+from support.tls_files import folder
 
 SECRET = bytes(32)
 
@@ -64,12 +64,12 @@ def show_ticket(data: bytes) -> bool:
 def read_identity(data: bytes) -> bool:
     uris = data.decode("utf-8", "replace").split("\n")
     try:
-        found = identity.only(uris)
+        found = certificate_names.only(uris)
     except ValueError:
         return False
     assert str(found) in uris
-    assert identity.covers(str(found), found.member)
-    assert not identity.covers(str(found), found.member + "x")
+    assert certificate_names.covers(str(found), found.member)
+    assert not certificate_names.covers(str(found), found.member + "x")
     return True
 
 
@@ -77,11 +77,11 @@ def read_certificate(data: bytes) -> bool:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what will be an error in a later version of cryptography
-            found = tls.identity_of(data)
+            found = credentials.identity_of(data)
             certificates.may_coordinate(data, "tests")
     except ValueError:
         return False
-    identity.parse(found)
+    certificate_names.parse(found)
     return True
 
 
@@ -104,7 +104,7 @@ def _certificate(member: str) -> bytes:
 _OVER = b"gradwire: the rendezvous is over: all 4 ranks of the job there have come\n"
 _TOKEN = tokens.make(SECRET, job="job", expires_in=100.0, now=1000.0)
 TARGETS = (
-    Target("doorkeeper", told, (_OVER,), examples=50),
+    Target("closed_listener", told, (_OVER,), examples=50),
     Target("join token", read_token, (_TOKEN.encode(),)),
     Target("ticket", show_ticket, (tokens.read(_TOKEN).ticket,)),
     Target("certificate", read_certificate, (_certificate("m0"), _certificate("m1"))),

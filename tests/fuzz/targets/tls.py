@@ -8,9 +8,9 @@ import ssl
 from collections.abc import Callable, Iterator
 
 from fuzz.target import Target
-from gradwire.security.tls import explain
-from gradwire.transports.tls import NotTls, TlsStream
-from tls_files import credentials
+from gradwire.security.credentials import explain
+from gradwire.transports.tcp.tls_link import NotTls, TlsStream
+from support.tls_files import credentials
 
 MOST = 64 << 10
 SAID = b"the first link" * 10

@@ -10,17 +10,18 @@ from typing import Any
 import numpy as np
 
 from fuzz.target import MIB, Target, altered, encoded
-from gradwire import agreement, machine, tuning
 from gradwire.arrays import Array
-from gradwire.collectives import DEFAULTS
+from gradwire.collectives import DEFAULTS, tuning_table
 from gradwire.errors import ConfigError, GradwireError, PeerLost
+from gradwire.generation import handshake
+from gradwire.host import machine
 from gradwire.identity import PROTOCOL, Identity
-from gradwire.liveness.lifeline import Nature
-from gradwire.operations import rows, values
-from gradwire.operations.call import Declined, Form, Operation, Shape
+from gradwire.liveness.lifeline import BeatCapability
+from gradwire.operations import split_join, values
+from gradwire.operations.types import CallKey, Declined, Operation, Shape
 from gradwire.topology import Topology
+from gradwire.training.commit_rules import Standing
 from gradwire.training.state import State, memory_for
-from gradwire.training.steps import Standing
 from gradwire.wire import parse_json
 
 SIZE = struct.Struct("<q")
@@ -34,7 +35,7 @@ class Partner:
     def __init__(self, data: bytes) -> None:
         self._rest = data
 
-    def __call__(self, shape: Shape, x: Array, out: Array, form: Form | None = None) -> None:
+    def __call__(self, shape: Shape, x: Array, out: Array, form: CallKey | None = None) -> None:
         flat = out.reshape(-1).view(np.uint8)
         skip = x.nbytes if shape.collective == "all_gather" else 0
         flat[:skip] = x.reshape(-1).view(np.uint8)
@@ -64,16 +65,16 @@ def all_gather_values(data: bytes) -> bool:
 
 
 def scatter(data: bytes) -> bool:
-    return run(rows.scatter(None, 1, None, 2, 0, "auto"), data)
+    return run(split_join.scatter(None, 1, None, 2, 0, "auto"), data)
 
 
 def settle(data: bytes) -> bool:
     """What ranks tell each other before the first call, as the other one's entry."""
     told = values.decode(data)
     try:
-        entry = agreement.Entry.of(1, told, _IDENTITY)
-        Nature.from_wire(entry.nature)
-        agreement._table(entry.table)
+        entry = handshake.Entry.of(1, told, _IDENTITY)
+        BeatCapability.from_wire(entry.nature)
+        handshake._table(entry.table)
     except ConfigError:
         return False
     return True
@@ -115,7 +116,9 @@ _SKELETON = parse_json(
     State({"w": np.ones(2), "n": 3, "lr": 0.5, 7: (None, [True, "x"]), "e": np.ones((0, 2))}).take_apart()[0]
 )
 _IDENTITY = Identity(bytes(16), 1, 0, ("rank 0", "rank 1"), Topology.single(2))
-_TOLD = json.loads(encoded([PROTOCOL, bytes(16).hex(), "auto", tuning.encode(DEFAULTS), [True, 7, "4026531836"], None]))
+_TOLD = json.loads(
+    encoded([PROTOCOL, bytes(16).hex(), "auto", tuning_table.encode(DEFAULTS), [True, 7, "4026531836"], None])
+)
 _CLAIMED = values.MAX_VALUE_BYTES + MIB  # one may claim that much, and what is not written takes no memory
 TARGETS = (
     Target("broadcast_value", broadcast_value, _framed(b"[1,2]", b'{"a":null}'), memory=_CLAIMED),

@@ -19,20 +19,21 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import ProcessGroup
 
-from gradwire import malloc, operations
-from gradwire.config import TRANSPORT, resolve
+from gradwire import operations
 from gradwire.errors import InvalidSize, UnsupportedOp
 from gradwire.group import Group
-from gradwire.liveness.calls import call_site
+from gradwire.host import malloc
+from gradwire.job.config import TRANSPORT, resolve
+from gradwire.liveness.call_log import call_site
 from gradwire.operations import Exchange, Operation
-from gradwire.operations.call import settled
-from gradwire.operations.into import Strip, all_gather_into, all_to_all_into, gather_into, scatter_into
-from gradwire.torch.backend import meeting, reductions, sparse
-from gradwire.torch.backend.mail import Receiving, Sending
-from gradwire.torch.backend.roll_call import roll_call
+from gradwire.operations.preallocated import Strip, all_gather_into, all_to_all_into, gather_into, scatter_into
+from gradwire.operations.types import settled
+from gradwire.torch.backend import reductions, sparse, store_rendezvous
+from gradwire.torch.backend.monitored_barrier import monitored_barrier
+from gradwire.torch.backend.no_dynamo import no_dynamo
+from gradwire.torch.backend.p2p import Receiving, Sending
 from gradwire.torch.backend.tensors import array_of, arrays_of, describe, reduction
-from gradwire.torch.backend.untraced import untraced
-from gradwire.torch.backend.works import Done, Handle, seconds
+from gradwire.torch.backend.work import Done, Handle, seconds
 
 NAME = "gradwire"
 Tensors = Sequence[torch.Tensor]
@@ -46,7 +47,7 @@ def create(options: Any, backend_options: Any) -> GradwireProcessGroup:
     if world is None:
         # A setting that does not exist is refused before the ranks wait for each other, and for a lone rank too.
         resolve(environ={TRANSPORT: os.environ[TRANSPORT]} if TRANSPORT in os.environ else {})
-        group = meeting.meet(options.store, options.group_rank, options.group_size, timeout)
+        group = store_rendezvous.meet(options.store, options.group_rank, options.group_size, timeout)
         malloc.keep(group.topology, group.rank)
     else:
         group = world.part(ranks, options.group_id, timeout)
@@ -119,7 +120,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
     def part(self, ranks: Sequence[int], name: str, timeout: float) -> Group:
         """A group of some of these ranks; names come again when the group that had one is destroyed."""
         times = self._parts[name] = self._parts.get(name, 0) + 1
-        return meeting.part(self.group, ranks, name, times, timeout)
+        return store_rendezvous.part(self.group, ranks, name, times, timeout)
 
     def shutdown(self) -> None:
         self.group.close()
@@ -141,7 +142,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
-    @untraced
+    @no_dynamo
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Done | Handle:
         if isinstance(tensors, torch.Tensor):  # DDP's join() passes a bare tensor
             tensors = [tensors]
@@ -155,7 +156,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
             return Done(tensors)
         return self._run(reductions.all_reduce(array, how, self._size), opts, tensors)
 
-    @untraced
+    @no_dynamo
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Done | Handle:
         opts = _options(opts, None, c10d.AllreduceCoalescedOptions)
         hows = [reduction(opts.reduceOp, tensor) for tensor in tensors]
@@ -167,7 +168,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
         ]
         return self._run(_one_after_another("all_reduce", parts), opts, tensors)
 
-    @untraced
+    @no_dynamo
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Done | Handle:
         if isinstance(tensors, torch.Tensor):
             tensors = [tensors]
@@ -179,7 +180,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
             return Done(tensors)
         return self._run(operations.broadcast(array, root, self._size, self._rank, "auto"), opts, tensors)
 
-    @untraced
+    @no_dynamo
     def reduce(self, tensors: Any, opts: Any = None, *more: Any) -> Done | Handle:
         if isinstance(tensors, torch.Tensor):
             tensors = [tensors]
@@ -191,7 +192,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
         operation = reductions.reduce(array_of(tensor), how, opts.rootRank, self._rank, self._size)
         return self._run(operation, opts, tensors)
 
-    @untraced
+    @no_dynamo
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Done | Handle:
         if isinstance(input_tensors, torch.Tensor):
             output_tensors, input_tensors = [output_tensors], [input_tensors]
@@ -201,7 +202,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
         opts = _options(opts, None, c10d.AllgatherOptions)
         return self._run(self._gathering(outputs, tensor), opts, list(outputs))
 
-    @untraced
+    @no_dynamo
     def allgather_coalesced(
         self, output_lists: Sequence[Tensors], input_list: Tensors, opts: Any = None
     ) -> Done | Handle:
@@ -219,11 +220,11 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
         counts = out.counts if len(outputs) == self._size > 1 else (x.size,) * self._size
         return all_gather_into(out, x, counts, self._rank)
 
-    @untraced
+    @no_dynamo
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Done | Handle:
         return self._run(self._gathering([output], tensor), _options(opts, None, c10d.AllgatherOptions), [output])
 
-    @untraced
+    @no_dynamo
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Done | Handle:
         opts = _options(opts, None, c10d.AllgatherOptions)
         parts = [self._gathering([output], tensor) for output, tensor in zip(outputs, inputs, strict=True)]
@@ -232,7 +233,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    @untraced
+    @no_dynamo
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Done | Handle:
         tensor = _only(input_tensors)
         opts = _options(opts, None, c10d.GatherOptions)
@@ -245,7 +246,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
         x = Strip.of([array_of(tensor)], writable=False)
         return self._run(gather_into(out, x, opts.rootRank, self._size), opts, outputs)
 
-    @untraced
+    @no_dynamo
     def scatter(self, output_tensors: Tensors, input_tensors: Any, opts: Any = None) -> Done | Handle:
         output = _only(output_tensors)
         opts = _options(opts, None, c10d.ScatterOptions)
@@ -258,7 +259,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
         out = Strip.of([array_of(output)], writable=True)
         return self._run(scatter_into(out, x, opts.rootRank, self._size), opts, output_tensors)
 
-    @untraced
+    @no_dynamo
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Done | Handle:
         if isinstance(output_tensors, torch.Tensor):
             output_tensors, input_tensors = [output_tensors], [input_tensors]
@@ -273,13 +274,13 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
         how = reduction(opts.reduceOp, output)
         return reductions.reduce_scatter(array_of(output), arrays_of(inputs), how, counts, self._rank, self._size)
 
-    @untraced
+    @no_dynamo
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Done | Handle:
         opts = _options(opts, None, c10d.ReduceScatterOptions)
         operation = self._scattering(output, [tensor], (output.numel(),) * self._size, opts)
         return self._run(operation, opts, [output])
 
-    @untraced
+    @no_dynamo
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Done | Handle:
         opts = _options(opts, None, c10d.ReduceScatterOptions)
         parts = [
@@ -291,7 +292,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    @untraced
+    @no_dynamo
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -308,7 +309,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
 
     alltoall_base = all_to_all_single
 
-    @untraced
+    @no_dynamo
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Done | Handle:
         if len(outputs) != self._size or len(inputs) != self._size:
             raise InvalidSize(f"{len(outputs)} and {len(inputs)} tensors for {self._size} ranks")
@@ -316,27 +317,27 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
         operation = all_to_all_into(out, x, out.counts, x.counts, even=False)
         return self._run(operation, _options(opts, None, c10d.AllToAllOptions), list(outputs))
 
-    @untraced
+    @no_dynamo
     def barrier(self, opts: Any = None, timeout: Any = None) -> Done | Handle:
         opts = _options(opts, timeout, c10d.BarrierOptions)
         return self._run(operations.barrier("auto"), opts, [])
 
-    @untraced
+    @no_dynamo
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         limit = self.group._timeout if timeout is None else timeout.total_seconds()
-        roll_call(self.group, limit, everybody=wait_all_ranks)
+        monitored_barrier(self.group, limit, everybody=wait_all_ranks)
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
-    @untraced
+    @no_dynamo
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Sending:
         return Sending(self.group, _only(tensors), dst, tag)
 
-    @untraced
+    @no_dynamo
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> Receiving:
         return Receiving(self.group, _only(tensors), src, tag)
 
-    @untraced
+    @no_dynamo
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Receiving:
         return Receiving(self.group, _only(tensors), None, tag)
 

@@ -1,4 +1,4 @@
-"""Reducing collectives with torch's reduce ops, some of which ours do not have by themselves."""
+"""Reducing collectives with torch's reduce ops, some of which are composed of ours."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from gradwire import operations
 from gradwire.arrays import Array
 from gradwire.operations import Exchange, Operation
-from gradwire.operations.into import Strip, all_gather_into, reduce_scatter_into
+from gradwire.operations.preallocated import Strip, all_gather_into, reduce_scatter_into
 from gradwire.torch.backend.tensors import Reduction
 
 

@@ -1,10 +1,10 @@
 """Gradients in fewer bytes: "f16", "bf16", "int8", "topk", each with error feedback. See docs/compression.md.
 
-base        what they have in common: the call, and what is kept of each bucket
-rounding    every element in fewer bits, and how those travel
-casts       F16, BF16
-int8        Int8: whole numbers and a scale for each block
-topk        TopK: the largest values only
+base       what they have in common: the call, and the residual of each bucket
+topk       TopK: the largest values only
+rounding   every element in fewer bits, and how those travel
+casts      F16, BF16
+int8       Int8: whole numbers and a scale for each block
 """
 
 from __future__ import annotations

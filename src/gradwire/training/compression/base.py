@@ -1,4 +1,4 @@
-"""What compressions have in common: one call on a group or a stream, and what each bucket has not sent yet."""
+"""What all compressions share: one call on a group or a stream, and the residual of each bucket."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradwire import arrays, core
+from gradwire import arrays
 from gradwire.arrays import Array
 from gradwire.errors import ArrayError, ConfigError
 from gradwire.executors import numerics
 from gradwire.group import Group
+from gradwire.group.stream import Stream
+from gradwire.host import native_core
 from gradwire.operations import Exchange, Operation
-from gradwire.work import Stream
 
 BYTE = arrays.parse_dtype("uint8")
 Key = tuple[int, int, Any]
@@ -151,10 +152,10 @@ class Compression:
 @contextlib.contextmanager
 def _honest_floats() -> Iterator[None]:
     """Denormals are honoured, whatever a library has told this thread: else ranks could decode the same differently."""
-    if not core.available():
+    if not native_core.available():
         yield
         return
-    kernels = core.native.kernels
+    kernels = native_core.native.kernels
     found = kernels.float_state()
     kernels.set_float_state(found & ~(kernels.FLUSHES | kernels.UPWARDS))
     try:

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from gradwire import core
 from gradwire.arrays import Array, bfloat16
+from gradwire.host import native_core
 from gradwire.training.compression.rounding import Rounding
 
 
@@ -37,17 +37,17 @@ class _Cast(Rounding):
     # The core's kernels convert many times faster than NumPy, to the same bits.
 
     def _narrow(self, wire: Array, x: Array) -> None:
-        if core.available() and x.dtype == np.float32:
-            kernels = core.native.kernels
-            dtype, op = core.native.DType[self.half.name], core.native.ReduceOp.sum
+        if native_core.available() and x.dtype == np.float32:
+            kernels = native_core.native.kernels
+            dtype, op = native_core.native.DType[self.half.name], native_core.native.ReduceOp.sum
             kernels.finish(kernels.builds()[-1], dtype, op, wire, x, 0)
         else:
             np.copyto(wire.view(self.half), x, casting="unsafe")
 
     def _decode(self, wire: Array, out: Array) -> None:
-        if core.available() and out.dtype == np.float32:
-            kernels = core.native.kernels
-            dtype, op = core.native.DType[self.half.name], core.native.ReduceOp.sum
+        if native_core.available() and out.dtype == np.float32:
+            kernels = native_core.native.kernels
+            dtype, op = native_core.native.DType[self.half.name], native_core.native.ReduceOp.sum
             kernels.fold(kernels.builds()[-1], dtype, op, out, [(wire, False)])
         else:
             np.copyto(out, wire.view(self.half))

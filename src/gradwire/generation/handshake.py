@@ -1,0 +1,103 @@
+"""What the ranks of a job settle before its first call: the table that algorithms are chosen by, who shares memory, and
+how each shows that it lives."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from gradwire.collectives import Table, tuning_table
+from gradwire.errors import ConfigError, UnsupportedOp
+from gradwire.generation.generation import Generation
+from gradwire.host import native_core
+from gradwire.identity import PROTOCOL, Identity
+from gradwire.liveness.lifeline import BeatCapability
+from gradwire.transports.shm.shared_memory import Sharing
+
+
+class Entry(NamedTuple):
+    """What a rank sends first: the version of this protocol, its run, the transport that it asks for, its tuning table
+    if it is rank 0, its nature, and an offer to share memory."""
+
+    protocol: int
+    run: str
+    wish: str
+    table: Any
+    nature: Any
+    offer: Any
+
+    @classmethod
+    def of(cls, rank: int, told: object, identity: Identity) -> Entry:
+        """The entry of a rank; `ConfigError` blames that rank for one that others cannot work with."""
+        name = identity.names[rank]
+        match told:
+            case [int(protocol), str(run), str(wish), table, nature, offer]:
+                if protocol != PROTOCOL:
+                    text = f"{name} uses set-up protocol {protocol}, and this rank uses {PROTOCOL}"
+                    raise ConfigError(f"{text}: install the same gradwire on all machines", peer=rank)
+                if run != identity.run.hex():
+                    raise ConfigError(f"{name} is in run {run[:32]}, and this rank in {identity.run.hex()}", peer=rank)
+                return cls(protocol, run, wish, table, nature, offer)
+        raise ConfigError(
+            f"{name} sets up a generation in another way: install the same gradwire on all machines", peer=rank
+        )
+
+
+def agree(
+    generation: Generation, transport: str, deadline: float, meanwhile: Callable[[], None] = lambda: None
+) -> None:
+    """Settle everything; all ranks of the job call it together, before they use the generation.
+
+    `meanwhile` is something to do while the others' first words are on their way.
+    """
+    identity = generation.identity
+    table = tuning_table.load(os.environ) if identity.rank == 0 else None
+    if identity.size == 1:
+        generation.table = table or generation.table
+        meanwhile()
+        return
+
+    def tell(value: Any) -> Callable[[], list[Any]]:
+        return generation.control_gather.tell(value, "init", max(0.1, deadline - time.monotonic()))
+
+    encoded = table and tuning_table.encode(table)
+    own = BeatCapability.own(generation.peer_timeout)
+    hosts = [identity.topology.host_of(rank) for rank in range(identity.size)]
+    with Sharing(identity.rank, hosts, transport != "tcp" and native_core.available()) as sharing:
+        hear = tell(list(Entry(PROTOCOL, identity.run.hex(), transport, encoded, own.to_wire(), sharing.offer())))
+        meanwhile()
+        entries = [Entry.of(rank, told, identity) for rank, told in enumerate(hear())]
+        generation.table = _table(entries[0].table)
+        hear = tell(sharing.dial([entry.offer for entry in entries], deadline))
+        generation.begin_to_beat(own, sharing.arena)
+        complete = sharing.answer(hear())
+        generation.share_memory(*sharing.keep(tell(complete)()))
+    _check_wishes(generation, [entry.wish for entry in entries])
+    generation.connect_lifeline(deadline)
+    if len(identity.topology.hosts) > 1 or not all(generation.sharing):  # then somebody has links to make
+        tell(None)()
+    generation.lifeline.expect([BeatCapability.from_wire(entry.nature) for entry in entries])  # all beat
+    generation.service.wake()
+
+
+def _table(value: Any) -> Table:
+    """Rank 0's table is everybody's: ranks that choose by different ones would not understand each other."""
+    try:
+        return tuning_table.decode(value)
+    except ValueError as error:
+        raise ConfigError(f"rank 0's tuning cannot be used here, {error}: is it the same gradwire?", peer=0) from error
+
+
+def _check_wishes(generation: Generation, wishes: list[str]) -> None:
+    """Ranks that cannot or will not share memory go on with sockets, unless somebody insists."""
+    missing = [rank for rank, shares in enumerate(generation.sharing) if not shares]
+    if "shm" in wishes and missing:  # an error on every rank, so that none has to guess why others left
+        insisting = [rank for rank, wish in enumerate(wishes) if wish == "shm"]
+        raise UnsupportedOp(
+            f"rank {insisting[0]} asks for transport 'shm', and ranks {missing} cannot share memory: they need "
+            "the native core, and others on the same host; 'auto' shares memory where it can and uses TCP elsewhere",
+            operation="init",
+            peer=max(*insisting, *missing),  # newcomers have the highest ranks: the others can go on without
+        )

@@ -1,0 +1,356 @@
+"""Point-to-point messages, matched by sender and tag, outside every group's order.
+
+Up to `wire.MAX_EAGER` bytes travel at once and are kept at the receiver until somebody asks for them. Longer ones are
+offered first and sent when a `recv` has given them a buffer, so nothing is allocated from what a peer claims. A `recv`
+that gives up leaves everything in its place: an unmatched message stays queued, a half-arrived one goes on arriving
+in private memory and is the first to be found by the next `recv`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gradwire.arrays import dtype_named
+from gradwire.errors import ArrayError, GradwireError, SizeMismatch
+from gradwire.wire import MAX_EAGER, Header, Kind, WireError
+
+if TYPE_CHECKING:
+    from gradwire.transports.base import Link
+
+COPY_TAG = -1
+MAX_KEPT = 64 << 20  # bytes of unasked messages from one peer, before its link is no longer read
+_OVERHEAD = 256
+
+
+@dataclass(slots=True, eq=False)
+class IncomingMessage:
+    """A message that is here, or offered; `payload` is None while it only is offered."""
+
+    world: int  # the sender's world rank; `source` is its rank in the group
+    group: int
+    source: int
+    tag: int
+    nbytes: int
+    identity: int = 0
+    payload: memoryview | None = None
+    number: int = 0  # in the order of arrival
+    dtype: int = 0  # as of a request
+
+    @property
+    def sender(self) -> tuple[int, int]:
+        """Who sent it: the rank in the group as it says, and in the world as its link says."""
+        return self.source, self.world
+
+    @property
+    def weight(self) -> int:
+        """What an unasked letter counts against its sender."""
+        return _OVERHEAD + (self.nbytes if self.identity == 0 else 0)
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A `recv` that waits. It ends with `sender` set, or with an error."""
+
+    group: int
+    source: int | None
+    tag: int
+    target: memoryview
+    sender: int | None = None
+    error: GradwireError | None = None
+    dtype: int = 0  # of a copy: its elements' code; other messages are only bytes
+    members: Sequence[int] | None = None  # the group's world ranks; None: those of all ranks
+
+    @property
+    def done(self) -> bool:
+        return self.sender is not None or self.error is not None
+
+    def fits(self, letter: IncomingMessage) -> bool:
+        return self.group == letter.group and self.tag == letter.tag and self.wants(letter.source, letter.world)
+
+    def wants(self, source: int, world: int) -> bool:
+        """Whether a message of this rank is meant, and whoever sent it is that rank."""
+        return self.source in (None, source) and self.world(source) == world
+
+    def world(self, source: int) -> int:
+        """The world rank of a rank of the group; -1 if it has no such rank."""
+        if self.members is None:
+            return source
+        return self.members[source] if source < len(self.members) else -1
+
+
+@dataclass(slots=True, eq=False)
+class Offer:
+    """A `send` that waits for its buffer."""
+
+    identity: int
+    accepted: bool = False
+
+
+@dataclass(slots=True)
+class Transfer:
+    """A payload on its way in, for a request or, once that gave up, for the next one."""
+
+    letter: IncomingMessage
+    request: Request | None
+    target: memoryview
+    arriving: bool = False  # on one of the peer's links; on another it must not
+
+
+class UnmatchedMessages:
+    """Letters that nobody has asked for yet, in the order of arrival among those that one `recv` could mean."""
+
+    def __init__(self) -> None:
+        # By group and tag, then by the rank that is said to have sent it, and the one that has.
+        self._places: dict[tuple[int, int], dict[tuple[int, int], deque[IncomingMessage]]] = {}
+        self._arrived = 0
+
+    def add(self, letter: IncomingMessage) -> None:
+        if not letter.number:
+            self._arrived += 1
+            letter.number = self._arrived
+        queue = self._places.setdefault((letter.group, letter.tag), {}).setdefault(letter.sender, deque())
+        later = (position for position, other in enumerate(queue) if letter.number < other.number)
+        if queue and letter.number < queue[-1].number:  # one that was taken and is put back
+            queue.insert(next(later), letter)
+        else:
+            queue.append(letter)
+
+    def find(self, request: Request) -> IncomingMessage | None:
+        """The eldest letter that a request means."""
+        queues = self._places.get((request.group, request.tag))
+        if not queues:
+            return None
+        if request.source is not None:
+            queue = queues.get((request.source, request.world(request.source)))
+            return queue[0] if queue else None
+        eldest = (queue[0] for sender, queue in queues.items() if request.wants(*sender))
+        return min(eldest, key=lambda letter: letter.number, default=None)
+
+    def take(self, letter: IncomingMessage) -> None:
+        """Remove a letter: the first of its queue, unless it is withdrawn."""
+        key = letter.group, letter.tag
+        queue = self._places[key][letter.sender]
+        if queue[0] is letter:
+            queue.popleft()
+        else:
+            queue.remove(letter)
+        if not queue:  # nothing is kept of tags that are used once
+            del self._places[key][letter.sender]
+            if not self._places[key]:
+                del self._places[key]
+
+
+class Mailbox:
+    """Everything that has arrived or is asked for on one rank. `changed` guards it and tells those who wait."""
+
+    def __init__(self, accept: Callable[[int, IncomingMessage], None], relieved: Callable[[], None]) -> None:
+        self.changed = threading.Condition(threading.RLock())
+        self._accept = accept  # tells the sender of an offer (a world rank) to go on
+        self._relieved = relieved  # told when a peer that was overfull no longer is
+        self._shelf = UnmatchedMessages()
+        self._requests: list[Request] = []
+        self._offers: dict[int, Offer] = {}
+        self._offered: dict[tuple[int, int], IncomingMessage] = {}  # by sender and identity, until the payload is here
+        self._transfers: dict[tuple[int, int], Transfer] = {}
+        self._identity = 0
+        self._kept: dict[int, int] = {}
+
+    def wake_waits(self) -> None:
+        """Let those who wait look around: something changed that they cannot see here."""
+        with self.changed:
+            self.changed.notify_all()
+
+    # -- asking -------------------------------------------------------------------------------------------------------
+
+    def ask(self, request: Request) -> None:
+        """Post a `recv`; it may be done at once."""
+        with self.changed:
+            letter = self._shelf.find(request)
+            if letter is None:
+                self._requests.append(request)
+            else:
+                self._match(letter, request)
+
+    def give_up(self, request: Request, redirect: Callable[[int, memoryview, memoryview], None]) -> bool:
+        """End a `recv` early; False if it was done after all. What it had accepted keeps its place in the queue.
+
+        redirect(world rank, old, new) stops a payload that is arriving in `old` from being written there any more.
+        """
+        with self.changed:
+            if request.done:
+                return False
+            if request in self._requests:
+                self._requests.remove(request)
+                return True
+            for (world, _), transfer in self._transfers.items():
+                if transfer.request is request:
+                    transfer.request = None
+                    if transfer.target is request.target:
+                        transfer.target = memoryview(bytearray(transfer.letter.nbytes))
+                        redirect(world, request.target, transfer.target)
+                    self._keep(transfer.letter)
+                    return True
+            return True
+
+    def _match(self, letter: IncomingMessage, request: Request) -> None:
+        """Give a letter of the shelf to a request, or the request its error."""
+        request.error = _unfitting(letter, request)
+        if request.error is not None:
+            self.changed.notify_all()
+            return
+        self._unkeep(letter)
+        transfer = self._transfers.get((letter.world, letter.identity))
+        if letter.payload is not None:
+            request.target[:] = letter.payload
+            request.sender = letter.source
+        elif transfer is not None:
+            transfer.request = request  # half-arrived, and its first asker gave up: it ends up here when it is whole
+        else:
+            self._transfers[letter.world, letter.identity] = Transfer(letter, request, request.target)
+            self._accept(letter.world, letter)
+        self.changed.notify_all()
+
+    def _keep(self, letter: IncomingMessage) -> None:
+        self._shelf.add(letter)
+        self._kept[letter.world] = self._kept.get(letter.world, 0) + letter.weight
+
+    def _unkeep(self, letter: IncomingMessage) -> None:
+        self._shelf.take(letter)
+        was_overfull = self.overfull(letter.world)
+        self._kept[letter.world] -= letter.weight
+        if was_overfull and not self.overfull(letter.world):
+            self._relieved()
+
+    # -- sending ------------------------------------------------------------------------------------------------------
+
+    def offer(self) -> Offer:
+        """Announce a long message; its identity goes into the header."""
+        with self.changed:
+            self._identity += 1
+            offer = self._offers[self._identity] = Offer(self._identity)
+            return offer
+
+    def withdraw(self, offer: Offer) -> bool:
+        """Take an offer back; False if it was accepted after all."""
+        with self.changed:
+            return self._offers.pop(offer.identity, None) is not None
+
+    # -- arriving (the reading thread) --------------------------------------------------------------------------------
+
+    def overfull(self, world: int) -> bool:
+        return self._kept.get(world, 0) > MAX_KEPT
+
+    def begin(self, world: int, header: Header) -> memoryview:
+        """Memory for a payload that is about to arrive; `WireError` for one that nobody expects."""
+        if header.kind == Kind.EAGER:
+            if header.nbytes > MAX_EAGER:
+                raise WireError(f"an eager message of {header.nbytes} bytes")
+            return memoryview(bytearray(header.nbytes))
+        if header.kind == Kind.PAYLOAD:
+            with self.changed:
+                transfer = self._transfers.get((world, header.sequence))
+                if transfer is None or transfer.letter.nbytes != header.nbytes:
+                    raise WireError(f"a payload of {header.nbytes} bytes that was not accepted")
+                if transfer.arriving:
+                    raise WireError("a payload on two links at once")
+                transfer.arriving = True
+                return transfer.target
+        if header.nbytes or header.kind not in (Kind.OFFER, Kind.ACCEPT, Kind.WITHDRAW):
+            raise WireError(f"kind {header.kind}, {header.nbytes} bytes, point to point")
+        return memoryview(b"")
+
+    def finish(self, world: int, header: Header, payload: memoryview) -> None:
+        """A whole message is here."""
+        with self.changed:
+            match header.kind:
+                case Kind.EAGER:
+                    self._arrive(_letter(world, header, payload))
+                case Kind.OFFER:
+                    letter = _letter(world, header, None)
+                    if not letter.identity or (world, letter.identity) in self._offered:
+                        raise WireError(f"an offer with the identity {letter.identity}, of none or of another")
+                    self._offered[world, letter.identity] = letter
+                    self._arrive(letter)
+                case Kind.PAYLOAD:
+                    self._complete(world, header.sequence, payload)
+                case Kind.ACCEPT:
+                    offer = self._offers.pop(header.sequence, None)
+                    if offer is not None:
+                        offer.accepted = True
+                case Kind.WITHDRAW:
+                    self._withdrawn(world, header.sequence)
+            self.changed.notify_all()
+
+    def _arrive(self, letter: IncomingMessage) -> None:
+        self._keep(letter)
+        for request in [request for request in self._requests if request.fits(letter)]:
+            self._requests.remove(request)
+            self._match(letter, request)
+            if request.error is None:
+                return
+
+    def _withdrawn(self, world: int, identity: int) -> None:
+        letter, transfer = self._offered.get((world, identity)), self._transfers.get((world, identity))
+        if letter is None:
+            return
+        if transfer is not None and transfer.arriving:
+            raise WireError("a message that is withdrawn while it arrives")
+        del self._offered[world, identity]
+        if transfer is None or transfer.request is None:
+            self._unkeep(letter)
+        if transfer is not None:
+            del self._transfers[world, identity]
+            if transfer.request is not None:
+                self.ask(transfer.request)  # accepted just as the sender gave up
+
+    def _complete(self, world: int, identity: int, payload: memoryview) -> None:
+        transfer = self._transfers.pop((world, identity))
+        del self._offered[world, identity]
+        letter, request = transfer.letter, transfer.request
+        letter.payload = payload
+        if request is not None:
+            if transfer.target is not request.target:
+                request.target[:] = payload
+            request.sender = letter.source
+
+
+def _letter(world: int, header: Header, payload: memoryview | None) -> IncomingMessage:
+    identity = 0 if payload is not None else header.sequence
+    tag = header.fingerprint if header.fingerprint < 1 << 63 else header.fingerprint - (1 << 64)
+    nbytes = header.nbytes if payload is not None else header.tile | header.round << 32
+    dtype = max(0, -tag)  # users' tags are not negative: the others are copies' types
+    return IncomingMessage(
+        world, header.group, header.source, max(tag, COPY_TAG), nbytes, identity, payload, dtype=dtype
+    )
+
+
+def _unfitting(letter: IncomingMessage, request: Request) -> GradwireError | None:
+    """Why a message cannot be taken into the buffer that was offered for it."""
+    if letter.dtype != request.dtype:
+        theirs, mine = dtype_named(letter.dtype), dtype_named(request.dtype)
+        text = f"rank {letter.source} copies {theirs}, but y is {mine}; the copy is kept"
+        return ArrayError(text, operation="copy", peer=letter.source)
+    if letter.nbytes == len(request.target):
+        return None
+    what = f"copies {letter.nbytes} bytes" if letter.dtype else f"sent {letter.nbytes} bytes with tag {letter.tag}"
+    text = f"rank {letter.source} {what}, the buffer has {len(request.target)}; the message is kept"
+    return SizeMismatch(text, operation="copy" if letter.dtype else "recv", peer=letter.source)
+
+
+class MessageSink:
+    """Point-to-point messages, as they are read, go to the mailbox; `check` knows whose they may be."""
+
+    def __init__(self, mailbox: Mailbox, check: Callable[[Header], None]) -> None:
+        self._mailbox = mailbox
+        self._check = check
+
+    def begin(self, link: Link, header: Header) -> memoryview:
+        self._check(header)
+        return self._mailbox.begin(link.peer, header)
+
+    def finish(self, link: Link, header: Header, payload: memoryview) -> None:
+        self._mailbox.finish(link.peer, header, payload)

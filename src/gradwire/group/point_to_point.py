@@ -1,0 +1,442 @@
+"""Point to point: `send`, `recv`, `sendrecv`, `copy`. Matched by peer and tag, outside the order of the collectives."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gradwire import arrays
+from gradwire.arrays import DType, raw, view
+from gradwire.errors import ArrayError, Broken, Closed, GradwireError, InvalidRank, InvalidSize, PeerLost, Timeout
+from gradwire.executors.python import after
+from gradwire.generation.generation import Generation
+from gradwire.generation.mailbox import COPY_TAG, Offer, Request
+from gradwire.generation.waiting import ANSWER_SECONDS, POLL_SECONDS, Slowness
+from gradwire.group.work import bounded
+from gradwire.liveness.verdict import Finding
+from gradwire.operations.types import check_rank
+from gradwire.transports.base import MESSAGE_CHANNEL, LinkClosed
+from gradwire.transports.frames import Outbox
+from gradwire.wire import MAX_EAGER, Header, Kind
+
+log = logging.getLogger("gradwire")
+
+_TAG_MASK = (1 << 64) - 1
+
+
+class Promised(NamedTuple):
+    """A long message that was offered, and is not delivered yet."""
+
+    outbox: Outbox
+    offer: Offer
+    data: memoryview
+    dst: int
+    tag: int
+    deadline: float
+    timeout: float
+    operation: str
+
+
+@dataclass(frozen=True, slots=True)
+class PointToPoint:
+    """One group's post office; ranks are the group's, `members` their world ranks."""
+
+    generation: Generation
+    group: int
+    rank: int
+    members: Sequence[int]
+
+    def send(self, data: memoryview, dst: int, tag: int, timeout: float, operation: str = "send") -> None:
+        """Deliver bytes: at once up to the eager bound, else when the receiver has a buffer for them."""
+        promised = self.begin_send(data, dst, tag, timeout, operation)
+        if promised is not None:
+            self.finish_send(promised)
+
+    def begin_send(
+        self, data: memoryview, dst: int, tag: int, timeout: float, operation: str = "send", *, waits: bool = True
+    ) -> Promised | None:
+        """Give bytes their place among the messages to a rank; None if nothing is left to do for them.
+
+        Where too many are on their way, it waits until some have gone, or else offers what is short, too.
+        """
+        deadline = time.monotonic() + timeout
+        self._check(operation)
+        outbox = self._outbox(dst, deadline, operation)
+        if len(data) <= MAX_EAGER and (waits or not outbox.full):
+            self._send_eagerly(outbox, data, dst, tag, deadline, timeout, operation)
+            return None
+        offer = self.generation.mailbox.offer()
+        size = {"tile": len(data) & 0xFFFFFFFF, "round": len(data) >> 32}
+        self._tell(outbox, dst, operation, self._frame(Kind.OFFER, b"", tag, sequence=offer.identity, **size))
+        return Promised(outbox, offer, data, dst, tag, deadline, timeout, operation)
+
+    def _outbox(self, dst: int, deadline: float, operation: str) -> Outbox:
+        generation, world = self.generation, self.members[dst]
+        return generation.service.message_outbox(
+            world, lambda: generation.connect(world, MESSAGE_CHANNEL, deadline, operation)
+        )
+
+    def _send_eagerly(
+        self, outbox: Outbox, data: memoryview, dst: int, tag: int, deadline: float, timeout: float, operation: str
+    ) -> None:
+        changed = self.generation.mailbox.changed
+        while outbox.full:
+            with changed:
+                if outbox.full:
+                    changed.wait(min(0.25, max(0.0, deadline - time.monotonic())))
+            self._check_peer(dst, operation)
+            if time.monotonic() >= deadline:
+                raise Timeout(
+                    f"{operation} to rank {dst} waited {timeout:g} s: it takes no messages off its link",
+                    peer=dst,
+                    operation=operation,
+                    seconds=timeout,
+                )
+        self._tell(outbox, dst, operation, self._frame(Kind.EAGER, bytes(data), tag))
+
+    def due(self, promised: Promised) -> bool:
+        """Whether `finish_send` has something to do but wait: the receiver is ready, gone, or late."""
+        late = time.monotonic() >= promised.deadline
+        return promised.offer.accepted or late or not self._usable() or self._absent(promised.dst)
+
+    def finish_send(self, promised: Promised, within: float | None = None) -> None:
+        """Deliver a long message when the receiver has a buffer for it; if that is not `within` seconds, recall it."""
+        outbox, offer, data, dst, tag, deadline, timeout, operation = promised
+        begin_by, patience = deadline, timeout
+        if within is not None:
+            begin_by, patience = min(deadline, time.monotonic() + within), within
+        try:
+            self._await_acceptance(offer, dst, begin_by, operation)
+            if not offer.accepted:
+                raise Timeout(
+                    f"{operation} of {len(data)} bytes to rank {dst} waited {patience:g} s for a recv there. Above "
+                    f"{MAX_EAGER} bytes send waits for its recv: if both ranks send first, use sendrecv",
+                    peer=dst,
+                    operation=operation,
+                    seconds=patience,
+                )
+            if not self._take_link(outbox, dst, begin_by, operation):
+                raise Timeout(
+                    f"{operation} of {len(data)} bytes to rank {dst} waited {patience:g} s behind others to that rank",
+                    peer=dst,
+                    operation=operation,
+                    seconds=patience,
+                )
+        except BaseException:  # Ctrl-C too: a recv there must not wait for what nobody sends
+            self.generation.mailbox.withdraw(offer)
+            with contextlib.suppress(GradwireError):
+                self._tell(outbox, dst, operation, self._frame(Kind.WITHDRAW, b"", tag, sequence=offer.identity))
+            raise
+        head = Header(
+            Kind.PAYLOAD,
+            self.generation.identity.job,
+            self.generation.identity.number,
+            self.rank,
+            self.group,
+            offer.identity,
+            tag & _TAG_MASK,
+            0,
+            0,
+            len(data),
+        ).pack()
+        self._stream(outbox, [memoryview(head), data], dst, deadline, timeout, operation)
+
+    def _await_acceptance(self, offer: Offer, dst: int, deadline: float, operation: str) -> None:
+        """Return when an offer was accepted, or taken back because the time is over."""
+        mailbox = self.generation.mailbox
+        slowness = Slowness(time.monotonic())
+        while True:
+            with mailbox.changed:
+                now = time.monotonic()
+                if offer.accepted or (now >= deadline and mailbox.withdraw(offer)):
+                    return
+                mailbox.changed.wait(_pause(now, deadline, slowness))
+            self._check_peer(dst, operation)
+            self._tell_if_slow(slowness, f"in {operation} to rank {dst}: it has not called recv", [dst])
+
+    def _tell(self, outbox: Outbox, dst: int, operation: str, message: bytes) -> None:
+        try:
+            if outbox.post(message):
+                self.generation.service.wake()
+        except LinkClosed:
+            raise self._gone(dst, operation) from None
+
+    def _stream(
+        self, outbox: Outbox, parts: list[memoryview], dst: int, deadline: float, timeout: float, operation: str
+    ) -> None:
+        """Write a payload straight from the user's memory. The link is taken for it."""
+        whole = sum(map(len, parts))
+        try:
+            while parts:
+                sent = outbox.link.send(parts)
+                parts = after(parts, sent)
+                if parts and not sent:
+                    self._await_room(outbox, dst, deadline, timeout, operation)
+        except LinkClosed:
+            raise self._gone(dst, operation) from None
+        except (Broken, Closed):
+            raise
+        except BaseException as error:
+            if sum(map(len, parts)) < whole:  # half a payload is on its way: nothing else can follow it
+                self.generation.interrupt(operation, error)
+            raise
+        finally:
+            outbox.release()
+            with self.generation.mailbox.changed:
+                self.generation.mailbox.changed.notify_all()
+            self.generation.service.wake()
+
+    def _take_link(self, outbox: Outbox, dst: int, deadline: float, operation: str) -> bool:
+        """Wait until no other message is on its way; False if the time was over first."""
+        changed = self.generation.mailbox.changed
+        try:
+            while not outbox.hold():
+                with changed:
+                    changed.wait(0.01)  # messages that wait are flushed by the service thread
+                self._check_peer(dst, operation)
+                if time.monotonic() >= deadline:
+                    return False
+        except LinkClosed:
+            raise self._gone(dst, operation) from None
+        return True
+
+    def _await_room(self, outbox: Outbox, dst: int, deadline: float, timeout: float, operation: str) -> None:
+        generation = self.generation
+        generation.transport.wait((), (outbox.link,), generation.alarm, 0.25)
+        self._check_peer(dst, operation)
+        if time.monotonic() >= deadline:
+            raise self._stalled(dst, timeout, operation)
+
+    def _stalled(self, dst: int, timeout: float, operation: str) -> GradwireError:
+        """The receiver has a buffer but reads nothing: its process stands still, and the payload cannot be recalled."""
+        reason = f"{operation} to rank {dst} did not finish in {timeout:g} s: it stopped reading"
+        finding = Finding("timeout", reason, self.members[dst], timeout, operation)
+        self.generation.control.report(finding, time.monotonic())
+        return self.generation.error(operation)
+
+    def post_request(self, target: memoryview, src: int | None, tag: int) -> Request:
+        """Ask for a message without waiting for it."""
+        self._check("recv")
+        request = Request(self.group, src, max(tag, COPY_TAG), target, dtype=max(0, -tag), members=self.members)
+        self.generation.mailbox.ask(request)
+        return request
+
+    def cancel_request(self, request: Request) -> None:
+        """Stop asking; what may have arrived keeps its place."""
+        self.generation.mailbox.give_up(request, self.generation.service.redirect)
+
+    def finish_request(
+        self, request: Request, timeout: float, operation: str = "recv", deadline: float | None = None
+    ) -> int:
+        """Wait for a message that was asked for; the sender's rank. On time-out everything keeps its place."""
+        generation, mailbox = self.generation, self.generation.mailbox
+        if deadline is None:
+            deadline = time.monotonic() + timeout
+        slowness = Slowness(time.monotonic())
+        whom = "any rank" if request.source is None else f"rank {request.source}"
+        peers = [request.source] if request.source is not None else self._others()
+        try:
+            while not request.done:
+                with mailbox.changed:
+                    now = time.monotonic()
+                    if now >= deadline or not self._usable() or self._nobody(request):
+                        break
+                    if not request.done:
+                        mailbox.changed.wait(_pause(now, deadline, slowness))
+                self._tell_if_slow(slowness, f"for a message from {whom} with tag {request.tag}", peers)
+        finally:
+            gave_up = mailbox.give_up(request, generation.service.redirect)
+        if request.error is not None:
+            raise request.error
+        if not gave_up:
+            assert request.sender is not None
+            return request.sender
+        self._check(operation, f" during {operation}")
+        if self._nobody(request):
+            raise self._gone(min(peers), operation)
+        raise Timeout(
+            f"no message from {whom} with tag {request.tag} came in {timeout:g} s; the recv can be repeated",
+            peer=request.source,
+            operation=operation,
+            seconds=timeout,
+        )
+
+    def _tell_if_slow(self, slowness: Slowness, what: str, peers: Sequence[int]) -> None:
+        now = time.monotonic()
+        if now < slowness.due:
+            return
+        slowness.told(now)
+        last = self.generation.control.last_calls(self.group, [self.members[peer] for peer in peers], ANSWER_SECONDS)
+        rank = self.generation.identity.rank
+        log.warning("rank %d has waited %.0f s %s; %s", rank, now - slowness.began, what, last)
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(len(self.members)) if rank != self.rank]
+
+    def _nobody(self, request: Request) -> bool:
+        """Whether those who could send this message have all left."""
+        peers = [request.source] if request.source is not None else self._others()
+        return all(self._absent(peer) for peer in peers)
+
+    def _absent(self, rank: int) -> bool:
+        return self.generation.service.departed(self.members[rank])
+
+    def _usable(self) -> bool:
+        generation = self.generation
+        return not generation.closed and generation.control.sound and generation.control.open(self.group)
+
+    def _check(self, operation: str, during: str = "") -> None:
+        self.generation.check(operation, during)
+        if not self.generation.control.open(self.group):
+            raise Closed("the group is closed", operation=operation)
+
+    def _check_peer(self, dst: int, operation: str) -> None:
+        self._check(operation, f" during {operation}")
+        if self._absent(dst):
+            raise self._gone(dst, operation)
+
+    def _gone(self, rank: int, operation: str) -> GradwireError:
+        error = self.generation.lost(self.members[rank], operation, f" during {operation}")
+        if isinstance(error, PeerLost):
+            error.peer = rank
+        return error
+
+    def _frame(self, kind: Kind, payload: bytes, tag: int, **fields: int) -> bytes:
+        return self.generation.identity.frame(
+            kind, payload, group=self.group, source=self.rank, fingerprint=tag & _TAG_MASK, **fields
+        )
+
+
+def _pause(now: float, deadline: float, slowness: Slowness) -> float:
+    return max(0.0, min(deadline - now, slowness.due - now, POLL_SECONDS))
+
+
+MAX_TAG = (1 << 62) - 1
+
+
+class PointToPointCalls:
+    """The part of a group that two ranks use without the others."""
+
+    def __init__(self, post: PointToPoint, rank: int, size: int, timeout: float) -> None:
+        self._post = post
+        self._rank = rank
+        self._size = size
+        self._timeout = timeout
+
+    def send(self, x: Any, dst: int, tag: int = 0, timeout: float | None = None) -> None:
+        """Send the bytes of x to a rank. Up to 64 KiB return at once; longer ones wait for the matching `recv`.
+
+        >>> import gradwire as gw, numpy as np
+        >>> one, two = gw.loopback_pair()
+        >>> one.send(np.arange(3), dst=1, tag=7)
+        >>> x = np.zeros(3, int); two.recv(x, src=0, tag=7), x
+        (0, array([0, 1, 2]))
+        >>> one.close(); two.close()
+        """
+        peer = self._peer(dst)
+        self._post.send(raw(view(x, writable=False).load()), peer, checked_tag(tag), self._seconds(timeout))
+
+    def recv(self, x: Any, src: int | None = None, tag: int = 0, timeout: float | None = None) -> int:
+        """Receive into x from a rank (None: anyone) and return who sent it; a `recv` that timed out can be repeated.
+
+        >>> import gradwire as gw, numpy as np
+        >>> one, two = gw.loopback_pair()
+        >>> try: two.recv(np.zeros(3), timeout=0.01)
+        ... except gw.Timeout: one.send(np.ones(3), dst=1)
+        >>> x = np.zeros(3); two.recv(x), x
+        (0, array([1., 1., 1.]))
+        >>> one.close(); two.close()
+        """
+        source = None if src is None else self._peer(src)
+        if self._size == 1:
+            raise InvalidRank("this rank is alone: nobody can send it anything")
+        target = view(x, writable=True)
+        request = self._post.post_request(raw(target.flat), source, checked_tag(tag))
+        sender = self._post.finish_request(request, self._seconds(timeout))
+        target.store()
+        return sender
+
+    def sendrecv(self, x: Any, y: Any, dst: int, src: int, tag: int = 0, timeout: float | None = None) -> None:
+        """Send x to one rank while y receives from another (or the same): never locks up, whatever the sizes.
+
+        >>> import gradwire as gw, numpy as np
+        >>> one, two = gw.loopback_pair()
+        >>> one.send(np.ones(3), dst=1)
+        >>> x, y = np.zeros(3), np.zeros(3)
+        >>> two.sendrecv(x, y, dst=0, src=0); y
+        array([1., 1., 1.])
+        >>> one.close(); two.close()
+        """
+        to, source = self._peer(dst), self._peer(src)
+        seconds = self._seconds(timeout)
+        given, target = view(x, writable=False), view(y, writable=True)
+        if arrays.overlap(given, target):
+            raise ArrayError("y overlaps x: it would be overwritten while it is sent")
+        deadline = time.monotonic() + seconds
+        request = self._post.post_request(raw(target.flat), source, checked_tag(tag))
+        try:
+            self._post.send(raw(given.load()), to, checked_tag(tag), seconds, "sendrecv")
+        except BaseException:
+            self._post.cancel_request(request)
+            raise
+        self._post.finish_request(request, seconds, "sendrecv", deadline)
+        target.store()
+
+    def copy(self, x: Any, y: Any, src: int, dst: int, timeout: float | None = None) -> None:
+        """Copy x on rank src into y on rank dst, whatever strides either has; only those two need call it.
+
+        >>> import gradwire as gw, numpy as np
+        >>> one, two = gw.loopback_pair()
+        >>> one.copy(np.arange(6).reshape(2, 3).T, None, src=0, dst=1)
+        >>> y = np.zeros(12, int); two.copy(None, y[::2], src=0, dst=1); y
+        array([0, 0, 3, 0, 1, 0, 4, 0, 2, 0, 5, 0])
+        >>> one.close(); two.close()
+        """
+        src, dst = check_rank(src, self._size, "src"), check_rank(dst, self._size, "dst")
+        seconds = self._seconds(timeout)
+        if self._rank == src == dst:
+            _copy_here(x, y)
+        elif self._rank == src:
+            source = view(x, writable=False)
+            self._post.send(raw(source.load()), dst, copy_tag(source.dtype), seconds, "copy")
+        elif self._rank == dst:
+            target = view(y, writable=True)
+            request = self._post.post_request(raw(target.flat), src, copy_tag(target.dtype))
+            self._post.finish_request(request, seconds, "copy")
+            target.store()
+
+    def _seconds(self, timeout: float | None) -> float:
+        return bounded(timeout) or self._timeout
+
+    def _peer(self, rank: int) -> int:
+        number = check_rank(rank, self._size)
+        if number == self._rank:
+            raise InvalidRank(
+                f"rank {number} is this rank itself: there is nobody to talk to", rank=number, peer=number
+            )
+        return number
+
+
+def copy_tag(dtype: DType) -> int:
+    """The tag of copies of this type: users' tags are not negative."""
+    return -dtype.code
+
+
+def _copy_here(x: Any, y: Any) -> None:
+    source, target = view(x, writable=False), view(y, writable=True)
+    if source.dtype != target.dtype or source.flat.size != target.flat.size:
+        raise ArrayError(f"{arrays.describe(source.array)} does not fit {arrays.describe(target.array)}")
+    target.flat[:] = source.load().copy()
+    target.store()
+
+
+def checked_tag(tag: int) -> int:
+    if isinstance(tag, bool) or not isinstance(tag, (int, np.integer)) or not 0 <= tag <= MAX_TAG:
+        raise InvalidSize(f"tag {tag!r} is not a number from 0 to 2**62 - 1")
+    return int(tag)

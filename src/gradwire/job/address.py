@@ -1,0 +1,105 @@
+"""Addresses as users write them: "host:port"."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from dataclasses import dataclass
+
+from gradwire.errors import ConfigError
+from gradwire.job.environments.launcher_settings import join
+
+# Numbers and dots only: meant as an IPv4 address, and a mistake if it is none.
+_LIKE_IPV4 = re.compile(r"[0-9.]+")
+_HOST_NAME = re.compile(r"[^\s/@,;\[\]:]{1,253}")
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A host and a port. Port 0 means any free one, which only makes sense for a listener."""
+
+    host: str
+    port: int
+
+    def __post_init__(self) -> None:
+        _check_host(self.host)
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port {self.port} is not between 0 and 65535")
+
+    @classmethod
+    def parse(cls, text: str, source: str = "the address") -> Address:
+        """Read "127.0.0.1:29500", "[::1]:29500" or "name:29500"; `source` is what an error calls it.
+
+        >>> Address.parse("[::1]:29500")
+        Address(host='::1', port=29500)
+        """
+        try:
+            host, port = _split(text.strip())
+            return cls(host, port)
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {text!r} is not an address: {error}") from None
+
+    def __str__(self) -> str:
+        return join(self.host, self.port)
+
+    def resolve(self) -> tuple[str, ...]:
+        """The IP addresses of the host, in the resolver's order."""
+        try:
+            answers = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+            raise ConfigError(f"the host of {self} cannot be resolved: {reason}") from error
+        return tuple(dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in answers))
+
+    def is_loopback(self) -> bool:
+        """Whether the host is this machine and unreachable from others; a name counts only if all it resolves to is."""
+        return all(_is_loopback(ip) for ip in self.resolve())
+
+
+def _split(text: str) -> tuple[str, int]:
+    if text.startswith("["):
+        host, bracket, rest = text[1:].partition("]")
+        if not bracket or not rest.startswith(":"):
+            raise ConfigError("an IPv6 address is written [host]:port")
+        if not _is_ip(host, 6):
+            raise ConfigError(f"{host!r} between the brackets is no IPv6 address")
+        port = rest[1:]
+    else:
+        if "://" in text:
+            raise ConfigError("write host:port, without a scheme")
+        host, colon, port = text.rpartition(":")
+        if not colon:
+            raise ConfigError("the port is missing; write host:port")
+        if ":" in host:
+            raise ConfigError("an IPv6 address needs brackets: [host]:port")
+    if not re.fullmatch(r"[0-9]{1,5}", port):
+        raise ConfigError(f"the port {port!r} is no number between 0 and 65535")
+    return host, int(port)
+
+
+def _check_host(host: str) -> None:
+    if not host:
+        raise ConfigError("the host is missing; write host:port")
+    if ":" in host:
+        if not _is_ip(host, 6):
+            raise ConfigError(f"the host {host!r} is no IPv6 address")
+    elif _LIKE_IPV4.fullmatch(host):
+        if not _is_ip(host, 4):
+            raise ConfigError(f"the host {host!r} is no IPv4 address")
+    elif not _HOST_NAME.fullmatch(host):
+        raise ConfigError(f"the host {host!r} is neither an IP address nor a name")
+
+
+def _is_ip(text: str, version: int) -> bool:
+    try:
+        return ipaddress.ip_address(text).version == version
+    except ValueError:
+        return False
+
+
+def _is_loopback(text: str) -> bool:
+    ip = ipaddress.ip_address(text)
+    if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
+        return ip.ipv4_mapped.is_loopback  # ::ffff:127.0.0.1, which Python 3.11 does not see as loopback itself
+    return ip.is_loopback

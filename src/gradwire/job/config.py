@@ -1,0 +1,348 @@
+"""`JobConfig`: rank, size, address and other settings of this process, from arguments, variables and launchers.
+
+`resolve` answers from three layers: the arguments, then `GRADWIRE_*`, then the variables of the launcher that started
+this process (see `environments/`). An argument always wins over a variable. Every error says which argument or variable
+the bad value came from.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from operator import index
+from typing import Final, Literal, SupportsIndex
+
+from gradwire.errors import ConfigError, InvalidRank, InvalidSize, UnsupportedOp
+from gradwire.job import environments
+from gradwire.job.address import Address
+from gradwire.job.environments import Found, Partial
+from gradwire.job.environments.launcher_settings import find
+from gradwire.liveness.detector import PEER_SECONDS
+from gradwire.liveness.lifeline import LEAST_TIMEOUT, MOST_TIMEOUT
+
+RANK = "GRADWIRE_RANK"
+SIZE = "GRADWIRE_SIZE"
+LOCAL_RANK = "GRADWIRE_LOCAL_RANK"
+ADDRESS = "GRADWIRE_ADDRESS"
+COORDINATOR = "GRADWIRE_COORDINATOR"
+TRANSPORT = "GRADWIRE_TRANSPORT"
+TIMEOUT = "GRADWIRE_TIMEOUT"
+PEER_TIMEOUT = "GRADWIRE_PEER_TIMEOUT"
+INSECURE = "GRADWIRE_INSECURE"
+JOB = "GRADWIRE_JOB"
+ELASTIC = "GRADWIRE_ELASTIC"
+MEMBER = "GRADWIRE_MEMBER"
+
+TRANSPORTS = ("auto", "shm", "tcp")
+NOT_BUILT = ("grpc", "mpi")  # names that are kept for transports to come; refused until then
+TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+class _UnlessSaid(float):
+    """A default that can be told from the same number given on purpose, which no variable may override."""
+
+    __slots__ = ()
+
+
+DEFAULT_TIMEOUT: Final[float] = _UnlessSaid(300.0)
+
+_JOB_NAME = re.compile(r"[!-~]{1,128}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobConfig:
+    """What a process knows of its job before it has spoken to anybody. Validated as a whole.
+
+    `local_rank` is None where nobody told it. `peer_timeout` is how long a rank on another host may be silent.
+    `served` says that somebody else, a launcher, runs the coordinator at `address`; otherwise rank 0 does.
+    `address_taken` says that a launcher listens at `address` for purposes of its own. `job`, where there is one, is a
+    name that keeps two jobs apart that meet at one address. In an `elastic` job members come and go: rank and size are
+    wishes for the first generation, and None where there is none. `member` is the id that a launcher gave this process.
+    `sources` says where each value came from.
+    """
+
+    size: int | None = 1
+    rank: int | None = 0
+    local_rank: int | None = None
+    address: Address | None = None
+    transport: str = "auto"
+    timeout: float = 300.0
+    peer_timeout: float = PEER_SECONDS
+    insecure: bool = False
+    job: str | None = None
+    served: bool = False
+    address_taken: bool = False
+    elastic: bool = False
+    member: str | None = None
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.elastic:
+            if not self.served:
+                raise ConfigError(
+                    f"an elastic job needs a coordinator that outlives its members, and {COORDINATOR} does not say "
+                    "where one is: start with `gradwire run --min … --max …`, or run `gradwire coordinator`"
+                )
+        elif self.size is None or self.rank is None:
+            raise ConfigError("only the members of an elastic job have no rank of their own")
+        self._check_numbers()
+        if self.address is not None and self.address.port == 0:
+            raise ConfigError(f"{self._named('address')}: with port 0 the other ranks cannot know where to connect")
+        if self.served and self.address is None:
+            raise ConfigError("a job whose coordinator is run by somebody else needs its address")
+        self._check_transport()
+        if not 0 < self.timeout <= threading.TIMEOUT_MAX:
+            raise ConfigError(f"{self._named('timeout')} is not a positive number of seconds")
+        if not LEAST_TIMEOUT <= self.peer_timeout <= MOST_TIMEOUT:
+            bounds = f"{LEAST_TIMEOUT:g} to {MOST_TIMEOUT:g} seconds"
+            raise ConfigError(f"{self._named('peer_timeout')} is out of range: a rank may be silent for {bounds}")
+        if self.job is not None and not _JOB_NAME.fullmatch(self.job):
+            raise ConfigError(f"{self._named('job')} is not 1 to 128 visible ASCII characters without spaces")
+
+    def _check_transport(self) -> None:
+        known = ", ".join(map(repr, TRANSPORTS))
+        if self.transport in NOT_BUILT:
+            raise UnsupportedOp(f"{self._named('transport')} is not built yet: there are {known}", operation="init")
+        if self.transport not in TRANSPORTS:
+            raise ConfigError(f"{self._named('transport')} is unknown: there are {known}")
+
+    def _check_numbers(self) -> None:
+        size = self.size
+        if size is None:
+            return
+        if size < 1:
+            raise InvalidSize(f"a job has at least one rank, but {self._named('size')}")
+        if self.rank is not None and not 0 <= self.rank < size:
+            raise InvalidRank(
+                f"{self._named('rank')} does not exist in a job of {self._named('size')}: ranks count from 0",
+                rank=self.rank,
+            )
+        if self.local_rank is not None and not 0 <= self.local_rank < size and not self.elastic:
+            raise InvalidRank(
+                f"{self._named('local_rank')} does not exist in a job of {self._named('size')}", rank=self.rank
+            )
+
+    @property
+    def role(self) -> Literal["coordinator", "worker"]:
+        """Whether this process serves the rendezvous: rank 0 does, unless a launcher already does."""
+        return "coordinator" if self.rank == 0 and not self.served else "worker"
+
+    def _named(self, name: str) -> str:
+        value = getattr(self, name)
+        shown = value if isinstance(value, int | float | Address) else repr(value)
+        source = self.sources.get(name)
+        return f"{name} {shown}" + (f" (from {source})" if source else "")
+
+
+def resolve(
+    rank: SupportsIndex | None = None,
+    size: SupportsIndex | None = None,
+    address: Address | str | None = None,
+    *,
+    transport: str = "auto",
+    timeout: float = DEFAULT_TIMEOUT,
+    insecure: bool = False,
+    environ: Mapping[str, str] | None = None,
+) -> JobConfig:
+    """Make the job's configuration from arguments, `GRADWIRE_*` and the launcher's variables, in this order.
+
+    What is None, transport "auto", and the default timeout count as not given. Either of `insecure` and
+    `GRADWIRE_INSECURE` suffices. With nothing given and nothing found this is a job of one.
+    """
+    environ = os.environ if environ is None else environ
+    launchers = environments.detect(environ)
+    who = _identity(launchers)
+    sources: dict[str, str] = {}
+    the_rank = _whole("rank", rank, find(environ, RANK) or who.rank, sources)
+    the_size = _whole("size", size, find(environ, SIZE) or who.size, sources)
+    elastic = _flag(find(environ, ELASTIC))
+    if not elastic:
+        the_rank, the_size = _complete(the_rank, the_size, sources)
+    agreeing = [partial for partial in launchers if _agrees(partial, the_rank, the_size)]
+    place = _place(address, environ, [p for p in launchers if p in agreeing or not p.address_derived], sources)
+    config = JobConfig(
+        size=the_size,
+        rank=the_rank,
+        local_rank=_local_rank(environ, agreeing, the_rank, the_size, sources),
+        address=place.address,
+        transport=_transport(transport, environ, sources),
+        timeout=_timeout(timeout, environ, sources),
+        peer_timeout=_peer_timeout(environ, sources),
+        insecure=bool(insecure) or _flag(find(environ, INSECURE)),
+        job=_job(environ, agreeing, place.served, sources),
+        served=place.served,
+        address_taken=place.taken,
+        elastic=elastic,
+        member=_text(find(environ, MEMBER)),
+        sources=sources,
+    )
+    if config.size is not None and config.size > 1 and config.address is None:
+        raise ConfigError(_no_address(config, agreeing))
+    return config
+
+
+# --- the pieces of resolve, in its order
+
+
+def _identity(launchers: tuple[Partial, ...]) -> Partial:
+    """The launcher to believe about rank and size: the first that knows both, else the first that knows either."""
+    knows_both = (partial for partial in launchers if partial.rank and partial.size)
+    knows_one = (partial for partial in launchers if partial.rank or partial.size)
+    return next(knows_both, None) or next(knows_one, None) or Partial("nobody")
+
+
+def _whole(name: str, argument: SupportsIndex | None, found: Found | None, sources: dict[str, str]) -> int | None:
+    if argument is not None:
+        sources[name] = f"the argument {name}"
+        try:
+            if isinstance(argument, bool):
+                raise TypeError
+            return index(argument)
+        except TypeError:
+            raise ConfigError(f"the argument {name} is {argument!r}, which is not a whole number") from None
+    if found is None:
+        return None
+    sources[name] = found.source
+    return _integer(found)
+
+
+def _integer(found: Found) -> int:
+    if not re.fullmatch(r"[+-]?[0-9]{1,18}", found.text):
+        raise ConfigError(f"{found.source} is {found.text!r}, which is not a whole number")
+    return int(found.text)
+
+
+def _complete(rank: int | None, size: int | None, sources: Mapping[str, str]) -> tuple[int, int]:
+    """Nothing at all means a job of one; one without the other is a mistake, except for a size of 1."""
+    if size is None and rank is None:
+        return 0, 1
+    if size is None:
+        raise ConfigError(
+            f"rank {rank} is given (by {sources['rank']}) but no size: pass size=, or set {SIZE} or WORLD_SIZE",
+            rank=rank,
+        )
+    if rank is None:
+        if size > 1:
+            raise ConfigError(
+                f"size {size} is given (by {sources['size']}) but no rank: pass rank=, set {RANK} or RANK, "
+                f"or start all ranks with `gradwire run -n {size} …`"
+            )
+        rank = 0
+    return rank, size
+
+
+def _agrees(partial: Partial, rank: int | None, size: int | None) -> bool:
+    """Whether a launcher speaks of the process that this one turned out to be, or of no particular one."""
+    return (partial.rank is None or partial.rank.text == str(rank)) and (
+        partial.size is None or partial.size.text == str(size)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    address: Address | None
+    served: bool = False
+    taken: bool = False
+
+
+def _place(
+    argument: Address | str | None, environ: Mapping[str, str], launchers: list[Partial], sources: dict[str, str]
+) -> _Place:
+    """Where to meet. A coordinator that is being run stands before an address where one could be."""
+    if argument is not None:
+        sources["address"] = "the argument address"
+        if isinstance(argument, Address):
+            return _Place(argument)
+        if not isinstance(argument, str):
+            raise ConfigError(f"the argument address is {argument!r}, which is neither a text nor an Address")
+        return _Place(Address.parse(argument, sources["address"]))
+    given = find(environ, COORDINATOR, ADDRESS)
+    partial = next((partial for partial in launchers if partial.address), None)
+    found = given or (partial.address if partial else None)
+    if found is None:
+        return _Place(None)
+    sources["address"] = found.source
+    return _Place(
+        Address.parse(found.text, found.source),
+        served=found.source == COORDINATOR,
+        taken=given is None and partial is not None and partial.address_taken,
+    )
+
+
+def _local_rank(
+    environ: Mapping[str, str], agreeing: list[Partial], rank: int | None, size: int | None, sources: dict[str, str]
+) -> int | None:
+    """The local rank that was told together with this rank; that of another rank says nothing about this one."""
+    found, beside = find(environ, LOCAL_RANK), find(environ, RANK)
+    if found is None or (beside is not None and beside.text != str(rank)):
+        found = next((partial.local_rank for partial in agreeing if partial.rank and partial.local_rank), None)
+    if found is None:
+        return 0 if size == 1 else None
+    sources["local_rank"] = found.source
+    return _integer(found)
+
+
+def _transport(argument: str, environ: Mapping[str, str], sources: dict[str, str]) -> str:
+    found = find(environ, TRANSPORT)
+    if argument != "auto" or found is None:
+        sources["transport"] = "the argument transport"
+        return argument
+    sources["transport"] = found.source
+    return found.text.lower()
+
+
+def _timeout(argument: float, environ: Mapping[str, str], sources: dict[str, str]) -> float:
+    found = find(environ, TIMEOUT) if isinstance(argument, _UnlessSaid) else None
+    value: object = found.text if found else argument
+    source = sources["timeout"] = found.source if found else "the argument timeout"
+    try:
+        if found is None and isinstance(argument, bool | str):
+            raise TypeError
+        return float(value)  # type: ignore[arg-type]  # whatever the caller gave: an error says so
+    except (TypeError, ValueError):
+        raise ConfigError(f"{source} is {value!r}, which is not a number of seconds") from None
+
+
+def _peer_timeout(environ: Mapping[str, str], sources: dict[str, str]) -> float:
+    found = find(environ, PEER_TIMEOUT)
+    if found is None:
+        return PEER_SECONDS
+    sources["peer_timeout"] = found.source
+    try:
+        return float(found.text)
+    except ValueError:
+        raise ConfigError(f"{found.source} is {found.text!r}, which is not a number of seconds") from None
+
+
+def _text(found: Found | None) -> str | None:
+    return found.text if found else None
+
+
+def _flag(found: Found | None) -> bool:
+    if found is None:
+        return False
+    text = found.text.lower()
+    if text not in TRUE + FALSE:
+        raise ConfigError(f"{found.source} is {found.text!r}, which is neither yes ({'/'.join(TRUE)}) nor no")
+    return text in TRUE
+
+
+def _job(environ: Mapping[str, str], agreeing: list[Partial], served: bool, sources: dict[str, str]) -> str | None:
+    found = find(environ, JOB)
+    if found is None and not served:  # a coordinator that somebody runs has its own name, unknown to other launchers
+        found = next((partial.job for partial in agreeing if partial.rank and partial.job), None)
+    if found is None:
+        return None
+    sources["job"] = found.source
+    return found.text
+
+
+def _no_address(config: JobConfig, agreeing: list[Partial]) -> str:
+    hint = next((f" ({partial.hint})" for partial in agreeing if partial.hint), "")
+    return (
+        f'a job of {config._named("size")} needs an address where its ranks meet{hint}: pass address="host:port", '
+        f"set {ADDRESS}, set MASTER_ADDR and MASTER_PORT, or start all ranks with `gradwire run -n {config.size} …`"
+    )

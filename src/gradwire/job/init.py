@@ -1,0 +1,101 @@
+"""The composition root: who am I, where are the others, and the group that connects us."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+
+from gradwire.errors import InvalidSize
+from gradwire.generation.generation import Generation
+from gradwire.group import Group
+from gradwire.host import native_core
+from gradwire.identity import Identity, new_run
+from gradwire.job import process_hooks
+from gradwire.job.config import DEFAULT_TIMEOUT, resolve
+from gradwire.job.member_session import MemberSession
+from gradwire.topology import Topology
+from gradwire.transports.tcp.transport import TcpTransport
+
+log = logging.getLogger("gradwire")
+
+
+def init(
+    rank: int | None = None,
+    size: int | None = None,
+    address: str | None = None,
+    *,
+    transport: str = "auto",
+    timeout: float = DEFAULT_TIMEOUT,
+    insecure: bool = False,
+) -> Group:
+    """Join the job and return the group of all its ranks, when all of them have come.
+
+    What is None comes from the environment: `GRADWIRE_*`, or the variables of torchrun, Slurm, Open MPI and PMI
+    launchers. With nothing said and nothing found the job has one rank. `timeout` holds for the rendezvous and for each
+    blocking call that names none. Ranks of one host share memory where they can; with transport "tcp" they do not, and
+    "shm" insists that all do. Addresses beyond this machine need certificates, or `insecure=True`.
+
+    >>> import gradwire as gw
+    >>> with gw.init() as group:
+    ...     group.rank, group.size
+    (0, 1)
+    """
+    config = resolve(rank, size, address, transport=transport, timeout=timeout, insecure=insecure)
+    if config.size == 1 and config.address is None and not config.elastic:
+        return process_hooks.keep(alone(config.timeout))
+    deadline = time.monotonic() + config.timeout
+    if native_core.native is None and (reason := native_core.why_pure()) and not native_core.is_unwanted():
+        log.warning("collectives run in Python, which is slower: gradwire has no native core here, %s", reason)
+    return MemberSession(config).take(deadline)
+
+
+def alone(timeout: float) -> Group:
+    """The group of a job of one."""
+    from gradwire.transports.local import Hub
+
+    identity = Identity(new_run(), 1, 0, ("rank 0 (this process)",), Topology.single(1))
+    generation = Generation(identity, Hub(1).transports[0])
+    return process_hooks.start([generation], timeout, time.monotonic() + timeout)[0]
+
+
+def local_group(n: int) -> list[Group]:
+    """The groups of n ranks in this process, one for each thread that the caller starts: no sockets, same errors.
+
+    >>> import gradwire as gw, threading
+    >>> groups = gw.local_group(2)
+    >>> sums = []
+    >>> threads = [threading.Thread(target=lambda g=g: sums.append(g.all_reduce(g.rank + 1))) for g in groups]
+    >>> for thread in threads: thread.start()
+    >>> for thread in threads: thread.join()
+    >>> sums
+    [3, 3]
+    >>> for group in groups: group.close()
+    """
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+        raise InvalidSize(f"a group of {n!r} ranks: there must be at least 1")
+    from gradwire.job.thread_job import ThreadJob  # and with them the coordinator's state machine
+
+    return ThreadJob(DEFAULT_TIMEOUT).begin(n)
+
+
+def loopback_pair() -> tuple[Group, Group]:
+    """Two ranks of this process connected by TCP on 127.0.0.1 and free ports, for tests; one for each thread.
+
+    >>> import gradwire as gw
+    >>> one, two = gw.loopback_pair()
+    >>> one.size, two.rank
+    (2, 1)
+    >>> one.close(); two.close()
+    """
+    transports = [TcpTransport("127.0.0.1") for _ in range(2)]
+    run, key = new_run(), secrets.token_bytes(32)
+    addresses = [transport.address for transport in transports]
+    names = tuple(f"rank {rank} (this process, {host}:{port})" for rank, (host, port) in enumerate(addresses))
+    generations = []
+    for rank, transport in enumerate(transports):
+        transport.assemble(rank=rank, addresses=addresses, job=run, generation=1, key=key, cores=0.0)
+        identity = Identity(run, 1, rank, names, Topology.single(2))
+        generations.append(Generation(identity, transport))
+    one, two = process_hooks.start(generations, DEFAULT_TIMEOUT, time.monotonic() + DEFAULT_TIMEOUT)
+    return one, two

@@ -1,0 +1,133 @@
+"""A job whose members are threads of this process: one generation after another, without a coordinator to ask."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import secrets
+import threading
+import time
+
+from gradwire.collectives import tuning_table
+from gradwire.errors import Refused, Timeout
+from gradwire.generation.generation import Generation
+from gradwire.group import Group
+from gradwire.identity import Identity, new_run
+from gradwire.job import process_hooks
+from gradwire.membership.coordinator.state_machine import Membership
+from gradwire.membership.types import Assembly, Claim, Member, News, Refusal
+from gradwire.topology import Topology
+from gradwire.transports.local import Hub
+
+LOOK_SECONDS = 0.05  # between two looks at who is left
+MOST = 1024
+
+
+class ThreadJob:
+    """What the members share: the real state machine of memberships, and a hub for each generation."""
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._run = new_run()
+        self._changed = threading.Condition()
+        self._hubs: dict[int, Hub] = {}
+        self._table = tuning_table.load(os.environ)
+        self._sequence = itertools.count(1)
+        self._present: dict[str, Group] = {}  # of each member, where it has moved on
+
+    def begin(self, n: int) -> list[Group]:
+        """The groups of the first generation."""
+        self._membership = Membership(
+            "threads", self._run, start=n, minimum=1, maximum=MOST, lease=math.inf, settle=0.01
+        )
+        members = [_member(secrets.token_hex(4), rank) for rank in range(n)]
+        claims = [Claim(member, n, None, _session(member), next(self._sequence)) for member in members]
+        for claim in claims:
+            self._membership.register(claim, time.monotonic())
+        assemblies = [self._membership.outcome(claim, time.monotonic()) for claim in claims]
+        generations = [self._generation(assembly) for assembly in assemblies if isinstance(assembly, Assembly)]
+        return process_hooks.start(generations, self._timeout, time.monotonic() + self._timeout)
+
+    def join(self) -> Group:
+        """A member more, as soon as the others let it in."""
+        return self._take(secrets.token_hex(4), 0, (), self._timeout)
+
+    def _next(self, generation: Generation, timeout: float) -> Group:
+        ids = generation.member_ids
+        present = self._present.get(ids[generation.identity.rank])
+        if present is not None and present.generation > generation.identity.number and not present._closed:
+            return present  # who asks late gets the present one
+        lost = tuple(ids[rank] for rank in sorted(generation.unreachable()))
+        generation.belongings = [one for one in generation.belongings if not isinstance(one, _Leave)]
+        generation.close()
+        return self._take(ids[generation.identity.rank], generation.identity.number, lost, timeout)
+
+    def _take(self, member: str, generation: int, lost: tuple[str, ...], timeout: float) -> Group:
+        deadline = time.monotonic() + timeout
+        assembly = self._registered(_member(member, None), generation, lost, deadline)
+        self._present[member] = process_hooks.start([self._generation(assembly)], self._timeout, deadline)[0]
+        return self._present[member]
+
+    def _registered(self, member: Member, generation: int, lost: tuple[str, ...], deadline: float) -> Assembly:
+        with self._changed:
+            while True:
+                now = time.monotonic()
+                run = self._membership.terms.run if generation else b""
+                sequence = next(self._sequence)
+                claim = Claim(member, None, None, _session(member), sequence, generation, lost, run=run)
+                outcome = self._membership.register(claim, now)
+                self._membership.changes()
+                if isinstance(outcome, Assembly):
+                    self._changed.notify_all()
+                    return outcome
+                if isinstance(outcome, Refusal):
+                    raise Refused(outcome.reason, operation="recover")
+                if now >= deadline:
+                    raise Timeout(f"no next generation came about: {outcome.reason}", operation="recover")
+                self._changed.wait(LOOK_SECONDS)
+
+    def _generation(self, assembly: Assembly) -> Generation:
+        members = assembly.members
+        hub = self._hubs.setdefault(assembly.generation, Hub(len(members)))
+        names = tuple(f"rank {rank} (a thread of this process)" for rank in range(len(members)))
+        identity = Identity(assembly.run, assembly.generation, assembly.rank, names, Topology.single(len(members)))
+        ids = tuple(member.id for member in members)
+        generation = Generation(identity, hub.transports[assembly.rank], ids)
+        generation.table = self._table
+        generation.succeed = self._next
+        generation.belongings.append(_Leave(self, ids[assembly.rank]))
+        generation.news = self._news
+        return generation
+
+    def leave(self, member: str) -> None:
+        """A member has closed its group for good."""
+        self._present.pop(member, None)
+        with self._changed:
+            self._membership.gone([member], time.monotonic())
+            self._changed.notify_all()
+
+    def _news(self) -> News:
+        with self._changed:
+            return self._membership.beat((), time.monotonic())
+
+
+class _Leave:
+    """Ends with a member's last generation."""
+
+    def __init__(self, job: ThreadJob, member: str) -> None:
+        self._job, self._member = job, member
+
+    def close(self) -> None:
+        self._job.leave(self._member)
+
+    def abandon(self) -> None:
+        """A forked child has no part in the job."""
+
+
+def _member(identity: str, rank: int | None) -> Member:
+    return Member(identity, rank, "here", "here", os.getpid(), "thread")
+
+
+def _session(member: Member) -> bytes:
+    return member.id.encode().ljust(16)

@@ -1,0 +1,126 @@
+"""Where the members of an elastic job meet: at a coordinator that this launcher starts, or at one elsewhere."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import secrets
+import socket
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from gradwire.errors import ConfigError
+from gradwire.job import config
+from gradwire.job.address import Address
+from gradwire.launch import worker_setup
+from gradwire.launch.coordinator_process import CoordinatorProcess
+from gradwire.launch.elastic_setup import ElasticSetup, Heartbeats, Meeting
+from gradwire.launch.worker_process import Task
+from gradwire.membership.types import News
+from gradwire.security import tokens
+from gradwire.security.credentials import Credentials
+from gradwire.security.secret import TOKEN
+from gradwire.security.tokens import Token
+
+HERE = "127.0.0.1"
+PORT_SECONDS = 5.0  # for a port that --listen names to become free
+
+
+def hosted(size: int, minimum: int, maximum: int, listen: str | None, journal: Path, script: str) -> ElasticSetup:
+    """The setup of a job of our own, with a coordinator that listens here."""
+    environ = os.environ
+    address = _listening(listen)
+    # No warnings while the coordinator starts or restarts: its `CoordinatorProcess` reports what happens.
+    logging.getLogger("gradwire.membership").setLevel(logging.ERROR)
+    credentials = Credentials.from_environ(environ)
+    secret = tokens.whole_secret(environ, address.is_loopback())
+    job = environ.get(config.JOB) or (credentials.job if credentials is not None else uuid.uuid4().hex)
+    meeting = _meeting(address, secret, environ.get(TOKEN), job, size, credentials)
+    limits = ("--size", str(size), "--min", str(minimum), "--max", str(maximum))
+    # The job's launcher ends with this machine, so nobody needs to wait for the disk.
+    where = ("--listen", str(address), "--journal", str(journal), "--no-fsync")
+    task = Task.module("gradwire", "coordinator", *where, *limits)
+    coordinator_process = CoordinatorProcess(task, worker_setup.of_coordinator(environ, job=job, token=meeting.token))
+    welcome = f"{size} workers, of {minimum} to {maximum}; others can come: gradwire join {address} {script} …"
+    return ElasticSetup(size, meeting, coordinator_process, welcome=welcome)
+
+
+def elsewhere(count: int, address: str, token_file: Path | None) -> ElasticSetup:
+    """The setup of workers for a job whose coordinator others run."""
+    environ = os.environ
+    place = Address.parse(address)
+    credentials = Credentials.from_environ(environ)
+    given = _with_token(environ, token_file)
+    secret = tokens.held(given, place.is_loopback())
+    return ElasticSetup(count, _meeting(place, secret, given.get(TOKEN), environ.get(config.JOB), None, credentials))
+
+
+def _meeting(
+    address: Address,
+    secret: bytes | Token,
+    token: str | None,
+    job: str | None,
+    size: int | None,
+    credentials: Credentials | None,
+) -> Meeting:
+    """`token` is what the workers are given; None: as this process did, they read the secret in this user's file."""
+
+    def heartbeats(on_news: Callable[[News], None]) -> Heartbeats:
+        from gradwire.membership.client.launcher_heartbeats import Heartbeats as Stream
+
+        return Stream(str(address), secret=secret, on_news=on_news, credentials=credentials)
+
+    return Meeting(str(address), token, _name(credentials), job, size, heartbeats=heartbeats)
+
+
+def _name(credentials: Credentials | None) -> str:
+    """Unlike that of any other launcher; under TLS it begins with the name that our certificate is for."""
+    own = secrets.token_hex(2)
+    return f"{credentials.member}/{own}" if credentials is not None else f"{socket.gethostname()}-{own}"
+
+
+def _listening(listen: str | None) -> Address:
+    """A port is chosen here and not by the system, so that it is the same after a restart of the coordinator."""
+    if listen is None:
+        return Address(HERE, worker_setup.free_port())
+    try:
+        address = Address.parse(listen, "--listen")
+    except ConfigError:
+        address = Address.parse(f"{listen}:0", "--listen")
+    if address.host in ("0.0.0.0", "::"):
+        raise ConfigError(f"--listen {listen}: name an address of this machine by which the others reach it")
+    if address.port:
+        _wait_until_free(address)
+    return Address(address.host, address.port or worker_setup.free_port())
+
+
+def _wait_until_free(address: Address) -> None:
+    """A launcher that was killed leaves its coordinator to its guard, which takes a moment to end it.
+
+    If the port stays taken, the coordinator that is started there says so.
+    """
+    host = address.resolve()[0]
+    deadline = time.monotonic() + PORT_SECONDS
+    while time.monotonic() < deadline:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, address.port))
+                probe.listen(1)
+                return
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    return
+        time.sleep(0.02)
+
+
+def _with_token(environ: Mapping[str, str], file: Path | None) -> Mapping[str, str]:
+    if file is None:
+        return environ
+    try:
+        return {**environ, TOKEN: file.read_text("utf-8").strip()}
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"cannot read the token in {file}: {error}") from error

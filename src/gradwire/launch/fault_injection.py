@@ -1,0 +1,281 @@
+"""Deliberate faults of `gradwire run --chaos`: which worker they hit and when (pure), and how they are carried out."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Protocol
+
+from gradwire.errors import ConfigError
+from gradwire.launch.worker_process import Worker
+
+# How many workers each action is about.
+TARGETS = {"kill": 1, "freeze": 1, "cut": 2, "restart coordinator": 0, "join": 0}
+LASTING = {"freeze": "thaw", "cut": "heal"}  # what may last, and how it ends
+NEEDS_ELASTIC = {"cut", "restart coordinator", "join"}
+
+_UNITS = {"ms": 0.001, "s": 1.0, "min": 60.0}
+_TIME = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,24})?)(ms|s|min)")
+_NUMBER = re.compile(r"[0-9]{1,9}")
+_LONGEST = 1 << 16  # characters
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One statement. `targets` None means random ones."""
+
+    action: str
+    targets: tuple[int, ...] | None
+    at: float
+    every: float | None = None
+    duration: float | None = None
+
+    def __str__(self) -> str:
+        who = "random" if self.targets is None else "-".join(map(str, self.targets))
+        parts = [self.action, who, f"@{_seconds(self.at)}"]
+        parts += [f"every {_seconds(self.every)}"] if self.every is not None else []
+        parts += [f"for {_seconds(self.duration)}"] if self.duration is not None else []
+        return " ".join(filter(None, parts))
+
+
+@dataclass(frozen=True)
+class Script:
+    """All statements; `seed` None leaves the choice to chance."""
+
+    faults: tuple[Fault, ...]
+    seed: int | None = None
+
+
+def parse(text: str) -> Script:
+    """Read statements as the module's text shows them; a ConfigError says which one is wrong, and how."""
+    if len(text) > _LONGEST:
+        raise ConfigError(f"chaos: {len(text)} characters are more than the {_LONGEST} that can be read")
+    faults, seed = [], None
+    for statement in re.split(r"[;\n]", text):
+        words = statement.replace("@", " @ ").split()
+        if not words:
+            continue
+        try:
+            if words[0] == "seed":
+                seed = _seed(words[1:])
+            else:
+                faults.append(_fault(words))
+        except ConfigError as error:
+            raise ConfigError(f"chaos: {statement.strip()!r}: {error}") from None
+    if not faults:
+        raise ConfigError("chaos: nothing is to be done; write for example 'kill 2 @5s'")
+    return Script(tuple(faults), seed)
+
+
+@dataclass(frozen=True)
+class Deed:
+    """What is to be done now. `missing`: not all of these workers live, so it cannot be."""
+
+    action: str  # one of TARGETS, or what ends a LASTING one
+    targets: tuple[int, ...]
+    duration: float | None = None
+    missing: bool = False
+
+
+class Chaos:
+    """The schedule: ask `due` what is to be done, at `next_due` or later. Times count from the start of the job."""
+
+    def __init__(self, script: Script, seed: int) -> None:
+        self.seed = seed if script.seed is None else script.seed
+        self.faults = script.faults
+        self._random = random.Random(self.seed)
+        self._coming = [(fault.at, fault) for fault in script.faults]
+        self._ends: list[tuple[float, Deed]] = []
+
+    @property
+    def next_due(self) -> float | None:
+        times = [time for time, _ in self._coming] + [time for time, _ in self._ends if time < float("inf")]
+        return min(times, default=None)
+
+    def due(self, now: float, living: Collection[int]) -> list[Deed]:
+        """The deeds whose time has come, ends of earlier ones first. What came round several times is done once."""
+        deeds = [deed for time, deed in self._ends if time <= now and living_all(deed, living)]
+        self._ends = [(time, deed) for time, deed in self._ends if time > now]
+        ready = sorted((entry for entry in self._coming if entry[0] <= now), key=lambda entry: entry[0])
+        self._coming = [entry for entry in self._coming if entry[0] > now]
+        for time, fault in ready:
+            deeds.append(self._deed(fault, now, living))
+            if fault.every is not None:
+                rounds = int((now - time) / fault.every) + 1
+                self._coming.append((max(time + rounds * fault.every, now), fault))
+        return deeds
+
+    def stop(self, living: Collection[int]) -> list[Deed]:
+        """Nothing more is to be done but to end what lasts."""
+        deeds = [deed for _, deed in self._ends if living_all(deed, living)]
+        self._coming, self._ends = [], []
+        return deeds
+
+    def _deed(self, fault: Fault, now: float, living: Collection[int]) -> Deed:
+        count = TARGETS[fault.action]
+        targets = fault.targets
+        if targets is None:
+            frozen = {number for _, deed in self._ends if deed.action == "thaw" for number in deed.targets}
+            choice = sorted(set(living) - (frozen if fault.action == "freeze" else set()))
+            if len(choice) < count:
+                return Deed(fault.action, (), fault.duration, missing=True)
+            targets = tuple(self._random.sample(choice, count))
+        deed = Deed(fault.action, targets, fault.duration)
+        if not living_all(deed, living):
+            return Deed(fault.action, targets, fault.duration, missing=True)
+        if fault.action in LASTING:
+            # What lasts for ever ends with the job: a frozen process would not hear that it is to stop.
+            end = float("inf") if fault.duration is None else now + fault.duration
+            self._ends.append((end, Deed(LASTING[fault.action], targets)))
+        return deed
+
+
+def living_all(deed: Deed, living: Collection[int]) -> bool:
+    return all(number in living for number in deed.targets)
+
+
+# --- the pieces of parse
+
+
+def _fault(words: list[str]) -> Fault:
+    action, targets, rest = _action(words)
+    times = _times(rest)
+    every, at, duration = times.get("every"), times.get("@"), times.get("for")
+    if every is not None and every <= 0:
+        raise ConfigError("'every 0s' would never end")
+    if at is None and every is None:
+        raise ConfigError("it does not say when: add '@5s' or 'every 5s'")
+    if duration is not None and action not in LASTING:
+        raise ConfigError(f"'{action}' does not last: leave out 'for'")
+    start = at if at is not None else every
+    assert start is not None
+    return Fault(action, targets, start, every, duration)
+
+
+def _action(words: list[str]) -> tuple[str, tuple[int, ...] | None, list[str]]:
+    for action, count in TARGETS.items():
+        name = action.split()
+        if words[: len(name)] == name:
+            rest = words[len(name) :]
+            if count == 0:
+                return action, (), rest
+            if not rest or rest[0] in ("@", "every", "for"):
+                raise ConfigError(f"'{action}' needs {'a worker' if count == 1 else 'two workers'}: {_example(action)}")
+            return action, _targets(action, count, rest[0]), rest[1:]
+    raise ConfigError(f"there is no {words[0]!r}; there are {', '.join(TARGETS)}")
+
+
+def _targets(action: str, count: int, text: str) -> tuple[int, ...] | None:
+    if text == "random":
+        return None
+    parts = text.split("-")
+    if len(parts) != count or not all(_NUMBER.fullmatch(part) for part in parts):
+        raise ConfigError(f"{text!r} does not name {'a worker' if count == 1 else 'two workers'}: {_example(action)}")
+    targets = tuple(map(int, parts))
+    if len(set(targets)) < count:
+        raise ConfigError(f"{text!r} names one worker twice")
+    return targets
+
+
+def _example(action: str) -> str:
+    who = "0-3" if TARGETS[action] == 2 else "2"
+    return f"write for example '{action} {who} @5s' or '{action} random @5s'"
+
+
+def _times(words: list[str]) -> dict[str, float]:
+    times: dict[str, float] = {}
+    while words:
+        name, *words = words
+        if name not in ("@", "every", "for"):
+            raise ConfigError(f"{name!r} is not understood; after the worker come '@5s', 'every 5s', 'for 5s'")
+        if name in times:
+            raise ConfigError(f"{name!r} is said twice")
+        if not words:
+            raise ConfigError(f"after {name!r} a time is missing, such as 5s")
+        text, *words = words
+        found = _TIME.fullmatch(text)
+        if found is None:
+            raise ConfigError(f"{text!r} is not a time; write 5s, 0.5s, 500ms or 2min")
+        times[name] = float(found[1]) * _UNITS[found[2]]
+    return times
+
+
+def _seed(words: list[str]) -> int:
+    if len(words) != 1 or not _NUMBER.fullmatch(words[0]):
+        raise ConfigError("a seed is one whole number of at most nine digits, as in 'seed 7'")
+    return int(words[0])
+
+
+def _seconds(value: float) -> str:
+    return f"{Decimal(repr(value)).normalize():f}s"
+
+
+BY_CHAOS = "was killed by chaos"
+
+
+class Victim(Protocol):
+    """The job, as far as trouble is made for it."""
+
+    @property
+    def workers(self) -> Sequence[Worker]: ...
+
+    def say(self, line: str) -> None: ...
+
+    def add_worker(self) -> Worker | None: ...
+
+    def disturb(self, action: str, workers: Sequence[Worker]) -> str:
+        """Do what only the job itself can, and say what was done."""
+
+
+class Trouble:
+    def __init__(self, chaos: Chaos, victim: Victim, began: float) -> None:
+        self._chaos = chaos
+        self._victim = victim
+        self._began = began
+        if any(fault.targets is None for fault in chaos.faults):
+            victim.say(f"chaos: the workers are chosen with seed {chaos.seed}")
+
+    @property
+    def next_due(self) -> float | None:
+        due = self._chaos.next_due
+        return None if due is None else self._began + due
+
+    def make(self, now: float) -> None:
+        for deed in self._chaos.due(now - self._began, self._living()):
+            self._victim.say(f"chaos: {self._do(deed)} at {now - self._began:.1f} s{_lasting(deed)}")
+
+    def stop(self) -> None:
+        """Quietly end what lasts."""
+        for deed in self._chaos.stop(self._living()):
+            self._do(deed)
+
+    def _living(self) -> list[int]:
+        return [worker.number for worker in self._victim.workers if worker.ending is None]
+
+    def _do(self, deed: Deed) -> str:
+        if deed.missing:
+            return (
+                f"found no {' and '.join(f'worker {number}' for number in deed.targets) or 'worker'} to {deed.action}"
+            )
+        workers = [self._victim.workers[number] for number in deed.targets]
+        match deed.action, workers:
+            case "kill", [worker]:
+                worker.kill(BY_CHAOS)
+                return f"killed {worker}"
+            case "freeze", [worker]:
+                worker.pause()
+                return f"froze {worker}"
+            case "thaw", [worker]:
+                worker.resume()
+                return f"thawed {worker}"
+            case "join", []:
+                added = self._victim.add_worker()
+                return f"started {added}" if added is not None else "started nobody, because all work is done"
+        return self._victim.disturb(deed.action, workers)
+
+
+def _lasting(deed: Deed) -> str:
+    return f", for {deed.duration:g} s" if deed.duration is not None and not deed.missing else ""

@@ -1,0 +1,273 @@
+"""The first code in a worker process: waits for the start signal, runs the task, reports its end to the supervisor.
+
+    python worker_main.py CHANNEL script PATH ARGS…     as `python PATH ARGS…` would
+    python worker_main.py CHANNEL module NAME ARGS…     as `python -m NAME ARGS…` would
+    python worker_main.py CHANNEL function PAYLOAD      a pickled call; the result goes back
+
+CHANNEL and PAYLOAD are inherited file descriptors. Started by path and with hardly an import: a script finds loaded
+what plain Python would have loaded (so it can still set variables before it imports NumPy).
+
+On the channel each message is a kind (one byte), a length (eight bytes) and that many bytes:
+E a report of the uncaught exception (JSON) · X that exception, pickled · R the result, pickled.
+"""
+
+from __future__ import annotations
+
+import builtins
+import io
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+    from types import CodeType, TracebackType
+    from typing import Any, NoReturn
+
+REPORT, EXCEPTION, RESULT = b"E", b"X", b"R"
+FINISHED = "gradwire.errors.Finished"  # a worker that comes when all is done has not failed
+HEADER_SIZE = 9
+
+
+class Untransferable(Exception):
+    """The call could not be unpacked here, or its result not be packed."""
+
+
+class Channel:
+    """The worker's end. Processes that it forks have none: they must not speak for it."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._owner = os.getpid()
+        self._inode = os.fstat(fd).st_ino
+        os.set_inheritable(fd, False)
+        os.register_at_fork(after_in_child=self._drop)
+
+    def wait_for_start(self) -> None:
+        """Nothing runs before the guard knows of this process; if that will never be, end here."""
+        if not os.read(self._fd, 1):
+            os._exit(1)
+
+    def send(self, kind: bytes, body: bytes) -> None:
+        if os.getpid() != self._owner or not self._is_open():
+            return
+        for part in (kind + len(body).to_bytes(HEADER_SIZE - 1, "big"), body):
+            rest = memoryview(part)
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+
+    def _is_open(self) -> bool:
+        """Some programs close descriptors that they do not know, and the number can then be a file of theirs."""
+        try:
+            return os.fstat(self._fd).st_ino == self._inode
+        except OSError:
+            return False
+
+    def _drop(self) -> None:
+        if self._is_open():
+            os.close(self._fd)
+
+
+def main() -> None:
+    fd, kind, *rest = sys.argv[1:]
+    channel = Channel(int(fd))
+    channel.wait_for_start()
+    try:
+        if kind == "function":
+            _run_function(channel, int(rest[0]))
+        elif kind == "module":
+            _run_module(*rest)
+        else:
+            _run_script(*rest)
+    except BaseException as error:
+        try:
+            _report(channel, error, whole=kind == "function")
+        except Exception as problem:  # no memory, no supervisor: what happened is still to be shown
+            print(f"gradwire: the next error could not be reported to the supervisor: {problem!r}", file=sys.stderr)
+        if _name(type(error)) == FINISHED:
+            print(f"gradwire: {_text(error)}", file=sys.stderr)
+            sys.exit(0)
+        _hide_own_frames()
+        raise  # for Python to end as it always does: hooks, exit code, signal
+
+
+def _run_script(path: str, *args: str) -> None:
+    from importlib.machinery import SourceFileLoader
+
+    sys.argv = [path, *args]
+    _first_on_path(os.path.dirname(os.path.realpath(path)))
+    file = os.path.abspath(path)
+    with io.open_code(file) as source:
+        code = compile(source.read(), file, "exec", dont_inherit=True)
+    _run(code, __file__=file, __cached__=None, __loader__=SourceFileLoader("__main__", file))
+
+
+def _run_module(name: str, *args: str) -> None:
+    sys.argv = ["-m", *args]
+    _first_on_path(os.getcwd())
+    spec = _find(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = _find(f"{name}.__main__")
+        if spec is None:
+            _give_up(f"No module named {name}.__main__; {name!r} is a package and cannot be directly executed")
+    if spec is None:
+        _give_up(f"No module named {name}")
+    get_code = getattr(spec.loader, "get_code", None)
+    code = get_code(spec.name) if get_code is not None else None
+    if code is None:
+        _give_up(f"No code object available for {name}")
+    sys.argv[0] = spec.origin or name
+    _run(
+        code,
+        __file__=spec.origin,
+        __cached__=spec.cached,
+        __loader__=spec.loader,
+        __package__=spec.parent,
+        __spec__=spec,
+    )
+
+
+def _find(name: str) -> ModuleSpec | None:
+    from importlib.util import find_spec
+
+    try:
+        return find_spec(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and name.startswith(f"{error.name}."):  # a package above it is missing
+            _give_up(f"Error while finding module specification for {name!r} (ModuleNotFoundError: {error})")
+        raise  # an import inside such a package has failed, and its traceback says where
+
+
+def _give_up(reason: str) -> NoReturn:
+    sys.exit(f"{sys.executable}: {reason}")
+
+
+def _first_on_path(folder: str) -> None:
+    if not sys.flags.safe_path:
+        sys.path[0] = folder  # where the folder of this file stands, as for any script
+
+
+def _run(code: CodeType, **attributes: Any) -> None:
+    main_module = type(sys)("__main__")
+    main_module.__dict__.update(attributes, __builtins__=builtins)
+    sys.modules["__main__"] = main_module
+    exec(code, main_module.__dict__)
+
+
+def _run_function(channel: Channel, payload: int) -> None:
+    sys.modules["__main__"] = type(sys)("__main__")  # empty, as in an interactive session: there is no script
+    sys.excepthook = lambda kind, error, trace: None  # it is the caller who will see the error
+    function, args = _unpacked(payload)
+    channel.send(RESULT, _packed(function(*args)))
+
+
+def _unpacked(payload: int) -> Any:
+    import json
+    import mmap
+    import pickle
+
+    with mmap.mmap(payload, 0, access=mmap.ACCESS_READ) as call:
+        os.close(payload)
+        header = call.readline()
+        surroundings = json.loads(header)
+        sys.path[:] = surroundings["path"]
+        sys.argv[:] = surroundings["argv"]
+        with memoryview(call) as view, view[len(header) :] as pickled:
+            try:
+                return pickle.loads(pickled)
+            except Exception as error:
+                raise Untransferable(f"the function or its arguments cannot be loaded: {_summary(error)}") from error
+
+
+def _packed(result: object) -> bytes:
+    import cloudpickle
+
+    try:
+        return bytes(cloudpickle.dumps(result))
+    except Exception as error:
+        raise Untransferable(f"the result cannot be sent back: {_summary(error)}") from None
+
+
+def _report(channel: Channel, error: BaseException, *, whole: bool) -> None:
+    import json
+    import time
+
+    broken = _broken(error)
+    culprit = getattr(broken, "culprit", None)
+    report = {
+        "time": time.monotonic(),
+        "type": _name(type(error)),
+        "message": _text(error),
+        "traceback": _traceback(error),
+        "place": _place(error),
+        "broken": broken is not None,
+        "culprit": culprit if isinstance(culprit, int) else None,
+    }
+    channel.send(REPORT, json.dumps(report).encode())
+    if whole and isinstance(error, Exception) and not isinstance(error, Untransferable):
+        import cloudpickle
+
+        channel.send(EXCEPTION, cloudpickle.dumps(error))
+
+
+def _broken(error: BaseException) -> BaseException | None:
+    """The error of a broken group that this one is, holds or came from. Found by name: gradwire may not be loaded."""
+    found: list[BaseException | None] = [error]
+    seen = set()
+    while found:
+        one = found.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        if any((kind.__module__, kind.__qualname__) == ("gradwire.errors", "Broken") for kind in type(one).__mro__):
+            return one
+        found += [one.__context__, one.__cause__, *getattr(one, "exceptions", ())]
+    return None
+
+
+def _name(kind: type[BaseException]) -> str:
+    plain = kind.__module__ in ("builtins", "__main__")
+    return kind.__qualname__ if plain else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "(its text cannot be made)"
+
+
+def _summary(error: BaseException) -> str:
+    return f"{_name(type(error))}: {_text(error)}"
+
+
+def _traceback(error: BaseException) -> str:
+    import traceback
+
+    return "".join(traceback.format_exception(type(error), error, _own_part_cut(error.__traceback__)))
+
+
+def _place(error: BaseException) -> str:
+    """Where in the script it came up, for errors whose whole traceback would say too much."""
+    trace = _own_part_cut(error.__traceback__)
+    return f"{os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}" if trace else ""
+
+
+def _own_part_cut(trace: TracebackType | None) -> TracebackType | None:
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return trace
+
+
+def _hide_own_frames() -> None:
+    hook = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        error.__traceback__ = _own_part_cut(error.__traceback__)
+        hook(kind, error, error.__traceback__)
+
+    sys.excepthook = show
+
+
+if __name__ == "__main__":
+    main()

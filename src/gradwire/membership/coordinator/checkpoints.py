@@ -1,0 +1,70 @@
+"""Coordinated checkpoints: started for an epoch of training, complete when every live worker has reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from gradwire.membership.types import CheckpointStatus, Refusal
+
+Alive = Callable[[str], bool]
+
+
+class Checkpoints:
+    """One checkpoint at a time. Those who are at work when it begins take part; whoever is lost is not waited for."""
+
+    def __init__(self) -> None:
+        self.epoch: int | None = None  # of the one that is under way
+        self.last: int | None = None  # the last complete one
+        self._left: dict[str, None] = {}  # who takes part and has not reported, in rank order
+        self._reported = False  # whether anybody has
+
+    def begin(self, epoch: int, parts: Iterable[str]) -> bool:
+        """Begin the checkpoint of `epoch`; False if it has begun already, or cannot begin."""
+        if self.epoch is not None or epoch <= (-1 if self.last is None else self.last):
+            return False
+        self.epoch, self._left, self._reported = epoch, dict.fromkeys(parts), False
+        return True
+
+    def report(self, epoch: int, name: str) -> bool:
+        """`name` has written its part; False if that is no news."""
+        if epoch != self.epoch or name not in self._left:
+            return False
+        del self._left[name]
+        self._reported = True
+        return True
+
+    def settle(self, alive: Alive) -> bool:
+        """Close the checkpoint if nobody is waited for any more; True if it is complete now.
+
+        If all who took part were lost before any of them reported, there is no such checkpoint.
+        """
+        if self.epoch is None or any(map(alive, self._left)):
+            return False
+        if self._reported:
+            self.last = self.epoch
+        self.epoch, self._left = None, {}
+        return self._reported
+
+    def status(self, epoch: int, alive: Alive) -> CheckpointStatus | Refusal:
+        """How far the checkpoint of `epoch` is, or why there is none."""
+        waiting_for = tuple(filter(alive, self._left))
+        if epoch == self.epoch:
+            return CheckpointStatus(epoch, waiting_for, complete=False)
+        if epoch == self.last:
+            return CheckpointStatus(epoch, (), complete=True)
+        if self.epoch is not None:
+            names = ", ".join(waiting_for[:4])
+            return Refusal(f"the checkpoint of epoch {self.epoch} is under way, and waits for {names}")
+        last = "" if self.last is None else f"; the last one is of epoch {self.last}"
+        return Refusal(f"there is no checkpoint of epoch {epoch}{last}")
+
+    def snapshot(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "last": self.last, "left": list(self._left), "reported": self._reported}
+
+    @classmethod
+    def restore(cls, snapshot: Mapping[str, Any]) -> Checkpoints:
+        checkpoints = cls()
+        checkpoints.epoch, checkpoints.last = snapshot["epoch"], snapshot["last"]
+        checkpoints._left, checkpoints._reported = dict.fromkeys(snapshot["left"]), snapshot["reported"]
+        return checkpoints

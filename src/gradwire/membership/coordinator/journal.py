@@ -1,0 +1,285 @@
+"""The coordinator's journal: an SQLite file from which a restarted coordinator resumes.
+
+    state         one row: the snapshot, but for the members
+    generations   the members of each generation, written once; the last few are kept
+    changes       what happened, for people to read; the last few thousand are kept
+    earlier       the id of the run whose journal was set aside for this one, if there was any
+
+Whatever is saved survives the death of the coordinator. A durable journal survives the death of the machine, too; one
+that is not durable may then lack its last entries, and is refused, because a coordinator that forgets a generation
+would form another one with the same number. One coordinator at a time has the file. A
+file that is damaged, of another version or not a journal at all is an error, and is left as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sqlite3
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from gradwire.errors import JournalError
+from gradwire.host import machine
+from gradwire.identity import RUN_BYTES
+from gradwire.membership.types import Change
+
+APPLICATION = 0x47774A6C  # "GwJl"; tells a journal from any other SQLite file
+VERSION = 2
+GENERATIONS_KEPT = 8
+CHANGES_KEPT = 10_000
+_UNDO = "-journal"  # what SQLite appends to the name of the file by which it undoes half a transaction
+
+_SCHEMA = f"""
+PRAGMA application_id = {APPLICATION};
+PRAGMA user_version = {VERSION};
+CREATE TABLE state (only INTEGER PRIMARY KEY CHECK (only = 1), body TEXT NOT NULL, digest TEXT NOT NULL);
+CREATE TABLE generations (number INTEGER PRIMARY KEY, body TEXT NOT NULL, digest TEXT NOT NULL);
+CREATE TABLE changes (
+    position INTEGER PRIMARY KEY AUTOINCREMENT, at TEXT NOT NULL DEFAULT CURRENT_TIMESTAMP,
+    generation INTEGER NOT NULL, kind TEXT NOT NULL, member TEXT, text TEXT NOT NULL
+);
+CREATE TABLE earlier (run TEXT NOT NULL);
+"""
+_ANEW = "move the file away to start the job anew, or put a sound copy of it there"
+_MEANING = {
+    sqlite3.SQLITE_BUSY: "another coordinator has it: stop that one first, or give this one a journal of its own",
+    sqlite3.SQLITE_READONLY: "it cannot be written: check its permissions and whether its disk is mounted read-only",
+    sqlite3.SQLITE_FULL: "its disk is full: make room and start the coordinator again; it goes on from the last entry",
+    sqlite3.SQLITE_IOERR: "its disk fails or is full: see to that, and start the coordinator again",
+    sqlite3.SQLITE_CANTOPEN: "it cannot be opened: check that its folder exists and that this user may write there",
+    sqlite3.SQLITE_CORRUPT: f"it is damaged: {_ANEW}",
+    sqlite3.SQLITE_NOTADB: "it is not a coordinator's journal, or damaged from its first byte: name another file",
+}
+
+
+class Journal:
+    """The journal at `path`, made if there is no such file. It is locked until `close`.
+
+    Each entry is on the disk when it is made, unless it need not be `durable`: then it outlives this process only, and
+    the file is of no use once the machine was started anew. `boot` tells one start of the machine from another.
+    """
+
+    def __init__(self, path: Path, *, durable: bool = True, boot: str | None = None) -> None:
+        self.path = path
+        self._durable = durable
+        self._boot = machine.boot() if boot is None else boot
+        self._written = 0  # the generation whose members are known to be in it
+        with self._explained():
+            if not path.exists():
+                _create(path)
+            self._db = sqlite3.connect(
+                f"{path.resolve().as_uri()}?mode=rw", uri=True, timeout=0, isolation_level=None, check_same_thread=False
+            )
+        try:
+            with self._explained():
+                self._take()
+        except BaseException:
+            self._db.close()
+            raise
+
+    def load(self) -> dict[str, Any] | None:
+        """The snapshot that was saved last; None if none ever was."""
+        with self._explained():
+            row = self._db.execute("SELECT body, digest FROM state").fetchone()
+            if row is None and not self._number("SELECT count(*) FROM generations"):
+                return None
+            snapshot: dict[str, Any] = self._read(row, "its state")
+            boot = snapshot.pop("boot", "")
+            if boot not in ("", self._boot):
+                raise self._error(
+                    f"it was written without waiting for the disk, and the machine was started anew since, so the last "
+                    f"entries may be missing: {_ANEW}"
+                )
+            number = snapshot["generation"]
+            row = self._db.execute("SELECT body, digest FROM generations WHERE number = ?", (number,)).fetchone()
+            return snapshot | {"members": self._read(row, f"generation {number}")}
+
+    def earlier_run(self) -> bytes:
+        """The id of the run before this journal's; empty if none is known."""
+        with self._explained():
+            (run,) = self._db.execute("SELECT coalesce(max(run), '') FROM earlier").fetchone()
+        return bytes.fromhex(run)
+
+    def save(self, changes: Sequence[Change], snapshot: Mapping[str, Any]) -> None:
+        """Add what happened, and what is so now: all of it or, with an error, nothing."""
+        state = {name: value for name, value in snapshot.items() if name != "members"}
+        if not self._durable:
+            state["boot"] = self._boot
+        with self._explained(), self._transaction() as db:
+            self._save_members(db, snapshot["generation"], snapshot["members"])
+            db.execute("INSERT OR REPLACE INTO state VALUES (1, ?, ?)", _sealed(state))
+            db.executemany(
+                "INSERT INTO changes (generation, kind, member, text) VALUES (?, ?, ?, ?)",
+                [(change.generation, change.kind, change.member, change.text) for change in changes],
+            )
+            db.execute("DELETE FROM changes WHERE position <= (SELECT max(position) FROM changes) - ?", (CHANGES_KEPT,))
+        self._written = snapshot["generation"]
+
+    def close(self) -> None:
+        """Let the next coordinator have it. Idempotent."""
+        self._db.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _take(self) -> None:
+        """Make sure that this is a sound journal of ours, and that nobody else has it."""
+        if self.path.stat().st_size == 0:
+            raise self._error(f"it is empty, as no journal ever is: {_ANEW}")
+        self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
+        application, version = self._number("PRAGMA application_id"), self._number("PRAGMA user_version")
+        if application != APPLICATION:
+            raise self._error(_MEANING[sqlite3.SQLITE_NOTADB])
+        if version != VERSION:
+            raise self._error(
+                f"it is of version {version}, and this gradwire writes version {VERSION}: "
+                "use the gradwire that wrote it, or name another file"
+            )
+        # Not WAL: after each commit the one file is the whole journal, and nothing is lost if it is copied alone.
+        self._db.execute("PRAGMA journal_mode = TRUNCATE")
+        self._db.execute(f"PRAGMA synchronous = {'FULL' if self._durable else 'OFF'}")
+        self._db.execute("BEGIN EXCLUSIVE")  # in this locking mode the lock outlasts the transaction
+        self._db.execute("COMMIT")
+        (found,) = self._db.execute("PRAGMA integrity_check(1)").fetchone()
+        if found != "ok":
+            raise self._error(f"{_MEANING[sqlite3.SQLITE_CORRUPT]} ({found})")
+
+    def _save_members(self, db: sqlite3.Connection, number: int, members: Sequence[Mapping[str, Any]]) -> None:
+        """A generation never changes, and none is older than the last: otherwise two coordinators have had one job."""
+        if number == self._written and number > 0:
+            return
+        body, digest = _sealed(members)
+        newest = self._number("SELECT coalesce(max(number), 0) FROM generations")
+        row = db.execute("SELECT body FROM generations WHERE number = ?", (number,)).fetchone()
+        if newest > number or (number > 0 and row not in (None, (body,))):
+            raise self._error(
+                f"it already holds another generation {max(number, newest)}: this coordinator must not go on"
+            )
+        db.execute("INSERT OR REPLACE INTO generations VALUES (?, ?, ?)", (number, body, digest))
+        db.execute("DELETE FROM generations WHERE number <= ?", (number - GENERATIONS_KEPT,))
+
+    def _read(self, row: tuple[str, str] | None, what: str) -> Any:
+        if row is None or _digest(row[0]) != row[1]:
+            raise self._error(f"it is damaged ({what}): {_ANEW}")
+        return json.loads(row[0])
+
+    def _number(self, query: str) -> int:
+        return int(self._db.execute(query).fetchone()[0])
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield self._db
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:  # a full disk may have ended it already
+                self._db.execute("ROLLBACK")
+            raise
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Errors of SQLite and of the system, as what they mean for this file."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            meaning = _MEANING.get(getattr(error, "sqlite_errorcode", 0) & 0xFF)
+            raise self._error(f"{meaning} ({error})" if meaning else str(error)) from error
+        except OSError as error:
+            meaning = _MEANING[sqlite3.SQLITE_CANTOPEN]
+            raise self._error(f"{meaning} ({error.strerror or error})") from error
+
+    def _error(self, reason: str) -> JournalError:
+        return JournalError(f"the coordinator's journal {self.path}: {reason}")
+
+
+def set_aside(path: Path, folder: Path, *, timeout: float = 10.0) -> Path | None:
+    """Move the journal of an earlier run into a folder, so that a new run begins one; returns where it is now.
+
+    The new journal remembers the id of the earlier run, so that the new run's is greater whatever the clock says. None
+    if there is no journal. A coordinator that is just ending has `timeout` seconds to let go of it: afterwards it
+    would write its changes beside the new journal. `JournalError` if it still has it then. What is damaged is moved as
+    it is.
+    """
+    if not path.exists():
+        return None
+    run = ""
+    try:
+        with contextlib.closing(
+            sqlite3.connect(f"{path.resolve().as_uri()}?mode=rw", uri=True, timeout=timeout, isolation_level=None)
+        ) as db:
+            db.execute("BEGIN EXCLUSIVE")  # also undoes what a killed coordinator had half written
+            db.execute("COMMIT")
+            run = _run_in(db)
+    except sqlite3.Error as error:
+        if (getattr(error, "sqlite_errorcode", 0) & 0xFF) == sqlite3.SQLITE_BUSY:
+            raise JournalError(f"the coordinator's journal {path}: {_MEANING[sqlite3.SQLITE_BUSY]}") from error
+    moved = folder / path.name
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(f"{path}{_UNDO}", f"{moved}{_UNDO}")
+        os.replace(path, moved)
+    except OSError as error:
+        reason = error.strerror or error
+        raise JournalError(f"the coordinator's journal {path} cannot be moved to {folder}: {reason}") from error
+    if run:
+        try:
+            _create(path, run)
+        except (sqlite3.Error, OSError) as error:
+            raise JournalError(f"the coordinator's journal {path} cannot be made anew: {error}") from error
+    return moved
+
+
+def _run_in(db: sqlite3.Connection) -> str:
+    """The id of the run in a journal, which may be damaged or of another version; empty if it cannot be read."""
+    try:
+        row = db.execute("SELECT body FROM state").fetchone() or db.execute("SELECT run FROM earlier").fetchone()
+        run = str(json.loads(row[0])["run"] if row[0].startswith("{") else row[0])
+        return run if len(bytes.fromhex(run)) == RUN_BYTES else ""
+    except (sqlite3.Error, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _create(path: Path, earlier_run: str = "") -> None:
+    """Make an empty journal: under another name first, so that a half-made one is never taken for a damaged one."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    os.close(handle)
+    try:
+        with contextlib.closing(sqlite3.connect(name, isolation_level=None)) as db:
+            db.execute("PRAGMA synchronous = FULL")
+            db.executescript(_SCHEMA)
+            if earlier_run:
+                db.execute("INSERT INTO earlier VALUES (?)", (earlier_run,))
+        try:
+            os.link(name, path)
+        except FileExistsError:
+            pass  # somebody was faster: one of us will get the lock
+        except OSError:  # a file system without hard links
+            os.rename(name, path)
+    finally:
+        Path(name).unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _sealed(value: Any) -> tuple[str, str]:
+    body = json.dumps(value, separators=(",", ":"))
+    return body, _digest(body)
+
+
+def _digest(body: str) -> str:
+    return hashlib.sha256(body.encode()).hexdigest()

@@ -1,0 +1,326 @@
+"""TLS from three files: the authority's certificate, this process's certificate, and its key.
+
+Both sides of every connection show a certificate of that authority. Host names mean nothing here: what counts is the
+identity in the certificate (see identity.py), which must fit the member that its holder says it is.
+
+Files that change are read again before the next handshake. While they do not fit together, as in the middle of a
+renewal, those that were read before go on serving.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import ssl
+import stat
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradwire.errors import ConfigError
+from gradwire.security import certificates
+from gradwire.security.certificate_names import Identity, covers, only, parse
+
+if TYPE_CHECKING:
+    from cryptography import x509
+
+__all__ = ["CA", "CERT", "KEY", "Credentials", "covers", "explain", "identity_of"]
+
+log = logging.getLogger("gradwire.security")
+
+CA, CERT, KEY = "GRADWIRE_TLS_CA", "GRADWIRE_TLS_CERT", "GRADWIRE_TLS_KEY"
+LONGEST_FILE = 1 << 20
+LONGEST_CHAIN = 8
+_UNKNOWN_ISSUER = (
+    18,
+    19,
+    20,
+    21,
+)  # X509_V_ERR_…: self-signed, alone or in the chain; no issuer found; nor one for the leaf
+# Of TLS 1.2; those of 1.3 are all sound. Each has forward secrecy and authenticates what it encrypts.
+CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """What the files held when they were last read."""
+
+    seen: tuple[object, ...]
+    ca: bytes
+    cert: bytes
+    key: bytes
+    identity: Identity
+    server: ssl.SSLContext
+    client: ssl.SSLContext
+
+
+class Credentials:
+    """What this process shows to others, and whom it believes. `ConfigError` says which file is at fault, and why."""
+
+    def __init__(self, ca: str | Path, cert: str | Path, key: str | Path) -> None:
+        self._ca, self._cert, self._key = Path(ca), Path(cert), Path(key)
+        self._lock = threading.Lock()
+        self._failed: tuple[object, ...] = ()  # the state of the files that could last not be used
+        self._loaded = self._load(self._look())
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> Credentials | None:
+        """From the files that `GRADWIRE_TLS_CA`, `_CERT` and `_KEY` name; None if none is set."""
+        paths = {name: environ.get(name) for name in (CA, CERT, KEY)}
+        if not any(paths.values()):
+            return None
+        if missing := [name for name, path in paths.items() if not path]:
+            raise ConfigError(f"TLS needs three files: {' and '.join(missing)} must be set too")
+        return cls(*(str(path) for path in paths.values()))
+
+    @property
+    def identity(self) -> str:
+        """Whom this process's certificate speaks for, as a URI."""
+        return str(self._fresh().identity)
+
+    @property
+    def job(self) -> str:
+        return self._fresh().identity.job
+
+    @property
+    def member(self) -> str:
+        """The member that this process's certificate covers; others below it are covered too."""
+        return self._fresh().identity.member
+
+    def refusal(self, identity: str, member_id: str) -> str | None:
+        """Why the holder of a certificate of this identity cannot be this member of this job; None if it can."""
+        job = parse(identity).job
+        if job != self.job:
+            return f"its certificate is for job {job}, and this is job {self.job}"
+        if not covers(identity, member_id):
+            return f"its certificate is for {parse(identity).member}, which cannot speak for member {member_id}"
+        return None
+
+    def server_context(self) -> ssl.SSLContext:
+        return self._fresh().server
+
+    def client_context(self) -> ssl.SSLContext:
+        return self._fresh().client
+
+    # -- gRPC ---------------------------------------------------------------------------------------------------------
+
+    def grpc_server(self) -> Any:
+        """For `server.add_secure_port`: callers must show a certificate, and renewed files count at once."""
+        import grpc
+
+        told: _Loaded | None = None
+
+        def configuration() -> Any:
+            nonlocal told
+            loaded = self._fresh()
+            if loaded is told:
+                return None  # nothing new
+            told = loaded
+            return grpc.ssl_server_certificate_configuration([(loaded.key, loaded.cert)], loaded.ca)
+
+        return grpc.dynamic_ssl_server_credentials(configuration(), configuration, require_client_authentication=True)
+
+    def grpc_channel(self) -> Any:
+        """For `grpc.secure_channel`, which needs `grpc_options` too."""
+        import grpc
+
+        loaded = self._fresh()
+        return grpc.ssl_channel_credentials(loaded.ca, loaded.key, loaded.cert)
+
+    def grpc_options(self) -> list[tuple[str, str]]:
+        """Instead of the host's name, the server's certificate must carry the name of the job's coordinator."""
+        return [("grpc.ssl_target_name_override", certificates.coordinator_name(self.job))]
+
+    def probe_context(self) -> ssl.SSLContext:
+        """To try a gRPC server without gRPC, from the files as they are now; `ConfigError` if they cannot be used."""
+        context = self._load(self._look()).client
+        context.set_alpn_protocols(["h2"])
+        return context
+
+    @staticmethod
+    def names_of(auth_context: Mapping[str, Any]) -> tuple[str, ...]:
+        """Whom a gRPC caller's certificate speaks for (`context.auth_context()`): one identity, or none."""
+        try:
+            return (str(only(name.decode() for name in auth_context.get("x509_subject_alternative_name", ()))),)
+        except ValueError:
+            return ()
+
+    def caller_refusal(self, auth_context: Mapping[str, Any], member_id: str) -> str | None:
+        """Why a gRPC caller cannot speak for this member; None if it can."""
+        for identity in self.names_of(auth_context):
+            return self.refusal(identity, member_id)
+        return "its certificate is for no member of a gradwire job"
+
+    # -- the files ----------------------------------------------------------------------------------------------------
+
+    def _fresh(self) -> _Loaded:
+        with self._lock:
+            seen = self._look()
+            if seen not in (self._loaded.seen, self._failed):
+                try:
+                    self._loaded = self._load(seen)
+                    log.info("the certificates have been read again: %s", self._loaded.identity)
+                except ConfigError as error:
+                    self._failed = seen
+                    log.warning("%s; what was read before stays in use", error)
+            return self._loaded
+
+    def _look(self) -> tuple[object, ...]:
+        return tuple(map(_version, (self._ca, self._cert, self._key)))
+
+    def _load(self, seen: tuple[object, ...]) -> _Loaded:
+        ca = _read(self._ca, "the certificate authority", CA)
+        cert = _read(self._cert, "the certificate", CERT)
+        key = _read(self._key, "the key", KEY, private=True)
+        authorities = _certificates(ca, self._ca)
+        chain = _certificates(cert, self._cert)
+        _check_key(key, chain[0], self._key, self._cert)
+        _check_dates(chain[0], self._cert)
+        _check_chain(chain, authorities, self._cert, self._ca)
+        try:
+            identity = certificates.identity_in(chain[0])
+        except ValueError as error:
+            raise ConfigError(f"the certificate {self._cert} cannot be used: {error}") from error
+        contexts = [_context(side, ca, self) for side in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT)]
+        return _Loaded(seen, ca, cert, key, identity, *contexts)
+
+
+def identity_of(der: bytes) -> str:
+    """Whom a certificate speaks for, as a URI; ValueError if that is nobody of a gradwire job."""
+    return str(certificates.identity_of(der))
+
+
+def explain(error: ssl.SSLError) -> str:
+    """What went wrong between two sides of TLS, as the side that found it tells it."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        why = "another authority signed it" if error.verify_code in _UNKNOWN_ISSUER else error.verify_message
+        return f"its certificate is not accepted: {why}"
+    reason = error.reason or str(error)
+    _, alert, words = reason.partition("_ALERT_")
+    if alert:
+        return f"it does not accept this side: {_words(words)}"
+    if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
+        return "it has shown no certificate"
+    return f"TLS failed: {_words(reason)}"
+
+
+def _words(constant: str) -> str:
+    """OpenSSL's name of a reason as people write it, with what it does not say."""
+    known = {
+        "UNKNOWN_CA": "another authority signed this certificate",
+        "BAD_CERTIFICATE": "the certificate is not sound",
+        "UNSUPPORTED_PROTOCOL": "it offers nothing newer than TLS 1.1",
+        "PROTOCOL_VERSION": "it wants a newer version of TLS",
+    }
+    return known.get(constant, constant.replace("_", " ").lower())
+
+
+def _context(side: ssl._SSLMethod, ca: bytes, files: Credentials) -> ssl.SSLContext:
+    context = ssl.SSLContext(side)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_ciphers(CIPHERS)
+    context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_COMPRESSION | ssl.OP_NO_TICKET
+    if side == ssl.PROTOCOL_TLS_SERVER:
+        context.num_tickets = 0  # every link is a full handshake: a certificate is looked at each time
+    try:
+        context.load_verify_locations(cadata=ca.decode())
+        # A password is asked for on the terminal, unless one is given.
+        context.load_cert_chain(files._cert, files._key, password="")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{files._cert} and {files._key} cannot be used: {error}") from error
+    return context
+
+
+def _version(path: Path) -> object:
+    """Something that changes when a file does."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        return error.errno
+    return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size, status.st_mode, status.st_uid
+
+
+def _read(path: Path, what: str, variable: str, *, private: bool = False) -> bytes:
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise ConfigError(f"{what} {path} ({variable}) is not a regular file")
+            if private:
+                _check_private(status, path)
+            content = file.read(LONGEST_FILE + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read {what} {path} ({variable}): {error.strerror}") from error
+    if len(content) > LONGEST_FILE:
+        raise ConfigError(f"{what} {path} ({variable}) is too large to be one: {status.st_size} bytes")
+    return content
+
+
+def _check_private(status: os.stat_result, path: Path) -> None:
+    """Nobody else may read a key; one that belongs to root may be readable for a group, as secrets of clusters are."""
+    allowed = 0o640 if status.st_uid == 0 != os.geteuid() else 0o600
+    if stat.S_IMODE(status.st_mode) & 0o077 & ~allowed:
+        raise ConfigError(
+            f"the key {path} is open to other users (mode {stat.S_IMODE(status.st_mode):o}): chmod 600 it"
+        )
+
+
+def _certificates(pem: bytes, path: Path) -> list[x509.Certificate]:
+    from cryptography import x509
+
+    try:
+        return x509.load_pem_x509_certificates(pem)
+    except ValueError as error:
+        raise ConfigError(f"{path} holds no certificate that can be read (PEM): {error}") from error
+
+
+def _check_key(pem: bytes, certificate: x509.Certificate, path: Path, of: Path) -> None:
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    try:
+        public: object = load_pem_private_key(pem, None).public_key()
+        expected: object = certificate.public_key()
+    except TypeError as error:
+        raise ConfigError(f"the key {path} is encrypted, and nobody is here to give its password") from error
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise ConfigError(f"{path} holds no key that can be read (PEM): {error}") from error
+    if public != expected:
+        raise ConfigError(f"{path} is not the key of the certificate {of}")
+
+
+def _check_dates(certificate: x509.Certificate, path: Path) -> None:
+    now = datetime.now(UTC)
+    if now > certificate.not_valid_after_utc:
+        raise ConfigError(f"the certificate {path} expired on {certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC")
+    if now < certificate.not_valid_before_utc:
+        begin = certificate.not_valid_before_utc
+        raise ConfigError(f"the certificate {path} holds from {begin:%Y-%m-%d %H:%M} UTC on; is the clock right?")
+
+
+def _check_chain(chain: list[x509.Certificate], authorities: list[x509.Certificate], path: Path, ca: Path) -> None:
+    """The first certificate, or one that leads up from it, is signed by an authority. OpenSSL checks the rest."""
+    one, above = chain[0], chain[1:]
+    for _ in range(LONGEST_CHAIN):
+        if any(_signed_by(one, authority) for authority in authorities):
+            return
+        issuers = [other for other in above if _signed_by(one, other)]
+        if not issuers:
+            break
+        one = issuers[0]
+    raise ConfigError(f"the certificate {path} is not signed by the authority in {ca}: others would refuse it")
+
+
+def _signed_by(one: x509.Certificate, issuer: x509.Certificate) -> bool:
+    from cryptography.exceptions import InvalidSignature
+
+    try:
+        one.verify_directly_issued_by(issuer)
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    return True

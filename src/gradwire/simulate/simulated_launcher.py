@@ -1,0 +1,77 @@
+"""A simulated launcher: it speaks for the workers of its host, says who died, and starts others in their place."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING
+
+from gradwire.identity import replaces
+from gradwire.membership.types import News
+from gradwire.simulate.coordinator_calls import Caller
+from gradwire.simulate.process import Process
+from gradwire.simulate.time import Clock
+
+if TYPE_CHECKING:
+    from gradwire.simulate.simulated_worker import Worker
+    from gradwire.simulate.world import World
+
+INTERVAL = 1.0  # seconds from one heartbeat to the next
+NOTICE_SECONDS = 0.01  # from a worker's death to the launcher's knowing of it
+
+
+class Launcher(Process):
+    """One for each host."""
+
+    def __init__(
+        self, world: World, host: str, clock: Clock, random: Random, *, restarts: int = 0, ticket: bytes = b""
+    ) -> None:
+        """`ticket` is of the join token that it proves itself by, if it does not hold the job's secret."""
+        super().__init__(f"launcher of {host}", host, world.timeline, clock)
+        self._world = world
+        self._random = random
+        self._workers: dict[str, Worker] = {}
+        self._runs: dict[str, bytes] = {}  # by worker: the run that it is known to be a member of
+        self._run = b""  # of the last news
+        self._gone: dict[str, bytes] = {}  # of whose end the coordinator has not confirmed to have heard; by run
+        self._restarts = restarts
+        self._coordinator = Caller(self, world, ticket)
+        self._beat()
+
+    def watch(self, worker: Worker) -> None:
+        self._workers[worker.name] = worker
+
+    def lost(self, worker: Worker) -> None:
+        """The system tells of a worker's end."""
+        self.later(NOTICE_SECONDS, lambda: self._bury(worker))
+
+    def _bury(self, worker: Worker) -> None:
+        self._workers.pop(worker.name, None)
+        self._gone[worker.name] = self._runs.pop(worker.name, b"")
+        self._say()
+        if self._restarts and not worker.leaving:
+            self._restarts -= 1
+            self.later(self._random.uniform(0.2, 2.0), lambda: self._world.start_worker(self.host))
+
+    def _beat(self) -> None:
+        self._say()
+        self.later(INTERVAL, self._beat)
+
+    def _say(self) -> None:
+        told = list(self._gone)
+        gone = [name for name, run in self._gone.items() if run in (b"", self._run)]
+        of_this_run = [name for name in self._workers if self._runs.get(name, b"") in (b"", self._run)]
+        running = [name for name in of_this_run if not self._workers[name].stopped]  # the system tells that, too
+
+        def answered(news: object) -> None:
+            if isinstance(news, News):
+                self._gone = {name: run for name, run in self._gone.items() if name not in told}
+                if replaces(news.run, self._run):  # it was said of the run before, and ignored
+                    self._gone |= dict.fromkeys(gone, b"")
+                self._runs.update(dict.fromkeys(set(running).difference(news.unknown), news.run))
+                if replaces(news.run, self._run):
+                    self._runs = {name: run for name, run in self._runs.items() if run != self._run}
+                self._run = news.run
+                for worker in self._workers.values():
+                    worker.news = news
+
+        self._coordinator.send("beat", (running, gone, self._run), answered)

@@ -1,0 +1,269 @@
+"""Shares memory between the ranks of one host. Which ranks can is found by trying.
+
+Each rank has one arena: a nameless, sparse file in memory (memfd) that its peers map once. Its descriptor is passed
+over a Unix socket in the abstract namespace, to processes of the same user only, which show a token that travelled
+over the authenticated links. Nothing has a name in a file system, so nothing is left behind, however a process ends;
+the arena is sealed against shrinking, so no peer can pull memory from under another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import select
+import socket
+import stat
+import struct
+import time
+from collections.abc import Sequence
+
+from gradwire.host import machine
+from gradwire.transports.base import LIFE_CHANNEL, Buffer, LinkClosed
+from gradwire.transports.shm.arena import ARENA_BYTES, RESERVED, SEALS, Arena, OwnArena
+
+__all__ = ["Arena", "OwnArena", "PidfdLink", "SharedMemory", "Sharing"]
+
+TOKEN_BYTES = 16
+WAITING = 4096  # connections that may wait to be looked at; strangers' among them
+CONNECT_SECONDS = 10.0  # a Unix socket connects at once, unless strangers crowd the door
+_GREETING = struct.Struct(f"<I{TOKEN_BYTES}sQ")  # rank, token, when the process started
+_CREDENTIALS = struct.Struct("3i")
+_OFFER = re.compile(rf"[0-9a-f]{{{2 * TOKEN_BYTES}}}")
+
+
+class SharedMemory:
+    """The arenas of this rank and of the peers it shares memory with, and their processes; by world rank."""
+
+    def __init__(self, own: OwnArena, peers: dict[int, Arena], pidfds: dict[int, int]) -> None:
+        self.own = own
+        self.peers = peers
+        self.pidfds = pidfds
+
+    def died(self, peer: int, seconds: float = 0.0) -> bool:
+        """Whether a peer's process has ended, or does so in that time."""
+        pidfd = self.pidfds.get(peer, -1)
+        if pidfd < 0:
+            return False
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
+
+    def close(self) -> None:
+        """Watch no process any more. Memory goes with the last reference to it: arrays may still lie there."""
+        while self.pidfds:
+            os.close(self.pidfds.popitem()[1])
+
+    def abandon(self) -> None:
+        """In a forked child, the same; the memory is its parent's."""
+        self.close()
+
+
+class PidfdLink:
+    """A peer's process as a link on which nothing comes but the end, so that it is waited for like any other."""
+
+    channel = LIFE_CHANNEL
+
+    def __init__(self, peer: int, shared: SharedMemory) -> None:
+        self.peer = peer
+        self._shared = shared
+
+    def fileno(self) -> int:
+        return self._shared.pidfds.get(self.peer, -1)
+
+    def send(self, buffers: Sequence[Buffer]) -> int:
+        raise LinkClosed
+
+    def receive(self, buffers: Sequence[memoryview]) -> int:
+        if self._shared.died(self.peer):
+            raise LinkClosed
+        return 0
+
+    def close(self) -> None:
+        """Nothing: the descriptor is the shared memory's, and closed with it."""
+
+
+class Sharing:
+    """How a rank comes to share memory with its neighbours, the other ranks of its host.
+
+    All ranks of a job take these steps together, and each tells all others what a step gave before the next one: so no
+    socket is ever waited for. Whatever a neighbour has to say is there, and who has nothing to say is no neighbour. A
+    host shares memory if all its ranks can and want to.
+    """
+
+    def __init__(self, rank: int, hosts: Sequence[object], wanted: bool) -> None:
+        self._rank = rank
+        self._hosts = hosts
+        self._neighbours = [peer for peer, host in enumerate(hosts) if host == hosts[rank] and peer != rank]
+        self._door: _Door | None = None
+        if wanted and self._neighbours:
+            with contextlib.suppress(OSError, AttributeError):  # systems that have no such thing
+                self._door = _Door(rank)
+
+    @property
+    def arena(self) -> OwnArena | None:
+        """This rank's own, if it has one to share."""
+        return self._door.arena if self._door is not None else None
+
+    def offer(self) -> list[str] | None:
+        """First: what neighbours need to come here."""
+        return self._door.offer if self._door is not None else None
+
+    def dial(self, offers: Sequence[object], deadline: float) -> bool:
+        """Second: with all ranks' offers, hand the own arena to the neighbours; whether it reached them."""
+        return self._door is not None and self._door.dial(self._neighbours, offers, deadline)
+
+    def answer(self, dialled: Sequence[object]) -> bool:
+        """Third: take in the neighbours' arenas, if all have dialled; whether they were all there."""
+        if self._door is None or not all(dialled[peer] is True for peer in (self._rank, *self._neighbours)):
+            return False
+        self._door.answer(self._neighbours)
+        return len(self._door.peers) == len(self._neighbours)
+
+    def keep(self, complete: Sequence[object]) -> tuple[SharedMemory | None, tuple[bool, ...]]:
+        """Last: this rank's share, and for each rank whether it has one."""
+        lacking = {host for peer, host in enumerate(self._hosts) if complete[peer] is not True}
+        sharing = tuple(host not in lacking for host in self._hosts)
+        return (self._door.keep() if self._door is not None and sharing[self._rank] else None), sharing
+
+    def __enter__(self) -> Sharing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._door is not None:
+            self._door.close()
+
+
+class _Door:
+    """Where a rank hands out its arena and gets those of its neighbours: each dials all others."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.peers: dict[int, Arena] = {}
+        self._pidfds: dict[int, int] = {}
+        self._token = secrets.token_bytes(TOKEN_BYTES)
+        self._sockets = contextlib.ExitStack()
+        self.arena = OwnArena()
+        with contextlib.ExitStack() as trouble:
+            trouble.callback(self.close)
+            self._listener = self._sockets.enter_context(_unix_socket())
+            # Names of abstract sockets are for everybody to see; the token is not.
+            self._name = secrets.token_hex(TOKEN_BYTES)
+            self._listener.bind(_address(self._name))
+            self._listener.listen(WAITING)
+            trouble.pop_all()
+
+    @property
+    def offer(self) -> list[str]:
+        """What neighbours need to come here."""
+        return [self._name, self._token.hex()]
+
+    def dial(self, neighbours: Sequence[int], offers: Sequence[object], deadline: float) -> bool:
+        """Send the arena to all neighbours; whether it reached them."""
+        deadline = min(deadline, time.monotonic() + CONNECT_SECONDS)
+        try:
+            for peer in neighbours:
+                name, token = _checked_offer(offers[peer])
+                sock = self._sockets.enter_context(_unix_socket())
+                sock.settimeout(max(0.001, deadline - time.monotonic()))
+                sock.connect(_address(name))
+                _check_user(sock)
+                greeting = _GREETING.pack(self.rank, token, _started(os.getpid()))
+                socket.send_fds(sock, [greeting], [self.arena.descriptor])
+        except (OSError, ValueError):
+            return False
+        return True
+
+    def answer(self, neighbours: Sequence[int]) -> None:
+        """Take in the arenas of neighbours, all of whom have dialled. Whoever else has come is sent away."""
+        self._listener.setblocking(False)
+        for _ in range(WAITING):
+            if len(self.peers) == len(neighbours):
+                return
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            with sock, contextlib.suppress(OSError, ValueError):
+                sock.setblocking(False)
+                pid = _check_user(sock)
+                self._admit(sock, pid, neighbours)
+
+    def _admit(self, sock: socket.socket, pid: int, neighbours: Sequence[int]) -> None:
+        greeting, descriptors, flags, _ = socket.recv_fds(sock, _GREETING.size + 1, 1, socket.MSG_CMSG_CLOEXEC)
+        try:
+            if len(greeting) != _GREETING.size or len(descriptors) != 1 or flags & socket.MSG_CTRUNC:
+                raise ValueError("not a neighbour's greeting")
+            peer, token, started = _GREETING.unpack(greeting)
+            if not secrets.compare_digest(token, self._token) or peer not in neighbours or peer in self.peers:
+                raise ValueError("not a neighbour")
+            _check_arena(descriptors[0])
+            self.peers[peer] = Arena(descriptors[0])
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        if pid > 0:  # 0: of another pid namespace
+            with contextlib.suppress(OSError, AttributeError):
+                self._pidfds[peer] = _pidfd(pid, started)
+
+    def keep(self) -> SharedMemory:
+        """What was exchanged."""
+        shared = SharedMemory(self.arena, self.peers, self._pidfds)
+        self._pidfds = {}
+        return shared
+
+    def close(self) -> None:
+        """Let nobody in any more; what was kept stays."""
+        self._sockets.close()
+        for pidfd in self._pidfds.values():
+            os.close(pidfd)
+
+
+def _started(pid: int) -> int:
+    """When a process started; 0 if that cannot be known."""
+    status = machine.process_status(pid)
+    return status.started if status is not None else 0
+
+
+def _pidfd(pid: int, started: int) -> int:
+    """A descriptor of the process that started then; OSError if it has ended, even if its pid is another's by now."""
+    pidfd = os.pidfd_open(pid)
+    if _started(pid) != started:
+        os.close(pidfd)
+        raise ProcessLookupError(f"process {pid} has ended")
+    return pidfd
+
+
+def _unix_socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _address(name: str) -> str:
+    return f"\0gradwire-{name}"
+
+
+def _checked_offer(offer: object) -> tuple[str, bytes]:
+    """A neighbour's name and token; ValueError if it has none or they are not well-formed."""
+    match offer:
+        case [str(name), str(token)] if _OFFER.fullmatch(name) and _OFFER.fullmatch(token):
+            return name, bytes.fromhex(token)
+    raise ValueError("no offer")
+
+
+def _check_user(sock: socket.socket) -> int:
+    """The process at the other end, which must be of the same user."""
+    found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, user, _ = _CREDENTIALS.unpack(found)
+    if user != os.geteuid():
+        raise PermissionError(f"a process of user {user} at a link of user {os.geteuid()}")
+    return int(pid)
+
+
+def _check_arena(descriptor: int) -> None:
+    """Memory that cannot be pulled away, of a size that fits."""
+    status = os.fstat(descriptor)
+    sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS == SEALS
+    if not stat.S_ISREG(status.st_mode) or not sealed or not RESERVED < status.st_size <= ARENA_BYTES:
+        raise ValueError("not an arena")

@@ -1,0 +1,217 @@
+"""The table in its file, whatever may be in that file, and on the ranks of a job."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import stat
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gradwire as gw
+from gradwire.collectives import DEFAULTS, Table, tuning_table
+from support.processes import Here, StartJob
+from support.processes import job_fixture as job_fixture
+from support.processes import zygote_fixture as zygote_fixture
+
+SLOW = replace(DEFAULTS, tcp=replace(DEFAULTS.tcp, round=0.5), shm=replace(DEFAULTS.shm, round=0.25))
+GOOD = tuning_table.encode(SLOW)
+NOT_SECONDS = (-1e-9, 1.5, 10**400, float("nan"), float("inf"), True, None, "1", [1])
+
+
+def changed(change: Callable[[dict[str, Any]], None]) -> str:
+    value = json.loads(json.dumps(GOOD))
+    change(value)
+    return json.dumps(value)
+
+
+def with_seconds(bad: object) -> str:
+    return changed(lambda value: value["seconds"]["shm"].update(sent=bad))
+
+
+def test_a_table_survives_its_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "not" / "yet" / "there.json"
+    tuning_table.store(DEFAULTS, file)
+    tuning_table.store(SLOW, file)
+    assert tuning_table.load({tuning_table.FILE: str(file)}) == SLOW
+    assert [entry.name for entry in file.parent.iterdir()] == ["there.json"]
+    assert caplog.records == []
+
+
+def test_where_it_is_kept(tmp_path: Path) -> None:
+    home, config = tmp_path / "home", tmp_path / "config"
+    assert tuning_table.path({"HOME": str(home)}) == home / ".config" / "gradwire" / "tuning.json"
+    assert (
+        tuning_table.path({"HOME": str(home), "XDG_CONFIG_HOME": "relative"}) == home / ".config/gradwire/tuning.json"
+    )
+    assert tuning_table.path({"HOME": str(home), "XDG_CONFIG_HOME": str(config)}) == config / "gradwire" / "tuning.json"
+    assert tuning_table.path({tuning_table.FILE: "here", "XDG_CONFIG_HOME": str(config)}) == Path("here")
+    tuning_table.store(SLOW, config / "gradwire" / "tuning.json")
+    assert tuning_table.load({tuning_table.FILE: "", "XDG_CONFIG_HOME": str(config)}) == SLOW
+
+
+def test_no_file_is_no_reason_to_warn_unless_it_was_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert tuning_table.load({"XDG_CONFIG_HOME": str(tmp_path)}) == DEFAULTS
+    assert caplog.records == []
+    assert tuning_table.load({tuning_table.FILE: str(tmp_path / "nothing")}) == DEFAULTS
+    (record,) = caplog.records
+    assert str(tmp_path / "nothing") in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("", "not JSON"),
+        ("{", "not JSON"),
+        ("\0\xff", "not JSON"),
+        ("[" * 60_000, "not JSON"),
+        (" " * (tuning_table.LARGEST + 1), "larger than 65536 bytes"),
+        ("[]", "not an object"),
+        ("{}", "version is 'None', not 1"),
+        (changed(lambda value: value.update(version=2)), "version is '2', not 1"),
+        (changed(lambda value: value.update(version="1" * 9999)), "version is '1111"),
+        (changed(lambda value: value.update(more=1)), "nothing else"),
+        (changed(lambda value: value.pop("seconds")), "needs 'version' and 'seconds'"),
+        (changed(lambda value: value.update(seconds=[])), "needs 'version' and 'seconds'"),
+        (changed(lambda value: value["seconds"].update(ib={})), "other than net, shm, tcp"),
+        (changed(lambda value: value["seconds"].update(tcp=None)), "'tcp' needs exactly"),
+        (changed(lambda value: value["seconds"]["tcp"].pop("round")), "'tcp' needs exactly"),
+        (changed(lambda value: value["seconds"]["tcp"].update(more=0)), "'tcp' needs exactly"),
+        *((with_seconds(bad), "'sent' of 'shm' is not a number of seconds") for bad in NOT_SECONDS),
+    ],
+)
+def test_a_broken_file_means_defaults_and_one_warning(
+    content: str, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "tuning.json"
+    file.write_text(content, encoding="latin-1")
+    with caplog.at_level(logging.WARNING, "gradwire"):
+        assert tuning_table.load({tuning_table.FILE: str(file)}) == DEFAULTS
+    (record,) = caplog.records
+    assert str(file) in record.getMessage()
+    assert reason in record.getMessage()
+    assert len(record.getMessage()) < 500 + len(str(file))
+
+
+def test_what_is_no_file_holds_nobody_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for name in (str(tmp_path / "pipe"), str(tmp_path), "/dev/zero", "no\0name", str(tmp_path / ("x" * 300))):
+        caplog.clear()
+        assert tuning_table.load({tuning_table.FILE: name}) == DEFAULTS
+        assert len(caplog.records) == 1
+
+
+json_like = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["tcp", "round"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*asdict(DEFAULTS), "round"]), inner),
+    max_leaves=10,
+)
+
+
+@given(json_like, st.booleans())
+def test_any_value_is_a_table_or_refused(value: object, dressed: bool) -> None:
+    try:
+        found = tuning_table.decode({"version": 1, "seconds": value} if dressed else value)
+    except ValueError:
+        return
+    assert isinstance(found, Table)
+    assert all(0 <= seconds <= 1 for constants in asdict(found).values() for seconds in constants.values())
+
+
+def test_what_cannot_be_written_is_said_and_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a file").write_text("untouched")
+    with pytest.raises(gw.TransportError, match="cannot write"):
+        tuning_table.store(SLOW, tmp_path / "a file" / "tuning.json")
+    (tmp_path / "a folder").mkdir()
+    with pytest.raises(gw.TransportError, match="cannot write"):
+        tuning_table.store(SLOW, tmp_path / "a folder")
+    assert {entry.name for entry in tmp_path.iterdir()} == {"a file", "a folder"}
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no device that is always full")
+def test_a_full_disk_leaves_the_old_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "tuning.json"
+    tuning_table.store(SLOW, file)
+
+    def full(descriptor: int) -> None:
+        with open("/dev/full", "wb", buffering=0) as device:
+            device.write(b"x")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(gw.TransportError, match="No space left"):
+        tuning_table.store(DEFAULTS, file)
+    assert tuning_table.read(file) == SLOW
+    assert [entry.name for entry in tmp_path.iterdir()] == ["tuning.json"]
+
+
+def test_others_may_read_it(tmp_path: Path) -> None:
+    tuning_table.store(SLOW, tmp_path / "tuning.json")
+    mask = os.umask(0)
+    os.umask(mask)
+    assert stat.S_IMODE((tmp_path / "tuning.json").stat().st_mode) == 0o666 & ~mask
+
+
+# -- in a job ---------------------------------------------------------------------------------------------------------
+
+
+def chooses(here: Here, files: list[str]) -> None:
+    os.environ[tuning_table.FILE] = files[int(os.environ["GRADWIRE_RANK"])]
+    with gw.init() as group:
+        group.barrier()
+        here.tell(table=tuning_table.encode(group._generation.table), sequence=group._runner.calls.sequence)
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_ranks_with_different_files_agree_on_that_of_rank_0(size: int, job: StartJob, tmp_path: Path) -> None:
+    files = [tmp_path / f"{rank}.json" for rank in range(size)]
+    tuning_table.store(SLOW, files[0])
+    for file in files[1:-1]:
+        tuning_table.store(DEFAULTS, file)
+    files[-1].write_text("broken")
+    with job(chooses, size, [str(file) for file in files]) as ranks:
+        for rank in ranks:
+            assert rank.hear() == {"table": GOOD, "sequence": 1}  # the user's first call is the first
+            assert rank.ended() == 0
+            assert rank.output() == ""  # nobody but rank 0 has looked
+
+
+def test_a_broken_file_of_rank_0_means_defaults_for_all(job: StartJob, tmp_path: Path) -> None:
+    (tmp_path / "broken").write_text("{")
+    tuning_table.store(SLOW, tmp_path / "good")
+    with job(chooses, 2, [str(tmp_path / "broken"), str(tmp_path / "good")]) as ranks:
+        for rank in ranks:
+            assert rank.hear()["table"] == tuning_table.encode(DEFAULTS)
+            assert rank.ended() == 0
+        assert ranks[0].output().count(str(tmp_path / "broken")) == 1
+
+
+def disagrees(here: Here) -> None:
+    if os.environ["GRADWIRE_RANK"] == "0":
+        tuning_table.VERSION = 2  # a later gradwire
+    try:
+        gw.init()
+    except gw.GradwireError as error:
+        here.tell_error(error)
+
+
+def test_a_table_that_a_rank_does_not_understand_is_an_error(job: StartJob) -> None:
+    with job(disagrees, 2) as ranks:
+        heard = ranks[1].hear()
+    assert heard["error"] == "ConfigError"
+    assert "rank 0's tuning cannot be used here, its version is '2', not 1" in heard["text"]
+
+
+def test_ranks_of_one_process_share_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuning_table.store(SLOW, tmp_path / "tuning.json")
+    monkeypatch.setenv(tuning_table.FILE, str(tmp_path / "tuning.json"))
+    groups = gw.local_group(3)
+    assert [group._generation.table for group in groups] == [SLOW] * 3
+    for group in groups:
+        group.close()

@@ -1,0 +1,179 @@
+"""The parley: all ranks hear all, in numbered rounds, and who does not come or says something else is named."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import pytest
+
+import gradwire as gw
+from gradwire.errors import Aborted, Closed, CollectiveMismatch, InvalidSize, PeerLost, Timeout
+from gradwire.generation.control_gather import ControlGather
+from gradwire.wire import MAX_CONTROL
+from support.ranks import eventually, run_group, run_ranks
+
+LONG = 30.0
+
+
+def tell_all(group: gw.Group, value: Any, operation: str = "init", timeout: float = LONG) -> list[Any]:
+    return group._generation.control_gather.tell_all(value, operation, timeout)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_everybody_hears_everybody_round_after_round(size: int) -> None:
+    def body(group: gw.Group) -> list[list[Any]]:
+        return [tell_all(group, [number, group.rank, None, {"x": "ü"}]) for number in range(20)]
+
+    expected = [[[number, rank, None, {"x": "ü"}] for rank in range(size)] for number in range(20)]
+    assert run_group(size, body) == [expected] * size
+
+
+def test_it_leaves_no_trace_among_the_calls_of_a_group() -> None:
+    def body(group: gw.Group) -> tuple[int, int]:
+        tell_all(group, group.rank)
+        return group._runner.calls.sequence, group.bytes_sent
+
+    assert run_group(3, body) == [(0, 0)] * 3
+
+
+def test_a_rank_that_leaves_is_named_unless_it_has_told_before() -> None:
+    def body(group: gw.Group) -> None:
+        assert tell_all(group, group.rank) == [0, 1, 2]
+        if group.rank == 1:
+            group.close()
+            return
+        with pytest.raises(PeerLost) as caught:
+            tell_all(group, None)
+        assert caught.value.culprit == 1
+
+    run_group(3, body)
+
+
+def test_a_rank_whose_thread_ends_is_named_and_what_it_said_before_counts() -> None:
+    groups = gw.local_group(3)
+    ended = threading.Event()
+
+    def dies(group: gw.Group) -> None:
+        group.barrier()  # so that it is known which thread is this rank
+        assert tell_all(group, "last words")[2] == 2
+
+    def body(group: gw.Group) -> None:
+        group.barrier()
+        assert ended.wait(LONG) if group.rank == 0 else True
+        assert tell_all(group, group.rank)[1] == "last words"
+        with pytest.raises(PeerLost) as caught:
+            tell_all(group, group.rank)
+        assert caught.value.culprit == 1
+
+    thread = threading.Thread(target=dies, args=(groups[1],))
+    thread.start()
+    ended.set()
+    run_ranks([groups[0], groups[2]], body)
+    thread.join(LONG)
+    for group in groups:
+        group.close()
+
+
+def test_a_rank_that_does_not_come_is_named_when_the_time_is_over() -> None:
+    over = threading.Event()
+
+    def body(group: gw.Group) -> None:
+        if group.rank == 2:
+            assert over.wait(LONG)
+            return
+        with pytest.raises(Timeout, match="init") as caught:
+            tell_all(group, None, timeout=0.6)
+        assert caught.value.culprit == 2
+        over.set()
+
+    run_group(3, body)
+
+
+def test_ranks_that_speak_of_different_things_are_told() -> None:
+    def body(group: gw.Group) -> None:
+        with pytest.raises(CollectiveMismatch, match="settling"):
+            tell_all(group, None, "settling" if group.rank else "init")
+
+    run_group(2, body)
+
+
+def test_an_abort_ends_the_wait() -> None:
+    def body(group: gw.Group) -> None:
+        if group.rank == 0:
+            group.abort("enough")
+        with pytest.raises(Aborted, match="enough"):
+            tell_all(group, None)
+
+    run_group(2, body)
+
+
+def test_what_is_too_much_is_refused_before_anything_is_told() -> None:
+    def body(group: gw.Group) -> list[Any]:
+        with pytest.raises(InvalidSize, match="settling"):
+            tell_all(group, "x" * MAX_CONTROL, "settling")
+        return tell_all(group, group.rank, "settling")
+
+    assert run_group(2, body) == [[0, 1]] * 2
+
+
+@pytest.mark.parametrize("numbers", [[0], [2], [-1], [1, 1], [1 << 70]])
+def test_words_out_of_turn_are_nonsense(numbers: list[int]) -> None:
+    with gw.local_group(2)[0] as group:
+        control = group._generation.control
+        *first, last = [json.dumps({"t": "tell", "n": number, "o": "init", "v": None}).encode() for number in numbers]
+        for word in first:
+            control.hear(1, word, 0.0)
+        with pytest.raises(ValueError, match="out of turn"):
+            control.hear(1, last, 0.0)
+
+
+@pytest.mark.parametrize("message", [{}, {"n": 1, "v": 2}, {"n": "1", "o": "", "v": 2}, {"n": 1, "o": 3, "v": 2}])
+def test_words_that_lack_something_are_malformed(message: dict[str, Any]) -> None:
+    with gw.local_group(2)[0] as group, pytest.raises(ValueError, match="malformed"):
+        group._generation.control.hear(1, json.dumps({"t": "tell", **message}).encode(), 0.0)
+
+
+def test_a_rank_that_is_interrupted_while_it_waits_is_an_error_of_who_comes_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def ctrl_c(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def body(group: gw.Group) -> None:
+        control = group._generation.control
+        if group.rank == 1:
+            assert eventually(lambda: not control.sound)
+        with pytest.raises(KeyboardInterrupt if group.rank == 0 else Aborted):
+            tell_all(group, None)
+        assert not control.sound
+
+    monkeypatch.setattr(ControlGather, "_await", ctrl_c)  # rank 1 does not come as far
+    run_group(2, body)
+
+
+def test_a_rank_that_is_interrupted_before_it_has_told_is_an_error_of_who_waits() -> None:
+    def body(group: gw.Group) -> None:
+        control = group._generation.control
+        tell = control.tell_all
+
+        def ctrl_c(message: dict[str, Any]) -> None:
+            if message["t"] == "tell":
+                raise KeyboardInterrupt
+            tell(message)
+
+        if group.rank == 0:
+            control.tell_all = ctrl_c  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt if group.rank == 0 else Aborted):
+            tell_all(group, None)
+        assert not control.sound
+
+    run_group(2, body)
+
+
+def test_a_closed_generation_is_told_at_once() -> None:
+    group = gw.local_group(2)[0]
+    group.close()
+    with pytest.raises(Closed):
+        tell_all(group, None)

@@ -1,0 +1,228 @@
+"""A rank that gives up — `abort()`, an exception, Ctrl-C — or closes: the others are told at once, with the reason."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+from support.in_process import groups_fixture as groups_fixture
+from support.processes import Here, StartJob
+from support.processes import job_fixture as job_fixture
+from support.processes import zygote_fixture as zygote_fixture
+from support.ranks import run_ranks
+
+SOON = 5.0
+
+
+def gives_up(here: Here, how: str) -> None:
+    group = gw.init()
+    group.barrier()
+    here.tell(ready=True)
+    if group.rank != 1:
+        try:
+            group.barrier()
+        except gw.GradwireError as error:
+            here.tell_error(error)
+        return
+    here.hear()
+    if how == "uncaught":
+        raise ValueError("the loss is not a number")
+    if how == "with":
+        with group:
+            raise ValueError("the loss is not a number")
+    if how == "abort":
+        group.abort("the loss is not a number")
+        group.abort("said twice")
+        try:
+            group.barrier()
+        except gw.GradwireError as error:
+            here.tell_error(error)
+
+
+@pytest.mark.parametrize("how", ["uncaught", "with", "abort"])
+def test_the_others_are_told_why_a_rank_gave_up(job: StartJob, how: str) -> None:
+    with job(gives_up, 3, how) as ranks:
+        for rank in ranks:
+            assert rank.hear()["ready"]
+        began = time.monotonic()
+        ranks[1].tell()
+        for rank in ranks if how == "abort" else (ranks[0], ranks[2]):
+            told = rank.hear()
+            assert (told["error"], told["culprit"], told["operation"]) == ("Aborted", 1, "barrier"), told
+            prefix = "" if how == "abort" else "ValueError: "
+            assert told["text"].startswith("rank 1 (host ")
+            assert told["text"].endswith(f"pid {ranks[1].pid}) gave up: {prefix}the loss is not a number")
+            assert told["at"] - began < SOON
+        assert ranks[1].ended() == (0 if how == "abort" else 1)
+        assert [rank.ended() for rank in (ranks[0], ranks[2])] == [0, 0]
+
+
+def is_interrupted(here: Here, what: str) -> None:
+    group = gw.init()
+    if group.rank == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    group.barrier()
+    if group.rank == 2:
+        here.hear()
+    else:
+        here.tell_when_waiting()
+    try:
+        if what == "collective" or group.rank == 2:
+            group.all_reduce(np.ones(3))  # rank 2 may find all it needs, and notice at its next call
+            group.barrier()
+        elif what == "large send":
+            group.send(np.ones(1 << 20), dst=1 - group.rank)
+        else:
+            stream = group.stream()
+            stream.all_reduce(np.ones(3))
+            group.barrier()  # waits for its turn
+    except KeyboardInterrupt:
+        here.tell(error="KeyboardInterrupt", at=time.monotonic())
+        if what == "large send":
+            raise
+        try:
+            group.barrier()
+        except gw.GradwireError as error:
+            here.tell_error(error)
+    except gw.GradwireError as error:
+        here.tell_error(error)
+
+
+@pytest.mark.parametrize("what", ["collective", "stream", "large send"])
+def test_ctrl_c_on_one_rank_stops_all(job: StartJob, what: str) -> None:
+    with job(is_interrupted, 3, what) as ranks:
+        for rank in ranks[:2]:
+            assert rank.hear()["waiting"]
+        pressed = ranks[0].signal(signal.SIGINT)
+        interrupted = ranks[0].hear()
+        assert interrupted["error"] == "KeyboardInterrupt"
+        assert interrupted["at"] - pressed < SOON
+        ranks[2].tell()
+        for rank in ranks[1:] if what == "large send" else ranks:
+            told = rank.hear()
+            assert (told["error"], told["culprit"]) == ("Aborted", 0), told
+            why = "KeyboardInterrupt" if what == "large send" else "interrupted (Ctrl-C) during "
+            assert why in told["text"]
+            assert told["at"] - pressed < SOON
+
+
+# -- in one process, over both transports -----------------------------------------------------------------------------
+
+
+def test_an_exception_that_leaves_the_with_block_is_the_others_reason(groups: list[gw.Group]) -> None:
+    def play(group: gw.Group) -> float:
+        if group.rank == 0:
+            with pytest.raises(ZeroDivisionError), group:
+                1 / 0
+        else:
+            with pytest.raises(gw.Aborted, match=r"rank 0 .* gave up: ZeroDivisionError: division by zero") as told:
+                group.all_reduce(np.ones(1 << 20))
+            assert (told.value.culprit, told.value.operation, told.value.generation) == (0, "all_reduce", 1)
+        return time.monotonic()
+
+    times = run_ranks(groups, play)
+    assert max(times) - min(times) < SOON
+
+
+def test_a_with_block_that_ends_well_only_closes(groups: list[gw.Group]) -> None:
+    def play(group: gw.Group) -> int:
+        with group:
+            total = int(group.all_reduce(1))
+        with pytest.raises(gw.Closed):
+            group.barrier()
+        return total
+
+    assert run_ranks(groups, play) == [len(groups)] * len(groups)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda group: group.all_reduce(np.ones(1 << 20)),
+        lambda group: group.recv(np.zeros(2), src=1),
+        lambda group: group.recv(np.zeros(2)),
+        lambda group: group.send(np.zeros(1 << 20), dst=1),
+        lambda group: group.stream().barrier().wait(),
+        lambda group: group.subgroup([0, 1]).barrier(),
+    ],
+    ids=["all_reduce", "recv", "recv from anyone", "large send", "stream", "subgroup"],
+)
+def test_closing_wakes_whoever_waits_in_another_thread(
+    groups: list[gw.Group], call: Callable[[gw.Group], object]
+) -> None:
+    caught: list[BaseException] = []
+    began = threading.Event()
+
+    def wait() -> None:
+        began.set()
+        try:
+            call(groups[0])
+        except gw.GradwireError as error:
+            caught.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    began.wait()
+    waiting.join(0.05)  # let it get there; whenever close comes, the outcome must be the same
+    closed = time.monotonic()
+    groups[0].close()
+    waiting.join(10)
+    assert [type(error) for error in caught] == [gw.Closed]
+    assert time.monotonic() - closed < SOON
+    for other in groups[1:]:
+        assert other._generation.control.sound, "nobody else is harmed"
+
+
+def test_closing_a_subgroup_wakes_its_calls_and_leaves_the_rest(groups: list[gw.Group]) -> None:
+    inner = groups[0].subgroup([0, 1])
+    other = groups[1].subgroup([0, 1])
+    caught: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            inner.barrier()
+        except gw.GradwireError as error:
+            caught.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    waiting.join(0.05)
+    inner.close()
+    waiting.join(10)
+    assert [type(error) for error in caught] == [gw.Closed]
+    assert run_ranks(groups, lambda group: group.all_reduce(1)) == [len(groups)] * len(groups)
+    for call in (inner.barrier, lambda: inner.send(np.zeros(1), 1), lambda: inner.recv(np.zeros(1), 1)):
+        with pytest.raises(gw.Closed):
+            call()
+    other.close()
+
+
+def test_abort_and_close_do_not_mind_being_repeated_or_mixed(groups: list[gw.Group]) -> None:
+    groups[0].abort("first")
+    groups[0].abort("second")
+    for group in groups:
+        with pytest.raises(gw.Aborted, match="gave up: first"):
+            group.barrier()
+        group.close()
+        group.abort("third")
+        group.close()
+        with pytest.raises(gw.Closed):
+            group.barrier()
+
+
+def test_two_that_give_up_at_once_are_named_alike_everywhere(groups: list[gw.Group]) -> None:
+    for group in groups[::-1]:
+        group.abort(f"rank {group.rank} gave up")
+
+    def play(group: gw.Group) -> int | None:
+        with pytest.raises(gw.Aborted) as told:
+            group.barrier()
+        return told.value.culprit
+
+    assert len(set(run_ranks(groups, play))) == 1

@@ -1,0 +1,235 @@
+"""A rank that falls silent (frozen, cut off) is lost, like one that dies; one that is merely busy or slow is not."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+from gradwire.host import native_core
+from gradwire.liveness import lifeline
+from gradwire.liveness.detector import SLOW_SECONDS
+from support.processes import Here, Rank, StartJob
+from support.processes import job_fixture as job_fixture
+from support.processes import zygote_fixture as zygote_fixture
+
+SOON = 5.0  # seconds; it takes a quarter of one over memory, half of one over TCP, on a machine with nothing else to do
+LARGE = 64 << 20
+needs_core = pytest.mark.skipif(not native_core.available(), reason="without it, silence counts after 10 s only")
+
+
+def reduces(here: Here, transport: str, nbytes: int) -> None:
+    """Reduce until that fails; nbytes 0: wait for rank 0 in a barrier."""
+    group = gw.init(transport=transport)
+    x = np.ones(max(8, nbytes) // 4, np.float32)
+    group.all_reduce(x, op="mean")
+    here.tell(ready=True)
+    try:
+        if not nbytes and group.rank == 0:
+            here.hear()
+        while nbytes:
+            group.all_reduce(x, op="mean")
+        group.barrier()
+    except gw.GradwireError as error:
+        here.tell_error(error)
+        here.hear()
+
+
+def freeze(ranks: list[Rank], *victims: int) -> tuple[float, list[Rank]]:
+    """Stop some ranks when all are at work; when that was, and the others."""
+    for rank in ranks:
+        assert rank.hear()["ready"]
+    began = min([ranks[victim].signal(signal.SIGSTOP) for victim in victims])
+    return began, [rank for rank in ranks if rank.number not in victims]
+
+
+def check_lost(rank: Rank, victim: Rank, began: float) -> None:
+    told = rank.hear()
+    assert (told["error"], told["culprit"]) == ("PeerLost", victim.number), told
+    assert told["at"] - began < SOON
+    who = rf"rank {victim.number} \(host \S+, pid {victim.pid}\)"
+    during = r" during (all_reduce|barrier) #\d+, test_failures_silence.py:\d+"
+    assert re.fullmatch(rf"{who} has been silent for 0\.\d\d s \(frozen or cut off\)({during})?", told["text"])
+
+
+@needs_core
+@pytest.mark.parametrize(
+    ("transport", "victim", "nbytes"),
+    [("shm", 0, 8), ("shm", 2, LARGE), ("shm", 0, 0), ("tcp", 3, 8), ("tcp", 0, LARGE), ("tcp", 1, 0)],
+)
+def test_a_rank_that_is_frozen_is_named(job: StartJob, transport: str, victim: int, nbytes: int) -> None:
+    with job(reduces, 3 if nbytes == LARGE else 4, transport, nbytes) as ranks:
+        began, others = freeze(ranks, victim)
+        for rank in others:
+            if nbytes or rank.number != 0:
+                check_lost(rank, ranks[victim], began)
+
+
+@needs_core
+@pytest.mark.parametrize(("transport", "victims"), [("shm", (3, 1)), ("tcp", (1, 2))])
+def test_of_several_that_freeze_at_once_all_name_the_lowest(
+    job: StartJob, transport: str, victims: tuple[int, ...]
+) -> None:
+    with job(reduces, 4, transport, 8) as ranks:
+        began, others = freeze(ranks, *victims)
+        for rank in others:
+            check_lost(rank, ranks[1], began)
+
+
+# -- one that thaws ---------------------------------------------------------------------------------------------------
+
+
+def keeps_its_array(here: Here) -> None:
+    """Survivors use their arrays; the one that is given up writes into them all the time, until it learns of that."""
+    group = gw.init(transport="shm")
+    shared = group._generation.shared
+    assert shared is not None
+    x = group.empty(1 << 20, "uint8")
+    offsets = group.all_gather_values(shared.own.offset_of(x.ctypes.data, x.nbytes))
+    targets = [arena.address + offsets[peer] for peer, arena in shared.peers.items()]
+    over = threading.Event()
+
+    def write() -> None:
+        while not over.is_set():
+            for target in targets:
+                ctypes.memset(target, 0xEE, x.nbytes)
+
+    writer = threading.Thread(target=write)
+    if group.rank == 1:
+        writer.start()
+    group.barrier()
+    here.tell(ready=True)
+    try:
+        while True:
+            group.barrier()
+    except gw.GradwireError as error:
+        x[:] = 7
+        here.tell_error(error)
+    here.hear()  # the thawed one has raised, and goes on writing until it is told to end
+    over.set()
+    here.tell(bytes=sorted({*x.tolist()}))
+
+
+@needs_core
+def test_a_rank_that_thaws_learns_of_it_spoils_nothing_and_ends(job: StartJob) -> None:
+    with job(keeps_its_array, 3) as ranks:
+        frozen = ranks[1]
+        began, others = freeze(ranks, 1)
+        for rank in others:
+            check_lost(rank, frozen, began)
+        frozen.signal(signal.SIGCONT)
+        told = frozen.hear()
+        assert (told["error"], told["culprit"]) == ("Aborted", 1), told
+        assert re.match(
+            rf"rank 1 \(host \S+, pid {frozen.pid}\) was given up by its peers: it has been silent for 0\.\d\d s ",
+            told["text"],
+        )
+        for rank in (*others, frozen):
+            rank.tell()
+        assert [rank.hear()["bytes"] for rank in others] == [[7], [7]]
+        assert [rank.ended() for rank in ranks] == [0, 0, 0]
+
+
+def reduces_with_a_child(here: Here, transport: str) -> None:
+    group = gw.init(transport=transport)
+    if os.fork() == 0:
+        signal.pause()
+        os._exit(0)
+    group.barrier()
+    here.tell(ready=True)
+    try:
+        while True:
+            group.barrier()
+    except gw.GradwireError as error:
+        here.tell_error(error)
+        here.hear()
+
+
+@needs_core
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_child_of_a_frozen_rank_does_not_speak_for_it(job: StartJob, transport: str) -> None:
+    with job(reduces_with_a_child, 3, transport) as ranks:
+        began, others = freeze(ranks, 1)
+        for rank in others:
+            check_lost(rank, ranks[1], began)
+
+
+# -- no false alarms --------------------------------------------------------------------------------------------------
+
+
+def holds_the_interpreter(here: Here, transport: str) -> None:
+    group = gw.init(transport=transport)
+    group.barrier()
+    if group.rank == 1:
+        ctypes.PyDLL(None).usleep(2_500_000)
+    here.tell(sum=group.all_reduce(1))
+
+
+@needs_core
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_rank_whose_interpreter_is_held_up_is_not_lost(job: StartJob, transport: str) -> None:
+    with job(holds_the_interpreter, 3, transport) as ranks:
+        assert [rank.hear()["sum"] for rank in ranks] == [3, 3, 3]
+        assert [rank.ended() for rank in ranks] == [0, 0, 0]
+
+
+def stops_together(here: Here, transport: str) -> None:
+    group = gw.init(transport=transport)
+    group.barrier()
+    here.tell(ready=True)
+    here.hear()
+    here.tell(sum=group.all_reduce(1))
+
+
+@needs_core
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_job_that_is_stopped_and_continued_as_a_whole_goes_on(job: StartJob, transport: str) -> None:
+    with job(stops_together, 3, transport) as ranks:
+        for rank in ranks:
+            assert rank.hear()["ready"]
+        for rank in ranks:
+            rank.signal(signal.SIGSTOP)
+        time.sleep(1.0)  # for as long as silence would take
+        for rank in ranks:
+            rank.signal(signal.SIGCONT)
+        for rank in ranks:
+            rank.tell()
+        assert [rank.hear()["sum"] for rank in ranks] == [3, 3, 3]
+
+
+# -- without the core -------------------------------------------------------------------------------------------------
+
+
+def is_pure(here: Here, patience: float) -> None:
+    os.environ[native_core.PURE] = "1"
+    lifeline.PURE_SECONDS = patience
+    group = gw.init()
+    group.barrier()
+    here.tell(ready=True)
+    try:
+        while True:
+            group.barrier()
+    except gw.GradwireError as error:
+        here.tell_error(error)
+        here.hear()
+
+
+def test_without_the_core_silence_counts_later(job: StartJob) -> None:
+    with job(is_pure, 3, 1.5) as ranks:
+        began, others = freeze(ranks, 1)
+        for rank in others:
+            told = rank.hear()
+            assert (told["error"], told["culprit"]) == ("PeerLost", 1), told
+            assert told["at"] - began > 1.5 - 2 * SLOW_SECONDS
+            assert re.search(r"has been silent for [1-4]\.\d\d s", told["text"]), told["text"]
+
+
+def test_without_the_core_ten_seconds_are_allowed() -> None:
+    assert lifeline.PURE_SECONDS == 10.0

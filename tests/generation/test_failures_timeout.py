@@ -1,0 +1,201 @@
+"""A rank that does not come: the others say so in the log, and in the end give up with an error that names it."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+from gradwire.generation import waiting
+from gradwire.group import WORLD
+from gradwire.host import native_core
+from support.in_process import Journal
+from support.in_process import groups_fixture as groups_fixture
+from support.in_process import journal_fixture as journal_fixture
+from support.processes import Here, StartJob, place
+from support.processes import job_fixture as job_fixture
+from support.processes import zygote_fixture as zygote_fixture
+from support.ranks import run_ranks
+
+needs_core = pytest.mark.skipif(not native_core.available(), reason="without it, beats need the interpreter")
+
+
+def early_call(group: gw.Group) -> None:
+    group.all_gather_values("hello")  # the last call
+
+
+@pytest.mark.parametrize("called", [True, False], ids=["behind", "never called"])
+def test_a_rank_that_never_comes_is_named_with_its_last_call(groups: list[gw.Group], called: bool) -> None:
+    late = len(groups) - 1
+    everybody_else_is_done, together = threading.Barrier(len(groups)), threading.Barrier(late)
+
+    def play(group: gw.Group) -> str:
+        if called:
+            early_call(group)
+        if group.rank == late:
+            everybody_else_is_done.wait(10)
+        else:
+            together.wait(10)
+        began = time.monotonic()
+        with pytest.raises(gw.Timeout) as told:
+            group.all_reduce(np.ones(3), timeout=0.6)
+        took = time.monotonic() - began
+        if group.rank != late:
+            assert 0.3 < took < 5.0
+            everybody_else_is_done.wait(10)
+        assert isinstance(told.value, TimeoutError)
+        assert (told.value.culprit, told.value.operation) == (late, "all_reduce")
+        assert (told.value.generation, told.value.seconds) == (1, 0.6)
+        with pytest.raises(gw.Timeout, match="did not finish"):
+            group.barrier()
+        return str(told.value)
+
+    said = set(run_ranks(groups, play))
+    last = rf"all_gather_values\(\) #2 at {place(early_call, '# the last call')}" if called else "none"
+    number = 3 if called else 1
+    for text in said:
+        expected = (
+            rf"all_reduce #{number} did not finish within its timeout of 0.6 s: "
+            rf"rank {late} is alive but stuck outside of any call, its last call was {last}"
+        )
+        assert re.fullmatch(expected, text), text
+
+
+def test_a_time_out_of_one_rank_breaks_all(groups: list[gw.Group]) -> None:
+    """Whoever was more patient gets the same error, not its own later."""
+    late = len(groups) - 1
+
+    def play(group: gw.Group) -> float:
+        began = time.monotonic()
+        if group.rank != late:
+            with pytest.raises(gw.Timeout, match=r"did not finish within its timeout of 0.6 s") as told:
+                group.barrier(timeout=0.6 if group.rank == 0 else 60)
+            assert told.value.culprit == late
+        return time.monotonic() - began
+
+    assert max(run_ranks(groups, play)) < 10.0
+
+
+def announced(group: gw.Group) -> bool:
+    """Whether the others know how far this rank has got in the group; the parley's rounds are told as well."""
+    with group._generation.control._lock:
+        return WORLD in group._generation.control._sent
+
+
+def waits_for_rank_1(here: Here, how: str, seconds: float) -> None:
+    waiting.SLOW_SECONDS = 0.2
+    group = gw.init()
+    group.barrier()  # the last call
+    try:
+        if group.rank != 1:
+            group.all_reduce(np.ones(3), timeout=seconds)
+        elif how == "asleep":
+            time.sleep(60)
+        else:
+            while not announced(group):
+                time.sleep(0.01)
+            ctypes.PyDLL(None).usleep(int(1e6 * 5 * seconds))  # keeps the interpreter's lock
+            group.barrier()
+    except gw.GradwireError as error:
+        here.tell_error(error)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("asleep", r"stuck outside of any call, its last call was barrier\(\) #1 at {last}"),
+        pytest.param(
+            "in C",
+            r"stuck: its interpreter does not run, as if a call into C held its lock; its last call was barrier\(\) #1",
+            marks=needs_core,
+        ),
+    ],
+)
+def test_a_process_that_is_stuck_is_named_and_told_from_a_lost_one(job: StartJob, how: str, said: str) -> None:
+    expected = "rank 1 is alive but " + said.format(last=place(waits_for_rank_1, "# the last call"))
+    with job(waits_for_rank_1, 3, how, 0.6) as ranks:
+        for rank in (ranks[0], ranks[2]):
+            told = rank.hear()
+            assert (told["error"], told["culprit"]) == ("Timeout", 1), told
+            assert re.fullmatch(
+                rf"all_reduce #2 did not finish within its timeout of 0.6 s: {expected}", told["text"]
+            ), told["text"]
+            where = place(waits_for_rank_1, "timeout=seconds")
+            logged = rf"rank {rank.number} has waited 0 s during all_reduce #2, {where}: {expected}"
+            assert re.search(logged, rank.output()), rank.output()
+
+
+# -- waiting is said --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "SLOW_SECONDS", 0.1)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_long_wait_is_logged_with_who_is_late_and_what_it_last_called(
+    groups: list[gw.Group], journal: Journal
+) -> None:
+    late = len(groups) - 1
+    called = place(early_call, "# the last call")
+    said = (
+        rf"rank 0 has waited \d+ s during all_reduce #3, test_failures_timeout.py:\d+: "
+        rf"rank {late} is alive but stuck outside of any call, its last call was all_gather_values\(\) #2 at {called}"
+    )
+
+    def play(group: gw.Group) -> object:
+        early_call(group)
+        if group.rank == late:
+            journal.wait_for(said, times=2)  # and said again later
+        return group.all_reduce(1)
+
+    assert run_ranks(groups, play) == [len(groups)] * len(groups)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize(
+    ("wait", "answer", "said"),
+    [
+        (
+            lambda group: group.recv(np.zeros(2), src=1, tag=4),
+            lambda group: group.send(np.zeros(2), dst=0, tag=4),
+            "for a message from rank 1 with tag 4",
+        ),
+        (
+            lambda group: group.recv(np.zeros(2)),
+            lambda group: group.send(np.zeros(2), dst=0),
+            "for a message from any rank with tag 0",
+        ),
+        (
+            lambda group: group.send(np.zeros(1 << 20), dst=1),
+            lambda group: group.recv(np.zeros(1 << 20), src=0),
+            "in send to rank 1: it has not called recv",
+        ),
+    ],
+    ids=["recv", "recv from anyone", "large send"],
+)
+def test_a_long_wait_for_one_rank_is_logged_too(
+    groups: list[gw.Group],
+    journal: Journal,
+    wait: Callable[[gw.Group], object],
+    answer: Callable[[gw.Group], object],
+    said: str,
+) -> None:
+    last = rf"rank 1's last call was all_gather_values\(\) #2 at {place(early_call, '# the last call')}"
+
+    def play(group: gw.Group) -> None:
+        early_call(group)
+        if group.rank == 0:
+            wait(group)
+        elif group.rank == 1:
+            journal.wait_for(rf"rank 0 has waited \d+ s {said}; {last}(; rank 2's .*)?")
+            answer(group)
+
+    run_ranks(groups, play)

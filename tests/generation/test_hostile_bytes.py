@@ -1,0 +1,258 @@
+"""Strangers at the data port of a running job: it goes on, its memory stays what it was, their addresses are logged."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import resource
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+from gradwire.errors import Refused
+from gradwire.security.admission import Dialer, Hello
+from support.processes import Here, Rank, StartJob
+from support.processes import job_fixture as job_fixture
+from support.processes import zygote_fixture as zygote_fixture
+
+MIB = 1 << 20
+ALLOWED = 10 * MIB
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def keeps_reducing(here: Here) -> None:
+    """Reduce until told to stop, and report how that went; in between make new links."""
+    group = gw.init()
+    transport: Any = group._generation.transport
+    x = np.ones(1 << 12, np.float32)
+    y = np.zeros(1 << 12, np.float32)
+    other = (group.rank + 1) % 2
+    for _ in range(50):
+        group.all_reduce(x, op="mean")
+        group.sendrecv(x, y, dst=other, src=other)
+    hello = transport._hello(group.rank, 77)
+    here.tell(
+        address=transport.address, key=transport._key.hex(), job=hello.job.hex(), resident=resident(), rank=group.rank
+    )
+    orders: list[Any] = []
+    listener = threading.Thread(target=lambda: orders.extend(here.hear() for _ in range(3)), daemon=True)
+    listener.start()
+    done, slowest, sub = 0, 0.0, group
+    wanted = 0
+    while True:
+        began = time.monotonic()
+        heard = int(group.all_reduce(len(orders), op="min"))  # both act on an order in the same turn
+        sub.all_reduce(x, op="mean")
+        group.sendrecv(x, y, dst=other, src=other)
+        slowest = max(slowest, time.monotonic() - began)
+        done += 1
+        if heard > wanted:
+            wanted = heard
+            if orders[heard - 1] == "stop":
+                break
+            if orders[heard - 1] == "new links":
+                sub = group.subgroup([0, 1])
+                sub.barrier()
+            here.tell(done=done)
+    here.tell(done=done, slowest=slowest, resident=resident(), right=bool((x == 1).all()))
+
+
+class Target:
+    """The job under attack, as the attackers see it."""
+
+    def __init__(self, ranks: list[Rank]) -> None:
+        self.ranks = ranks
+        self.told = [rank.hear() for rank in ranks]
+        self.address: tuple[str, int] = (self.told[0]["address"][0], self.told[0]["address"][1])
+        self.key = bytes.fromhex(self.told[0]["key"])
+        self.job = bytes.fromhex(self.told[0]["job"])
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(self.address, timeout=10)
+
+    def order(self, what: str) -> list[dict[str, Any]]:
+        for rank in self.ranks:
+            rank.tell(what)
+        return [rank.hear() for rank in self.ranks]
+
+    def log(self) -> str:
+        return self.ranks[0].output()
+
+    def wait_for_log(self, pattern: str) -> None:
+        deadline = time.monotonic() + 10
+        while not re.search(pattern, self.log()):
+            assert time.monotonic() < deadline, f"{pattern!r} was not logged:\n{self.log()}"
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def target(job: StartJob) -> Iterator[Target]:
+    """A job of two that must be none the worse at the end of the test."""
+    with job(keeps_reducing, 2) as ranks:
+        target = Target(ranks)
+        yield target
+        before = target.order("count")
+        time.sleep(0.05)
+        for rank, told, first in zip(ranks, target.order("stop"), target.told, strict=True):
+            assert told["right"]
+            assert told["done"] > before[rank.number]["done"] > 0
+            assert told["slowest"] < 2.0
+            assert told["resident"] - first["resident"] < ALLOWED
+        assert [rank.ended() for rank in ranks] == [0, 0]
+
+
+@pytest.fixture
+def many_descriptors() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 4096:
+        pytest.skip("this machine does not allow enough descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def source(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"{host}:{port}"
+
+
+def drain(sock: socket.socket) -> bytes:
+    """What the other side says until it hangs up."""
+    data = b""
+    with contextlib.suppress(ConnectionError):
+        while part := sock.recv(4096):
+            data += part
+    return data
+
+
+STRANGERS = {
+    "tls": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", "what arrived is not a gradwire admission"),
+    "http": (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", "what arrived is not a gradwire admission"),
+    "wrong magic": (b"gw-link2" + bytes(200), "what arrived is not a gradwire admission"),
+    "cut hello": (b"gw-link1" + bytes(20), r"the connection ended \d+ bytes short of a hello"),
+    "no proof": (b"gw-link1" + bytes(72), "the connection ended 32 bytes short of a proof that it is rank 0"),
+    "cut proof": (b"gw-link1" + bytes(103), "the connection ended 1 bytes short of a proof that it is rank 0"),
+    "empty proof": (b"gw-link1" + bytes(104), "the process that says it is rank 0 does not hold this job's secret"),
+    "too much": (b"gw-link1" + b"\xff" * 5000, "the process that says it is rank 4294967295 does not hold this"),
+    "nothing": (b"", "the connection ended 80 bytes short of a hello"),
+}
+
+
+def test_strangers_are_refused_and_logged_with_their_address(target: Target) -> None:
+    for opening, said in STRANGERS.values():
+        with target.connect() as sock:
+            with contextlib.suppress(ConnectionError):
+                sock.sendall(opening)
+                sock.shutdown(socket.SHUT_WR)
+            drain(sock)
+            target.wait_for_log(f"refused a link from {source(sock)}: {said}")
+
+
+def test_random_bytes(target: Target) -> None:
+    dice = random.Random(20)
+    for _ in range(300):
+        with target.connect() as sock, contextlib.suppress(ConnectionError):
+            sock.sendall(dice.randbytes(dice.choice([1, 7, 8, 64, 80, 112, 4096, 65536])))
+    target.wait_for_log("more refusals follow within this minute; they are not logged")
+    assert target.log().count("refused a link from") <= 60
+
+
+def test_who_knows_the_secret_but_does_not_belong_is_told_why(target: Target) -> None:
+    hello: dict[str, Any] = {"job": target.job, "generation": 1, "channel": 77, "source": 1, "target": 0}
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"job": bytes(16)}, "it belongs to another job"),
+        ({"generation": 2}, "it belongs to generation 2, this is 1"),
+        ({"target": 1}, "it wants rank 1, this is rank 0"),
+        ({"source": 0}, "rank 0 is not a peer of rank 0 of 2"),
+        ({"source": 2}, "rank 2 is not a peer of rank 0 of 2"),
+        ({"channel": 1}, "rank 1 already holds this link"),
+    ]
+    for change, said in wrong:
+        with target.connect() as sock:
+            with pytest.raises(Refused, match=f"rank . refused the link: {said}$"):
+                admit(sock, Dialer(target.key, Hello(**{**hello, **change})))
+            target.wait_for_log(f"refused a link from {source(sock)}: {said}")
+
+
+def admit(sock: socket.socket, dialer: Dialer) -> bytes:
+    """Go through the admission; returns the bytes that were sent."""
+    sent = dialer.start()
+    sock.sendall(sent)
+    while not dialer.done:
+        data = sock.recv(dialer.wanted)
+        assert data, "hung up on"
+        answer = dialer.feed(data)
+        sent += answer
+        if answer:
+            sock.sendall(answer)
+    return sent
+
+
+def test_a_recorded_admission_is_worthless(target: Target) -> None:
+    hello = Hello(target.job, 1, 77, 1, 0)
+    with target.connect() as sock:
+        recorded = admit(sock, Dialer(target.key, hello))
+    with target.connect() as sock:
+        with contextlib.suppress(ConnectionError):
+            sock.sendall(recorded)
+        drain(sock)
+        target.wait_for_log(f"refused a link from {source(sock)}: the process that says it is rank 1 does not hold")
+
+
+def test_one_byte_at_a_time(target: Target) -> None:
+    """Slow strangers cost a place each, and delay nobody who knocks meanwhile."""
+    slow = [target.connect() for _ in range(60)]
+    opening = b"gw-link1" + bytes(72)
+    for byte in opening[:40]:
+        for sock in slow:
+            sock.send(bytes([byte]))
+        time.sleep(0.005)
+    began = time.monotonic()
+    target.order("new links")
+    assert time.monotonic() - began < 10.0
+    for sock in slow:
+        sock.close()
+
+
+@pytest.mark.usefixtures("many_descriptors")
+def test_a_thousand_idle_connections(target: Target) -> None:
+    idle = [target.connect() for _ in range(1000)]
+    began = time.monotonic()
+    target.order("new links")
+    assert time.monotonic() - began < 10.0
+    target.wait_for_log("too many connections that say nothing")
+    for sock in idle:
+        sock.close()
+
+
+def test_a_flood_of_connections(target: Target) -> None:
+    stop = time.monotonic() + 1.5
+    count = 0
+
+    def flood() -> None:
+        nonlocal count
+        while time.monotonic() < stop:
+            with contextlib.suppress(OSError), target.connect() as sock:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")  # end by a reset
+                sock.send(b"gw-link1"[: count % 9])
+            count += 1
+
+    floods = [threading.Thread(target=flood) for _ in range(3)]
+    for thread in floods:
+        thread.start()
+    target.order("new links")
+    for thread in floods:
+        thread.join()
+    assert count > 300

@@ -1,0 +1,297 @@
+"""An admitted peer that sends nonsense: nothing is allocated for it, it is named, and only it is given up."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+from gradwire.transports.base import CONTROL_CHANNEL, MESSAGE_CHANNEL, Link
+from gradwire.transports.frames import Outbox
+from gradwire.wire import MAX_CONTROL, MAX_EAGER, Header, Kind
+from support.in_process import Journal
+from support.in_process import groups_fixture as groups_fixture
+from support.in_process import journal_fixture as journal_fixture
+from support.in_process import pair_fixture as pair_fixture
+from support.ranks import run_ranks
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+def header(sender: gw.Group, kind: int, nbytes: int = 0, **fields: int) -> bytes:
+    """A header that this rank could send."""
+    identity = sender._generation.identity
+    known = {"group": 1, "sequence": 1, "fingerprint": 0, "tile": 0, "round": 0, "source": identity.rank}
+    return Header(
+        kind=kind,
+        job=identity.job,
+        generation=identity.number,
+        nbytes=nbytes,
+        **(known | fields),
+    ).pack()
+
+
+def link(group: gw.Group, channel: int, peer: int = 0) -> Link:
+    return group._generation.service._outboxes[peer, channel].link
+
+
+def control(group: gw.Group, payload: bytes) -> bytes:
+    return group._generation.identity.frame(Kind.CONTROL, payload)
+
+
+@pytest.fixture
+def no_allocation() -> Iterator[None]:
+    """Fail if more than a few megabytes are asked for at any moment."""
+    tracemalloc.start()
+    yield
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 4 * MIB, f"{peak / MIB:.1f} MiB were allocated"
+
+
+def given_up(groups: list[gw.Group], culprit: int) -> None:
+    """All others name the culprit, and it learns that it was given up; nobody names anybody else."""
+
+    def play(group: gw.Group) -> None:
+        kind = gw.Aborted if group.rank == culprit else gw.PeerLost
+        deadline = time.monotonic() + 10
+        while group._generation.control.sound and time.monotonic() < deadline:
+            time.sleep(0.001)
+        with pytest.raises(kind) as told:
+            group.barrier()
+        assert told.value.culprit == culprit
+        said = "was given up by its peers: it sent nonsense" if group.rank == culprit else "sent nonsense"
+        assert said in str(told.value)
+
+    run_ranks(groups, play)
+    assert all(group._generation.service._thread.is_alive() for group in groups), "nothing kills a service thread"
+
+
+CONTROL_NONSENSE: dict[str, Callable[[gw.Group], bytes]] = {
+    "8 GiB": lambda group: header(group, Kind.CONTROL, 8 * GIB),
+    "a byte too many": lambda group: header(group, Kind.CONTROL, MAX_CONTROL + 1),
+    "another kind": lambda group: header(group, Kind.EAGER, 8),
+    "no header": lambda group: b"\xff" * 64,
+    "another job": lambda group: Header(Kind.CONTROL, 1, 1, 1, 0, 0, 0, 0, 0, 2).pack() + b"{}",
+    "another generation": lambda group: (
+        Header(Kind.CONTROL, group._generation.identity.job, 2, 1, 0, 0, 0, 0, 0, 2).pack() + b"{}"
+    ),
+    "no JSON": lambda group: control(group, b"{nope"),
+    "no text": lambda group: control(group, b"\xff\xfe\x00"),
+    "empty": lambda group: control(group, b""),
+    "no object": lambda group: control(group, b"[1, 2]"),
+    "deep": lambda group: control(group, b"[" * 100_000),
+    "long number": lambda group: control(group, b'{"t": "at", "g": 1' + b"0" * 5000 + b', "s": 1, "c": 1}'),
+    "infinite": lambda group: control(group, b'{"t": "at", "g": 1, "s": Infinity, "c": 1}'),
+    "wrong types": lambda group: control(group, b'{"t": "at", "g": [], "s": {}, "c": null}'),
+    "fields missing": lambda group: control(group, b'{"t": "calls"}'),
+    "a finding without sense": lambda group: control(group, b'{"t": "finding", "finding": {"kind": "bored"}}'),
+    "an unhashable kind": lambda group: control(group, b'{"t": "finding", "finding": {"kind": [], "reason": ""}}'),
+    "a culprit from elsewhere": lambda group: control(
+        group, b'{"t": "finding", "finding": {"kind": "lost", "reason": "", "culprit": 99}}'
+    ),
+    "unknown fields": lambda group: control(
+        group, b'{"t": "verdict", "finding": {"kind": "lost", "reason": "", "culprit": 0, "x": 1}}'
+    ),
+    "a long reason": lambda group: control(
+        group, json.dumps({"t": "finding", "finding": {"kind": "aborted", "reason": "x" * 5000}}).encode()
+    ),
+    "calls without sense": lambda group: control(group, b'{"t": "calls", "g": 1, "among": [0, 1], "calls": [[]]}'),
+    "members from elsewhere": lambda group: control(group, b'{"t": "calls", "g": 1, "among": [0, 5], "calls": []}'),
+    "calls of wrong types": lambda group: control(
+        group,
+        b'{"t": "calls", "g": 1, "among": [0], "calls": '
+        b'[{"sequence": "1", "fingerprint": [], "what": 3, "site": null, "items": []}]}',
+    ),
+}
+
+
+@pytest.mark.parametrize("nonsense", CONTROL_NONSENSE)
+@pytest.mark.usefixtures("no_allocation")
+def test_nonsense_on_the_control_channel(groups: list[gw.Group], journal: Journal, nonsense: str) -> None:
+    liar = groups[1]
+    link(liar, CONTROL_CHANNEL).send([CONTROL_NONSENSE[nonsense](liar)])
+    given_up(groups, culprit=1)
+    journal.wait_for("rank 1 sent nonsense")
+
+
+@pytest.mark.parametrize("words", [b"{}", b'{"t": "from the future"}', b'{"t": 3}'])
+def test_control_messages_that_are_merely_unknown_change_nothing(groups: list[gw.Group], words: bytes) -> None:
+    link(groups[1], CONTROL_CHANNEL).send([control(groups[1], words)])
+    assert run_ranks(groups, lambda group: group.all_reduce(1)) == [len(groups)] * len(groups)
+
+
+def test_floods_of_wellformed_control_messages_pile_up_nowhere(groups: list[gw.Group]) -> None:
+    tracemalloc.start()
+    liar = groups[1]
+    outbox = liar._generation.service._outboxes[0, CONTROL_CHANNEL]
+    for number in range(4_000):
+        words: list[dict[str, Any]] = [
+            {"t": "at", "g": number, "s": 1 + number, "c": 5},
+            {"t": "at", "g": 1, "s": 1 + number, "c": 5},
+            {"t": "here", "g": number, "s": number, "f": 0, "last": "x" * 100},
+            {"t": "where", "g": number},
+        ]
+        liar._generation.service._post_control(0, json.dumps(words[number % 4]).encode())
+        while outbox.waiting:
+            time.sleep(0.0005)
+    grown, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert grown < 8 * MIB
+    assert groups[0]._generation.control.sound
+
+
+@pytest.mark.parametrize("groups", ["local"], indirect=True)  # the kernel would keep megabytes first
+def test_answers_that_nobody_reads_do_not_pile_up(groups: list[gw.Group], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Outbox, "MAX_WAITING", 100_000)
+    liar, victim = groups[1]._generation, groups[0]._generation
+    monkeypatch.setattr(liar.service, "_may_read", lambda reader: False)  # it asks, and listens to nobody
+    one, outbox = liar.service._outboxes[0, CONTROL_CHANNEL].link, victim.service._outboxes[1, CONTROL_CHANNEL]
+    questions, rest = liar.identity.frame(Kind.CONTROL, b'{"t":"where","g":1}') * 50, b""
+    deadline = time.monotonic() + 30
+    while victim.control.sound and time.monotonic() < deadline:
+        rest = rest or questions
+        rest = rest[one.send([rest]) :]
+        assert outbox._bytes < 10 * Outbox.MAX_WAITING
+    with pytest.raises(gw.PeerLost, match=r"rank 1 .* takes no messages off its links"):
+        groups[0].barrier()
+
+
+MESSAGE_NONSENSE: dict[str, Callable[[gw.Group], bytes]] = {
+    "eager 8 GiB": lambda group: header(group, Kind.EAGER, 8 * GIB),
+    "eager, a byte too many": lambda group: header(group, Kind.EAGER, MAX_EAGER + 1),
+    "payload 8 GiB": lambda group: header(group, Kind.PAYLOAD, 8 * GIB),
+    "payload that nobody asked for": lambda group: header(group, Kind.PAYLOAD, 8),
+    "offer with a payload": lambda group: header(group, Kind.OFFER, 8 * GIB),
+    "accept with a payload": lambda group: header(group, Kind.ACCEPT, 8 * GIB),
+    "withdrawal with a payload": lambda group: header(group, Kind.WITHDRAW, 1),
+    "control": lambda group: header(group, Kind.CONTROL, 0),
+    "collective": lambda group: header(group, Kind.COLLECTIVE, 8 * GIB),
+    "no header": lambda group: bytes(64),
+}
+
+
+@pytest.mark.parametrize("nonsense", MESSAGE_NONSENSE)
+@pytest.mark.usefixtures("no_allocation")
+def test_nonsense_on_the_message_channel(groups: list[gw.Group], nonsense: str) -> None:
+    liar = groups[1]
+    liar.send(np.zeros(1), dst=0)  # makes the link
+    link(liar, MESSAGE_CHANNEL).send([MESSAGE_NONSENSE[nonsense](liar)])
+    given_up(groups, culprit=1)
+
+
+@pytest.mark.usefixtures("no_allocation")
+def test_an_offer_of_8_gib_is_only_a_number(pair: list[gw.Group]) -> None:
+    liar = pair[1]
+    liar.send(np.zeros(1), dst=0)
+    link(liar, MESSAGE_CHANNEL).send([header(liar, Kind.OFFER, sequence=5, tile=0, round=2)])
+    with pytest.raises(gw.SizeMismatch, match=rf"rank 1 sent {8 * GIB} bytes with tag 0, the buffer has 80"):
+        pair[0].recv(np.zeros(1), src=1)
+        pair[0].recv(np.zeros(10), src=1)
+    run_ranks(pair, lambda group: group.barrier())
+
+
+def test_no_rank_can_pose_as_another() -> None:
+    """A message counts as that of the rank whose link it came on."""
+    groups = gw.local_group(3)
+    try:
+        liar, victim, honest = groups[1], groups[0], groups[2]
+        liar.send(np.zeros(1), dst=0, tag=1)
+        for source in (2, 7):
+            forged = header(liar, Kind.EAGER, 8, source=source) + np.full(1, 9.0).tobytes()
+            link(liar, MESSAGE_CHANNEL).send([forged])
+        liar.send(np.ones(1), dst=0, tag=2)  # behind the forged ones, on the same link
+        x = np.zeros(1)
+        assert victim.recv(x, src=None, tag=2) == 1
+        honest.send(np.full(1, 2.0), dst=0)
+        assert (victim.recv(x, src=None), x[0]) == (2, 2.0)
+        honest.send(np.full(1, 3.0), dst=0)
+        assert (victim.recv(x, src=2), x[0]) == (2, 3.0)
+    finally:
+        for group in groups:
+            group.close()
+
+
+def test_offers_without_end_are_not_read_without_end(pair: list[gw.Group], monkeypatch: pytest.MonkeyPatch) -> None:
+    from gradwire.generation import mailbox
+
+    monkeypatch.setattr(mailbox, "MAX_KEPT", 100_000)
+    liar = pair[1]
+    liar.send(np.zeros(1), dst=0)
+    one = link(liar, MESSAGE_CHANNEL)
+    stalled_since, number = time.monotonic(), 0
+    while time.monotonic() - stalled_since < 0.3:
+        number += 1
+        if one.send([header(liar, Kind.OFFER, sequence=number, fingerprint=number)]) == 64:
+            stalled_since = time.monotonic()
+        else:
+            break  # the link is full: nobody reads it
+    assert pair[0]._generation.mailbox._kept[1] < 1_000_000
+    run_ranks(pair, lambda group: group.barrier())
+
+
+COLLECTIVE_NONSENSE: dict[str, Callable[[gw.Group, int], bytes]] = {
+    "8 GiB": lambda group, print64: header(group, Kind.COLLECTIVE, 8 * GIB, fingerprint=print64),
+    "no header": lambda group, print64: b"\xee" * 64,
+    "another group": lambda group, print64: header(group, Kind.COLLECTIVE, 8, group=2, fingerprint=print64),
+    "another job": lambda group, print64: Header(Kind.COLLECTIVE, 1, 1, 1, 1, 1, print64, 0, 0, 8).pack(),
+}
+
+
+@pytest.mark.parametrize("nonsense", COLLECTIVE_NONSENSE)
+@pytest.mark.usefixtures("no_allocation")
+def test_nonsense_in_a_collective(groups: list[gw.Group], nonsense: str) -> None:
+    liar, victim = groups[1], groups[0]
+    x = np.ones(1024)
+    caught: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            victim.all_reduce(x, algorithm="star")
+        except gw.GradwireError as error:
+            caught.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    deadline = time.monotonic() + 10
+    while victim._runner.calls.last() is None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    last = victim._runner.calls.last()
+    assert last is not None
+    liar._runner._links[0].send([COLLECTIVE_NONSENSE[nonsense](liar, last.fingerprint)])
+    waiting.join(10)
+    assert [type(error) for error in caught] == [gw.PeerLost]
+    assert getattr(caught[0], "culprit", None) == 1
+    assert "sent nonsense during all_reduce #1" in str(caught[0])
+    given_up(groups, culprit=1)
+
+
+def test_a_service_thread_that_fails_breaks_the_group_with_a_reason(
+    groups: list[gw.Group], journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bug of ours must not become a hang of theirs."""
+
+    def fail(now: float) -> float:
+        raise ZeroDivisionError("a bug")
+
+    victim: Any = groups[0]
+    monkeypatch.setattr(victim._generation.control, "tick", fail)
+    victim._generation.service.wake()
+
+    def play(group: gw.Group) -> str:
+        with pytest.raises(gw.Aborted) as told:
+            group.recv(np.zeros(1), src=(group.rank + 1) % group.size)
+        assert told.value.culprit == 0
+        return str(told.value)
+
+    for text in run_ranks(groups, play):
+        assert text.endswith("gave up: its service thread failed: ZeroDivisionError: a bug")
+    journal.wait_for("the service thread of rank 0 failed")

@@ -1,0 +1,245 @@
+"""The network between two hosts is cut: for a second, which breaks nothing, or for good. Then each side raises PeerLost
+and names the lowest rank that it cannot reach."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+from gradwire.host import native_core
+from gradwire.liveness.detector import LOOK_SECONDS, PEER_SECONDS
+from gradwire.membership.coordinator.service import Coordinator
+from gradwire.membership.endpoints import split
+from gradwire.security.secret import job_secret
+from gradwire.transports.tcp.link import TCP_RTO_MAX_MS
+from support.namespaces import Hosts, enter
+from support.namespaces import hosts_fixture as hosts_fixture
+from support.processes import Here, StartJob
+from support.processes import job_fixture as job_fixture
+from support.processes import zygote_fixture as zygote_fixture
+
+SIZE = 4  # ranks: 0 and 1 on one host, 2 and 3 on the other
+PORT = 7077  # in a network that nobody else has
+SOON = 5.0  # seconds; it takes one, or half of one
+TIMEOUT = 1.0  # GRADWIRE_PEER_TIMEOUT, for those who wait for it
+OUTAGE = 1.0  # seconds in which all packets are lost, and that the default must bear
+needs_core = pytest.mark.skipif(not native_core.available(), reason="without the core, silence counts after 10 s only")
+
+
+def join(hosts: list[int]) -> gw.Group:
+    enter(hosts[int(os.environ["GRADWIRE_RANK"]) // 2])
+    return gw.init()
+
+
+def reduces(here: Here, hosts: list[int], nbytes: int) -> None:
+    """Reduce until that fails, and stay: what others notice must be the cut, and not the end of this process."""
+    group = join(hosts)
+    x = np.ones(nbytes // 4, np.float32)
+    group.all_reduce(x)
+    here.tell(ready=True)
+    try:
+        while True:
+            group.all_reduce(x, op="mean")
+    except gw.GradwireError as error:
+        here.tell_error(error)
+    here.hear()
+
+
+def waits(here: Here, hosts: list[int], nbytes: int) -> None:
+    """Wait for a message of a rank on the other host: no data is on its way, so no loss of it is noticed."""
+    group = join(hosts)
+    group.barrier()
+    here.tell(ready=True)
+    try:
+        group.recv(np.zeros(nbytes), src=(group.rank + 2) % SIZE)
+    except gw.GradwireError as error:
+        here.tell_error(error)
+    here.hear()
+
+
+def job_environ(hosts: Hosts, **more: str) -> Callable[[int], dict[str, str]]:
+    """The environment of each rank of a job on two hosts."""
+    token = secrets.token_hex(32)
+
+    def environ(rank: int) -> dict[str, str]:
+        return {
+            "GRADWIRE_RANK": str(rank),
+            "GRADWIRE_SIZE": str(SIZE),
+            "GRADWIRE_ADDRESS": f"{hosts.address(0)}:{PORT}",
+            "GRADWIRE_HOST": f"host {rank // 2}",
+            "GRADWIRE_TOKEN": token,
+            "GRADWIRE_INSECURE": "1",
+            **more,
+        }
+
+    return environ
+
+
+@needs_core
+@pytest.mark.parametrize("how", ["cut", "unplug"])
+@pytest.mark.parametrize(("body", "nbytes"), [(reduces, 8), (reduces, 16 << 20), (waits, 8)])
+def test_both_sides_of_a_cut_name_a_rank_beyond_it(
+    job: StartJob, hosts: Hosts, body: Callable[..., None], nbytes: int, how: str
+) -> None:
+    environ = job_environ(hosts, GRADWIRE_PEER_TIMEOUT=str(TIMEOUT))
+    with job(body, SIZE, hosts.pids, nbytes, environ=environ) as ranks:
+        for rank in ranks:
+            assert rank.hear() == {"ready": True}
+        began = time.monotonic()
+        getattr(hosts, how)()
+        for rank in ranks:
+            told = rank.hear()
+            beyond = 2 if rank.number < 2 else 0
+            assert (told["error"], told["culprit"]) == ("PeerLost", beyond), told["text"]
+            assert f"the network to rank {beyond} drops packets" in told["text"]
+            assert TIMEOUT - LOOK_SECONDS < told["at"] - began < SOON, told["text"]
+
+
+@needs_core
+def test_a_cut_for_longer_than_the_default_deadline_ends_a_job_on_both_sides(job: StartJob, hosts: Hosts) -> None:
+    with job(reduces, SIZE, hosts.pids, 8, environ=job_environ(hosts)) as ranks:
+        for rank in ranks:
+            assert rank.hear() == {"ready": True}
+        began = time.monotonic()
+        hosts.cut()
+        for rank in ranks:
+            told = rank.hear()
+            assert (told["error"], told["culprit"]) == ("PeerLost", 2 if rank.number < 2 else 0), told["text"]
+            assert told["at"] - began > PEER_SECONDS - LOOK_SECONDS, told["text"]
+
+
+@needs_core
+def test_the_longest_deadline_of_any_rank_counts_for_all(job: StartJob, hosts: Hosts) -> None:
+    """So that no rank gives up others that do not give it up."""
+    common = job_environ(hosts)
+
+    def environ(rank: int) -> dict[str, str]:
+        return common(rank) | {"GRADWIRE_PEER_TIMEOUT": "0.5" if rank != 3 else "2"}
+
+    with job(reduces, SIZE, hosts.pids, 8, environ=environ) as ranks:
+        for rank in ranks:
+            assert rank.hear() == {"ready": True}
+        began = time.monotonic()
+        hosts.cut()
+        for rank in ranks:
+            told = rank.hear()
+            assert (told["error"], told["culprit"]) == ("PeerLost", 2 if rank.number < 2 else 0), told["text"]
+            assert told["at"] - began > 2 - LOOK_SECONDS, told["text"]
+
+
+def when_told(here: Here) -> threading.Event:
+    """Set when the test says something."""
+    told = threading.Event()
+
+    def listen() -> None:
+        here.hear()
+        told.set()
+
+    threading.Thread(target=listen, daemon=True).start()
+    return told
+
+
+def reduces_until_told(here: Here, hosts: list[int]) -> None:
+    """Reduce until the test says that it is enough; then tell the sum of a last one."""
+    group = join(hosts)
+    group.barrier()
+    here.tell(ready=True)
+    enough = when_told(here) if group.rank == 0 else threading.Event()
+    try:
+        while not group.all_reduce(float(enough.is_set()), op="max"):
+            pass
+        here.tell(sum=group.all_reduce(np.ones(1 << 20, np.float32))[-1].item())
+    except gw.GradwireError as error:
+        here.tell_error(error)
+
+
+def trains_until_told(here: Here, hosts: list[int], address: str) -> None:
+    """Number 0 is the coordinator of an elastic job, and the others train; they tell of the generations they saw."""
+    number = int(os.environ["NUMBER"])
+    enter(hosts[max(0, number - 1) // 2])
+    if number == 0:
+        host, port = split(address)
+        secret = job_secret(os.environ, False)
+        with Coordinator(host, port, size=SIZE, minimum=1, maximum=SIZE, secret=secret, job="cut", insecure=True):
+            here.tell(ready=True)
+            here.hear()
+        return
+    enough = when_told(here)
+    weights = np.zeros(1000)
+    run = gw.elastic({"weights": weights})
+    generations = set()
+    for step in run.steps(1 << 30):
+        with step:
+            flag = run.group.all_reduce(float(enough.is_set()), op="max")
+            weights += run.group.all_reduce(np.ones(1000))
+            generations.add((run.group.generation, run.group.size))
+        if step.index == 3:
+            here.tell(ready=True)
+        if flag and step.committed:
+            break
+    here.tell(generations=sorted(generations))
+    run.finish()
+    run.close()
+
+
+def outage(hosts: Hosts, seconds: float) -> None:
+    hosts.cut()
+    time.sleep(seconds)  # the fault itself, not a wait for something
+    hosts.mend()
+
+
+def test_a_second_without_packets_breaks_nothing_in_a_static_job(job: StartJob, hosts: Hosts) -> None:
+    with job(reduces_until_told, SIZE, hosts.pids, environ=job_environ(hosts)) as ranks:
+        for rank in ranks:
+            assert rank.hear() == {"ready": True}
+        outage(hosts, OUTAGE)
+        ranks[0].tell()
+        assert [rank.hear().get("sum") for rank in ranks] == [SIZE] * SIZE
+
+
+def test_an_outage_of_two_thirds_of_the_deadline_breaks_nothing(job: StartJob, hosts: Hosts) -> None:
+    """TCP sends again at least once a second, instead of waiting as long again as the outage has lasted."""
+    with socket.socket() as sock:
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, TCP_RTO_MAX_MS, 1000)
+        except OSError:
+            pytest.skip("the kernel has no limit for TCP's back-off (Linux 6.15)")
+    with job(reduces_until_told, SIZE, hosts.pids, environ=job_environ(hosts)) as ranks:
+        for rank in ranks:
+            assert rank.hear() == {"ready": True}
+        outage(hosts, PEER_SECONDS * 2 / 3)
+        ranks[0].tell()
+        assert [rank.hear().get("sum") for rank in ranks] == [SIZE] * SIZE
+
+
+def test_a_second_without_packets_breaks_nothing_in_an_elastic_job(job: StartJob, hosts: Hosts) -> None:
+    address = f"{hosts.address(0)}:{PORT}"
+    token = secrets.token_hex(32)
+
+    def environ(number: int) -> dict[str, str]:
+        return {
+            "NUMBER": str(number),
+            "GRADWIRE_COORDINATOR": address,
+            "GRADWIRE_ELASTIC": "1",
+            "GRADWIRE_JOB": "cut",
+            "GRADWIRE_HOST": f"host {max(0, number - 1) // 2}",
+            "GRADWIRE_TOKEN": token,
+            "GRADWIRE_INSECURE": "1",
+        }
+
+    with job(trains_until_told, 1 + SIZE, hosts.pids, address, environ=environ) as processes:
+        for process in processes:
+            assert process.hear() == {"ready": True}
+        outage(hosts, OUTAGE)
+        for process in processes[1:]:
+            process.tell()
+        assert [process.hear().get("generations") for process in processes[1:]] == [[[1, SIZE]]] * SIZE
+        processes[0].tell()

@@ -1,0 +1,62 @@
+"""The service: what is posted while others hold the locks of the mailbox and the control."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+from gradwire.generation.mailbox import Request
+from gradwire.liveness.verdict import Finding
+from gradwire.transports.frames import Outbox
+from gradwire.wire import Header, Kind
+
+LONG = 10.0
+WORLD, TAG, NBYTES = 1, 7, 1 << 20
+
+
+def test_an_offer_accepted_while_the_generation_breaks_blocks_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accepting holds the mailbox's lock and posts; a break holds the control's lock and wakes those at the mailbox."""
+    one, two = gw.loopback_pair()
+    two.send(np.zeros(1), 0)
+    one.recv(np.zeros(1), src=1)  # there is a link to answer on
+    control, mailbox = one._generation.control, one._generation.mailbox
+    in_control, in_mailbox = threading.Event(), threading.Event()
+    mailbox.finish(1, Header(Kind.OFFER, 0, 1, 1, WORLD, 1, TAG, NBYTES, 0, 0), memoryview(b""))
+
+    def accept() -> None:
+        mailbox.ask(Request(WORLD, 1, TAG, memoryview(bytearray(NBYTES))))
+
+    def full(outbox: Outbox) -> bool:
+        if threading.current_thread() is not accepting:
+            return False
+        in_mailbox.set()
+        assert in_control.wait(LONG)
+        return True
+
+    def told(*_: Any) -> None:  # the control calls this with its lock held
+        in_control.set()
+        assert in_mailbox.wait(LONG)
+        control.report(Finding("aborted", "on purpose", 0), time.monotonic())
+
+    def break_up() -> None:
+        control.told = told
+        control.hear(1, json.dumps({"t": "tell", "n": 1, "o": "test", "v": None}).encode(), time.monotonic())
+
+    accepting, breaking = (threading.Thread(target=act, daemon=True) for act in (accept, break_up))
+    monkeypatch.setattr(Outbox, "full", property(full))
+    breaking.start()
+    assert in_control.wait(LONG)
+    accepting.start()
+    for thread in (accepting, breaking):
+        thread.join(LONG)
+        assert not thread.is_alive(), "each waits for the other's lock"
+    with pytest.raises(gw.Aborted):
+        one.barrier()
+    one.close()
+    two.close()

@@ -1,0 +1,304 @@
+"""What a group tells of itself, what it can do, how it begins and ends."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import gradwire as gw
+from gradwire.collectives import COLLECTIVES
+from gradwire.host import native_core
+from support.ranks import closing, run_ranks
+
+
+@pytest.fixture
+def alone() -> Iterator[gw.Group]:
+    with gw.init() as group:
+        yield group
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[gw.Group, gw.Group]]:
+    with closing(gw.loopback_pair()) as groups:
+        yield groups
+
+
+# -- properties --------------------------------------------------------------------------------------------------------
+
+
+def test_who(pair: tuple[gw.Group, gw.Group]) -> None:
+    assert [(group.rank, group.size, group.generation) for group in pair] == [(0, 2, 1), (1, 2, 1)]
+    assert {group.topology for group in pair} == {gw.Topology.single(2)}
+
+
+@pytest.mark.parametrize("name", ["rank", "size", "generation", "topology", "capabilities"])
+def test_properties_are_not_for_setting(alone: gw.Group, name: str) -> None:
+    with pytest.raises(AttributeError):
+        setattr(alone, name, 1)
+
+
+def test_its_repr_tells_its_state(pair: tuple[gw.Group, gw.Group]) -> None:
+    one, two = pair
+    assert repr(two) == "<gradwire.Group rank 1 of 2, generation 1, open>"
+    one.abort("enough")
+    assert repr(one) == "<gradwire.Group rank 0 of 2, generation 1, broken>"
+    one.close()
+    assert repr(one) == "<gradwire.Group rank 0 of 2, generation 1, closed>"
+
+
+# -- capabilities ------------------------------------------------------------------------------------------------------
+
+
+def test_capabilities_tell_the_transport(alone: gw.Group, pair: tuple[gw.Group, gw.Group]) -> None:
+    assert alone.capabilities.transport == "local"
+    able = pair[0].capabilities
+    assert able.transport == "tcp"
+    assert able.native == native_core.available()
+    assert not able.registered
+    assert not able.recovers
+    assert able.reduce_ops == ("sum", "mean", "min", "max", "prod")
+    assert able.algorithms["all_reduce"] == ("star", "ring", "tree", "halving", "direct", "hierarchical")
+    assert set(able.algorithms) == set(COLLECTIVES)
+
+
+SUPPORTED: list[tuple[str, dict[str, Any]]] = [
+    ("all_reduce", {}),
+    ("all_reduce", {"dtype": "bfloat16", "op": "mean", "algorithm": "ring"}),
+    ("all_reduce", {"dtype": np.complex64, "op": "prod"}),
+    ("reduce", {"dtype": "bool", "op": "max", "algorithm": "tree"}),
+    ("reduce_scatter", {"dtype": np.dtype("int8"), "op": "min"}),
+    ("all_gather", {"dtype": ml_dtypes.bfloat16}),
+    ("all_reduce_named", {"op": "mean", "algorithm": "star"}),
+    ("barrier", {"algorithm": "tree"}),
+    *((name, {}) for name in ("send", "recv", "sendrecv", "copy", "empty", "subgroup", "stream", "abort")),
+    *((name, {}) for name in ("broadcast_value", "all_gather_values", "close")),
+]
+UNSUPPORTED: list[tuple[str, dict[str, Any]]] = [
+    ("all_reduce", {"dtype": "int32", "op": "mean"}),
+    ("all_reduce", {"dtype": "complex64", "op": "max"}),
+    ("all_reduce", {"op": "median"}),
+    ("all_reduce", {"algorithm": "magic"}),
+    ("all_reduce", {"dtype": "object"}),
+    ("all_reduce", {"dtype": ">f4"}),
+    ("all_reduce", {"dtype": "nonsense"}),
+    ("all_reduce_named", {"dtype": "int8", "op": "mean"}),
+    ("all_gather", {"algorithm": "tree"}),
+    ("broadcast", {"op": "sum"}),
+    ("barrier", {"op": "sum"}),
+    ("send", {"dtype": "object"}),
+    ("send", {"algorithm": "ring"}),
+    ("send", {"op": "sum"}),
+    ("broadcast_value", {"algorithm": "ring"}),
+    ("recover", {}),
+    ("scan", {}),
+    ("__init__", {}),
+]
+
+
+@pytest.mark.parametrize(("operation", "arguments"), SUPPORTED)
+def test_supported(alone: gw.Group, operation: str, arguments: dict[str, Any]) -> None:
+    assert alone.capabilities.supports(operation, **arguments)
+    assert hasattr(alone, operation)
+
+
+@pytest.mark.parametrize(("operation", "arguments"), UNSUPPORTED)
+def test_unsupported(alone: gw.Group, operation: str, arguments: dict[str, Any]) -> None:
+    assert not alone.capabilities.supports(operation, **arguments)
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "min", "max", "prod"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64", "int8", "uint64", "bool", "complex64"])
+def test_support_is_what_the_call_does(alone: gw.Group, dtype: str, op: str) -> None:
+    x = alone.empty(3, dtype)
+    x[...] = 1
+    if alone.capabilities.supports("all_reduce", dtype=dtype, op=op):
+        assert alone.all_reduce(x, op) is x
+    else:
+        with pytest.raises(gw.UnsupportedOp):
+            alone.all_reduce(x, op)
+
+
+def test_recover_says_that_it_cannot(alone: gw.Group) -> None:
+    with pytest.raises(gw.UnsupportedOp, match="membership is fixed") as caught:
+        alone.recover()
+    assert caught.value.operation == "recover"
+
+
+# -- empty -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [(3, "float32"), ((2, 0, 3), "bool"), ((), "complex128"), (np.int8(4), "bfloat16"), ([2, 3], "i2")],
+)
+def test_empty_gives_arrays_that_can_be_reduced(alone: gw.Group, shape: Any, dtype: str) -> None:
+    x = alone.empty(shape, dtype)
+    assert isinstance(x, np.ndarray)
+    assert x.shape == np.empty(shape).shape
+    assert x.flags.c_contiguous
+    assert x.flags.writeable
+    x[...] = 1
+    assert alone.all_reduce(x) is x
+
+
+def test_empty_is_float32_unless_told(alone: gw.Group) -> None:
+    assert alone.empty(3).dtype == np.float32
+
+
+@pytest.mark.parametrize("shape", [-1, (2, -1), 1.5, "3", 2**62, 10**30, (2**40, 2**40), None])
+def test_shapes_that_cannot_be(alone: gw.Group, shape: Any) -> None:
+    with pytest.raises(gw.InvalidSize, match="no array of shape"):
+        alone.empty(shape)
+
+
+@pytest.mark.parametrize("dtype", [object, "U5", ">f4", "f4,f4", "3f4", "nonsense", None, 7, np.longdouble])
+def test_dtypes_that_cannot_be(alone: gw.Group, dtype: Any) -> None:
+    with pytest.raises(gw.ArrayError):
+        alone.empty(3, dtype)
+
+
+# -- beginning and end -------------------------------------------------------------------------------------------------
+
+
+def test_everything_is_refused_after_close(alone: gw.Group) -> None:
+    alone.close()
+    x = np.ones(2)
+    calls: list[tuple[Any, ...]] = [
+        (alone.all_reduce, x),
+        (alone.broadcast, x),
+        (alone.reduce, x),
+        (alone.all_gather, x),
+        (alone.gather, x),
+        (alone.reduce_scatter, x),
+        (alone.scatter, x),
+        (alone.all_to_all, x),
+        (alone.all_reduce_named, {}),
+        (alone.barrier,),
+        (alone.broadcast_value, 1),
+        (alone.all_gather_values, 1),
+        (alone.subgroup, [0]),
+        (alone.stream().barrier,),
+    ]
+    for call, *arguments in calls:
+        with pytest.raises(gw.Closed, match="closed"):
+            call(*arguments)
+    alone.abort("too late")
+    alone.close()
+
+
+def test_messages_are_refused_after_close(pair: tuple[gw.Group, gw.Group]) -> None:
+    one, _ = pair
+    one.close()
+    x = np.ones(2)
+    for call in (lambda: one.send(x, 1), lambda: one.recv(x, 1), lambda: one.sendrecv(x, x.copy(), 1, 1)):
+        with pytest.raises(gw.Closed, match="closed"):
+            call()
+
+
+def test_leaving_with_an_exception_aborts(pair: tuple[gw.Group, gw.Group]) -> None:
+    def program(group: gw.Group) -> str:
+        if group.rank == 0:
+            with pytest.raises(KeyError), group:
+                raise KeyError("lost")
+            return "left"
+        with pytest.raises(gw.Aborted) as caught, group:
+            group.barrier()
+        assert caught.value.culprit == 0
+        return str(caught.value)
+
+    left, text = run_ranks(pair, program)
+    assert left == "left"
+    assert "KeyError: 'lost'" in text
+
+
+def test_abort_is_told_once(pair: tuple[gw.Group, gw.Group]) -> None:
+    one, two = pair
+    one.abort("first")
+    one.abort("second")
+    for group in pair:
+        with pytest.raises(gw.Aborted, match="first"):
+            group.barrier()
+    two.abort("third")
+    with pytest.raises(gw.Aborted, match="first"):
+        two.all_reduce(1)
+
+
+@pytest.mark.parametrize("n", [0, -1, 1.0, True, "2", None])
+def test_a_group_has_at_least_one_rank(n: Any) -> None:
+    with pytest.raises(gw.InvalidSize, match="there must be at least 1"):
+        gw.local_group(n)
+
+
+# -- point to point: what is refused -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [2, -1, 0.0, "1", None, True])
+def test_peers_that_cannot_be(pair: tuple[gw.Group, gw.Group], rank: Any) -> None:
+    one, x = pair[0], np.zeros(1)
+    with pytest.raises(gw.InvalidRank):
+        one.send(x, dst=rank)
+    with pytest.raises(gw.InvalidRank):
+        one.sendrecv(x, x.copy(), dst=rank, src=1)
+    with pytest.raises(gw.InvalidRank):
+        one.copy(x, x, src=0, dst=rank)
+    if rank is not None:
+        with pytest.raises(gw.InvalidRank):
+            one.recv(x, src=rank)
+
+
+def test_nobody_talks_to_himself(pair: tuple[gw.Group, gw.Group]) -> None:
+    one, x = pair[0], np.zeros(1)
+    for call in (lambda: one.send(x, 0), lambda: one.recv(x, 0), lambda: one.sendrecv(x, x.copy(), 1, 0)):
+        with pytest.raises(gw.InvalidRank, match="this rank itself") as caught:
+            call()
+        assert caught.value.peer == 0
+
+
+@pytest.mark.parametrize("tag", [-1, 2**62, 1.5, "a", True])
+def test_tags_that_cannot_be(pair: tuple[gw.Group, gw.Group], tag: Any) -> None:
+    with pytest.raises(gw.InvalidSize, match="tag"):
+        pair[0].send(np.zeros(1), 1, tag=tag)
+
+
+def test_sendrecv_does_not_write_what_it_sends(pair: tuple[gw.Group, gw.Group]) -> None:
+    x = np.zeros(4)
+    with pytest.raises(gw.ArrayError, match="overlaps"):
+        pair[0].sendrecv(x, x[2:], 1, 1)
+
+
+def test_copy_within_a_rank(alone: gw.Group) -> None:
+    y = np.zeros((3, 2))
+    alone.copy(np.arange(6.0).reshape(2, 3).T, y, src=0, dst=0)
+    assert y.tolist() == [[0, 3], [1, 4], [2, 5]]
+    z = np.arange(5.0)
+    alone.copy(z[:-1], z[1:], src=0, dst=0)  # as if by way of a message
+    assert z.tolist() == [0, 0, 1, 2, 3]
+    with pytest.raises(gw.ArrayError, match=r"float64\[2\] does not fit float64\[3\]"):
+        alone.copy(np.zeros(2), np.zeros(3), src=0, dst=0)
+
+
+# -- documentation -----------------------------------------------------------------------------------------------------
+
+
+INSIDE = {"Work.run", "Work.heed", "Work.hurry"}  # what works are told by the group, not by users
+
+
+def public_members() -> Iterator[tuple[str, Any]]:
+    for kind in (gw.Group, gw.Stream, gw.Work, gw.Capabilities):
+        yield kind.__name__, kind
+        for name, member in inspect.getmembers(kind, inspect.isfunction):
+            if not name.startswith("_") and f"{kind.__name__}.{name}" not in INSIDE:
+                yield f"{kind.__name__}.{name}", member
+    for name in ("init", "local_group", "loopback_pair"):
+        yield name, getattr(gw, name)
+
+
+@pytest.mark.parametrize("member", [pytest.param(member, id=name) for name, member in public_members()])
+def test_everything_public_is_shown_by_an_example(member: Any) -> None:
+    assert doctest.DocTestParser().get_examples(inspect.getdoc(member) or "")

@@ -1,0 +1,368 @@
+"""Ranks that call different things: CollectiveMismatch on every rank within a second, with all calls and lines."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+from support.in_process import groups_fixture as groups_fixture
+from support.processes import Here, StartJob
+from support.processes import job_fixture as job_fixture
+from support.processes import zygote_fixture as zygote_fixture
+from support.ranks import run_ranks
+
+SOON = 8.0  # seconds; about 0.3 where nothing else runs
+WAITS = {
+    "gradwire.liveness.control.BEHIND_SECONDS": 5.0,
+    "gradwire.liveness.verdict.CALLS_SECONDS": 10.0,
+    "gradwire.group.group.CONFER_SECONDS": 20.0,
+}
+Call = Callable[[gw.Group], Any]
+
+
+def ones(count: int = 4, dtype: str = "float32") -> Any:
+    return np.ones(count, dtype)
+
+
+# What most ranks call, what one calls instead, and how the odd call is shown.
+DIFFERENCES: dict[str, tuple[Call, Call, str]] = {
+    "operation": (
+        lambda group: group.all_reduce(ones()),
+        lambda group: group.broadcast(ones()),
+        "broadcast(float32[4], root=0)",
+    ),
+    "barrier": (lambda group: group.barrier(), lambda group: group.all_reduce(1), "all_reduce(int64[1], op='sum')"),
+    "count": (
+        lambda group: group.all_reduce(ones()),
+        lambda group: group.all_reduce(ones(5)),
+        "all_reduce(float32[5], op='sum')",
+    ),
+    "large count": (
+        lambda group: group.all_reduce(ones(1 << 20)),
+        lambda group: group.all_reduce(ones(1 << 19)),
+        "all_reduce(float32[524288], op='sum')",
+    ),
+    "dtype": (
+        lambda group: group.all_reduce(ones()),
+        lambda group: group.all_reduce(ones(4, "int32")),
+        "all_reduce(int32[4], op='sum')",
+    ),
+    "reduce op": (
+        lambda group: group.all_reduce(ones()),
+        lambda group: group.all_reduce(ones(), op="max"),
+        "all_reduce(float32[4], op='max')",
+    ),
+    "root": (
+        lambda group: group.reduce(ones(), root=0),
+        lambda group: group.reduce(ones(), root=1),
+        "reduce(float32[4], op='sum', root=1)",
+    ),
+    "algorithm": (
+        lambda group: group.all_reduce(ones(), algorithm="ring"),
+        lambda group: group.all_reduce(ones(), algorithm="star"),
+        "all_reduce(float32[4], op='sum', algorithm='star')",
+    ),
+    "two roots": (
+        lambda group: group.broadcast(ones(), root=0),
+        lambda group: group.broadcast(ones(), root=1),
+        "broadcast(float32[4], root=1)",
+    ),
+    "trailing shape": (
+        lambda group: group.all_gather(np.ones((2, 3))),
+        lambda group: group.all_gather(np.ones((2, 4))),
+        "all_gather(float64[?, 4])",
+    ),
+    "gathered dtype": (
+        lambda group: group.gather(np.ones((2, 3))),
+        lambda group: group.gather(np.ones((2, 3), "int8")),
+        "gather(int8[?, 3], root=0)",
+    ),
+    "value": (
+        lambda group: group.broadcast_value({"epoch": 1}, root=0),
+        lambda group: group.all_gather_values({"epoch": 1}),
+        "all_gather_values()",
+    ),
+}
+
+
+def line(call: Call) -> str:
+    return f"{Path(__file__).name}:{call.__code__.co_firstlineno}"
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all ranks make a call, they get to tell it, however busy the machine is."""
+    be_patient(monkeypatch)
+
+
+def be_patient(patch: pytest.MonkeyPatch) -> None:
+    for name, seconds in WAITS.items():
+        patch.setattr(name, seconds)
+
+
+def goes_wrong(group: gw.Group, call: Call, *, until: float = SOON) -> gw.CollectiveMismatch:
+    """Make a call, and further ones until one raises: a rank that only sends learns of it a little later."""
+    began = time.monotonic()
+    with pytest.raises(gw.CollectiveMismatch) as told:
+        call(group)
+        while time.monotonic() - began < 10:
+            if not group._generation.control.sound:
+                group.barrier()
+            time.sleep(0.002)
+    assert time.monotonic() - began < until
+    return told.value
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("difference", DIFFERENCES)
+def test_each_rank_shows_what_every_rank_called(groups: list[gw.Group], difference: str) -> None:
+    usual, odd, shown = DIFFERENCES[difference]
+    run_ranks(groups, lambda group: group.barrier())
+    errors = run_ranks(groups, lambda group: goes_wrong(group, odd if group.rank == 1 else usual))
+    assert len({str(error) for error in errors}) == 1
+    text = str(errors[0])
+    assert re.match(r"ranks disagree on call #2\b", text)
+    assert f"\n  rank 1: {shown} at {line(odd)}" in text
+    for rank in {0, 2} & set(range(len(groups))):
+        assert re.search(rf"\n  rank {rank}: .* at {line(usual)}", text), text
+    for error in errors:
+        assert error.culprit == (1 if len(groups) == 3 else None)
+        assert error.generation == 1
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("after", ["idle", "all_reduce", "recv", "send"])
+def test_two_roots_that_both_send_and_never_receive_are_found(groups: list[gw.Group], after: str) -> None:
+    def play(group: gw.Group) -> gw.CollectiveMismatch:
+        began = time.monotonic()
+        with pytest.raises(gw.CollectiveMismatch, match=r"rank 1: broadcast\(float32\[4\], root=1\)") as told:
+            group.broadcast(ones(), root=0 if group.rank == 0 else 1)
+            if after == "all_reduce":
+                group.all_reduce(ones())
+            elif after == "recv":
+                group.recv(ones(), src=(group.rank + 1) % group.size)
+            elif after == "send":
+                group.send(ones(1 << 20), dst=(group.rank + 1) % group.size)
+            while group._generation.control.sound and time.monotonic() - began < 10:
+                time.sleep(0.002)
+            group.barrier()
+        assert time.monotonic() - began < SOON
+        return told.value
+
+    errors = run_ranks(groups, play)
+    assert {error.culprit for error in errors} == {0 if len(groups) == 3 else None}
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_different_order_is_found_where_it_begins(groups: list[gw.Group]) -> None:
+    def play(group: gw.Group) -> gw.CollectiveMismatch:
+        def calls(group: gw.Group) -> None:
+            first, second = ("max", "min") if group.rank == 1 else ("min", "max")
+            group.all_reduce(ones(), op="sum")
+            group.reduce(ones(), op=first)
+            group.reduce(ones(), op=second)
+            group.barrier()
+
+        return goes_wrong(group, calls)
+
+    for error in run_ranks(groups, play):
+        assert str(error).startswith("ranks disagree on call #2\n")
+        assert "rank 1: reduce(float32[4], op='max', root=0)" in str(error)
+
+
+def test_one_that_skips_a_call_is_shown_where_it_is(groups: list[gw.Group]) -> None:
+    def play(group: gw.Group) -> gw.CollectiveMismatch:
+        def calls(group: gw.Group) -> None:
+            if group.rank != 0:
+                group.all_reduce(ones())
+            group.barrier()
+            group.barrier()
+
+        return goes_wrong(group, calls)
+
+    for error in run_ranks(groups, play):
+        assert error.culprit == (0 if len(groups) == 3 else None)
+        assert str(error).startswith("ranks disagree on call #1\n  rank 0: barrier() at ")
+
+
+# -- maps and counts --------------------------------------------------------------------------------------------------
+
+
+def arrays(**shapes: tuple[int, ...]) -> dict[str, Any]:
+    return {name: np.zeros(shape, "float32") for name, shape in shapes.items()}
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize(
+    ("usual", "odd", "said"),
+    [
+        (
+            lambda: arrays(weight=(2,), bias=(1,)),
+            lambda: arrays(weight=(2,), offset=(1,)),
+            "'bias': float32[1] is in the map of rank 0, not of rank 1",
+        ),
+        (
+            lambda: arrays(weight=(2, 3), bias=(1,)),
+            lambda: arrays(weight=(3, 2), bias=(1,)),
+            "'weight': float32[2, 3] is in the map of rank 0, not of rank 1",
+        ),
+        (
+            lambda: arrays(a=(1,), b=(1,)),
+            lambda: arrays(a=(1,), b=(1,), extra=(5,)),
+            "'extra': float32[5] is in the map of rank 1, not of rank 0",
+        ),
+        (
+            lambda: arrays(a=(1,)),
+            lambda: {"a": np.zeros(1, "float64")},
+            "'a': float32[1] is in the map of rank 0, not of rank 1",
+        ),
+    ],
+    ids=["name", "shape", "one more", "dtype"],
+)
+def test_maps_that_differ_are_told_by_name(
+    groups: list[gw.Group], usual: Callable[[], Any], odd: Callable[[], Any], said: str
+) -> None:
+    def play(group: gw.Group) -> gw.CollectiveMismatch:
+        return goes_wrong(group, lambda group: group.all_reduce_named((odd if group.rank == 1 else usual)()))
+
+    for error in run_ranks(groups, play):
+        assert str(error).startswith(f"ranks disagree on call #1: {said}\n  rank 0: all_reduce_named("), str(error)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            lambda group: group.scatter(np.ones(6) if group.rank == 0 else None, counts=splits(group, 6)),
+            r"rank 1 expects counts=\[\d, .*\], rank 0 splits by \[\d, .*\]",
+        ),
+        (
+            lambda group: group.all_to_all(
+                np.ones(6), send_counts=splits(group, 6), recv_counts=[1 if group.rank == 1 else n for n in got(group)]
+            ),
+            r"rank 1 expects recv_counts=\[1, 1.*\], the others send it \[\d, .*\]",
+        ),
+    ],
+    ids=["scatter", "all_to_all"],
+)
+def test_counts_that_disagree_are_shown(groups: list[gw.Group], call: Call, said: str) -> None:
+    for error in run_ranks(groups, lambda group: goes_wrong(group, call)):
+        assert re.match(rf"ranks disagree on call #\d: {said}\n  rank 0: ", str(error)), str(error)
+
+
+def splits(group: gw.Group, rows: int) -> list[int]:
+    """Rank 1 has another idea than the rest."""
+    parts = [rows // group.size] * group.size
+    if group.rank == 1:
+        parts[0] += 1
+        parts[1] -= 1
+    return parts
+
+
+def got(group: gw.Group) -> list[int]:
+    """What really comes, given `splits`."""
+    usual = 6 // group.size
+    return [usual + (group.rank == 0) - (group.rank == 1) if rank == 1 else usual for rank in range(group.size)]
+
+
+def test_groups_do_not_interfere() -> None:
+    """A call on the world and one on a subgroup are of different orders: neither disagrees with the other."""
+    groups = gw.local_group(3)
+
+    def play(group: gw.Group) -> list[int]:
+        sums = []
+        if group.rank < 2:
+            inner = group.subgroup([0, 1])
+            if group.rank == 0:
+                sums.append(int(inner.all_reduce(1)))
+                sums.append(int(group.all_reduce(1)))
+            else:
+                work = inner.stream().all_reduce(np.ones(1, np.int64))
+                sums.append(int(group.all_reduce(1)))
+                sums.append(int(work.wait()[0]))
+        else:
+            sums.append(int(group.all_reduce(1)))
+        return sorted(sums)
+
+    assert run_ranks(groups, play) == [[2, 3], [2, 3], [3]]
+    for group in groups:
+        group.close()
+
+
+def test_a_mismatch_in_a_subgroup_breaks_all_and_shows_only_its_members() -> None:
+    groups = gw.local_group(4)
+
+    def play(group: gw.Group) -> str:
+        def call(group: gw.Group) -> None:
+            if group.rank != 2:
+                group.subgroup([0, 1, 3]).broadcast(ones(group.rank + 1), root=0)
+
+        return str(goes_wrong(group, call))
+
+    run_ranks([groups[rank] for rank in (0, 1, 3)], lambda group: group.subgroup([0, 1, 3]).barrier())
+
+    for text in run_ranks(groups, play):
+        assert re.findall(r"  rank (\d):", text) == ["0", "1", "3"]
+    for group in groups:
+        group.close()
+
+
+# -- between processes ------------------------------------------------------------------------------------------------
+
+
+def disagrees(here: Here, difference: str) -> None:
+    be_patient(pytest.MonkeyPatch())  # for the life of this process
+    group = gw.init()
+    group.barrier()
+    usual, odd, _ = DIFFERENCES[difference]
+    began = time.monotonic()
+    try:
+        (odd if group.rank == 1 else usual)(group)
+        while group._generation.control.sound and time.monotonic() - began < 10:
+            time.sleep(0.002)
+        group.barrier()
+    except gw.GradwireError as error:
+        here.tell_error(error, took=time.monotonic() - began)
+
+
+@pytest.mark.parametrize("difference", ["operation", "large count", "two roots", "trailing shape"])
+def test_processes_that_disagree(job: StartJob, difference: str) -> None:
+    usual, odd, shown = DIFFERENCES[difference]
+    with job(disagrees, 3, difference) as ranks:
+        for rank in ranks:
+            told = rank.hear()
+            assert (told["error"], told["culprit"]) == ("CollectiveMismatch", 1), told
+            assert f"\n  rank 1: {shown} at {line(odd)}" in told["text"]
+            assert f" at {line(usual)}\n" in told["text"]
+            assert told["took"] < SOON
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("n", [2, 3])
+def test_two_roots_that_never_wait_are_told_when_they_leave_the_group(n: int) -> None:
+    def leave_at_once(group: gw.Group) -> str:
+        try:
+            with group:
+                group.broadcast(np.ones(3), root=group.rank % 2)
+        except gw.CollectiveMismatch as error:
+            return str(error)
+        return "no error"
+
+    for text in run_ranks(gw.local_group(n), leave_at_once):
+        assert "root=0" in text
+        assert "root=1" in text
+        assert "test_mismatch.py" in text
+
+
+def test_leaving_alone_takes_a_moment_at_most() -> None:
+    stays, leaves = gw.local_group(2)
+    with leaves:
+        pass
+    stays.close()

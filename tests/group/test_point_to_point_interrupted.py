@@ -1,0 +1,263 @@
+"""What happens when a large message stops in the middle: nothing is lost, nothing is written where it must not be."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+from gradwire.host import native_core
+from gradwire.transports.base import MESSAGE_CHANNEL, Buffer
+from gradwire.transports.local import LocalLink
+from gradwire.transports.tcp.tls_link import TlsLink
+from gradwire.transports.tcp.transport import TcpLink
+from support.in_process import any_pair_fixture as any_pair_fixture
+from support.processes import Here, StartJob
+from support.processes import job_fixture as job_fixture
+from support.processes import zygote_fixture as zygote_fixture
+
+MIB = 1 << 20
+WHOLE = 64 * MIB
+
+
+class Gate:
+    """Lets a number of bytes of point-to-point messages pass from rank 0, and the rest when it is opened."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.reached = threading.Event()
+        self.opened = threading.Event()
+        self.error: BaseException | None = None  # raised when it is reached
+
+    def holding(self, send: Callable[[Any, Sequence[Buffer]], int]) -> Callable[[Any, Sequence[Buffer]], int]:
+        def gated(link: Any, buffers: Sequence[Buffer]) -> int:
+            if link.channel != MESSAGE_CHANNEL or link.peer != 1 or self.opened.is_set():
+                return send(link, buffers)
+            allowed: list[Buffer] = []
+            room = self.room
+            for buffer in buffers:
+                allowed.append(memoryview(buffer)[:room])
+                room -= len(allowed[-1])
+            sent = send(link, allowed)
+            self.room -= sent
+            if not self.room:
+                self.reached.set()
+                if self.error is not None and not sent:
+                    raise self.error
+                time.sleep(0.001)
+            return sent
+
+        return gated
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    gate = Gate(WHOLE // 2)
+    for kind in (TcpLink, LocalLink, TlsLink):
+        monkeypatch.setattr(kind, "send", gate.holding(kind.send))
+    return gate
+
+
+def sending(group: gw.Group, x: Any, errors: list[BaseException], **options: Any) -> threading.Thread:
+    def send() -> None:
+        try:
+            group.send(x, dst=1, **options)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread
+
+
+def close_at(gate: Gate, group: gw.Group) -> None:
+    gate.reached.wait(10)
+    group.close()
+
+
+def message() -> Any:
+    return np.random.default_rng(7).integers(0, 256, WHOLE, np.uint8)
+
+
+def test_a_recv_that_timed_out_halfway_gets_the_message_whole_later(pair: list[gw.Group], gate: Gate) -> None:
+    errors: list[BaseException] = []
+    sender = sending(pair[0], message(), errors)
+    x = np.zeros(WHOLE, np.uint8)
+    with pytest.raises(gw.Timeout, match="the recv can be repeated"):
+        pair[1].recv(x, src=0, timeout=3.0)
+    assert gate.reached.wait(10), "the time-out was to strike in the middle of the payload"
+    assert x.any()
+    x[:] = 0
+    with pytest.raises(gw.Timeout):
+        pair[1].recv(np.zeros(WHOLE, np.uint8), src=0, timeout=0.05)  # halfway again
+    gate.opened.set()
+    sender.join(30)
+    assert not errors
+    assert not x.any(), "memory that was given up is not written to any more"
+    y = np.zeros(WHOLE, np.uint8)
+    assert pair[1].recv(y, src=0) == 0
+    assert np.array_equal(y, message())
+    assert not x.any()
+    pair[0].send(np.ones(3), dst=1)
+    pair[1].recv(np.zeros(3), src=0)
+
+
+def test_the_next_recv_may_ask_while_the_rest_is_still_coming(pair: list[gw.Group], gate: Gate) -> None:
+    errors: list[BaseException] = []
+    sender = sending(pair[0], message(), errors)
+    while not gate.reached.is_set():
+        with pytest.raises(gw.Timeout):
+            pair[1].recv(np.zeros(WHOLE, np.uint8), src=0, timeout=0.5)
+    y = np.zeros(WHOLE, np.uint8)
+    opener = threading.Timer(0.05, gate.opened.set)
+    opener.start()
+    pair[1].recv(y, tag=0)
+    assert np.array_equal(y, message())
+    sender.join(30)
+    opener.join()
+    assert not errors
+
+
+def test_a_send_whose_time_ends_behind_a_half_sent_message_is_given_up_alone(pair: list[gw.Group], gate: Gate) -> None:
+    """It was accepted, and waits for the link; the recv that accepted it then gets the next message instead."""
+    gate.room = 2 * MIB
+    big, small = message()[: 4 * MIB], np.arange(20_000.0)  # both too long to be sent before they are asked for
+    late: list[BaseException] = []
+    errors: list[BaseException] = []
+    second = sending(pair[0], small, late, tag=2, timeout=1.0)
+    with pytest.raises(gw.SizeMismatch):
+        pair[1].recv(np.zeros(1), src=0, tag=2)  # so it is offered there
+    first = sending(pair[0], big, errors, tag=1)
+    x, y = np.zeros_like(big), np.zeros_like(small)
+    receivers = [threading.Thread(target=pair[1].recv, args=args) for args in ((x, 0, 1), (y, 0, 2))]
+    receivers[0].start()
+    assert gate.reached.wait(10)
+    receivers[1].start()
+    second.join(30)
+    assert [type(error) for error in late] == [gw.Timeout]
+    assert "waited 1 s behind others to that rank" in str(late[0])
+    gate.opened.set()
+    first.join(30)
+    pair[0].send(small + 1, dst=1, tag=2, timeout=30)
+    for receiver in receivers:
+        receiver.join(30)
+    assert not errors
+    assert np.array_equal(x, big)
+    assert np.array_equal(y, small + 1)
+    work = pair[0].stream().all_reduce(1)
+    assert pair[1].all_reduce(1) == work.wait() == 2
+
+
+def test_a_message_behind_a_half_arrived_one_stays_behind_it(pair: list[gw.Group], gate: Gate) -> None:
+    errors: list[BaseException] = []
+    sender = sending(pair[0], message(), errors)
+    x = np.zeros(WHOLE, np.uint8)
+    with pytest.raises(gw.Timeout):
+        pair[1].recv(x, src=0, timeout=0.5)
+    pair[0].send(np.ones(3, np.uint8), dst=1)  # waits for its turn on the link, but send returns
+    gate.opened.set()
+    sender.join(30)
+    with pytest.raises(gw.SizeMismatch, match=f"sent {WHOLE} bytes"):
+        pair[1].recv(np.zeros(3, np.uint8), src=0)
+    pair[1].recv(x, src=0)
+    pair[1].recv(np.zeros(3, np.uint8), src=0)
+    assert np.array_equal(x, message())
+    assert not errors
+
+
+def test_a_send_that_times_out_halfway_breaks_the_group_and_names_who_stopped_reading(
+    pair: list[gw.Group], gate: Gate
+) -> None:
+    gate.room = MIB  # soon reached, on a busy machine too
+    errors: list[BaseException] = []
+    sender = sending(pair[0], message(), errors, timeout=2.0)
+    with pytest.raises(gw.Timeout, match=r"send to rank 1 did not finish in 2 s: it stopped reading") as told:
+        pair[1].recv(np.zeros(WHOLE, np.uint8), src=0)
+    assert told.value.culprit == 1
+    sender.join(30)
+    assert [type(error) for error in errors] == [gw.Timeout]
+    assert gate.reached.is_set()
+
+
+def test_ctrl_c_halfway_breaks_the_group_instead_of_spoiling_the_link(pair: list[gw.Group], gate: Gate) -> None:
+    gate.error = KeyboardInterrupt()
+    errors: list[BaseException] = []
+    sender = sending(pair[0], message(), errors)
+    with pytest.raises(gw.Aborted, match=r"rank 0 .* gave up: interrupted \(Ctrl-C\) during send") as told:
+        pair[1].recv(np.zeros(WHOLE, np.uint8), src=0)
+    assert told.value.culprit == 0
+    sender.join(30)
+    assert [type(error) for error in errors] == [KeyboardInterrupt]
+    with pytest.raises(gw.Aborted):
+        pair[0].send(np.zeros(1), dst=1)
+
+
+def test_closing_halfway_wakes_the_sender_and_is_a_loss_to_the_receiver(pair: list[gw.Group], gate: Gate) -> None:
+    errors: list[BaseException] = []
+    sender = sending(pair[0], message(), errors)
+    closer = threading.Thread(target=close_at, args=(gate, pair[0]))
+    closer.start()
+    with pytest.raises(gw.PeerLost, match=r"rank 0 .* left the job during recv") as told:
+        pair[1].recv(np.zeros(WHOLE, np.uint8), src=0)
+    assert told.value.culprit == 0
+    closer.join(30)
+    sender.join(30)
+    assert [type(error) for error in errors] == [gw.Closed]
+
+
+# -- between processes ------------------------------------------------------------------------------------------------
+
+
+def talks(here: Here, nbytes: int, pure: bool = False) -> None:
+    if pure:
+        os.environ[native_core.PURE] = "1"
+    group = gw.init()
+    group.barrier()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        if group.rank == 0:
+            here.tell_when_waiting()
+            group.send(np.arange(nbytes // 8), dst=1)
+        else:
+            here.hear()
+            x = np.zeros(nbytes // 8, int)
+            try:
+                group.recv(x, src=0, timeout=0.5)
+            except gw.Timeout as error:
+                here.tell_error(error)
+            here.hear()
+            group.recv(x, src=0)
+            here.tell(whole=bool((x == np.arange(nbytes // 8)).all()))
+    except gw.GradwireError as error:
+        here.tell_error(error)
+
+
+def test_a_sender_that_stands_still_loses_nothing(job: StartJob) -> None:
+    """Without the core: with it, a process that stands still for so long is lost."""
+    with job(talks, 2, WHOLE, True) as ranks:
+        assert ranks[0].hear()["waiting"]  # for the recv
+        ranks[0].signal(signal.SIGSTOP)
+        ranks[1].tell()
+        assert ranks[1].hear()["error"] == "Timeout"
+        ranks[0].signal(signal.SIGCONT)
+        ranks[1].tell()
+        assert ranks[1].hear() == {"whole": True}
+        assert [rank.ended() for rank in ranks] == [0, 0]
+
+
+def test_ctrl_c_in_a_send_that_waits_withdraws_it(job: StartJob) -> None:
+    with job(talks, 2, WHOLE) as ranks:
+        assert ranks[0].hear()["waiting"]
+        ranks[0].signal(signal.SIGINT)
+        assert ranks[0].ended() != 0
+        ranks[1].tell()
+        told = ranks[1].hear()
+        assert (told["error"], told["culprit"]) == ("Aborted", 0), told
+        assert told["text"].endswith("gave up: KeyboardInterrupt")

@@ -1,0 +1,290 @@
+"""Streams and works: program order, callbacks, ends that leave nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+from conformance.crews import Crew, crew_of, sizes
+from gradwire.topology import Topology
+from support.in_process import SOON, end_progress
+from support.in_process import every_pair_fixture as every_pair_fixture
+from support.ranks import eventually, run_group, run_ranks
+
+
+@pytest.fixture(scope="module", params=sizes(2, 3), ids=lambda p: f"{p[0]}-{p[1]}")
+def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
+    transport, size = request.param
+    with crew_of(transport, Topology.single(size)) as crew:
+        yield crew
+
+
+def progress_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "gradwire-progress"]
+
+
+# -- order -------------------------------------------------------------------------------------------------------------
+
+
+def test_fifty_collectives_on_three_streams(crew: Crew) -> None:
+    """In order on every stream and across them: each doubles what the one before it left."""
+
+    def program(group: gw.Group) -> None:
+        streams = [group.stream() for _ in range(3)]
+        x = np.ones(1000)
+        works = [streams[turn % 3].all_reduce(x, "mean" if turn % 2 else "sum") for turn in range(50)]
+        gathered = streams[1].all_gather(np.array(group.rank))
+        for stream in streams:
+            stream.synchronize(SOON)
+        assert all(work.done for work in works)
+        assert all(work.result is x for work in works)
+        assert set(x) == {float(group.size**25)}
+        assert gathered.result.tolist() == list(range(group.size))
+
+    crew.run(program)
+
+
+def test_calls_of_the_group_wait_for_what_was_queued_before(crew: Crew) -> None:
+    def program(group: gw.Group) -> None:
+        stream, other = group.stream(), group.stream()
+        x = np.ones(300_000)
+        for turn in range(5):
+            first = stream.all_reduce(x)
+            second = other.all_reduce(x, "mean")
+            assert group.all_reduce(x) is x
+            assert first.done
+            assert second.done
+            assert set(x) == {float(group.size ** (2 * turn + 2))}
+
+    crew.run(program)
+
+
+def test_works_show_their_state(crew: Crew) -> None:
+    def program(group: gw.Group) -> None:
+        stream = group.stream()
+        work = stream.all_gather(np.array([group.rank]))
+        assert work.wait(SOON).tolist() == work.result.tolist() == list(range(group.size))
+        assert repr(work) == "<gradwire.Work all_gather, done>"
+        assert repr(stream).startswith("<gradwire.Stream of <gradwire.Group rank")
+        assert stream.barrier().wait() is None
+        stream.synchronize()
+        stream.synchronize()
+
+    crew.run(program)
+
+
+def test_two_groups_do_not_wait_for_each_other(crew: Crew) -> None:
+    """A thread on the world and one on a subgroup of the same ranks, in an order that differs between the ranks."""
+
+    def program(group: gw.Group) -> None:
+        side = group.subgroup(range(group.size))
+        entered = threading.Event()
+        answers: list[Any] = []
+
+        def beside() -> None:
+            entered.wait(SOON)
+            answers.extend(side.all_reduce(1) for _ in range(20))
+
+        thread = threading.Thread(target=beside)
+        thread.start()
+        if group.rank == 0:  # is inside the world's barrier only after the subgroup's calls: they must not need it
+            entered.set()
+            thread.join(SOON)
+            group.barrier(timeout=SOON)
+        else:
+            waiting = group.stream().barrier(timeout=SOON)
+            entered.set()
+            waiting.wait()
+            thread.join(SOON)
+        assert answers == [group.size] * 20
+
+    crew.run(program)
+
+
+def test_two_subgroups_run_side_by_side() -> None:
+    with crew_of("tcp", Topology.single(3)) as crew:
+
+        def program(group: gw.Group) -> None:
+            pairs = [group.subgroup(ranks) for ranks in ((0, 1), (0, 2), (1, 2)) if group.rank in ranks]
+            sums: list[list[int]] = [[], []]
+
+            def use(index: int) -> None:
+                sums[index] = [pairs[index].all_reduce(1) for _ in range(50)]
+
+            threads = [threading.Thread(target=use, args=(index,)) for index in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(SOON)
+            assert sums == [[2] * 50] * 2
+
+        crew.run(program)
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------
+
+
+def test_closing_ends_what_still_waits(pair: list[gw.Group]) -> None:
+    one, _ = pair
+    stream = one.stream()
+    works = [stream.all_reduce(np.ones(2)) for _ in range(3)]
+    assert not works[0].done
+    one.close()
+    for work in works:
+        with pytest.raises(gw.Closed):
+            work.wait(SOON)
+    with pytest.raises(gw.Closed):
+        stream.barrier()
+    with pytest.raises(gw.Closed):
+        one.stream().barrier()
+
+
+def test_no_thread_is_left_after_close(pair: list[gw.Group]) -> None:
+    before = set(progress_threads())
+
+    def program(group: gw.Group) -> None:
+        group.stream().barrier().wait()
+        side = group.subgroup([0, 1])
+        side.stream().barrier().wait()
+        side.subgroup([group.rank]).stream().barrier().wait()
+
+    run_ranks(pair, program)
+    assert len(set(progress_threads()) - before) == 6
+    for group in pair:
+        group.close()
+    for thread in set(progress_threads()) - before:
+        thread.join(SOON)
+        assert not thread.is_alive()
+
+
+def test_streams_and_works_are_let_go(pair: list[gw.Group]) -> None:
+    """A stream that nobody holds ends by itself; its works still run, and their arrays are free after them."""
+
+    def program(group: gw.Group) -> bool:
+        x = np.ones(10)
+        held = weakref.ref(x)
+        stream = group.stream()
+        gone = weakref.ref(stream)
+        stream.all_reduce(x)
+        del stream, x
+        group.barrier()
+
+        def are_gone() -> bool:
+            gc.collect()
+            return gone() is None and held() is None
+
+        return eventually(are_gone)
+
+    assert run_ranks(pair, program) == [True] * 2
+
+
+def test_a_stream_forgets_works_that_went_well() -> None:
+    with gw.init() as group:
+        stream = group.stream()
+        for _ in range(1000):
+            stream.barrier().wait()
+        assert len(stream._works) < 100
+
+
+def test_a_dropped_helper_thread_is_no_lost_rank() -> None:
+    """Whoever used the group last may end; the rank lives as long as any of its threads does."""
+    ready = threading.Event()
+
+    def program(group: gw.Group) -> int:
+        if group.rank == 1:
+            group.barrier()
+            side = threading.Thread(target=lambda: group.subgroup([1]).barrier())
+            side.start()
+            side.join(SOON)
+            assert not ready.wait(1.0)  # computes for a while
+        else:
+            group.barrier()
+        return int(group.all_reduce(1))
+
+    assert run_group(2, program) == [2, 2]
+
+
+# -- callbacks ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_callback_is_told_once_of_success_and_failure(pair: list[gw.Group], caplog: pytest.LogCaptureFixture) -> None:
+    told: list[object] = []
+
+    def note(work: gw.Work) -> None:
+        told.append(work.heed() or work.result)
+
+    stream = pair[0].stream()
+    work = stream.all_reduce(1)
+    works = [work]
+    work.add_done_callback(note)
+    work.add_done_callback(lambda work: 1 / 0)
+    assert pair[1].all_reduce(1) == 2
+    stream.synchronize(SOON)
+    works.append(stream.barrier(timeout=0.05))
+    works[1].add_done_callback(note)
+    with pytest.raises(gw.Timeout) as caught:
+        works[1].wait()
+    end_progress(pair[0])
+    assert told == [2, caught.value]
+    work.add_done_callback(note)  # at once
+    assert told == [2, caught.value, 2]
+    assert "a callback of all_reduce failed" in caplog.text
+
+
+def test_a_callback_may_call_the_group_and_wait(crew: Crew) -> None:
+    """The thread that runs it steps aside: otherwise it would wait for itself."""
+    added = threading.Barrier(crew.size)
+
+    def program(group: gw.Group) -> list[int]:
+        stream, told = group.stream(), []
+        ended = threading.Event()
+
+        def go_on(work: gw.Work) -> None:
+            told.append(work.result)
+            told.append(stream.all_reduce(10).wait(SOON))
+            told.append(group.all_reduce(100))
+            ended.set()
+
+        if group.rank:
+            added.wait(SOON)  # that of rank 0 is there before the work is done
+        stream.all_reduce(1).add_done_callback(go_on)
+        if not group.rank:
+            added.wait(SOON)
+        assert ended.wait(SOON)
+        told.append(stream.all_reduce(1000).wait(SOON))
+        return told
+
+    assert crew.run(program) == [[crew.size * 10**power for power in range(4)]] * crew.size
+
+
+def test_who_waits_does_the_work_that_nobody_has_begun(pair: list[gw.Group]) -> None:
+    """The thread of the stream is busy elsewhere, and no one else would do it."""
+    added = threading.Event()
+
+    def program(group: gw.Group) -> list[int]:
+        if group.rank:
+            assert added.wait(SOON)
+            return [group.all_reduce(number) for number in range(4)]
+        stream, busy, free = group.stream(), threading.Event(), threading.Event()
+        first = stream.all_reduce(0)
+
+        def block(work: gw.Work) -> None:
+            busy.set()
+            assert free.wait(SOON)
+
+        first.add_done_callback(block)
+        added.set()
+        assert busy.wait(SOON)
+        works = [stream.all_reduce(number) for number in (1, 2, 3)]
+        works[2].wait()
+        free.set()
+        return [work.result for work in (first, *works)]
+
+    assert run_ranks(pair, program) == [[0, 2, 4, 6]] * 2

@@ -1,0 +1,162 @@
+"""Errors of queued calls surface where somebody waits, and are logged where nobody does; waits have timeouts."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+from support.in_process import SOON, end_progress
+from support.in_process import every_pair_fixture as every_pair_fixture
+from support.ranks import run_ranks
+
+
+def break_behind(groups: list[gw.Group], make: Any) -> Any:
+    """What `make` returns for rank 0 when rank 1 gives up while rank 0 waits for it in a queued call."""
+    work = make(groups[0])
+    groups[1].abort("rank 1 had enough")
+    return work
+
+
+def test_an_error_surfaces_at_wait_as_often_as_asked(pair: list[gw.Group]) -> None:
+    work = break_behind(pair, lambda group: group.stream().all_reduce(np.ones(2)))
+    for _ in range(2):
+        with pytest.raises(gw.Aborted, match="rank 1 had enough") as caught:
+            work.wait(SOON)
+        assert caught.value.culprit == 1
+    with pytest.raises(gw.Aborted):
+        work.result
+    assert work.done
+    assert repr(work) == "<gradwire.Work all_reduce, failed>"
+
+
+def test_an_error_surfaces_at_synchronize(pair: list[gw.Group]) -> None:
+    stream = pair[0].stream()
+    for _ in range(3):
+        stream.all_reduce(np.ones(2))
+    pair[1].abort("rank 1 had enough")
+    with pytest.raises(gw.Aborted, match="rank 1 had enough"):
+        stream.synchronize(SOON)
+    stream.synchronize(SOON)  # it has been told
+
+
+def test_an_error_that_nobody_waits_for_is_logged_once(pair: list[gw.Group], caplog: pytest.LogCaptureFixture) -> None:
+    stream = pair[0].stream()
+    work = [stream.all_reduce(np.ones(2)) for _ in range(3)][-1]
+    pair[1].abort("rank 1 had enough")
+    assert work._done.wait(SOON)
+    with caplog.at_level(logging.ERROR, "gradwire"):
+        del stream, work
+        end_progress(pair[0])
+    lines = [record.getMessage() for record in caplog.records if "nobody waited" in record.getMessage()]
+    assert len(lines) == 1
+    assert "all_reduce failed and nobody waited for it" in lines[0]
+    assert "rank 1 had enough" in lines[0]
+
+
+def test_an_error_that_was_waited_for_is_not_logged(pair: list[gw.Group], caplog: pytest.LogCaptureFixture) -> None:
+    stream = pair[0].stream()
+    works = [stream.all_reduce(np.ones(2)) for _ in range(3)]
+    pair[1].abort("rank 1 had enough")
+    with caplog.at_level(logging.ERROR, "gradwire"):
+        with pytest.raises(gw.Aborted):
+            works[0].wait(SOON)
+        del works
+        with pytest.raises(gw.Aborted):
+            stream.synchronize(SOON)
+        del stream
+        end_progress(pair[0])
+    assert "nobody waited" not in caplog.text
+
+
+def test_a_wait_that_times_out_leaves_everything_as_it_is(pair: list[gw.Group]) -> None:
+    one, two = pair
+    stream = one.stream()
+    x = np.ones(2)
+    works = [stream.all_reduce(x), stream.all_reduce(x)]
+    with pytest.raises(gw.Timeout, match=r"all_reduce was not done in 0\.01 s; it goes on") as caught:
+        works[0].wait(0.01)
+    assert (caught.value.culprit, caught.value.seconds, caught.value.operation) == (None, 0.01, "all_reduce")
+    with pytest.raises(gw.Timeout, match=r"2 of 2 works were not done in 0\.01 s; they go on"):
+        stream.synchronize(0.01)
+    for _ in works:
+        two.all_reduce(np.ones(2))
+    stream.synchronize(SOON)
+    assert works[1].wait(SOON) is x
+    assert run_ranks(pair, lambda group: group.all_reduce(1)) == [2, 2]
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), "soon", True])
+def test_a_timeout_is_a_number_above_zero(timeout: Any) -> None:
+    with gw.init() as group:
+        stream = group.stream()
+        work = stream.barrier()
+        with pytest.raises(gw.InvalidSize, match="a timeout of"):
+            work.wait(timeout)
+        with pytest.raises(gw.InvalidSize, match="a timeout of"):
+            stream.synchronize(timeout)
+        work.wait(float("inf"))
+
+
+def test_the_collectives_own_timeout_ends_a_wait_without_one(pair: list[gw.Group]) -> None:
+    stream = pair[0].stream()
+    work = stream.all_reduce(np.ones(2), timeout=0.05)
+    with pytest.raises(gw.Timeout) as caught:
+        work.wait()
+    assert caught.value.culprit == 1
+    with pytest.raises(gw.Timeout):
+        pair[1].barrier()
+
+
+def test_an_error_before_a_late_work_is_not_lost(pair: list[gw.Group]) -> None:
+    """synchronize() that runs out of time still raises the error it has found, and keeps what is not done."""
+    stream = pair[0].stream()
+    failed, late = gw.Work("all_reduce"), gw.Work("barrier")
+    failed.run(lambda: 1 / 0, first_error=True)
+    stream._works.extend([failed, late])
+    with pytest.raises(ZeroDivisionError):
+        stream.synchronize(0.01)
+    with pytest.raises(gw.Timeout, match="1 of 1 works"):
+        stream.synchronize(0.01)
+
+
+def test_every_synchronize_waits_for_all(pair: list[gw.Group]) -> None:
+    """Two threads that synchronize one stream both wait, not just the first."""
+    stream = pair[0].stream()
+    work = stream.barrier()
+    seen: list[bool] = []
+
+    def wait() -> None:
+        stream.synchronize(SOON)
+        seen.append(work.done)
+
+    threads = [threading.Thread(target=wait) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    pair[1].barrier()
+    for thread in threads:
+        thread.join(SOON)
+    assert seen == [True, True]
+
+
+def test_a_call_that_was_declined_hides_no_later_failure(
+    pair: list[gw.Group], caplog: pytest.LogCaptureFixture
+) -> None:
+    """All ranks went on after it, so the next error is the first of its chain and worth a line."""
+
+    def program(group: gw.Group) -> None:
+        with pytest.raises(gw.ArrayError):
+            group.stream().scatter(None, root=0).wait(SOON)
+
+    run_ranks(pair, program)
+    work = pair[0].stream().barrier()
+    pair[1].abort("rank 1 had enough")
+    assert work._done.wait(SOON)
+    with caplog.at_level(logging.ERROR, "gradwire"):
+        del work
+        end_progress(pair[0])
+    assert "barrier failed and nobody waited for it" in caplog.text

@@ -1,0 +1,178 @@
+"""Where ranks share memory and have no core to spare, queued work is done by whoever waits for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+from conformance.crews import TRANSPORTS
+from gradwire.group import runner
+from gradwire.operations import Operation
+from support.in_process import SOON
+from support.ranks import closing, eventually, run_ranks
+
+pytestmark = pytest.mark.skipif("shm" not in TRANSPORTS, reason="without the core there is no shared memory")
+PROGRESS = "gradwire-progress"
+
+
+def ranks(transport: str, cores: float = 0.0) -> list[gw.Group]:
+    """Two that have met, since only then they know whether they share memory."""
+    groups = TRANSPORTS[transport](gw.Topology.single(2))
+    for group in groups:
+        group._generation.transport.cores = cores
+    run_ranks(groups, lambda group: group.barrier())
+    return groups
+
+
+@pytest.fixture
+def for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is begun by itself during a test."""
+    monkeypatch.setattr(runner, "HELD_BACK", 100 * SOON)
+
+
+@pytest.fixture
+def pair(for_long: None) -> Iterator[list[gw.Group]]:
+    with closing(ranks("shm")) as groups:
+        yield groups
+
+
+def doers(*works: gw.Work) -> list[str]:
+    """The threads that do them, as far as they are done."""
+    names: list[str] = []
+    for work in works:
+        work.add_done_callback(lambda _: names.append(threading.current_thread().name))
+    return names
+
+
+def test_who_waits_does_all_that_was_queued_before(pair: list[gw.Group]) -> None:
+    def program(group: gw.Group) -> list[int]:
+        stream = group.stream()
+        works = [stream.all_reduce(number) for number in range(3)]
+        names = doers(*works)
+        results = [works[2].wait(), works[0].result, works[1].result]
+        assert names == [threading.current_thread().name] * 3
+        return results
+
+    assert run_ranks(pair, program) == [[4, 0, 2]] * 2
+
+
+def test_a_call_of_the_group_holds_nothing_back_that_was_queued_before(pair: list[gw.Group]) -> None:
+    def program(group: gw.Group) -> np.ndarray:
+        stream, x = group.stream(), np.ones(300_000)
+        names = doers(stream.all_reduce(x), stream.all_reduce(x))
+        group.all_reduce(x)
+        assert eventually(lambda: names == [PROGRESS] * 2)
+        return x
+
+    assert all(set(x) == {8.0} for x in run_ranks(pair, program))
+
+
+def test_a_callback_may_call_the_group_that_its_work_is_waited_for_by(pair: list[gw.Group]) -> None:
+    """And take a lock that the caller holds: it is another thread's."""
+
+    def program(group: gw.Group) -> list[int]:
+        lock, told, ended = threading.Lock(), [], threading.Event()
+
+        def call(work: gw.Work) -> None:
+            with lock:
+                told.append(group.all_reduce(10))
+            ended.set()
+
+        with lock:
+            group.stream().all_reduce(1).add_done_callback(call)
+            told.append(group.all_reduce(100))
+        assert ended.wait(SOON)
+        return told
+
+    assert run_ranks(pair, program) == [[200, 20]] * 2
+
+
+def test_callbacks_of_several_may_each_call_the_group(pair: list[gw.Group]) -> None:
+    def program(group: gw.Group) -> list[int]:
+        stream, told = group.stream(), []
+        works = [stream.all_reduce(number) for number in range(3)]
+        for work in works:
+            work.add_done_callback(lambda _: told.append(group.all_reduce(10)))
+        works[-1].wait()
+        assert eventually(lambda: len(told) == 3)
+        return told
+
+    assert run_ranks(pair, program) == [[20] * 3] * 2
+
+
+def test_synchronize_does_it_too(pair: list[gw.Group]) -> None:
+    def program(group: gw.Group) -> list[int]:
+        stream = group.stream()
+        works = [stream.all_reduce(number) for number in range(3)]
+        stream.synchronize()
+        return [work.result for work in works]
+
+    assert run_ranks(pair, program) == [[0, 2, 4]] * 2
+
+
+@pytest.mark.parametrize("wait", ["wait", "synchronize"])
+def test_for_who_waits_some_time_only_another_thread_does_it(pair: list[gw.Group], wait: str) -> None:
+    def program(group: gw.Group) -> int:
+        stream = group.stream()
+        work = stream.all_reduce(1)
+        names = doers(work)
+        (work.wait if wait == "wait" else stream.synchronize)(SOON)
+        assert eventually(lambda: names == [PROGRESS])
+        return int(work.result)
+
+    assert run_ranks(pair, program) == [2, 2]
+
+
+def test_who_waits_for_what_another_has_begun_is_not_kept_from_the_rest(pair: list[gw.Group]) -> None:
+    """Of three works the first is being done by somebody else, and the last is waited for."""
+    one, two = pair
+    stream = one.stream()
+    works = [stream.all_reduce(number) for number in range(3)]
+    first = threading.Thread(target=works[0].wait)
+    first.start()
+    assert eventually(lambda: len(one._runner._queue) == 2)
+    last = threading.Thread(target=works[2].wait)
+    last.start()
+    assert [two.all_reduce(number) for number in range(3)] == [0, 2, 4]
+    for thread in (first, last):
+        thread.join(SOON)
+    assert [work.result for work in works] == [0, 2, 4]
+
+
+def test_closing_ends_what_is_held_back(pair: list[gw.Group]) -> None:
+    work = pair[0].stream().all_reduce(1)
+    pair[0].close()
+    assert eventually(lambda: work.done)
+    with pytest.raises(gw.Closed):
+        work.wait()
+
+
+def test_an_interrupt_reaches_the_thread_that_it_is_meant_for(pair: list[gw.Group]) -> None:
+    """Ctrl-C during work that was queued by another call is no error of that work alone."""
+
+    def interrupted(exchange: object) -> None:
+        raise KeyboardInterrupt
+
+    runner = pair[0]._runner
+    runner.later(Operation("all_reduce", interrupted), SOON, (test_closing_ends_what_is_held_back.__code__, 1))
+    with pytest.raises(KeyboardInterrupt):
+        pair[0].stream().all_reduce(1).wait()
+
+
+def test_it_is_held_back_for_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "HELD_BACK", 0.01)
+    with closing(ranks("shm")) as pair:
+        works = [group.stream().all_reduce(1) for group in pair]
+        assert eventually(lambda: all(work.done for work in works))
+
+
+@pytest.mark.parametrize(("transport", "cores"), [("shm", 2.0), ("tcp", 0.0), ("local", 0.0)])
+def test_elsewhere_it_begins_at_once(for_long: None, transport: str, cores: float) -> None:
+    """With a core to spare; and over links, which take time without taking a core."""
+    with closing(ranks(transport, cores)) as pair:
+        works = [group.stream().all_reduce(1) for group in pair]
+        assert eventually(lambda: all(work.done for work in works))

@@ -1,0 +1,83 @@
+"""Groups whose links are TLS: which executor they get, memory that is shared all the same, and the end of a peer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+from conformance.crews import TIMEOUT, tcp_ranks
+from gradwire.generation import handshake
+from gradwire.host import native_core
+from gradwire.topology import Topology
+from support.ranks import run_ranks
+
+needs_core = pytest.mark.skipif(not native_core.available(), reason="only the core reads shared memory")
+Make = Callable[[str], list[gw.Group]]
+
+
+@pytest.fixture
+def ranks() -> Iterator[Make]:
+    """Ranks on these hosts, with certificates, that have settled who shares memory."""
+    made: list[gw.Group] = []
+
+    def make(hosts: str) -> list[gw.Group]:
+        groups = tcp_ranks(Topology.of(list(hosts)), tls=True)
+        made.extend(groups)
+        deadline = time.monotonic() + TIMEOUT
+        run_ranks(groups, lambda group: handshake.agree(group._generation, "auto", deadline), timeout=TIMEOUT)
+        return groups
+
+    yield make
+    for group in made:
+        group.close()
+
+
+def sums(group: gw.Group) -> list[float]:
+    """All-reduces of several sizes and kinds; each rank's first elements."""
+    first = []
+    for count, algorithm in ((1, "auto"), (1000, "ring"), (300_000, "auto"), (40_000, "hierarchical")):
+        x = np.full(count, group.rank + 1, np.float32)
+        group.all_reduce(x, algorithm=algorithm)
+        assert (x == x[0]).all()
+        first.append(float(x[0]))
+    return first
+
+
+@needs_core
+def test_ranks_of_one_host_share_memory_as_without_tls(ranks: Make) -> None:
+    groups = ranks("aaa")
+    assert [(group.capabilities.native, group.capabilities.transport) for group in groups] == [(True, "shm")] * 3
+    assert run_ranks(groups, sums) == [[6.0] * 4] * 3
+    assert all(group._runner.shares_memory for group in groups)
+
+
+@needs_core
+def test_a_group_of_several_hosts_uses_python_and_its_neighbours_among_themselves_the_core(ranks: Make) -> None:
+    groups = ranks("aab")
+    assert [group.capabilities.native for group in groups] == [False] * 3
+    assert run_ranks(groups, sums) == [[6.0] * 4] * 3
+    assert not any(group._runner.shares_memory for group in groups)
+
+    def beside(group: gw.Group) -> list[float]:
+        if group.rank == 2:
+            return []
+        neighbours = group.subgroup([0, 1])
+        assert neighbours.capabilities.native
+        found = sums(neighbours)
+        assert neighbours._runner.shares_memory
+        return found
+
+    assert run_ranks(groups, beside) == [[3.0] * 4, [3.0] * 4, []]
+
+
+def test_a_peer_whose_links_end_is_lost(ranks: Make) -> None:
+    groups = ranks("ab")
+    run_ranks(groups, lambda group: group.barrier())
+    groups[1]._generation.transport.close()
+    with pytest.raises(gw.PeerLost, match="rank 1") as told:
+        groups[0].all_reduce(np.ones(50_000, np.float32))
+    assert told.value.culprit == 1

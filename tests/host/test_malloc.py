@@ -1,0 +1,137 @@
+"""Memory that a step frees: who trains on gradwire takes it again without page faults."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+
+from gradwire.host import machine, malloc, native_core
+from gradwire.launch.worker_process import Task
+from support.launch_jobs import run, written
+
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries do as they like")
+
+WRAPPED = (
+    "import gradwire as gw, torch; gw.init(rank=0, size=1); gw.torch.DistributedDataParallel(torch.nn.Linear(2, 2))"
+)
+BACKEND = (
+    "from torch import distributed as d; d.init_process_group('gradwire', store=d.HashStore(), rank=0, world_size=1)"
+)
+SCRIPT = """
+    import resource
+    {}
+
+    def faults():
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        one, another = b"x" * (33 << 20), b"x" * (33 << 20)  # more than glibc keeps by itself
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    first, second = faults(), faults()
+    print(first > 16000, second < 1000)
+"""
+
+
+def told_by(script: str, own: Mapping[str, str] = MappingProxyType({})) -> str:
+    """What a process prints in which nobody but `own` has told malloc anything."""
+    environ = {name: one for name, one in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))} | dict(own)
+    ended = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("start", "own", "told"),
+    [
+        pytest.param(WRAPPED, {}, "True True", id="DDP"),
+        pytest.param(BACKEND, {}, "True True", id="backend"),
+        pytest.param("import gradwire as gw; gw.init(rank=0, size=1)", {}, "True False", id="neither"),
+        pytest.param(BACKEND, {"MALLOC_PERTURB_": "0"}, "True False", id="told by the user"),
+    ],
+)
+def test_what_a_step_frees_is_kept(start: str, own: dict[str, str], told: str) -> None:
+    assert told_by(textwrap.dedent(SCRIPT).format(start), own) == told
+
+
+def test_what_a_worker_frees_is_kept_whatever_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_", raising=False)
+    script = written(tmp_path, SCRIPT.format("pass"))
+    assert run(Task.script(script), 1).out.splitlines() == ["[0] True True"]
+
+
+def test_all_ranks_together_keep_a_part_of_the_machine_s_memory() -> None:
+    for ranks in (1, 7, 1000):
+        assert 8 * ranks * int(malloc.variables({}, ranks)["MALLOC_TRIM_THRESHOLD_"]) <= machine.memory()
+
+
+ALIGNED = """
+    import ctypes
+
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = libc.sbrk.restype = ctypes.c_void_p
+    libc.malloc.argtypes, libc.free.argtypes, libc.sbrk.argtypes = [ctypes.c_size_t], [ctypes.c_void_p], [ctypes.c_long]
+    libc.posix_memalign.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t, ctypes.c_size_t]
+
+    def aligned(size):
+        found = ctypes.c_void_p()
+        assert libc.posix_memalign(found, 64, size) == 0
+        return found.value
+
+    before = libc.sbrk(0)
+    for _ in range(50):
+        large, small = [aligned(4 << 20), aligned(1 << 20)], [libc.malloc(size) for size in (40, 72, 24, 88, 56)]
+        for block in large:
+            libc.free(block)
+    print(libc.sbrk(0) - before < 100 << 20)  # 250 MiB in all
+"""
+
+
+def test_aligned_memory_that_a_worker_frees_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+    assert run(Task.script(written(tmp_path, ALIGNED)), 1).out.splitlines() == ["[0] True"]
+
+
+TRAINED = """
+    import ctypes
+
+    import gradwire as gw, torch
+
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = libc.sbrk.restype = ctypes.c_void_p
+    libc.malloc.argtypes, libc.sbrk.argtypes = [ctypes.c_size_t], [ctypes.c_long]
+    torch.set_num_threads(1)
+    gw.init(rank=0, size=1)
+    model = gw.torch.DistributedDataParallel(torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(6))))
+    for parameter in model.parameters():  # somebody keeps something of each gradient
+        parameter.register_hook(lambda gradient: [libc.malloc(size) for size in (40, 72, 24, 88, 56)] and None)
+    ends = []
+    for _ in range(50):
+        model(torch.ones(512, 512)).sum().backward()
+        model.zero_grad()
+        ends.append(libc.sbrk(0))
+    print(ends[-1] - ends[0] < 64 << 20)  # what is kept is less than a megabyte
+"""
+
+
+@pytest.mark.skipif(not native_core.available(), reason="the core does it")
+def test_aligned_memory_is_found_again_whoever_starts_the_process() -> None:
+    assert told_by(textwrap.dedent(TRAINED)) == "True"
+
+
+@pytest.mark.parametrize(
+    ("version", "told"), [("glibc 2.36", True), ("glibc 2.39", False), ("glibc 2.40.1", False), (None, False)]
+)
+def test_small_pieces_are_cached_where_that_does_no_harm(
+    version: str | None, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "confstr", lambda name: version)
+    assert ("GLIBC_TUNABLES" in malloc.variables({}, 1)) is told
+    assert "GLIBC_TUNABLES" not in malloc.variables({"GLIBC_TUNABLES": "glibc.cpu.x86_ibt=off"}, 1)

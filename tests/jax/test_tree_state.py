@@ -1,0 +1,82 @@
+"""Jax arrays as the state of an elastic run."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gradwire as gw
+from gradwire.training.state import State, memory_for
+from support.ranks import run_group
+
+
+class Momentum(NamedTuple):
+    velocity: Any
+    count: jax.Array
+
+
+def handed_over(giver: Any, taker: Any) -> None:
+    """What a joiner goes through."""
+    skeleton, leaves = State(giver).take_apart()
+    memory = memory_for(skeleton)
+    for target, source in zip(memory, leaves, strict=True):
+        np.copyto(target, source)
+    State(taker).put_together(skeleton, memory)
+    assert State(taker).digest() == State(giver).digest()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool", "int8"])
+def test_a_dict_of_jax_arrays_is_a_state(dtype: str) -> None:
+    giver = {"params": {"w": jnp.ones(3, dtype)}, "step": 4}
+    mine = jnp.zeros(3, dtype)
+    taker: dict[str, Any] = {"params": {"w": mine}, "step": 0}
+    handed_over(giver, taker)
+    assert isinstance(taker["params"]["w"], jax.Array)
+    assert (taker["params"]["w"].dtype.name, taker["params"]["w"].tolist()) == (dtype, [1, 1, 1])
+    assert taker["step"] == 4
+    assert mine.tolist() == [0, 0, 0]  # an array that others hold has not changed under their hands
+
+
+def test_trees_keep_their_kinds_of_nodes_and_random_keys() -> None:
+    def state(value: float, seed: int) -> gw.jax.State:
+        optimizer = (Momentum({"w": jnp.full(2, value)}, jnp.int32(value)), ())
+        return gw.jax.State(params={"w": jnp.full(2, value)}, optimizer=optimizer, key=jax.random.key(seed), epoch=seed)
+
+    giver, taker = state(3.0, 7), state(0.0, 1)
+    handed_over(giver, taker)
+    momentum = taker.optimizer[0]
+    assert isinstance(momentum, Momentum)
+    assert (momentum.velocity["w"].tolist(), int(momentum.count), taker.epoch) == ([3.0, 3.0], 3, 7)
+    assert jax.random.normal(taker.key) == jax.random.normal(giver.key)
+
+
+def test_a_state_that_does_not_fit_is_named() -> None:
+    mine = gw.jax.State(params={"w": jnp.zeros(2)})
+    with pytest.raises(gw.ArrayError, match=r"\['params'\]\['b'\] came, and is not in this state"):
+        handed_over(gw.jax.State(params={"w": jnp.zeros(2), "b": jnp.zeros(1)}), mine)
+    with pytest.raises(gw.ArrayError, match=r"\['params'\]\['w'\] is not in the state that came"):
+        handed_over(gw.jax.State(params={}), mine)
+    with pytest.raises(gw.ArrayError, match=r"float32\[3\] came where float32\[2\] is kept"):
+        handed_over(gw.jax.State(params={"w": jnp.zeros(3)}), mine)
+
+
+def test_names_that_a_state_needs_itself_are_refused() -> None:
+    with pytest.raises(AttributeError, match="cannot be called 'state_dict'"):
+        gw.jax.State(state_dict={})
+
+
+def test_an_elastic_run_of_compiled_steps() -> None:
+    def train(group: gw.Group) -> tuple[list[float], bool]:
+        state = gw.jax.State(w=jnp.full(3, group.rank + 1.0))
+        run = gw.Elastic(state, group, 1)
+        update = gw.jax.jit(lambda w: w + gw.jax.all_reduce(run, jnp.ones_like(w), op="sum"))
+        for step in run.steps(4):
+            with step:
+                state.w = update(state.w)
+        return state.w.tolist(), run.identical
+
+    assert run_group(3, train) == [([1.0 + 4 * 3] * 3, True)] * 3

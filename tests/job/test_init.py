@@ -1,0 +1,297 @@
+"""Joining a job: every way to describe it wrongly has its own clear error, on both sides where there are two."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gradwire as gw
+from gradwire.generation import generation
+from gradwire.job.member_session import MemberSession
+from gradwire.launch.worker_setup import free_port
+from gradwire.transports.tcp import dial
+from support.processes import Here, StartJob
+from support.processes import job_fixture as job_fixture
+from support.processes import zygote_fixture as zygote_fixture
+from support.ranks import eventually
+
+TOKEN = "a token that is long enough"
+Environ = Callable[[int], Mapping[str, str]]
+
+
+@pytest.fixture
+def static() -> Callable[..., Environ]:
+    """The environment of a job without a launcher: the four variables, and a token instead of a file in the home."""
+
+    def make(size: int, host: str = "127.0.0.1", port: int | None = None, **other: str) -> Environ:
+        shared = {
+            "WORLD_SIZE": str(size),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port or free_port()),
+            "GRADWIRE_TOKEN": TOKEN,
+            **other,
+        }
+        return lambda rank: {**shared, "RANK": str(rank)}
+
+    return make
+
+
+def joins(here: Here, timeout: float = 30.0, late: float | None = None) -> None:
+    """`late` is for ranks other than 0."""
+    if late is not None and os.environ["RANK"] != "0":
+        timeout = late
+    try:
+        group = gw.init(timeout=timeout)
+    except gw.GradwireError as error:
+        here.tell_error(error)
+        return
+    threads = sorted(thread.name for thread in threading.enumerate())
+    total = group.all_reduce(1)
+    here.tell(rank=group.rank, size=group.size, sum=total, threads=threads)
+    here.hear()
+
+
+def test_the_four_variables_suffice(job: StartJob, static: Callable[..., Environ]) -> None:
+    with job(joins, 3, environ=static(3)) as ranks:
+        for rank in ranks:
+            told = rank.hear()
+            assert (told["rank"], told["size"], told["sum"]) == (rank.number, 3, 3)
+            door = ["gradwire-door"] if rank.number == 0 else []
+            assert told["threads"] == sorted(["MainThread", "gradwire-accept", "gradwire-service", *door])
+            rank.tell()
+        assert [rank.ended() for rank in ranks] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("host", ["::1", "localhost"])
+def test_other_names_of_this_machine(job: StartJob, static: Callable[..., Environ], host: str) -> None:
+    if host == "::1" and not Path("/proc/net/if_inet6").exists():
+        pytest.skip("this machine has no IPv6")
+    with job(joins, 2, environ=static(2, host=host)) as ranks:
+        assert [rank.hear()["sum"] for rank in ranks] == [2, 2]
+
+
+def test_the_user_s_own_file_serves_as_the_secret(
+    job: StartJob, static: Callable[..., Environ], tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o700)
+    environ = static(2, XDG_RUNTIME_DIR=str(tmp_path))
+
+    def without_token(number: int) -> Mapping[str, str]:
+        return {name: value for name, value in environ(number).items() if name != "GRADWIRE_TOKEN"}
+
+    with job(joins, 2, environ=without_token) as ranks:
+        assert [rank.hear()["sum"] for rank in ranks] == [2, 2]
+    [file] = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_busy_port(job: StartJob, static: Callable[..., Environ]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        with job(joins, 2, 1.0, environ=static(2, port=port)) as ranks:
+            told = ranks[0].hear()
+            assert told["error"] == "TransportError"
+            assert f"cannot listen at 127.0.0.1:{port}: Address already in use" in told["text"]
+            told = ranks[1].hear()
+            assert told["error"] in ("NoConnection", "Refused")
+            assert f"127.0.0.1:{port}" in told["text"]
+
+
+def test_a_wrong_token(job: StartJob, static: Callable[..., Environ]) -> None:
+    right = static(2)
+    environs = [right(0), {**right(1), "GRADWIRE_TOKEN": "quite another token here"}]
+    with job(joins, 2, 4.0, 30.0, environ=environs.__getitem__) as ranks:
+        told = ranks[1].hear()
+        assert (told["error"], "does not hold this job's secret" in told["text"]) == ("Refused", True)
+        assert "GRADWIRE_TOKEN" in told["text"]
+        told = ranks[0].hear()
+        assert told["error"] == "Timeout"
+        assert re.search(r"of 2, rank 1 did not come", told["text"])
+        assert re.search(r"refused a call from 127\.0\.0\.1:\d+: .*does not hold this job's secret", ranks[0].output())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"RANK": "1"}, r"rank 1 is taken by rank 1 \(host \S+, pid \d+\)"),
+        ({"WORLD_SIZE": "4"}, r"expects a job of 4 ranks, and this one has 3"),
+        ({"GRADWIRE_JOB": "another"}, r"another"),
+    ],
+    ids=["duplicate rank", "another size", "another job"],
+)
+def test_who_does_not_belong_is_told_so_and_harms_nobody(
+    job: StartJob, static: Callable[..., Environ], change: dict[str, str], said: str
+) -> None:
+    mine = static(3, GRADWIRE_JOB="mine")
+    environs = [mine(0), mine(1), {**mine(2), **change}, mine(2)]  # the stranger comes before the last rank
+    with job(waits_and_joins, 4, environ=environs.__getitem__) as ranks:
+        for number in (0, 1):
+            ranks[number].tell()
+        assert eventually(lambda: re.search("rank 1 .* has come", ranks[0].output()) is not None)
+        ranks[2].tell()
+        told = ranks[2].hear()
+        assert told["error"] == "Refused", told
+        assert re.search(said, told["text"]), told
+        assert re.search(rf"refused rank \d .* at 127\.0\.0\.1:\d+: .*{said}", ranks[0].output())
+        ranks[3].tell()
+        assert [ranks[number].hear()["sum"] for number in (0, 1, 3)] == [3, 3, 3]
+
+
+def waits_and_joins(here: Here) -> None:
+    import logging
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    here.hear()
+    joins(here)
+
+
+def test_a_duplicate_that_comes_when_the_job_is_complete(job: StartJob, static: Callable[..., Environ]) -> None:
+    """Its coordinator is gone, but it does not wait for nobody."""
+    environ = static(2)
+    with job(joins, 2, environ=environ) as ranks:
+        assert [rank.hear()["sum"] for rank in ranks] == [2, 2]
+        began = time.monotonic()
+        with job(joins, 1, environ=lambda _: environ(1)) as (late,):
+            told = late.hear()
+            assert told["error"] == "Refused"
+            assert re.search(r"rendezvous at 127\.0\.0\.1:\d+ is over: all 2 ranks .* have come", told["text"])
+            assert time.monotonic() - began < 10.0
+        assert re.search(r"refused 127\.0\.0\.1:\d+: all 2 ranks of the job there have come", ranks[0].output())
+        with job(joins, 1, environ=lambda _: environ(0)) as (second,):
+            told = second.hear()
+            assert told["error"] == "TransportError", "a second rank 0, or another job with this port"
+            assert "Address already in use" in told["text"]
+        for rank in ranks:
+            rank.tell()
+        assert [rank.ended() for rank in ranks] == [0, 0]
+        with job(joins, 2, environ=environ) as again:  # the port is free when the job is over
+            assert [rank.hear()["sum"] for rank in again] == [2, 2]
+
+
+def test_two_jobs_at_once_never_meet(job: StartJob, static: Callable[..., Environ]) -> None:
+    """Same user, same token, same name of the job: only their addresses differ."""
+    first, second = static(2, GRADWIRE_JOB="same"), static(3, GRADWIRE_JOB="same")
+    with job(joins, 5, environ=lambda n: first(n) if n < 2 else second(n - 2)) as ranks:
+        assert [rank.hear()["sum"] for rank in ranks] == [2, 2, 3, 3, 3]
+
+
+def dies_after_registering(here: Here, victim: int) -> None:
+    if os.environ["RANK"] == str(victim):
+        MemberSession._assemble = lambda *_: os._exit(7)  # type: ignore[method-assign]
+    dial.REFUSING_SECONDS = generation.EXPECTED_SECONDS = 1.0
+    joins(here)
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_rank_that_registers_and_dies_is_not_waited_for(
+    job: StartJob, static: Callable[..., Environ], victim: int
+) -> None:
+    with job(dies_after_registering, 3, victim, environ=static(3)) as ranks:
+        assert ranks[victim].ended() == 7
+        began = time.monotonic()
+        for rank in ranks:
+            if rank.number != victim:
+                told = rank.hear()
+                assert told["error"] in ("NoConnection", "Aborted", "PeerLost"), told
+                assert f"rank {victim} " in told["text"], told
+        assert time.monotonic() - began < 5.0
+
+
+# -- nothing is started -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "said"),
+    [
+        ({"rank": 0, "size": 0}, gw.InvalidSize, "size"),
+        ({"rank": 2, "size": 2}, gw.InvalidRank, "rank"),
+        ({"rank": -1, "size": 2}, gw.InvalidRank, "rank"),
+        ({"rank": 0, "size": 2, "address": "192.0.2.1:29500"}, gw.ConfigError, "insecure=True"),
+        ({"rank": 0, "size": 2, "address": "no-such-host.invalid:29500"}, gw.ConfigError, "no-such-host.invalid"),
+        ({"rank": 0, "size": 2, "address": "127.0.0.1"}, gw.ConfigError, "port"),
+        ({"rank": 0, "size": 2, "address": "127.0.0.1:1", "transport": "grpc"}, gw.UnsupportedOp, "'grpc'.*'tcp'"),
+        ({"rank": 0, "size": 2, "address": "127.0.0.1:1", "transport": "mpi"}, gw.UnsupportedOp, "'mpi'.*'tcp'"),
+        ({"transport": "grpc"}, gw.UnsupportedOp, "'grpc'.*'tcp'"),
+        ({"rank": 0, "size": 2, "address": "127.0.0.1:1", "transport": "pigeons"}, gw.ConfigError, "pigeons"),
+        ({"rank": 0, "size": 2}, gw.ConfigError, "address"),
+    ],
+    ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_is_refused_before_anything_starts(
+    arguments: dict[str, Any], kind: type[gw.GradwireError], said: str
+) -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(kind, match=f"(?s){said}"):
+        gw.init(**arguments)
+    assert set(threading.enumerate()) == before
+
+
+def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADWIRE_TOKEN", TOKEN)
+    address = f"127.0.0.1:{free_port()}"
+    with pytest.raises(gw.NoConnection, match=rf"no coordinator answered at {address}") as told:
+        gw.init(1, 2, address, timeout=0.3)
+    assert told.value.seconds == pytest.approx(0.3, abs=0.2)
+
+
+def test_a_lone_process_needs_nobody() -> None:
+    before = set(threading.enumerate())
+    with gw.init() as group:
+        assert (group.rank, group.size, group.generation) == (0, 1, 1)
+        assert group.all_reduce(3) == 3
+        group.barrier()
+        assert group.capabilities.transport == "local"
+    assert {thread for thread in threading.enumerate() if thread.is_alive()} == before
+
+
+def test_a_job_of_one_at_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADWIRE_TOKEN", TOKEN)
+    with gw.init(0, 1, f"127.0.0.1:{free_port()}") as group:
+        assert group.capabilities.transport == "tcp"
+        assert group.all_reduce(3) == 3
+
+
+# -- many -------------------------------------------------------------------------------------------------------------
+
+
+def joins_among_many(here: Here) -> None:
+    group = gw.init()
+    here.tell(at=time.monotonic(), sum=group.all_reduce(1))
+    here.hear()
+
+
+@pytest.mark.slow
+def test_thirty_two_processes(job: StartJob) -> None:
+    began = time.monotonic()
+    with job(joins_among_many, 32) as ranks:
+        told = [rank.hear(60) for rank in ranks]
+        assert {one["sum"] for one in told} == {32}
+        assert max(one["at"] for one in told) - began < 20.0
+        for rank in ranks:
+            rank.tell()
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    file = tmp_path / "script.py"
+    file.write_text("import gradwire as gw\nwith gw.init() as group:\n    assert group.all_reduce(1) == group.size\n")
+    return file
+
+
+@pytest.mark.slow
+def test_thirty_two_fresh_interpreters(script: Path) -> None:
+    began = time.monotonic()
+    command = [sys.executable, "-m", "gradwire", "run", "-n", "32", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, cwd=script.parent)
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - began < 20.0 * max(1.0, 8 / (os.cpu_count() or 1))

@@ -1,0 +1,100 @@
+"""The watch over the tests, and the threads that stand for ranks, watched themselves."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from gradwire.errors import Aborted, Closed
+from support import leftovers
+from support.ranks import run_ranks
+
+needs_proc = pytest.mark.skipif(not leftovers.PROC.exists(), reason="needs /proc")
+
+
+@needs_proc
+def test_a_child_process_is_seen_until_it_is_waited_for() -> None:
+    code = "print('up', flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"up\n"  # before, it may have no command line yet
+        assert "input()" in leftovers.children()[child.pid]
+        child.communicate(b"\n")
+    assert child.pid not in leftovers.children()
+
+
+@needs_proc
+def test_children_that_were_left_are_ended() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"])
+    leftovers.end([child.pid])
+    assert child.pid not in leftovers.children()
+    child.returncode = -9  # reaped behind its back
+
+
+@needs_proc
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_UNIX])
+def test_only_listening_sockets_are_seen(family: socket.AddressFamily) -> None:
+    before = leftovers.listeners()
+    with socket.socket(family) as quiet:
+        quiet.bind(("127.0.0.1", 0) if family == socket.AF_INET else "")
+        assert leftovers.listeners() == before
+        quiet.listen()
+        assert len(leftovers.listeners()) == len(before) + 1
+    assert leftovers.listeners() == before
+
+
+def test_a_thread_is_seen_unless_it_is_a_daemon() -> None:
+    stop = threading.Event()
+    kept, daemon = threading.Thread(target=stop.wait), threading.Thread(target=stop.wait, daemon=True)
+    kept.start()
+    daemon.start()
+    try:
+        assert kept in leftovers.threads()
+        assert daemon not in leftovers.threads()
+    finally:
+        stop.set()
+        kept.join()
+        daemon.join()
+
+
+class Fake:
+    """A group that can only be aborted."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.aborted = threading.Event()
+
+    def abort(self, reason: str) -> None:
+        self.aborted.set()
+        raise Closed("an abort that fails does not hide the failure")
+
+
+def test_results_come_by_rank() -> None:
+    assert run_ranks([Fake(rank) for rank in range(5)], lambda group: group.rank * 10) == [0, 10, 20, 30, 40]
+
+
+def test_the_first_failure_is_raised_and_aborts() -> None:
+    groups = [Fake(rank) for rank in range(3)]
+
+    def fn(group: Fake) -> None:
+        if group.rank == 1:
+            raise ZeroDivisionError("mine")
+        assert groups[1].aborted.wait(10)
+        raise Aborted(f"rank {group.rank} heard")
+
+    with pytest.raises(ZeroDivisionError, match="mine") as caught:
+        run_ranks(groups, fn)
+    notes = caught.value.__notes__
+    assert notes[0] == "raised on rank 1"
+    assert sorted(notes[1:]) == ["then on rank 0: Aborted: rank 0 heard", "then on rank 2: Aborted: rank 2 heard"]
+
+
+def test_who_does_not_end_is_shown() -> None:
+    stop = threading.Event()
+    with pytest.raises(AssertionError, match=r"(?s)not done after 1 s.*rank 0 at.*stop.wait"):
+        run_ranks([Fake(0)], lambda _group: stop.wait(), timeout=1.0)
+    stop.set()

@@ -1,0 +1,117 @@
+"""A member's place in an elastic job while generations do not come about; the coordinator and the others are played."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from gradwire.errors import ConfigError, NoConnection, Timeout
+from gradwire.generation import handshake
+from gradwire.generation.generation import Generation
+from gradwire.job import process_hooks
+from gradwire.job.address import Address
+from gradwire.job.config import JobConfig
+from gradwire.job.member_session import SET_UP_SECONDS, MemberSession
+from gradwire.membership import Assembly, Member
+from gradwire.membership.client import requests
+
+
+class Harness:
+    """Plays everybody else: a list of errors that setting up ends with, one generation after another, then none."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *endings: BaseException, numbers: Iterator[int]) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.left: list[Any] = []
+        self.patience: list[float] = []
+        self._endings, self._numbers = list(endings), numbers
+        self._made: list[Generation] = []
+        patch.setenv("GRADWIRE_TOKEN", "a token for this test only")
+        patch.setattr(requests, "register", self._register)
+        patch.setattr(requests, "unregister", lambda *place, **facts: self.left.append(facts))
+        patch.setattr(process_hooks, "meet", self._start)
+        patch.setattr(process_hooks, "keep", lambda group: group)
+        patch.setattr(handshake, "agree", lambda *_, **__: None)
+        patch.setattr("gradwire.membership.client.worker_lease.Lease.start", lambda lease: None)
+
+    def _register(self, address: str, member: Member, **facts: Any) -> Assembly:
+        self.asked.append(facts)
+        other = Member("other", 1, "elsewhere", "elsewhere", 2, "127.0.0.1:9")
+        mine = Member(member.id, 0, member.host, member.hostname, member.pid, member.address)
+        return Assembly("job", next(self._numbers), 0, (mine, other), bytes(16))
+
+    def _start(self, generations: list[Generation], timeout: float, deadline: float) -> list[Generation]:
+        self.patience.append(deadline)
+        if self._endings:
+            generations[0].close()
+            raise self._endings.pop(0)
+        return generations
+
+    def take(self, deadline: float) -> Generation:
+        """The generation that comes about in the end; it is closed, and nobody is told."""
+        config = JobConfig(elastic=True, served=True, address=Address("127.0.0.1", 9), size=None, rank=None)
+        generation: Any = MemberSession(config).take(deadline)
+        assert self.left == [], "a generation that did not come about is no reason to leave the job"
+        generation.close()
+        return generation  # type: ignore[no-any-return]
+
+
+def silent() -> NoConnection:
+    return NoConnection("rank 1 did not connect in time", peer=1)
+
+
+def refused() -> NoConnection:
+    error = NoConnection("rank 1 has registered and then ended", peer=1)
+    error.__cause__ = ConnectionRefusedError()
+    return error
+
+
+@pytest.mark.parametrize(
+    ("ending", "lost"),
+    [(silent(), ("other",)), (refused(), ()), (Timeout("init did not finish", culprit=1), ("other",))],
+    ids=["silent", "refused", "late"],
+)
+def test_whoever_is_silent_while_all_find_each_other_is_complained_of(
+    ending: BaseException, lost: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = Harness(monkeypatch, ending, numbers=iter((1, 2)))
+    harness.take(1e9)
+    assert [(one["generation"], one["lost"], one["stranger"]) for one in harness.asked] == [
+        (0, (), False),
+        (1, lost, False),
+    ]
+    assert harness.left != [], "closing the group is leaving the job"
+
+
+def test_whoever_joins_and_goes_at_once_says_that_it_knows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Harness(monkeypatch, silent(), silent(), numbers=iter((3, 4, 5)))
+    assert harness.take(1e9).joined
+    assert [one["stranger"] for one in harness.asked] == [False, True, True]
+
+
+def test_nobody_waits_for_a_frozen_member_for_as_long_as_for_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Harness(monkeypatch, numbers=iter((1,)))
+    before = time.monotonic()
+    assert not harness.take(1e9).joined
+    assert harness.patience[0] <= time.monotonic() + SET_UP_SECONDS
+    assert harness.patience[0] >= before + SET_UP_SECONDS
+
+
+def test_agreed_address_beyond_this_machine_needs_what_a_configured_one_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks of one host meet at 127.0.0.1; what their store says instead may be anybody's, and gets no proof."""
+    harness = Harness(monkeypatch, numbers=iter((1,)))
+    config = JobConfig(address=Address("127.0.0.1", 1), size=2, rank=1, address_taken=True)
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1:29500 is beyond this machine, and links are not encrypted"):
+        MemberSession(config, lambda offered, timeout: "192.0.2.1:29500").take(1e9)
+    monkeypatch.delenv("GRADWIRE_TOKEN")
+    insecure = dataclasses.replace(config, insecure=True)
+    with pytest.raises(ConfigError, match="a job that reaches beyond this machine needs a secret"):
+        MemberSession(insecure, lambda offered, timeout: "192.0.2.1:29500").take(1e9)
+    assert harness.asked == []
+    MemberSession(config, lambda offered, timeout: "127.0.0.1:29500").take(1e9).close()
+    assert len(harness.asked) == 1

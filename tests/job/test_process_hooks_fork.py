@@ -1,0 +1,199 @@
+"""Forked children are not the rank: they drop its links at once, and nothing that they do or are can harm it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+from support.processes import Here, StartJob
+from support.processes import job_fixture as job_fixture
+from support.processes import zygote_fixture as zygote_fixture
+
+
+def tcp_sockets() -> int:
+    """How many descriptors of this process are TCP sockets."""
+    inodes = {
+        line.split()[9]
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]
+    }
+    return sum(target[8:-1] in inodes for target in descriptors() if target.startswith("socket:["))
+
+
+def descriptors() -> list[str]:
+    targets = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            targets.append(os.readlink(f"/proc/self/fd/{name}"))
+        except OSError:
+            continue  # the descriptor of the listing itself
+    return targets
+
+
+def what_calls_say(group: gw.Group) -> dict[str, str]:
+    """How each call on an inherited group ends, and how long they all took."""
+    x = np.zeros(1 << 20)
+    calls = {
+        "all_reduce": lambda: group.all_reduce(x),
+        "barrier": group.barrier,
+        "send": lambda: group.send(x, (group.rank + 1) % group.size),
+        "recv": lambda: group.recv(x),
+        "stream": lambda: group.stream().all_reduce(x).wait(),
+        "subgroup": lambda: group.subgroup(range(group.size)).barrier(),
+        "abort": lambda: group.abort("not mine to abort"),
+        "close": group.close,
+        "again": group.barrier,
+    }
+    said = {}
+    for name, call in calls.items():
+        try:
+            call()
+            said[name] = "returned"
+        except gw.GradwireError as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    return said
+
+
+CLOSED = "Closed: this process was forked from a rank: the group belongs to the parent"
+INHERITED = {
+    **dict.fromkeys(("all_reduce", "barrier", "send", "recv", "stream", "subgroup", "again"), CLOSED),
+    **dict.fromkeys(("abort", "close"), "returned"),
+}
+
+
+def forks(here: Here, when: str) -> None:
+    closed = gw.loopback_pair()  # groups that are closed already must not be in the way
+    for one in closed:
+        one.close()
+    group = gw.init()
+    inner = group.subgroup(range(group.size))
+    inner.barrier()
+    group.send(np.zeros(1), (group.rank + 1) % group.size)
+    group.recv(np.zeros(1))
+    helper = None
+    if when == "during a call":
+        helper = threading.Thread(target=inner.all_reduce, args=(np.ones(1 << 16),))
+        if group.rank == 0:  # the others come only after the fork
+            helper.start()
+            while helper.is_alive() and inner._runner._turns.issued == inner._runner._turns.serving:
+                time.sleep(0.001)
+    before = tcp_sockets()
+    child = os.fork()
+    if child == 0:
+        began = time.monotonic()
+        said = {"world": what_calls_say(group), "inner": what_calls_say(inner)}
+        here.tell(child=said, sockets=tcp_sockets(), took=time.monotonic() - began)
+        sys.exit(0)  # exit handlers run in the child too
+    _, status = os.waitpid(child, 0)
+    if helper is not None:
+        if group.rank != 0:
+            helper.start()
+        helper.join()
+    here.tell(status=status, before=before, after=tcp_sockets(), sum=group.all_reduce(1), inner=inner.all_reduce(1))
+
+
+@pytest.mark.parametrize("when", ["idle", "during a call"])
+def test_a_child_has_no_links_and_its_groups_are_closed(job: StartJob, when: str) -> None:
+    with job(forks, 3, when) as ranks:
+        for rank in ranks:
+            said = rank.hear()
+            assert said["child"] == {"world": INHERITED, "inner": INHERITED}
+            assert said["sockets"] == 0
+            assert said["took"] < 1.0
+        for rank in ranks:
+            said = rank.hear()
+            assert (said["status"], said["sum"], said["inner"]) == (0, 3, 3)
+            assert said["before"] == said["after"] > 6, "the parent kept its own"
+        assert [rank.ended() for rank in ranks] == [0, 0, 0]
+        assert [rank.output() for rank in ranks] == [""] * 3
+
+
+def uses_pools(here: Here) -> None:
+    group = gw.init()
+    context = multiprocessing.get_context("fork")
+    sums = []
+    for _ in range(3):
+        with context.Pool(2) as pool:
+            work = group.stream().all_reduce(np.ones(1 << 16))
+            batch = pool.map(abs, range(-4, 0))
+            sums.append(group.all_reduce(sum(batch)))
+            work.wait()
+    here.tell(sums=sums)
+
+
+def test_pools_of_forked_processes(job: StartJob) -> None:
+    with job(uses_pools, 2) as ranks:
+        for rank in ranks:
+            assert rank.hear()["sums"] == [20, 20, 20]
+        assert [rank.ended() for rank in ranks] == [0, 0]
+
+
+def starts_programs(here: Here) -> None:
+    group = gw.init()
+    group.barrier()
+    # Without close_fds only the descriptors' own flag keeps them from the program.
+    command = ["sh", "-c", "ls -l /proc/$$/fd >&2"]
+    listing = subprocess.run(command, close_fds=False, stderr=subprocess.PIPE, text=True, check=True).stderr
+    inherited = [line for line in listing.splitlines() if re.search(r"\b([3-9]|\d\d+) -> (socket|pipe|anon)", line)]
+    here.tell(inherited=inherited, sum=group.all_reduce(1))
+
+
+def test_programs_inherit_nothing(job: StartJob) -> None:
+    with job(starts_programs, 2) as ranks:
+        for rank in ranks:
+            assert rank.hear() == {"inherited": [], "sum": 2}
+
+
+def test_a_fork_waits_for_a_socket_to_be_on_record() -> None:
+    """Otherwise a child forked between its birth and its entry would keep it for ever."""
+    from gradwire.transports import fork_safe_sockets
+
+    forked = threading.Event()
+
+    def fork() -> None:
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+        forked.set()
+
+    with fork_safe_sockets._making:
+        thread = threading.Thread(target=fork)
+        thread.start()
+        assert not forked.wait(0.1)
+    assert forked.wait(10)
+    thread.join()
+
+
+def test_in_process_ranks_are_closed_in_children_too() -> None:
+    groups = gw.local_group(2)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            groups[0].barrier()
+        except gw.Closed:
+            os.write(write, b"closed")
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read, 6) == b"closed"
+    os.close(read)
+    os.close(write)
+    threads = [threading.Thread(target=group.barrier) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    for group in groups:
+        group.close()

@@ -1,0 +1,124 @@
+"""A job whose ranks speak TLS: on "hosts" of their own, so that they share no memory."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+from gradwire.host import native_core
+from gradwire.launch.worker_setup import free_port
+from gradwire.liveness import beat_messages
+from support import tls_files
+from support.processes import Here, StartJob
+from support.processes import job_fixture as job_fixture
+from support.processes import zygote_fixture as zygote_fixture
+
+TOKEN = "a token that is long enough"
+
+
+def environ(size: int, member: Any = lambda rank: f"m{rank}") -> Any:
+    where, port = tls_files.folder(), free_port()
+
+    def of(rank: int) -> Mapping[str, str]:
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "GRADWIRE_TOKEN": TOKEN,
+            "GRADWIRE_HOST": f"host-{rank}",
+            "GRADWIRE_TLS_CA": str(where / "ca.pem"),
+            "GRADWIRE_TLS_CERT": str(where / f"{member(rank)}.pem"),
+            "GRADWIRE_TLS_KEY": str(where / f"{member(rank)}.key"),
+        }
+
+    return of
+
+
+def adds(here: Here) -> None:
+    try:
+        group = gw.init(timeout=30.0)
+        able = [group._generation.transport.encrypted, group.capabilities.native]
+        here.tell(sum=group.all_reduce(np.full(100_000, group.rank + 1.0)).sum(), able=able)
+        here.hear()
+        while True:
+            group.all_reduce(np.ones(1000))
+    except gw.GradwireError as error:
+        here.tell_error(error)
+
+
+def test_ranks_reduce_over_tls_and_a_frozen_one_is_lost(job: StartJob) -> None:
+    with job(adds, 3, environ=environ(3)) as ranks:
+        for rank in ranks:
+            assert rank.hear() == {"sum": 600_000.0, "able": [True, False]}
+        for rank in ranks:
+            rank.tell()
+        ranks[1].signal(signal.SIGSTOP)
+        for rank in (ranks[0], ranks[2]):
+            told = rank.hear()
+            assert (told["error"], told["culprit"]) == ("PeerLost", 1)
+            assert "silent" in told["text"]
+        ranks[1].signal(signal.SIGCONT)
+        assert ranks[1].hear()["error"] == "Aborted"
+
+
+def holds_the_interpreter(here: Here, seconds: float) -> None:
+    """With a stock of tokens that lasts for 3 s of beats, and for 9 s of slow ones."""
+    beat_messages.BLOCK_TOKENS, beat_messages.STOCK_BLOCKS, beat_messages.MARK_BLOCKS = 16, 4, 2
+    try:
+        group = gw.init(timeout=30.0)
+        group.barrier()
+        if group.rank == 1:
+            ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+        here.tell(sum=group.all_reduce(1))
+    except gw.GradwireError as error:
+        here.tell_error(error)
+
+
+@pytest.mark.skipif(not native_core.available(), reason="without the core, silence counts after 10 s")
+def test_a_rank_whose_interpreter_is_held_up_for_longer_than_its_beats_were_made_for_is_not_lost(job: StartJob) -> None:
+    secure = environ(2)
+    with job(
+        holds_the_interpreter, 2, 4.5, environ=lambda rank: {**secure(rank), "GRADWIRE_PEER_TIMEOUT": "1"}
+    ) as ranks:
+        assert [rank.hear() for rank in ranks] == [{"sum": 2}] * 2
+
+
+def is_idle(here: Here, seconds: float) -> None:
+    try:
+        group = gw.init(timeout=30.0)
+        group.barrier()
+        time.sleep(seconds)  # in which only beats tell that anybody lives
+        here.tell(sum=group.all_reduce(1))
+    except gw.GradwireError as error:
+        here.tell_error(error)
+
+
+def test_ranks_with_and_without_the_core_accept_each_other_s_beats(job: StartJob) -> None:
+    secure = environ(3)
+
+    def of(rank: int) -> Mapping[str, str]:
+        return {**secure(rank), "GRADWIRE_PEER_TIMEOUT": "0.5", native_core.PURE: "1" if rank == 1 else "0"}
+
+    with job(is_idle, 3, 1.5, environ=of) as ranks:
+        assert [rank.hear() for rank in ranks] == [{"sum": 3}] * 3
+
+
+def test_who_shows_no_certificate_is_told_so(job: StartJob) -> None:
+    secure = environ(2)
+
+    def of(rank: int) -> Mapping[str, str]:
+        found = dict(secure(rank))
+        return {name: text for name, text in found.items() if "TLS" not in name} if rank else found
+
+    with job(adds, 2, environ=of) as ranks:
+        told = ranks[1].hear()
+        assert told["error"] in ("Refused", "NoConnection"), told
+        assert "TLS" in told["text"], told

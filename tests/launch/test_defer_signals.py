@@ -1,0 +1,107 @@
+"""Interrupts while a job is being started: they come afterwards, and leave nothing behind."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gradwire.launch.defer_signals import deferred_signals
+from gradwire.launch.supervisor import Supervisor
+from gradwire.launch.worker_process import Task, Worker
+from gradwire.launch.worker_setup import StaticSetup
+from support.launch_jobs import WAIT, Watched, nowhere, written
+from support.ranks import eventually
+
+
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """As in a program in the foreground."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def handled() -> Iterator[list[int]]:
+    """The signals that a program's own handler of SIGTERM gets."""
+    came: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    yield came
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_handlers_run_afterwards_and_once_for_each_signal(handled: list[int]) -> None:
+    with deferred_signals():
+        signal.raise_signal(signal.SIGTERM)
+        assert handled == []
+    assert handled == [signal.SIGTERM]
+    signal.raise_signal(signal.SIGTERM)
+    assert handled == [signal.SIGTERM] * 2
+
+
+def test_each_handler_runs_even_if_one_raises(handled: list[int]) -> None:
+    with pytest.raises(KeyboardInterrupt), deferred_signals():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+    assert handled == [signal.SIGTERM]
+
+
+def test_an_interrupt_comes_beside_an_error() -> None:
+    with pytest.raises(KeyboardInterrupt) as caught, deferred_signals():
+        signal.raise_signal(signal.SIGINT)
+        raise ValueError("something else")
+    assert isinstance(caught.value.__context__, ValueError)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_what_is_ignored_or_deadly_stays_so() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with deferred_signals():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_other_threads_have_no_handlers_to_put_off() -> None:
+    inside: list[bool] = []
+
+    def begin() -> None:
+        with deferred_signals():
+            inside.append(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+
+    thread = threading.Thread(target=begin)
+    thread.start()
+    thread.join()
+    assert inside == [True]
+
+
+class Interrupted(StaticSetup):
+    """The user presses Ctrl-C when the second of three workers was started."""
+
+    def started(self, worker: Worker) -> None:
+        if worker.number == 1:
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_while_workers_are_started(tmp_path: Path) -> None:
+    threads = set(threading.enumerate())
+    supervisor = Supervisor(Task.script(written(tmp_path, WAIT)), 3, Interrupted(3, nowhere()))
+    watched: list[Watched] = []
+    launch = supervisor._launch
+
+    def watch(*facts: object, **more: object) -> Worker:
+        worker = launch(*facts, **more)  # type: ignore[arg-type]
+        watched.append(Watched(worker.pid))
+        return worker
+
+    supervisor._launch = watch  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt), supervisor:
+        raise AssertionError("it goes on")
+    assert len(watched) == 3, "nothing is left half-started"
+    assert all(one.ends() for one in watched)
+    assert eventually(lambda: set(threading.enumerate()) <= threads)

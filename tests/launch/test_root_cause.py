@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+
+import pytest
+
+from gradwire.launch.fault_injection import BY_CHAOS
+from gradwire.launch.root_cause import Ending, Report, consequences, describe, explain, find
+
+
+def report(
+    time: float,
+    kind: str = "ValueError",
+    *,
+    message: str = "boom",
+    broken: bool = False,
+    culprit: int | None = None,
+) -> Report:
+    return Report(time, kind, message, f"Traceback …\n{kind}: {message}\n", "train.py:7", broken, culprit)
+
+
+def lost(time: float, culprit: int | None) -> Report:
+    return report(time, "gradwire.errors.PeerLost", broken=True, culprit=culprit)
+
+
+def ending(
+    rank: int, status: int = 1, *, time: float = 100.0, told: float | None = None, said: Report | None = None
+) -> Ending:
+    return Ending(rank, 400 + rank, status, time, told, said)
+
+
+def root(*endings: Ending) -> int | None:
+    found = find(endings)
+    return None if found is None else found.number
+
+
+def test_nothing_failed() -> None:
+    assert root(ending(0, 0), ending(1, 0)) is None
+
+
+def test_the_first_failure_is_the_cause_even_if_its_process_took_longer_to_end() -> None:
+    assert root(ending(0, time=5, said=report(3)), ending(1, time=9, said=report(2))) == 1
+
+
+def test_an_error_of_a_broken_group_is_a_consequence_even_if_it_came_first() -> None:
+    assert root(ending(0, time=1, said=lost(1, 2)), ending(1, said=lost(2, 2)), ending(2, -9, time=3)) == 2
+    assert root(ending(0, time=1, said=lost(1, 1)), ending(1, time=4, said=report(4))) == 1
+
+
+def test_where_all_are_errors_of_the_group_the_named_rank_speaks_first_else_the_earliest() -> None:
+    assert root(ending(0, said=lost(1, 1)), ending(1, said=lost(2, 1)), ending(2, said=lost(3, 1))) == 1
+    assert root(ending(0, said=lost(2, 2)), ending(1, said=lost(1, 2)), ending(2, 0)) == 1
+
+
+def test_who_was_told_to_stop_is_no_cause() -> None:
+    assert root(ending(0, -15, told=50), ending(1, said=report(40)), ending(2, 1, told=50, said=report(51))) == 1
+    assert root(ending(0, -15, told=50), ending(1, -2, told=50, said=report(51, "KeyboardInterrupt"))) is None
+
+
+def test_who_had_failed_before_it_was_told_to_stop_is_one() -> None:
+    stuck = ending(0, -15, told=50, said=report(40))
+    assert find([stuck]) is stuck
+    assert stuck.exit_code == 1
+
+
+def test_a_stuck_rank_is_named_by_those_who_waited_for_it() -> None:
+    timeout = report(10, "gradwire.errors.Timeout", message="rank 1 has not arrived", broken=True, culprit=1)
+    assert root(ending(0, said=timeout), ending(1, -15, told=13)) == 0
+
+
+@pytest.mark.parametrize(
+    ("one", "text", "code"),
+    [
+        (ending(1, 3), "rank 1 (pid 401) exited with code 3", 3),
+        (ending(1, -11), "rank 1 (pid 401) was killed by SIGSEGV (signal 11)", 139),
+        (ending(1, -signal.SIGRTMIN - 3), f"rank 1 (pid 401) was killed by signal {signal.SIGRTMIN + 3}", 165),
+        (ending(1, -15, told=1), "rank 1 (pid 401) was stopped", 143),
+        (ending(1, said=report(1)), "rank 1 (pid 401) raised ValueError: boom", 1),
+        (ending(1, said=report(1, message="")), "rank 1 (pid 401) raised ValueError", 1),
+        (ending(1, said=report(1, message="a\nb")), "rank 1 (pid 401) raised ValueError: a", 1),
+        (ending(1, said=lost(1, 0)), "rank 1 (pid 401) raised PeerLost: boom", 1),
+        (
+            ending(1, 3, said=report(1, "SystemExit", message="3")),
+            "rank 1 (pid 401) left by sys.exit(3) at train.py:7",
+            3,
+        ),
+        (
+            ending(1, said=report(1, "SystemExit", message="no data")),
+            "rank 1 (pid 401) gave up at train.py:7: no data",
+            1,
+        ),
+    ],
+)
+def test_an_ending_in_one_line(one: Ending, text: str, code: int) -> None:
+    assert describe(one) == text
+    assert one.exit_code == code
+
+
+def test_equal_fates_are_told_together() -> None:
+    cause = ending(1, said=report(1))
+    others = [ending(0, said=lost(2, 1)), ending(2, 0), ending(3, said=lost(3, 1)), ending(4, -15, told=2)]
+    told = consequences([others[0], cause, *others[1:]], cause)
+    assert told == ["ranks 0, 3 raised PeerLost: boom", "rank 4 was stopped"]
+    assert consequences([ending(2, -15, told=2), ending(3, -15, told=2)], cause) == ["ranks 2, 3 were stopped"]
+
+
+def test_sigkill_hints_at_memory() -> None:
+    text = "rank 0 (pid 400) was killed by SIGKILL (signal 9), which the kernel also sends when memory runs out"
+    assert describe(ending(0, -9)) == text
+
+
+def test_who_was_killed_on_purpose_is_said_to_be() -> None:
+    assert describe(replace(ending(0, -9), doom=BY_CHAOS)) == "rank 0 (pid 400) was killed by chaos"
+
+
+def test_the_cause_in_full_ends_with_its_traceback_or_its_last_words() -> None:
+    assert explain(ending(1, said=report(1)), ["noise"]).endswith("Traceback …\nValueError: boom")
+    assert explain(ending(1, -11), ["one", "two"]).endswith("Its last output:\none\ntwo")
+    assert explain(ending(1, 2, said=report(1, "SystemExit", message="2")), ["usage: …"]).endswith("usage: …")
+    assert explain(ending(1, 2), []) == "rank 1 (pid 401) exited with code 2"
+
+
+def test_report_of_a_member_of_another_run_is_a_loss_and_not_a_turning_away() -> None:
+    assert report(1.0, "gradwire.errors.Refused").turned_away
+    assert not report(1.0, "gradwire.errors.OtherRun").turned_away, "another worker could join"

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from signal import SIGHUP, SIGINT, SIGKILL, SIGTERM
+
+import pytest
+
+from gradwire.launch.stop_escalation import StopEscalation
+
+
+def climb(escalation: StopEscalation) -> list[tuple[float, int]]:
+    steps = []
+    while (time := escalation.next_due) is not None:
+        steps += [(time, int(number)) for number in escalation.due(time)]
+    return steps
+
+
+def test_nothing_is_due_while_all_is_well() -> None:
+    escalation = StopEscalation(grace=3, kill_after=10)
+    assert escalation.next_due is None
+    assert escalation.due(1e9) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (SIGINT, [(100, SIGINT), (110, SIGTERM), (113, SIGKILL)]),
+        (SIGTERM, [(100, SIGTERM), (110, SIGKILL)]),
+        (SIGHUP, [(100, SIGHUP), (110, SIGKILL)]),
+        (SIGKILL, [(100, SIGKILL)]),
+    ],
+)
+def test_a_request_begins_with_its_signal(number: int, expected: list[tuple[float, int]]) -> None:
+    escalation = StopEscalation(grace=3, kill_after=10)
+    escalation.asked(number, now=100)
+    assert climb(escalation) == expected
+
+
+def test_a_failure_leaves_a_grace_and_a_second_failure_changes_nothing() -> None:
+    escalation = StopEscalation(grace=3, kill_after=10)
+    escalation.failed(now=100)
+    escalation.failed(now=102)
+    assert climb(escalation) == [(103, SIGTERM), (113, SIGKILL)]
+    escalation.failed(now=200)
+    assert climb(escalation) == []
+
+
+def test_no_request_moves_the_kill_to_later() -> None:
+    escalation = StopEscalation(grace=3, kill_after=10)
+    escalation.failed(now=100)
+    escalation.asked(SIGINT, now=102)
+    assert climb(escalation) == [(102, SIGINT), (112, SIGTERM), (113, SIGKILL)]
+
+
+def test_a_request_to_kill_comes_at_once() -> None:
+    escalation = StopEscalation(grace=3, kill_after=10)
+    escalation.asked(SIGTERM, now=100)
+    assert escalation.due(100) == [SIGTERM]
+    escalation.asked(SIGKILL, now=101)
+    assert climb(escalation) == [(101, SIGKILL)]

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from gradwire.membership.client.news_pipe import NEWS, NewsReader, NewsWriter
+from gradwire.membership.types import News
+
+
+def news(generation: int, joiners: int = 0, evicted: tuple[str, ...] = (), checkpoint: int | None = None) -> News:
+    return News(generation, joiners, evicted, checkpoint)
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[NewsWriter, NewsReader]]:
+    writer = NewsWriter("box/1")
+    reader = NewsReader.from_environ({NEWS: writer.variable})
+    assert reader is not None
+    yield writer, reader
+    writer._theirs = -1  # one process plays both sides here, and the reader has taken it over
+    writer.close()
+    reader.close()
+
+
+def test_the_last_news_counts(ends: tuple[NewsWriter, NewsReader]) -> None:
+    writer, reader = ends
+    assert reader.latest() is None
+    writer.tell(news(1, 0))
+    writer.tell(news(2, joiners=1, evicted=("box/0",), checkpoint=7))
+    assert reader.latest() == news(2, joiners=1, evicted=(), checkpoint=7)
+    assert reader.latest() == news(2, joiners=1, evicted=(), checkpoint=7)
+    writer.tell(news(3, 0, evicted=("box/0", "box/1")))
+    assert reader.latest() == news(3, 0, evicted=("box/1",))
+
+
+def test_cuts_last_until_they_heal(ends: tuple[NewsWriter, NewsReader]) -> None:
+    writer, reader = ends
+    assert reader.cuts() == frozenset()
+    writer.cut("box/2")
+    writer.cut("box/3")
+    assert reader.cuts() == {"box/2", "box/3"}
+    writer.heal("box/2")
+    assert reader.cuts() == {"box/3"}
+    assert reader.latest() is None
+
+
+def test_who_does_not_read_holds_up_nobody_and_gets_the_newest(ends: tuple[NewsWriter, NewsReader]) -> None:
+    writer, reader = ends
+    for generation in range(5000):
+        writer.tell(news(generation, 0))
+    writer.cut("box/2")
+    assert reader.latest() != news(4999, 0)  # the pipe was full
+    writer.flush()
+    assert reader.latest() == news(4999, 0)
+    assert reader.cuts() == {"box/2"}
+
+
+def test_the_same_news_is_told_once(ends: tuple[NewsWriter, NewsReader]) -> None:
+    writer, reader = ends
+    for _ in range(3):
+        writer.tell(news(1, 0))
+    assert os.read(reader.fileno(), 4096).count(b"\n") == 1
+
+
+def test_a_reader_that_is_gone_is_no_error() -> None:
+    writer = NewsWriter("box/1")
+    writer.handed_over()  # to nobody
+    writer.tell(news(1, 0))
+    writer.cut("box/2")
+    writer.close()
+    writer.close()
+
+
+def test_a_launcher_that_is_gone_leaves_its_last_news() -> None:
+    writer = NewsWriter("box/1")
+    reader = NewsReader(os.dup(writer.theirs))
+    writer.tell(news(1, 2))
+    assert not reader.ended
+    writer.close()
+    assert reader.latest() == news(1, 2)
+    assert reader.ended
+    reader.close()
+    assert (reader.latest(), reader.fileno()) == (news(1, 2), -1)
+
+
+@pytest.mark.parametrize("text", ["", "7", "x:y", "999:1", f"{'9' * 30}:1", "-1:1"])
+def test_what_is_no_pipe_of_ours_is_left_alone(text: str) -> None:
+    assert NewsReader.from_environ({NEWS: text} if text else {}) is None
+
+
+def test_a_number_that_means_something_else_by_now_is_left_alone() -> None:
+    reading, writing = os.pipe()
+    inode = os.fstat(reading).st_ino
+    with open(os.devnull) as other:
+        assert NewsReader.from_environ({NEWS: f"{other.fileno()}:{inode}"}) is None
+    assert NewsReader.from_environ({NEWS: f"{reading}:{inode + 1}"}) is None
+    os.close(reading)
+    os.close(writing)
+
+
+def test_a_fork_reads_nothing_away(ends: tuple[NewsWriter, NewsReader]) -> None:
+    writer, reader = ends
+    writer.tell(news(1, 0))
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if reader.latest() is None else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert reader.latest() == news(1, 0)
+
+
+def test_a_worker_inherits_its_end_and_what_it_starts_does_not() -> None:
+    writer = NewsWriter("box/1")
+    code = """
+import os, subprocess, sys
+from gradwire.membership.client.news_pipe import NewsReader
+reader = NewsReader.from_environ()
+if reader is None:
+    print("none")
+else:
+    print(reader.latest().generation)
+    sys.stdout.flush()
+    subprocess.run([sys.executable, *sys.orig_argv[1:]], check=True, close_fds=False)
+"""
+    writer.tell(news(5, 0))
+    environ = os.environ | {NEWS: writer.variable}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environ, pass_fds=[writer.theirs], capture_output=True, text=True, timeout=60)
+    writer.handed_over()
+    writer.close()
+    assert (done.stdout, done.stderr) == ("5\nnone\n", "")

@@ -1,0 +1,309 @@
+"""What is on a coordinator's port while it is away: members that have met it wait for it, newcomers are told."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+import gradwire as gw
+from gradwire.errors import NoConnection, Refused
+from gradwire.membership import Member
+from gradwire.membership.client.launcher_heartbeats import Heartbeats
+from gradwire.membership.client.requests import register, start_checkpoint
+from gradwire.membership.client.worker_lease import Lease
+from gradwire.membership.coordinator.service import Coordinator
+from gradwire.membership.sealing import CoordinatorSeal, WorkerSeal
+from gradwire.membership.types import News
+from gradwire.membership.v1 import gradwire_pb2 as pb
+from gradwire.membership.v1 import gradwire_pb2_grpc as rpc
+from gradwire.security import tokens
+from support import tls_files
+from support.membership_journal import SECRET, Journal
+
+Serve = Callable[..., Coordinator]
+LONG = 30.0
+ME = Member("me", None, "machine", "host", os.getpid(), "127.0.0.1:1")
+
+
+class Speaker:
+    """Says something to everybody who connects, unasked or when they have said something, and hangs up."""
+
+    def __init__(self, port: int, line: bytes, *, unasked: bool = False) -> None:
+        self.served = threading.Semaphore(0)
+        self._line, self._unasked = line, unasked
+        self._listener = socket.create_server(("127.0.0.1", port))
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            with sock, contextlib.suppress(OSError):
+                sock.settimeout(LONG)
+                if not self._unasked:
+                    sock.recv(1 << 16)
+                sock.sendall(self._line)
+            self.served.release()
+
+
+class Statuses(rpc.MembershipServicer):
+    """Another gRPC server: it ends every call with one status."""
+
+    def __init__(self, port: int, code: grpc.StatusCode, *, hello: Callable[[Any], Any] | None = None) -> None:
+        self.served = threading.Semaphore(0)
+        self._code, self._hello = code, hello
+        self._server = grpc.server(ThreadPoolExecutor(4), options=[("grpc.so_reuseport", 0)])
+        rpc.add_MembershipServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        self._server.start()
+
+    def close(self) -> None:
+        self._server.stop(None).wait()
+
+    def Hello(self, request: pb.HelloRequest, context: Any) -> Any:  # noqa: N802
+        return self._hello(request) if self._hello is not None else self._end(context)
+
+    def RegisterWorker(self, request: pb.Sealed, context: Any) -> Any:  # noqa: N802
+        self._end(context)
+
+    StartCheckpoint = Heartbeat = RegisterWorker
+
+    def Heartbeats(self, requests: Iterator[pb.Sealed], context: Any) -> Any:  # noqa: N802
+        next(requests)
+        self._end(context)
+        yield
+
+    def _end(self, context: Any) -> None:
+        self.served.release()
+        context.abort(self._code, "go away")
+
+
+TLS_ALERT = bytes.fromhex("15030100020228")
+HTTP_ERROR = b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n"
+IMPOSTORS: dict[str, Callable[[int], Any]] = {
+    "closed_listener": lambda port: Speaker(port, b"gradwire: the rendezvous is over: all have come\n", unasked=True),
+    "alert": lambda port: Speaker(port, TLS_ALERT),
+    "http": lambda port: Speaker(port, HTTP_ERROR),
+    "unauthenticated": lambda port: Statuses(port, grpc.StatusCode.UNAUTHENTICATED),
+    "denied": lambda port: Statuses(port, grpc.StatusCode.PERMISSION_DENIED),
+    "unimplemented": lambda port: Statuses(port, grpc.StatusCode.UNIMPLEMENTED),
+    "invalid": lambda port: Statuses(port, grpc.StatusCode.INVALID_ARGUMENT),
+    "unproven": lambda port: Statuses(
+        port, grpc.StatusCode.INTERNAL, hello=lambda request: pb.HelloReply(coordinator_nonce=bytes(32))
+    ),
+}
+
+
+@pytest.fixture(params=list(IMPOSTORS))
+def impostor(request: pytest.FixtureRequest) -> Iterator[Callable[[int], Any]]:
+    """Puts something else at a port."""
+    with contextlib.ExitStack() as stack:
+
+        def start(port: int) -> Any:
+            made = IMPOSTORS[request.param](port)
+            stack.callback(made.close)
+            return made
+
+        yield start
+
+
+def port_of(coordinator: Coordinator) -> int:
+    return int(coordinator.address.rpartition(":")[2])
+
+
+def asking(address: str, seal: WorkerSeal, generation: int, timeout: float = LONG, **options: Any) -> Future[int]:
+    """The generation that a member gets next."""
+    result: Future[int] = Future()
+
+    def run() -> None:
+        try:
+            found = register(
+                address,
+                ME,
+                size=None,
+                job=None,
+                timeout=timeout,
+                generation=generation,
+                seal=seal,
+                **{"secret": SECRET, **options},
+            )
+            result.set_result(found.generation)
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return result
+
+
+def test_member_meeting_an_impostor_waits_for_its_coordinator(
+    impostor: Callable[[int], Any], serve: Serve, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"minimum": 1, "maximum": 2, "journal": tmp_path / "journal"}
+    first = serve(1, **options)
+    seal, port = WorkerSeal(SECRET), port_of(first)
+    assert asking(first.address, seal, 0).result(LONG) == 1
+    first.stop(grace=0.0)
+    other = impostor(port)
+    again = asking(first.address, seal, 1, run=first.run)
+    for _ in range(2):
+        assert other.served.acquire(timeout=LONG)
+    assert not again.done(), again.exception(0)
+    other.close()
+    serve(1, port=port, **options)
+    assert again.result(LONG) == 2
+
+
+@pytest.mark.parametrize("impostor", ["closed_listener", "unauthenticated", "denied"], indirect=True)
+def test_newcomer_waiting_at_its_coordinator_has_met_it(
+    impostor: Callable[[int], Any], serve: Serve, journal: Journal
+) -> None:
+    """Between its arrival and the first generation too."""
+    first = serve(2, minimum=1, maximum=2)
+    waiting = asking(first.address, WorkerSeal(SECRET), 0)
+    journal.wait_for("has come")
+    port = port_of(first)
+    first.cut_off()
+    other = impostor(port)
+    for _ in range(2):
+        assert other.served.acquire(timeout=LONG)
+    assert not waiting.done(), waiting.exception(0)
+    other.close()
+    serve(1, port=port, minimum=1, maximum=2)
+    assert waiting.result(LONG) == 1
+
+
+def test_member_at_its_deadline_quotes_the_impostor() -> None:
+    seal = WorkerSeal(SECRET)
+    seal.meet(CoordinatorSeal(SECRET).meet(seal.hello()))
+    speaker = Speaker(0, b"")
+    address = f"127.0.0.1:{speaker._listener.getsockname()[1]}"
+    speaker.close()
+    port = int(address.rpartition(":")[2])
+    denying = Statuses(port, grpc.StatusCode.PERMISSION_DENIED)
+    try:
+        with pytest.raises(NoConnection, match=r"without proof: .* refused this worker: go away") as caught:
+            asking(address, seal, 1, timeout=0.5).result(LONG)
+        assert not isinstance(caught.value, Refused)
+    finally:
+        denying.close()
+
+
+@pytest.mark.parametrize("impostor", ["closed_listener", "unauthenticated", "denied", "unproven"], indirect=True)
+def test_newcomer_meeting_an_impostor_is_refused_at_once(impostor: Callable[[int], Any], serve: Serve) -> None:
+    coordinator = serve(1)
+    coordinator.stop(grace=0.0)
+    impostor(port_of(coordinator))
+    with pytest.raises(Refused):
+        asking(coordinator.address, WorkerSeal(SECRET), 0).result(LONG)
+
+
+def test_member_believes_a_refusal_over_a_proven_connection(serve: Serve, journal: Journal) -> None:
+    """Its first call is refused without proof; so it has the coordinator prove itself, and asks again."""
+    coordinator = serve(1, minimum=1, maximum=2, job="mine")
+    invitation = tokens.read(tokens.make(SECRET, job="mine", expires_in=60, uses=0))
+    seal = WorkerSeal(invitation)
+    assert asking(coordinator.address, seal, 0, secret=invitation).result(LONG) == 1
+    with pytest.raises(Refused, match="its join token has not let somebody in"):
+        start_checkpoint(coordinator.address, "somebody", 1, secret=invitation, seal=seal, timeout=LONG)
+    assert journal.count("its join token has not let somebody in") == 2
+
+
+def test_member_under_tls_waits_for_its_coordinator(serve: Serve, tmp_path: Path) -> None:
+    """Neither another program at its port nor another member's process there is believed."""
+    options: dict[str, Any] = {"minimum": 1, "maximum": 2, "journal": tmp_path / "journal"}
+    mine = tls_files.credentials("m1")
+    seal, member = WorkerSeal(SECRET), Member("m1", None, "machine", "host", os.getpid(), "127.0.0.1:1")
+    first = serve(1, credentials=tls_files.credentials("m0"), **options)
+    facts: dict[str, Any] = {"size": None, "job": None, "timeout": LONG, "seal": seal, "credentials": mine}
+    assert register(first.address, member, secret=SECRET, **facts).generation == 1
+    port = port_of(first)
+    first.stop(grace=0.0)
+    speaker = Speaker(port, HTTP_ERROR)
+    result: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            result.put(register(first.address, member, secret=SECRET, generation=1, run=first.run, **facts).generation)
+        except BaseException as error:
+            result.put(error)
+
+    threading.Thread(target=ask, daemon=True).start()
+    for _ in range(2):
+        assert speaker.served.acquire(timeout=LONG)
+    speaker.close()
+    thief = serve(1, port=port, credentials=tls_files.credentials("m3"))
+    with pytest.raises(queue.Empty):
+        result.get(timeout=0.2)
+    thief.stop(grace=0.0)
+    serve(1, port=port, credentials=tls_files.credentials("m0"), **options)
+    assert result.get(timeout=LONG) == 2
+
+
+@pytest.mark.parametrize("impostor", ["closed_listener", "denied"], indirect=True)
+def test_worker_node_meeting_an_impostor_waits_for_its_coordinator(
+    impostor: Callable[[int], Any], serve: Serve, tmp_path: Path
+) -> None:
+    """When it registers again, and when it takes part in a checkpoint."""
+    options: dict[str, Any] = {"minimum": 1, "maximum": 2, "journal": tmp_path / "journal"}
+    coordinator = serve(1, **options)
+    port = port_of(coordinator)
+    with gw.WorkerNode(coordinator.address, "me", secret=SECRET, timeout=LONG) as node:
+        node.start_checkpoint(1)
+        for act in (node.rejoin, lambda: node.end_checkpoint(1)):
+            coordinator.stop(grace=0.0)
+            other = impostor(port)
+            with ThreadPoolExecutor(1) as pool:
+                acting = pool.submit(act)
+                for _ in range(2):
+                    assert other.served.acquire(timeout=LONG)
+                other.close()
+                coordinator = serve(1, port=port, **options)
+                acting.result(LONG)
+        assert node.generation == 2
+
+
+@pytest.mark.parametrize("impostor", ["closed_listener", "http", "denied", "unproven"], indirect=True)
+@pytest.mark.parametrize("kind", [Heartbeats, Lease])
+def test_heartbeats_meeting_an_impostor_go_on(
+    kind: type[Heartbeats] | type[Lease], impostor: Callable[[int], Any], serve: Serve, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"minimum": 1, "maximum": 2, "journal": tmp_path / "journal"}
+    first = serve(1, **options)
+    assert asking(first.address, WorkerSeal(SECRET), 0).result(LONG) == 1
+    told: queue.SimpleQueue[News] = queue.SimpleQueue()
+    facts: dict[str, Any] = {"secret": SECRET, "on_news": told.put, "interval": 0.01}
+    beats = Heartbeats(first.address, ["me"], **facts) if kind is Heartbeats else Lease(first.address, "me", **facts)
+    beats.start()
+    try:
+        assert told.get(timeout=LONG).generation == 1
+        port = port_of(first)
+        first.stop(grace=0.0)
+        other = impostor(port)
+        for _ in range(3):
+            assert other.served.acquire(timeout=LONG)
+        other.close()
+        while not told.empty():
+            told.get()
+        serve(1, port=port, **options)
+        assert told.get(timeout=LONG).evicted == ()
+    finally:
+        beats.close()

@@ -1,0 +1,156 @@
+"""A worker node: before its start, at work, and after its end."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import gradwire as gw
+from gradwire.membership.client.requests import heartbeat
+from gradwire.membership.coordinator.service import Coordinator
+from gradwire.membership.types import News
+from support import tls_files
+from support.membership_journal import SECRET
+
+Serve = Callable[..., Coordinator]
+Make = Callable[..., gw.WorkerNode]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Makes worker nodes, and closes them after the test."""
+    made: list[gw.WorkerNode] = []
+
+    def new(coordinator: Coordinator, name: str | None = None, **options: Any) -> gw.WorkerNode:
+        made.append(gw.WorkerNode(coordinator.address, name, **{"secret": SECRET, "timeout": 30.0, **options}))
+        return made[-1]
+
+    yield new
+    for node in made:
+        node.close()
+
+
+def together(*calls: Callable[[], object]) -> None:
+    threads = [threading.Thread(target=call, daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def test_its_life(serve: Serve, make: Make) -> None:
+    coordinator = serve(2)
+    nodes = [make(coordinator, f"w{n}", rank=n, size=2, endpoint=f"10.0.0.{n}:1") for n in range(2)]
+    assert [(node.rank, node.size, node.generation, node.peers) for node in nodes] == [(-1, 0, 0, ())] * 2
+    assert not nodes[0].healthy()
+    together(*(node.start for node in nodes))
+    assert [(node.rank, node.size, node.generation) for node in nodes] == [(0, 2, 1), (1, 2, 1)]
+    assert [(peer.id, peer.address) for peer in nodes[1].peers] == [("w0", "10.0.0.0:1"), ("w1", "10.0.0.1:1")]
+    assert all(node.healthy(30) for node in nodes)
+    nodes[0].close()
+    nodes[0].close()
+    assert (nodes[0].rank, nodes[0].size, nodes[0].healthy()) == (-1, 0, False)
+
+
+def test_it_is_started_once(serve: Serve, make: Make) -> None:
+    node = make(serve(1))
+    with node:
+        assert (node.rank, node.size) == (0, 1)
+        with pytest.raises(gw.ConfigError, match="was started already"):
+            node.start()
+        assert node.rank == 0
+    with pytest.raises(gw.Closed, match="is closed"):
+        node.start()
+    with pytest.raises(gw.Closed):
+        node.start_checkpoint(1)
+
+
+def test_a_start_that_failed_may_be_tried_again(serve: Serve, make: Make) -> None:
+    coordinator = serve(1)
+    node = make(coordinator, rank=3, size=1)
+    for _ in range(2):
+        with pytest.raises(gw.Refused, match="rank 3 is out of range"):
+            node.start()
+    assert (node.rank, node.size) == (-1, 0)
+
+
+def test_nothing_can_be_asked_of_one_that_was_not_started(serve: Serve, make: Make) -> None:
+    node = make(serve(1))
+    for call in (node.rejoin, lambda: node.start_checkpoint(1), lambda: node.end_checkpoint(1)):
+        with pytest.raises(gw.ConfigError, match="was not started"):
+            call()
+
+
+def test_it_keeps_its_lease_hears_the_news_and_goes_on(serve: Serve, make: Make) -> None:
+    coordinator = serve(2, minimum=1, maximum=2)
+    told: queue.SimpleQueue[News] = queue.SimpleQueue()
+    node, other = make(coordinator, "node", on_news=told.put), make(coordinator, "other")
+    together(node.start, other.start)
+    other.close()
+    node.rejoin()
+    assert (node.rank, node.size, node.generation) == (0, 1, 2)
+    while told.get(timeout=30).generation != 2:
+        pass
+    assert node.healthy(30)
+
+
+def test_one_that_was_evicted_is_not_healthy(serve: Serve, make: Make) -> None:
+    coordinator = serve(1, minimum=1, maximum=1)
+    node = make(coordinator, "node").start()
+    heartbeat(coordinator.address, [], gone=["node"], secret=SECRET)
+    while node.healthy(30):
+        pass  # until its next heartbeat
+    assert node.news is not None
+    assert node.news.evicted == ("node",)
+
+
+def test_a_coordinator_that_is_away_is_not_healthy_and_does_not_hold_up_the_end(serve: Serve, make: Make) -> None:
+    coordinator = serve(1)
+    node = make(coordinator).start()
+    coordinator.stop()
+    assert not node.healthy()
+    assert node.rank == 0
+    node.close()
+
+
+def test_checkpoints(serve: Serve, make: Make) -> None:
+    coordinator = serve(2, minimum=1, maximum=2)
+    nodes = [make(coordinator, name) for name in ("a", "b")]
+    together(*(node.start for node in nodes))
+    assert nodes[0].start_checkpoint(3).waiting_for
+    assert not nodes[0].end_checkpoint(3).complete
+    with pytest.raises(gw.Timeout, match=r"epoch 3 was not complete within 0\.1 s: b did not report"):
+        nodes[0].end_checkpoint(3, timeout=0.1)
+    together(lambda: nodes[0].end_checkpoint(3, timeout=30), lambda: nodes[1].end_checkpoint(3, timeout=30))
+    assert nodes[0].start_checkpoint(3).complete
+
+
+def test_with_certificates(serve: Serve, make: Make) -> None:
+    coordinator = serve(1, credentials=tls_files.credentials("m0"))
+    node = make(coordinator, "m1", credentials=tls_files.credentials("m1")).start()
+    assert node.healthy(30)
+
+
+def test_beyond_this_machine_it_must_be_meant() -> None:
+    with pytest.raises(gw.ConfigError, match="beyond this machine, and nothing would be encrypted"):
+        gw.WorkerNode("192.0.2.1:1", secret=SECRET)
+    assert gw.WorkerNode("192.0.2.1:1", secret=SECRET, insecure=True).rank == -1
+
+
+def test_a_forked_child_leaves_it_alone(serve: Serve, make: Make) -> None:
+    coordinator = serve(1, minimum=1, maximum=1)
+    node = make(coordinator, "node").start()
+    for _ in range(10):
+        pid = os.fork()
+        if pid == 0:
+            node.close()
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+    assert node.healthy(30)
+    assert heartbeat(coordinator.address, [], secret=SECRET).evicted == ()

@@ -1,0 +1,261 @@
+"""Newcomers that would break a running job are refused at registration, with a reason on which they can act."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from gradwire.identity import PROTOCOL
+from gradwire.membership.coordinator.state_machine import Membership
+from gradwire.membership.types import Assembly, Claim, Member, Waiting
+from support.membership_claims import RUN, order, pass_time, reason, waits, worker
+
+OTHER_RUN = b"o" * 16
+
+
+def elastic(start: int = 2) -> Membership:
+    return Membership("job", RUN, start=start, minimum=1, maximum=8, settle=0.0)
+
+
+def claim(name: str, transport: str = "auto", *, address: str = "127.0.0.1:5000", host: str = "machine") -> Claim:
+    made = worker(name)
+    return replace(made, member=replace(made.member, address=address, host=host), transport=transport)
+
+
+def running(*transports: str) -> Membership:
+    """A job at work, with a member for each transport."""
+    state = elastic(len(transports))
+    for name, transport in zip("abcd", transports, strict=False):
+        state.register(claim(name, transport), 0.0)
+    assert state.generation == 1
+    return state
+
+
+@pytest.mark.parametrize(
+    ("protocol", "said"),
+    [(0, "runs an older gradwire"), (PROTOCOL + 1, r"runs a newer gradwire \(9.9\)")],
+    ids=["older", "newer"],
+)
+def test_claim_of_another_protocol_is_refused(protocol: int, said: str) -> None:
+    state = running("auto", "auto")
+    refused = reason(state.register(replace(claim("new"), protocol=protocol, version="9.9" * (protocol > 0)), 1.0))
+    assert said.replace("\\", "") in refused
+    assert "Install the same gradwire" in refused
+    assert state.beat("ab", 1.0).joiners == 0
+
+
+@pytest.mark.parametrize("address", ["", "nonsense", "name:80", "127.0.0.1:0", "127.0.0.1:70000", "127.0.0.1", "::1:5"])
+def test_claim_with_an_unusable_data_address_is_refused(address: str) -> None:
+    assert "has no usable data address" in reason(elastic().register(claim("new", address=address), 0.0))
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "[::1]:65535", "[fe80::1%eth0]:5"])
+def test_claim_with_a_usable_data_address_is_accepted(address: str) -> None:
+    assert waits(elastic().register(claim("new", address=address), 0.0))
+
+
+def test_claim_without_data_plane_in_a_job_that_exchanges_data_is_refused() -> None:
+    refused = reason(running("auto", "tcp").register(claim("node", "", address=""), 1.0))
+    assert "has no data address" in refused
+    assert "gradwire join" in refused
+
+
+def test_claim_with_data_plane_in_a_membership_only_job_is_refused() -> None:
+    assert "bring their own data plane" in reason(running("", "").register(claim("new"), 1.0))
+
+
+def test_membership_only_job_takes_newcomers_without_address() -> None:
+    state = running("", "")
+    assert waits(state.register(claim("node", "", address=""), 1.0))
+    assert state.beat("ab", 1.0).joiners == 1
+
+
+def test_node_that_waits_first_does_not_keep_the_trainers_out() -> None:
+    state = elastic(2)
+    node = claim("node", "", address="")
+    assert waits(state.register(node, 0.0))
+    assert waits(state.register(claim("a"), 0.1))
+    assert "has no data address" in reason(state.register(node, 0.2))
+    assert order(state.register(claim("b"), 0.3)) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("here", "newcomer", "host"),
+    [("auto", "shm", "other"), ("tcp", "shm", "machine"), ("shm", "auto", "other"), ("shm", "tcp", "machine")],
+)
+def test_newcomer_that_cannot_share_memory_where_one_insists_is_refused(here: str, newcomer: str, host: str) -> None:
+    refused = reason(running(here, here).register(claim("new", newcomer, host=host), 1.0))
+    assert "insists on transport 'shm'" in refused
+    assert "Use transport 'auto'" in refused
+
+
+@pytest.mark.parametrize(("here", "newcomer", "host"), [("auto", "shm", "machine"), ("auto", "tcp", "other")])
+def test_newcomer_that_fits_waits(here: str, newcomer: str, host: str) -> None:
+    assert waits(running(here, here).register(claim("new", newcomer, host=host), 1.0))
+
+
+def test_newcomer_that_cannot_share_memory_with_silent_members_is_refused() -> None:
+    state = running("auto", "auto")
+    now = pass_time(state, 0.0, 12.0)
+    assert state.news().size == 0, "their leases have run out, and they may come back"
+    assert "insists on transport 'shm'" in reason(state.register(claim("new", "shm", host="other"), now))
+
+
+def test_newcomer_is_not_refused_for_the_sake_of_a_dead_member_that_insisted() -> None:
+    state = running("shm", "auto")
+    state.gone("a", 1.0)
+    assert waits(state.register(claim("new", host="other"), 1.0))
+
+
+def test_claim_that_only_says_it_was_a_member_is_checked_like_a_newcomer() -> None:
+    state = running("auto", "auto")
+    made_up = replace(claim("new", "", address=""), generation=1, run=RUN)
+    assert "has no data address" in reason(state.register(made_up, 1.0))
+
+
+def test_claim_that_only_says_it_was_a_member_does_not_hold_the_state() -> None:
+    state = running("auto", "auto")
+    made_up, now = replace(claim("new"), generation=1, run=RUN), pass_time(state, 0.0, 12.0)
+    assert state.news().size == 0, "the members are silent"
+    state.register(made_up, now)
+    assert waits(state.register(made_up, pass_time(state, now, now + 2))), "they are waited for"
+
+
+def test_id_of_a_dropped_member_that_may_come_back_is_known() -> None:
+    state = running("auto", "auto", "auto")
+    for name in "ab":
+        state.register(replace(claim(name), generation=1, run=RUN, session=b"again", lost=("c",)), 1.0)
+    pass_time(state, 1.0, 3.0)
+    assert [member.id for member in state.members] == ["a", "b"]
+    assert state.knows("c")
+    assert not state.knows("somebody")
+
+
+def test_unknown_transport_is_refused() -> None:
+    assert "no transport is called 'carrier pigeon'" in reason(elastic().register(claim("new", "carrier pigeon"), 0.0))
+
+
+# -- runs
+
+
+def test_member_of_another_run_is_refused() -> None:
+    state = running("auto", "auto")
+    stale = replace(worker("old", generation=1), run=OTHER_RUN)
+    refused = reason(state.register(stale, 1.0))
+    assert f"is a member of run {OTHER_RUN.hex()}" in refused
+    assert RUN.hex() in refused
+    assert state.beat("ab", 1.0).joiners == 0
+
+
+def test_heartbeats_and_deaths_of_another_run_do_not_count() -> None:
+    state = running("auto", "auto")
+    news = state.beat("ab", 1.0, run=OTHER_RUN)
+    assert (news.unknown, news.run) == (("a", "b"), RUN)
+    state.gone(["a"], 1.0, run=OTHER_RUN)
+    assert state.beat("ab", 1.0, run=RUN).size == 2
+    for now in range(1, 12):
+        state.beat("a", float(now), run=OTHER_RUN)
+        state.beat("b", float(now), run=RUN)
+    assert state.news().evicted == ("a",), "another run's heartbeats keep no lease"
+
+
+def test_heartbeat_for_an_id_that_has_not_registered_is_ignored_and_told() -> None:
+    state = running("auto", "auto")
+    news = state.beat(["a", "b", "starting"], 1.0)
+    assert (news.unknown, news.size) == (("starting",), 2)
+
+
+def test_leaving_of_another_run_is_not_believed() -> None:
+    state = running("auto", "auto")
+    assert not state.leave(state.members[0], 1.0, finished=True, run=OTHER_RUN)
+    assert not state.news().finished
+    assert state.leave(state.members[0], 1.0, run=RUN)
+
+
+# -- who may say that all work is done
+
+
+def test_finished_from_one_that_only_waits_is_not_believed() -> None:
+    state = running("auto", "auto")
+    waiting = claim("new")
+    state.register(waiting, 1.0)
+    assert state.leave(waiting.member, 1.0, finished=True)
+    assert not state.news().finished
+    assert state.leave(state.members[0], 1.0, finished=True)
+    assert state.news().finished
+
+
+def test_finished_from_a_member_that_was_struck_off_is_not_believed() -> None:
+    state = running("auto", "auto")
+    gone = state.members[0]
+    state.gone(["a"], 1.0)
+    assert not state.leave(gone, 1.0, finished=True)
+    assert not state.news().finished
+
+
+# -- a pid is used again
+
+
+def test_process_with_a_used_pid_is_another_process() -> None:
+    state = running("auto", "auto")
+    first = state.members[0]
+    again = Member(first.id, 0, first.host, first.hostname, first.pid, first.address, started=first.started + 1)
+    assert not state.leave(again, 1.0)
+    assert isinstance(state.register(worker("a"), 1.0), Assembly)
+
+
+# -- a run that nobody can go on with
+
+
+def test_generation_without_the_last_state_begins_a_new_run_and_refuses_the_old_members() -> None:
+    """All members are out of sight for longer than they are waited for, and a newcomer begins without them."""
+    state = running("auto", "auto")
+    newcomer, now = claim("new"), 1.0
+    while isinstance(outcome := state.register(newcomer, now), Waiting):
+        now += 1.0
+        assert now < 200, "it waits for ever"
+    assert isinstance(outcome, Assembly)
+    assert (outcome.run > RUN, outcome.previous_run, outcome.generation) == (True, RUN, 2)
+    assert "is a member of run" in reason(state.register(replace(claim("a"), generation=1, run=RUN), now + 1))
+    assert state.beat("a", now, run=RUN).unknown == ("a",)
+
+
+def test_generation_of_a_member_with_an_earlier_state_begins_a_new_run_that_it_accepts() -> None:
+    state = running("auto", "auto", "auto")
+    for name in "ab":
+        state.register(replace(claim(name), generation=1, run=RUN, session=b"again", lost=("c",)), 1.0)
+    pass_time(state, 1.0, 3.0)
+    assert [member.id for member in state.members] == ["a", "b"]
+    state.gone("ab", 3.0)
+    dropped = replace(claim("c"), generation=1, run=RUN, session=b"again")
+    outcome = state.register(dropped, 3.0)
+    outcome = state.register(dropped, pass_time(state, 3.0, 9.0))
+    assert order(outcome) == ["c"]
+    assert isinstance(outcome, Assembly)
+    assert (outcome.previous_run, outcome.run > RUN) == (RUN, True), "a and b may have committed more"
+    restored = Membership.restore(json.loads(json.dumps(state.snapshot())), 9.0)
+    assert restored.register(dropped, 9.0) == outcome
+
+
+def test_generation_of_survivors_stays_in_its_run() -> None:
+    state = running("auto", "auto")
+    state.gone("b", 1.0)
+    outcome = state.register(replace(claim("a"), generation=1, run=RUN, session=b"again"), 1.0)
+    assert isinstance(outcome, Assembly)
+    assert (outcome.run, outcome.previous_run) == (RUN, b"")
+
+
+def test_founder_of_a_new_run_that_hears_of_it_late_is_told_the_run_that_it_knows() -> None:
+    """Two strangers found a new run; one of them is back from it before the other has heard of it."""
+    state = running("auto", "auto")
+    strangers = [replace(claim(name), generation=1, run=RUN, session=b"again", stranger=True) for name in "ab"]
+    for one in strangers:
+        state.register(one, 1.0)
+    assert (state.generation, state.terms.run > RUN) == (2, True)
+    back = replace(claim("a"), generation=2, run=state.terms.run, session=b"again")
+    state.register(back, 2.0)
+    outcome = state.register(strangers[1], 2.0)
+    assert isinstance(outcome, Assembly)
+    assert (outcome.generation, outcome.run, outcome.previous_run) == (3, state.terms.run, RUN)

@@ -1,0 +1,84 @@
+"""A coordinator that was started again from a snapshot answers as the old one would have."""
+
+from __future__ import annotations
+
+import json
+
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from gradwire.membership.coordinator.state_machine import OUTNUMBERED, Membership
+from gradwire.membership.types import Assembly, Claim
+from support.membership_claims import RUN, worker
+
+NAMES = "abcdef"
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("come"), st.sampled_from(NAMES), st.sets(st.sampled_from(NAMES), max_size=2)),
+        st.tuples(st.sampled_from(["gone", "leave", "withdraw", "checkpoint"]), st.sampled_from(NAMES), st.just(set())),
+    ),
+    max_size=12,
+)
+
+
+class Job:
+    """Healthy workers and their coordinator. Whoever waits asks all the time."""
+
+    def __init__(self) -> None:
+        self.state = Membership("job", RUN, start=3, minimum=2, maximum=4)
+        self.now = 0.0
+        self.told: dict[str, int] = {}
+        self.claims: dict[str, Claim] = {}
+        for name in "abc":
+            self.play("come", name, set())
+
+    def play(self, what: str, name: str, lost: set[str]) -> object:
+        if what == "come":
+            return self.ask(name, lost)
+        claim = self.claims.pop(name, None) if what != "checkpoint" else None
+        if what == "gone":
+            self.state.gone([name], self.now)
+        elif what == "leave":
+            self.state.leave(worker(name).member, self.now)
+        elif what == "checkpoint":
+            return self.state.end_checkpoint(self.state.news().checkpoint or 1, name, self.now)
+        elif claim is not None:
+            return self.state.withdraw(claim)
+        return self.state.news()
+
+    def ask(self, name: str, lost: set[str]) -> object:
+        claim = self.claims.setdefault(name, worker(name, self.told.get(name, 0), sorted(lost)))
+        outcome = self.state.register(claim, self.now)
+        if isinstance(outcome, Assembly):
+            self.told[name] = outcome.generation
+            del self.claims[name]
+        return type(outcome), outcome if isinstance(outcome, Assembly) else None
+
+    def settle(self) -> object:
+        """Time enough for everything that is only a matter of a moment."""
+        until = self.now + 2 * OUTNUMBERED
+        while self.now < until:
+            self.now += 0.5
+            self.state.beat(NAMES, self.now)
+            for name in list(self.claims):
+                self.ask(name, set())
+        return self.state.snapshot(), self.state.news()
+
+
+@given(EVENTS, EVENTS)
+@settings(max_examples=60, deadline=None)
+def test_the_restarted_one_answers_as_the_old_one_would_have(before: list, after: list) -> None:  # type: ignore[type-arg]
+    job, twin = Job(), Job()
+    for event in before:
+        assert job.play(*event) == twin.play(*event)
+    assume(not job.state.waiting or not job.state._roster.rests_until())  # a restart forgets who was to rest
+    twin.state = Membership.restore(json.loads(json.dumps(twin.state.snapshot())), twin.now)
+    line = job.state._roster.line.keys()
+    for name in sorted(twin.claims, key=lambda name: name not in line):  # members may complete the next generation
+        twin.ask(name, set())
+        job.ask(name, set())
+    assert job.settle() == twin.settle()
+    assume(not job.state._roster.rests_until())
+    for event in after:
+        assert job.play(*event) == twin.play(*event)
+        assert job.settle() == twin.settle()

@@ -1,0 +1,192 @@
+"""An elastic job one of whose generations is not heard of: it may be at work all the same, or over before all know."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from gradwire.membership.coordinator.state_machine import HOPE, Membership
+from gradwire.membership.types import Assembly, Waiting
+from support.membership_claims import RUN, order, pass_time, waits, worker
+
+LEASE = 10.0
+
+
+def at_work(names: str) -> Membership:
+    """A job whose first generation has just formed, and all know it."""
+    state = Membership("job", RUN, start=len(names), minimum=1, maximum=4, lease=LEASE)
+    for name in names:
+        state.register(worker(name), 0.0)
+    for name in names:
+        assert isinstance(state.register(worker(name), 0.0), Assembly)
+    return state
+
+
+def wait_in_line(state: Membership, name: str, since: float, until: float) -> None:
+    """A newcomer asks every other second."""
+    now = since
+    while now < until:
+        now = pass_time(state, now, min(until, now + 2.0))
+        assert isinstance(state.register(worker(name), now), Waiting)
+
+
+def test_the_line_does_not_begin_anew_beside_a_generation_that_is_only_not_heard_of() -> None:
+    state = at_work("ab")
+    wait_in_line(state, "x", 0.0, LEASE + 2.0)
+    assert state.news().evicted == ("a", "b")
+    assert "to hear of rank 0 (host host, pid 7), rank 1" in waits(state.outcome(worker("x"), LEASE + 2.0))
+    assert state.generation == 1
+    assert state.beat("ab", LEASE + 2.0).evicted == (), "it was at work all the time"
+
+
+def test_one_of_that_generation_who_comes_takes_the_line_along() -> None:
+    state = at_work("ab")
+    wait_in_line(state, "x", 0.0, LEASE + 2.0)
+    assert order(state.register(worker("b", 1), LEASE + 2.0)) == ["b", "x"]
+
+
+def test_the_line_goes_on_when_nobody_of_that_generation_is_left() -> None:
+    state = at_work("ab")
+    wait_in_line(state, "x", 0.0, LEASE + 2.0)
+    state.gone("ab", LEASE + 2.0)
+    assert order(state.register(worker("x"), LEASE + 3.0)) == ["x"]
+
+
+def test_a_generation_that_is_not_heard_of_at_all_is_given_up_in_the_end() -> None:
+    state = at_work("ab")
+    wait_in_line(state, "x", 0.0, LEASE + HOPE - 1.0)
+    now = pass_time(state, LEASE + HOPE - 1.0, LEASE + HOPE + 1.0)
+    assert order(state.register(worker("x"), now)) == ["x"]
+
+
+def test_whoever_was_dropped_is_needed_when_the_others_are_dead() -> None:
+    """b is sent to rest, and a, who goes on without it, dies: b still knows more than one who was never at work."""
+    state = at_work("ab")
+    state.register(worker("x"), 1.0)
+    state.register(worker("a", 1, lost="b"), 1.0)
+    state.register(worker("b", 1), 1.0)
+    assert [member.id for member in state.members] == ["a", "x"]
+    state.register(worker("y"), 1.1)
+    state.gone("ax", 1.5)
+    assert order(state.register(worker("b", 1), 1.6)) == ["b", "y"]
+
+
+def test_a_generation_that_is_over_is_nobody_s_next() -> None:
+    """b has not been told of generation 2 when a is back from it already: both go straight to generation 3."""
+    state = at_work("ab")
+    state.register(worker("b", 1), 1.0)
+    assert isinstance(state.register(worker("a", 1), 1.0), Assembly)
+    state.register(worker("a", 2), 2.0)
+    news = state.beat("a", 2.0)
+    assert (news.generation, news.over) == (2, True)
+    restarted = Membership.restore(state.snapshot(), 2.5)
+    assert restarted.news().over, "what has ended stays ended"
+    outcome = state.register(worker("b", 1), 3.0)
+    assert order(outcome) == ["a", "b"]
+    assert state.generation == 3
+
+
+def test_a_survivor_that_never_got_the_state_does_not_go_on_alone() -> None:
+    """x has joined a, and a freezes before x has the state: x must not begin anew, whomever it complains of."""
+    state = at_work("a")
+    state.register(worker("x"), 1.0)
+    assert order(state.register(worker("a", 1), 1.0)) == ["a", "x"]
+    stranger = replace(worker("x", 2, lost="a"), stranger=True)
+    state.register(stranger, 1.0)
+    now = 1.0
+    for _ in range(3):
+        now = pass_time(state, now, now + 2.0)
+        assert "nobody else knows the state" in waits(state.register(stranger, now))
+    assert order(state.register(worker("a", 2), now)) == ["x", "a"]
+
+
+def test_a_survivor_that_has_the_state_goes_on_alone() -> None:
+    state = at_work("a")
+    state.register(worker("x"), 1.0)
+    state.register(worker("a", 1), 1.0)
+    state.register(worker("x", 2, lost="a"), 2.0)
+    assert order(state.register(worker("x", 2, lost="a"), pass_time(state, 2.0, 4.0))) == ["x"]
+
+
+def test_two_who_never_reach_each_other_do_not_keep_the_job_from_going_on() -> None:
+    """Only a and b know something of the state, and they are cut off for good: after some tries a goes on without b."""
+    state = at_work("ab")
+    state.register(worker("x"), 0.5)
+    for now in (1.0, 2.0, 3.0):
+        for name, lost in {"a": "b", "b": "a", "x": ""}.items():
+            if name in [member.id for member in state.members]:
+                claim = replace(worker(name, state.generation, lost=lost), stranger=True, run=state.terms.run)
+                state.register(claim, now)
+        if now == 1.0:
+            assert [member.id for member in state.members] == ["a", "b", "x"], "once more"
+    assert [member.id for member in state.members] == ["a", "x"]
+
+
+def test_whoever_was_silent_can_leave() -> None:
+    state = at_work("ab")
+    now = 0.0
+    while now <= LEASE:
+        now += 1.0
+        state.beat("a", now)
+    assert state.news().evicted == ("b",)
+    assert state.leave(worker("b").member, now)
+    assert state.beat("ab", now).evicted == (), "it has left, and is not struck off"
+    assert order(state.register(worker("a", 1), now)) == ["a"]
+
+
+def without(state: Membership, dropped: str, left: str) -> None:
+    """At 1 s a generation goes on without one that others could not reach; at 3 s all who are left have died."""
+    for name in left:
+        state.register(worker(name, 1, dropped), 1.0)
+    pass_time(state, 1.0, 3.0)
+    assert [member.id for member in state.members] == list(left)
+    state.gone(left, 3.0)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_the_line_does_not_begin_anew_while_one_that_was_dropped_may_live(restarted: bool) -> None:
+    state = at_work("abc")
+    without(state, "c", "ab")
+    if restarted:
+        state = Membership.restore(json.loads(json.dumps(state.snapshot())), 3.0)
+    wait_in_line(state, "x", 3.0, 9.0)
+    assert "to hear of rank 2 (host host, pid 7): nobody else knows" in waits(state.register(worker("x"), 9.0))
+    state.register(worker("c", 1), 9.0)
+    assert order(state.register(worker("c", 1), pass_time(state, 9.0, 10.0))) == ["c", "x"]
+
+
+def test_one_that_was_dropped_and_is_not_heard_of_is_given_up_in_the_end() -> None:
+    state = at_work("abc")
+    without(state, "c", "ab")
+    wait_in_line(state, "x", 3.0, LEASE + HOPE)
+    now = pass_time(state, LEASE + HOPE, LEASE + HOPE + 3.0)
+    assert order(state.register(worker("x"), now)) == ["x"]
+
+
+def test_one_that_was_dropped_and_has_died_is_not_waited_for() -> None:
+    state = at_work("abc")
+    without(state, "c", "ab")
+    state.gone("c", 3.0)
+    state.register(worker("x"), 3.0)
+    assert order(state.register(worker("x"), pass_time(state, 3.0, 4.0))) == ["x"]
+
+
+def test_one_that_was_dropped_is_not_waited_for_by_those_who_know_as_much() -> None:
+    state = at_work("abcd")
+    without(state, "cd", "ab")
+    state.register(worker("c", 1), 3.0)
+    assert order(state.register(worker("c", 1), pass_time(state, 3.0, 4.0))) == ["c"]
+
+
+def test_death_of_a_member_that_was_dropped_before_is_in_the_journal() -> None:
+    state = at_work("abc")
+    for name in "ab":
+        state.register(worker(name, 1, "c"), 1.0)
+    pass_time(state, 1.0, 3.0)
+    assert [member.id for member in state.members] == ["a", "b"]
+    state.changes()
+    state.gone("c", 3.0)
+    assert [(change.kind, change.member, change.lasting) for change in state.changes()] == [("went", "c", True)]
+    assert state.snapshot()["outside"] == []

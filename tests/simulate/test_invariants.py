@@ -1,0 +1,125 @@
+"""What the simulation's own bookkeeping calls a broken promise, and what not."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import numpy as np
+import pytest
+
+from gradwire.arrays import Array
+from gradwire.simulate.invariants import Ledger, Version
+from gradwire.simulate.toy_training import applied, gradient
+from gradwire.training.commit_rules import Settlement
+
+SEED = 5
+
+
+class Broken(Exception):
+    pass
+
+
+def fail(text: str) -> NoReturn:
+    raise Broken(text)
+
+
+@pytest.fixture
+def ledger() -> Ledger:
+    """Generation 1 of two has committed steps 0 and 1; one of them has completed step 2 too."""
+    ledger = Ledger(SEED, fail)
+    ledger.settled(1, Settlement(-1, 0, {}), True)
+    ledger.began("a", 1, np.zeros_like(gradient(SEED, 0, 0, 2)))
+    for step in range(3):
+        complete(ledger, (step, 1), size=2)
+    for step in range(2):
+        commit(ledger, (step, 1))
+    return ledger
+
+
+def complete(ledger: Ledger, version: Version, size: int) -> Array:
+    """A step on top of the one before it, in its own generation or where that began."""
+    step, number = version
+    before = ledger.states.get((step - 1, number))
+    if before is None:
+        base = ledger.bases[number]
+        before = ledger.beginnings[number] if base[0] < 0 else ledger.states[base]
+    total = np.sum([gradient(SEED, step, rank, size) for rank in range(size)], axis=0)
+    state = applied(before, np.asarray(total))
+    ledger.completed("a", version, size, state)
+    return state
+
+
+def commit(ledger: Ledger, version: Version) -> None:
+    ledger.commit("a", version, ledger.states[version])
+
+
+def test_a_settlement_that_came_to_nothing_forbids_nothing(ledger: Ledger) -> None:
+    """Generation 2 broke while the state was handed over; then the one that knows step 2 returned."""
+    ledger.settled(2, Settlement(1, 1, {}), True)
+    ledger.settled(3, Settlement(2, 1, {}), True)
+    commit(ledger, (2, 1))
+    assert ledger.committed == 2
+
+
+def test_a_step_is_not_committed_once_a_later_generation_has_gone_on_without_it(ledger: Ledger) -> None:
+    ledger.settled(2, Settlement(1, 1, {}), True)
+    complete(ledger, (2, 2), size=1)
+    commit(ledger, (1, 1))
+    complete(ledger, (3, 2), size=1)
+    commit(ledger, (3, 2))
+    with pytest.raises(Broken, match="commits step 2 in generation 1, and 2 went on after 1"):
+        commit(ledger, (2, 1))
+
+
+def test_who_holds_what_was_committed(ledger: Ledger) -> None:
+    assert ledger.holds((1, 1), ledger.states[(1, 1)])
+    assert ledger.holds((2, 1), ledger.states[(2, 1)])
+    assert not ledger.holds((0, 1), ledger.states[(0, 1)])
+    assert not ledger.holds((1, 1), ledger.states[(2, 1)])
+
+
+def test_a_state_of_another_history_is_not_what_was_committed(ledger: Ledger) -> None:
+    """One went on alone from step 1, and committed a step 2 that is not the one the other had completed."""
+    ledger.settled(2, Settlement(1, 1, {}), True)
+    alone = complete(ledger, (2, 2), size=1)
+    commit(ledger, (2, 2))
+    assert ledger.holds((2, 2), alone)
+    assert not ledger.holds((2, 1), ledger.states[(2, 1)])
+    with pytest.raises(Broken, match="generation 3 begins after step 1, and step 2 was committed"):
+        ledger.settled(3, Settlement(1, 1, {}), True)
+    with pytest.raises(Broken, match=r"generation 4 begins after \(2, 1\), which did not come of \(2, 2\)"):
+        ledger.settled(4, Settlement(2, 1, {}), True)
+
+
+def test_what_died_with_all_who_knew_it_is_done_again(ledger: Ledger) -> None:
+    ledger.settled(2, Settlement(0, 1, {}), False)
+    assert ledger.committed == 0
+    complete(ledger, (1, 2), size=1)
+    commit(ledger, (1, 2))
+    with pytest.raises(Broken, match="committed in 2"):
+        commit(ledger, (1, 1))
+
+
+def test_after_a_loss_what_is_committed_counts_as_before(ledger: Ledger) -> None:
+    commit(ledger, (2, 1))
+    ledger.settled(2, Settlement(1, 1, {}), False)  # step 2 died with all who knew it
+    complete(ledger, (2, 2), size=1)  # by one only, never committed
+    ledger.settled(3, Settlement(1, 1, {}), True)
+    complete(ledger, (2, 3), size=2)
+    commit(ledger, (2, 3))
+    with pytest.raises(Broken, match=r"begins after \(2, 2\), which did not come of \(2, 3\)"):
+        ledger.settled(4, Settlement(2, 2, {}), True)
+
+
+def test_who_returns_with_a_state_that_is_farther_on_than_a_new_beginning_brings_its_history_back(
+    ledger: Ledger,
+) -> None:
+    ledger.settled(2, Settlement(-1, 0, {}), False)
+    ledger.began("b", 2, np.ones_like(gradient(SEED, 0, 0, 1)))
+    complete(ledger, (0, 2), size=1)
+    commit(ledger, (0, 2))
+    ledger.settled(3, Settlement(1, 1, {}), True)
+    assert ledger.committed == 1
+    commit(ledger, (1, 1))
+    complete(ledger, (2, 3), size=2)
+    commit(ledger, (2, 3))

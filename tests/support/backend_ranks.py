@@ -1,0 +1,37 @@
+"""Processes that meet in torch.distributed, with our backend."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from support.processes import StartJob
+
+VERY_LONG = 100.0  # seconds: a bound for what takes a few, on a machine that is busy
+
+
+def meet(file: str, backend: str = "gradwire", seconds: float = 60.0) -> tuple[int, int]:
+    """In a rank: meet the others in this file; returns the rank, and how many there are."""
+    torch.set_num_threads(1)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(backend, f"file://{file}", rank=rank, world_size=size, timeout=timedelta(seconds=seconds))
+    return rank, size
+
+
+def environ_of(size: int) -> Callable[[int], dict[str, str]]:
+    return lambda rank: {"RANK": str(rank), "WORLD_SIZE": str(size), "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def run(job: StartJob, body: Callable[..., None], size: int, place: Path) -> list[dict[str, Any]]:
+    """What each rank of a job told before it ended well."""
+    with job(body, size, str(place / "store"), environ=environ_of(size)) as ranks:
+        told = [rank.hear(VERY_LONG) for rank in ranks]
+        for rank in ranks:
+            assert rank.ended() == 0, rank.output()
+    return told

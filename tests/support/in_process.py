@@ -1,0 +1,83 @@
+"""Groups whose ranks are all in this process, over each transport; closed after the test. And a log to wait for."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import re
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+import gradwire as gw
+from conformance.crews import TRANSPORTS
+from support.ranks import closing
+
+SOON = 30.0  # seconds: a bound for what takes milliseconds, on a machine that is busy
+
+
+@pytest.fixture(params=["tcp", "local"], name="pair")
+def pair_fixture(request: pytest.FixtureRequest) -> Iterator[list[gw.Group]]:
+    """Two ranks."""
+    with closing(list(gw.loopback_pair()) if request.param == "tcp" else gw.local_group(2)) as groups:
+        yield groups
+
+
+@pytest.fixture(params=["tcp", "local", "tls"], name="pair")
+def any_pair_fixture(request: pytest.FixtureRequest) -> Iterator[list[gw.Group]]:
+    """Two ranks, also with TLS between them: for tests of what links have to bear."""
+    with closing(TRANSPORTS[request.param](gw.Topology.single(2))) as groups:
+        yield groups
+
+
+@pytest.fixture(params=list(TRANSPORTS), name="pair")
+def every_pair_fixture(request: pytest.FixtureRequest) -> Iterator[list[gw.Group]]:
+    """Two ranks, over every transport."""
+    with closing(TRANSPORTS[request.param](gw.Topology.single(2))) as groups:
+        yield groups
+
+
+@pytest.fixture(params=["tcp", "local"], name="groups")
+def groups_fixture(request: pytest.FixtureRequest) -> Iterator[list[gw.Group]]:
+    """Two ranks over TCP, or three in memory: enough for a majority."""
+    with closing(list(gw.loopback_pair()) if request.param == "tcp" else gw.local_group(3)) as groups:
+        yield groups
+
+
+def end_progress(group: gw.Group) -> None:
+    """Close a group and wait for its progress thread, which may be the last to hold a work."""
+    group.close()
+    assert group._runner._progress is not None
+    group._runner._progress.join(SOON)
+    gc.collect()
+
+
+class Journal(logging.Handler):
+    """Lines of the log that can be waited for."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._changed = threading.Condition()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with self._changed:
+            self.lines.append(record.getMessage())
+            self._changed.notify_all()
+
+    def wait_for(self, pattern: str, times: int = 1) -> None:
+        def found() -> bool:
+            return sum(re.search(pattern, line) is not None for line in self.lines) >= times
+
+        with self._changed:
+            assert self._changed.wait_for(found, 10), f"not {times} × {pattern!r} in {self.lines}"
+
+
+@pytest.fixture(name="journal")
+def journal_fixture() -> Iterator[Journal]:
+    """What is logged during the test, from "warning" on."""
+    journal, logger = Journal(), logging.getLogger("gradwire")
+    logger.addHandler(journal)
+    yield journal
+    logger.removeHandler(journal)

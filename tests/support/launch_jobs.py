@@ -1,0 +1,132 @@
+"""For tests of launching: jobs without a rendezvous, and processes that are waited for without guessing how long."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import select
+import socket
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from gradwire.launch.fault_injection import Chaos
+from gradwire.launch.output import Output
+from gradwire.launch.rendezvous import Rendezvous
+from gradwire.launch.supervisor import Outcome, Supervisor
+from gradwire.launch.worker_process import Task
+from gradwire.launch.worker_setup import StaticSetup
+
+LONG = 60.0  # seconds; a bound for what normally takes milliseconds, on a machine that is busy
+WAIT = "import signal\nwhile True: signal.pause()\n"
+
+
+class NoCoordinator:
+    """In the place of a coordinator, for scripts that never ask for one."""
+
+    address = "127.0.0.1:9"
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def start(self) -> None:
+        self.calls.append("start")
+
+    def stop(self) -> None:
+        self.calls.append("stop")
+
+
+def nowhere() -> Rendezvous:
+    return Rendezvous(NoCoordinator(), job="a-job", token="a token of this job")
+
+
+@dataclass(frozen=True)
+class Ended:
+    outcome: Outcome
+    out: str
+    err: str
+
+
+class Job:
+    """A supervisor whose output can be read."""
+
+    def __init__(
+        self,
+        task: Task,
+        size: int,
+        *,
+        grace: float = 0.0,
+        kill_after: float = LONG,
+        environ: Mapping[str, str] | None = None,
+        log_dir: Path | None = None,
+        chaos: Chaos | None = None,
+    ) -> None:
+        self.out, self.err = io.StringIO(), io.StringIO()
+        self.rendezvous = nowhere()
+        self.supervisor = Supervisor(
+            task,
+            size,
+            StaticSetup(size, self.rendezvous, environ),
+            chaos=chaos,
+            output=Output(out=self.out, err=self.err, log_dir=log_dir),
+            grace=grace,
+            kill_after=kill_after,
+        )
+
+    def ended(self) -> Ended:
+        assert self.supervisor.wait(LONG), f"the job did not end\n{self.out.getvalue()}\n{self.err.getvalue()}"
+        assert self.supervisor.outcome is not None
+        return Ended(self.supervisor.outcome, self.out.getvalue(), self.err.getvalue())
+
+
+def run(task: Task, size: int, **options: object) -> Ended:
+    job = Job(task, size, **options)  # type: ignore[arg-type]
+    with job.supervisor:
+        return job.ended()
+
+
+def written(folder: Path, code: str, name: str = "script.py") -> str:
+    path = folder / name
+    path.write_text(textwrap.dedent(code))
+    return str(path)
+
+
+class Watched:
+    """A process that is not ours, held by a pidfd: its number may be used anew, the descriptor not."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._fd = os.pidfd_open(pid)
+
+    def ends(self, timeout: float = LONG) -> bool:
+        poll = select.poll()
+        poll.register(self._fd, select.POLLIN)
+        return bool(poll.poll(timeout * 1000))
+
+    def __del__(self) -> None:
+        if hasattr(self, "_fd"):
+            os.close(self._fd)
+
+
+class Ready:
+    """A socket on which scripts tell how far they are; `code` is for them, to connect and `say` it."""
+
+    CODE = "import socket\nready = socket.create_connection(('127.0.0.1', {port}))\nsay = ready.sendall\n"
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.settimeout(LONG)
+        self.code = self.CODE.format(port=self._listener.getsockname()[1])
+
+    @contextlib.contextmanager
+    def told(self, count: int) -> Iterator[list[str]]:
+        """The first line that each of so many scripts says; the connections close when the block ends."""
+        with contextlib.ExitStack() as stack:
+            connections = [stack.enter_context(self._listener.accept()[0]) for _ in range(count)]
+            files = [stack.enter_context(connection.makefile()) for connection in connections]
+            yield [file.readline().strip() for file in files]
+
+    def close(self) -> None:
+        self._listener.close()

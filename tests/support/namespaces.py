@@ -1,0 +1,97 @@
+"""Two hosts on one machine, as network namespaces with a switch between them.
+
+A namespace lives as long as a process in it: here `cat`, which ends with the test's end of its pipe. So nothing has a
+name anywhere, and nothing is left, however the test ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+LONG = 30.0
+CABLE = "cable"  # what both hosts call their end
+
+
+class Namespace:
+    """A network of its own, with nothing in it but itself, until `ends` closes."""
+
+    def __init__(self, ends: contextlib.ExitStack) -> None:
+        command = ["unshare", "--net", "sh", "-c", "echo in; exec cat"]
+        holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        ends.callback(holder.communicate)
+        assert holder.stdout is not None
+        assert holder.stderr is not None
+        if holder.stdout.readline() != b"in\n":
+            raise OSError(holder.stderr.read().decode().strip())
+        self.pid = holder.pid
+        self.ip("link", "set", "lo", "up")
+
+    def ip(self, *words: str) -> None:
+        command = ["nsenter", "--net", f"--target={self.pid}", "ip", *words]
+        done = subprocess.run(command, capture_output=True, timeout=LONG)
+        if done.returncode:
+            raise OSError(f"ip {' '.join(words)}: {done.stderr.decode().strip()}")
+
+
+def enter(pid: int) -> None:
+    """Move this process into the network of another; its threads, if it has any, stay where they are."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/proc/{pid}/ns/net") as network:
+        if libc.setns(network.fileno(), 0):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+class Hosts:
+    """Host 0 is at 10.77.0.1, host 1 at 10.77.0.2."""
+
+    def __init__(self, ends: contextlib.ExitStack) -> None:
+        self._switch, *self._hosts = (Namespace(ends) for _ in range(3))
+        self._switch.ip("link", "add", "switch", "type", "bridge")
+        self._switch.ip("link", "set", "switch", "up")
+        for number, host in enumerate(self._hosts):
+            port = f"port{number}"
+            host.ip("link", "add", CABLE, "type", "veth", "peer", "name", port, "netns", str(self._switch.pid))
+            host.ip("addr", "add", f"{self.address(number)}/24", "dev", CABLE)
+            host.ip("link", "set", CABLE, "up")
+            self._switch.ip("link", "set", port, "master", "switch", "up")
+
+    @staticmethod
+    def address(number: int) -> str:
+        return f"10.77.0.{number + 1}"
+
+    @property
+    def pids(self) -> list[int]:
+        """Of a process on each host, to `enter` it."""
+        return [host.pid for host in self._hosts]
+
+    def cut(self) -> None:
+        """The switch forgets a port: packets are lost, and neither host sees anything but silence."""
+        self._switch.ip("link", "set", "port1", "nomaster")
+
+    def mend(self) -> None:
+        """The end of a cut."""
+        self._switch.ip("link", "set", "port1", "master", "switch")
+
+    def unplug(self) -> None:
+        """The cable of host 0 is pulled: it knows, the other one does not."""
+        self._hosts[0].ip("link", "set", CABLE, "down")
+
+
+@pytest.fixture(name="hosts")
+def hosts_fixture() -> Iterator[Hosts]:
+    missing = [tool for tool in ("ip", "unshare", "nsenter") if not shutil.which(tool)]
+    if os.geteuid() != 0 or missing:
+        pytest.skip(f"network namespaces need root{''.join(f', {tool}' for tool in missing)}")
+    with contextlib.ExitStack() as ends:
+        try:
+            hosts = Hosts(ends)
+        except OSError as error:
+            pytest.skip(f"no network namespaces to be had here: {error}")
+        yield hosts

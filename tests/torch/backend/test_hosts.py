@@ -1,0 +1,186 @@
+"""The backend of torch.distributed across hosts: what they need, and that training comes out as on one."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # DDP wants it: once, before ranks are forked
+import torch.distributed as dist
+
+import gradwire as gw
+from support import tls_files
+from support.namespaces import Hosts, enter
+from support.namespaces import hosts_fixture as hosts_fixture
+from support.processes import Here, Rank, StartJob
+from support.processes import job_fixture as job_fixture
+from support.processes import zygote_fixture as zygote_fixture
+from support.small_models import batch, loss, mlp
+
+SIZE = 4  # ranks: 0 and 1 on one host, 2 and 3 on the other
+PORT = 29_500  # in a network that nobody else has
+VERY_LONG = 100.0  # seconds: a bound for what takes a few, on a machine that is busy
+NOWHERE = "192.0.2.1"  # an address that is kept for documentation
+
+Environ = Callable[[int], dict[str, str]]
+
+
+def on_hosts(number: int, **more: str) -> Environ:
+    """The variables of torchrun, and so many hosts."""
+    here = SIZE // number
+
+    def environ(rank: int) -> dict[str, str]:
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(SIZE),
+            "LOCAL_RANK": str(rank % here),
+            "LOCAL_WORLD_SIZE": str(here),
+            "GRADWIRE_HOST": f"host {rank // here}",
+            **more,
+        }
+
+    return environ
+
+
+def join(store: str) -> gw.Group:
+    torch.set_num_threads(1)
+    rank, limit = int(os.environ["RANK"]), timedelta(seconds=VERY_LONG)
+    dist.init_process_group("gradwire", store, rank=rank, world_size=SIZE, timeout=limit)
+    group: gw.Group = dist.group.WORLD.group
+    return group
+
+
+def trains(here: Here, store: str) -> Any:
+    group = join(store)
+    model = torch.nn.parallel.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for seed in range(5):
+        optimizer.zero_grad()
+        x, y = batch(seed, group.rank)
+        loss(model(x), y).backward()
+        optimizer.step()
+    here.tell(
+        hosts=[list(ranks) for ranks in group.topology.hosts],
+        encrypted=group._generation.transport.encrypted,
+        weights=torch.cat([one.detach().flatten() for one in model.parameters()]).tolist(),
+    )
+    here.hear()  # nobody leaves while others train
+    return model
+
+
+def trained(job: StartJob, store: Path, environ: Environ) -> dict[str, Any]:
+    """What all ranks tell alike."""
+    with job(trains, SIZE, f"file://{store}", environ=environ) as ranks:
+        told = [rank.hear(VERY_LONG) for rank in ranks]
+    assert all(one == told[0] for one in told)
+    return told[0]
+
+
+def assert_trained_alike(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one["weights"] == pytest.approx(other["weights"], rel=0, abs=1e-12)
+
+
+def test_two_hosts_train_what_one_does(job: StartJob, tmp_path: Path) -> None:
+    """With the address of this machine, links need no secret and no certificates; but no memory is shared."""
+    together = trained(job, tmp_path / "one", on_hosts(1))
+    apart = trained(job, tmp_path / "two", on_hosts(2, MASTER_ADDR="127.0.0.1"))
+    assert together["hosts"] == [[0, 1, 2, 3]]
+    assert apart["hosts"] == [[0, 1], [2, 3]]
+    assert_trained_alike(apart, together)
+
+
+# -- what is missing --------------------------------------------------------------------------------------------------
+
+
+def fails(here: Here, store: str) -> None:
+    try:
+        join(store)
+    except gw.GradwireError as error:
+        here.tell_error(error)
+
+
+TLS = {"GRADWIRE_TLS_CA": "ca.pem", "GRADWIRE_TLS_CERT": "m0.pem", "GRADWIRE_TLS_KEY": "m0.key"}
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "missing"),
+    [
+        ({}, "NoConnection", "neither torch's store nor MASTER_ADDR"),
+        ({"MASTER_ADDR": NOWHERE}, "ConfigError", "GRADWIRE_TLS_CA"),
+        ({"MASTER_ADDR": NOWHERE, "GRADWIRE_TOKEN": "long enough for a token"}, "ConfigError", "GRADWIRE_TLS_CA"),
+        ({"MASTER_ADDR": NOWHERE, "GRADWIRE_INSECURE": "1"}, "ConfigError", "set GRADWIRE_TOKEN"),
+        ({"MASTER_ADDR": NOWHERE} | TLS, "ConfigError", "set GRADWIRE_TOKEN"),
+    ],
+)
+def test_hosts_are_told_what_they_lack(
+    job: StartJob, tmp_path: Path, given: dict[str, str], error: str, missing: str
+) -> None:
+    """Every rank says so at once, and nobody is spoken to."""
+    certificates = {name: str(tls_files.folder() / file) for name, file in TLS.items() if name in given}
+    environ = on_hosts(2, **given | certificates)
+    with job(fails, SIZE, f"file://{tmp_path / 'store'}", environ=environ) as ranks:
+        for rank in ranks:
+            told = rank.hear(VERY_LONG)
+            assert told["error"] == error
+            assert missing in told["text"]
+
+
+# -- with a network between them --------------------------------------------------------------------------------------
+
+
+def trains_until_one_is_lost(here: Here, networks: list[int]) -> None:
+    enter(networks[int(os.environ["RANK"]) // 2])
+    model = trains(here, "env://")
+    try:
+        while True:
+            model(batch(0, dist.get_rank())[0]).sum().backward()
+    except gw.GradwireError as error:
+        here.tell_error(error)
+    dist.destroy_process_group()
+
+
+def secured(hosts: Hosts) -> Environ:
+    common, where = trusting(hosts), tls_files.folder()
+
+    def environ(rank: int) -> dict[str, str]:
+        files = {"CA": "ca.pem", "CERT": f"m{rank}.pem", "KEY": f"m{rank}.key"}
+        return common(rank) | {f"GRADWIRE_TLS_{name}": str(where / file) for name, file in files.items()}
+
+    return environ
+
+
+def trusting(hosts: Hosts, **given: str) -> Environ:
+    """Nothing but a token."""
+    token = secrets.token_hex(32)
+    return on_hosts(2, MASTER_ADDR=hosts.address(0), MASTER_PORT=str(PORT), GRADWIRE_TOKEN=token, **given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encrypted", [True, False])
+def test_two_networks_train_what_one_host_does(job: StartJob, hosts: Hosts, tmp_path: Path, encrypted: bool) -> None:
+    environ = secured(hosts) if encrypted else trusting(hosts, GRADWIRE_INSECURE="1")
+    with job(trains_until_one_is_lost, SIZE, hosts.pids, environ=environ) as ranks:
+        told = [rank.hear(VERY_LONG) for rank in ranks]
+        assert all(one == told[0] for one in told)
+        assert told[0]["hosts"] == [[0, 1], [2, 3]]
+        assert told[0]["encrypted"] == encrypted
+        assert_trained_alike(told[0], trained(job, tmp_path / "store", on_hosts(1)))
+        for rank in ranks:
+            rank.tell()
+        _lose(ranks, 3)
+
+
+def _lose(ranks: list[Rank], number: int) -> None:
+    """Kill one: the others name it."""
+    ranks[number].signal()
+    for rank in ranks:
+        if rank.number != number:
+            told = rank.hear()
+            assert (told["error"], told["culprit"]) == ("PeerLost", number), told["text"]
+            assert rank.ended() == 0, rank.output()

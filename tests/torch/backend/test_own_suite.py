@@ -1,0 +1,56 @@
+"""torch's own tests of a backend, with ours: none fails, and of those reserved for Gloo none that passes there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = Path(__file__).parents[2] / "support" / "torch_own_suite.py"
+PARTS = 3
+
+
+def outcomes(*arguments: str) -> dict[str, dict[str, Any]]:
+    """What became of each test."""
+    # A session of its own: whatever hangs ends with it.
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=580)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    assert "passed" in lines[-1], f"the suite did not end: {output[-3000:]}"
+    return {line["test"]: line for line in lines[:-1]}
+
+
+def failed(found: dict[str, dict[str, Any]]) -> dict[str, str]:
+    return {name: one["text"] for name, one in found.items() if one["outcome"] == "failed"}
+
+
+@pytest.mark.parametrize("part", range(1, PARTS + 1))
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_no_test_of_torch_fails(ranks: int, part: int) -> None:
+    found = outcomes("--ranks", str(ranks), "--open", "--part", f"{part}/{PARTS}")
+    bad = failed(found)
+    if bad:  # torch's own engine is the judge of what must pass here
+        gloos = failed(outcomes("--backend", "gloo", "--ranks", str(ranks), "--open", "--only", *bad))
+        bad = {name: text for name, text in bad.items() if name not in gloos}
+    assert not bad, "\n".join(f"{name}: {text}" for name, text in bad.items())
+    assert sum(one["outcome"] == "passed" for one in found.values()) > 25

@@ -1,0 +1,322 @@
+"""The backend of torch.distributed: what Gloo has not, groups of groups, messages, failures, and torch's side of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # DDP wants it: once, before ranks are forked
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch.distributed import ReduceOp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import gradwire as gw
+from gradwire.torch.backend.work import Handle
+from support.backend_ranks import VERY_LONG, environ_of, meet, run
+from support.processes import Here, StartJob
+from support.processes import job_fixture as job_fixture
+from support.processes import zygote_fixture as zygote_fixture
+
+# -- what Gloo has not -------------------------------------------------------------------------------------------------
+
+
+def beyond(here: Here, file: str) -> None:
+    rank, size = meet(file)
+    mean = torch.tensor([1.0, 2.0]) * (rank + 1)
+    dist.all_reduce(mean, ReduceOp.AVG)
+    whole = torch.tensor([-3 * (rank + 1), 4])
+    dist.all_reduce(whole, ReduceOp.AVG)
+    scaled = torch.ones(2)
+    dist.all_reduce(scaled, ReduceOp.PREMUL_SUM(0.5))
+    part = torch.zeros(2)
+    dist.reduce_scatter_single(part, torch.ones(2 * size), ReduceOp.PREMUL_SUM(0.25))
+    ragged = [torch.zeros(n + 1) for n in range(size)]
+    dist.all_gather(ragged, torch.full((rank + 1,), float(rank)))
+    eighths = torch.full((4,), rank).to(torch.float8_e4m3fn)
+    dist.broadcast(eighths, 1)
+    group = dist.group.WORLD
+    coalesced = [torch.full((3,), float(rank)), torch.full((2, 2), rank)]
+    group.allreduce_coalesced(coalesced).wait()
+    here.tell(
+        mean=mean.tolist(),
+        whole=whole.tolist(),
+        scaled=scaled.tolist(),
+        part=part.tolist(),
+        ragged=[one.tolist() for one in ragged],
+        eighths=eighths.float().tolist(),
+        coalesced=[one.flatten().tolist() for one in coalesced],
+    )
+    dist.destroy_process_group()
+
+
+def test_ops_and_shapes_that_gloo_has_not(job: StartJob, tmp_path: Path) -> None:
+    for one in run(job, beyond, 2, tmp_path):
+        assert one == {
+            "mean": [1.5, 3.0],
+            "whole": [-4, 4],  # towards zero
+            "scaled": [1.0, 1.0],
+            "part": [0.5, 0.5],
+            "ragged": [[0.0], [1.0, 1.0]],
+            "eighths": [1.0] * 4,
+            "coalesced": [[1.0] * 3, [1] * 4],
+        }
+
+
+def cannot_meet(here: Here, file: str) -> None:
+    try:
+        meet(file)
+    except gw.GradwireError as error:
+        here.tell_error(error)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_init_process_group_with_a_transport_that_is_not_built_is_refused(
+    job: StartJob, tmp_path: Path, size: int
+) -> None:
+    environ = environ_of(size)
+    with job(
+        cannot_meet, size, str(tmp_path / "store"), environ=lambda rank: environ(rank) | {"GRADWIRE_TRANSPORT": "grpc"}
+    ) as ranks:
+        for rank in ranks:
+            told = rank.hear(VERY_LONG)
+            assert told["error"] == "UnsupportedOp"
+            assert "'grpc' (from GRADWIRE_TRANSPORT) is not built yet: there are 'auto', 'shm', 'tcp'" in told["text"]
+
+
+# -- groups ------------------------------------------------------------------------------------------------------------
+
+
+def groups(here: Here, file: str) -> None:
+    rank, size = meet(file)
+    sums = []
+    pair, other = dist.new_group([0, 2]), dist.new_group([0, 2])
+    if rank != 1:
+        works = [dist.all_reduce(torch.ones(1), group=group, async_op=True) for group in (pair, other)[:: 1 - rank]]
+        for work in works:  # rank 2 calls them the other way around: the groups have an order each
+            work.wait()
+        x = torch.tensor([rank])
+        dist.broadcast(x, src=2, group=pair)
+        sums.append(int(x))
+        dist.destroy_process_group(other)
+    from torch.distributed.distributed_c10d import _new_group_with_tag
+
+    turned = _new_group_with_tag([2, 0, 1], sort_ranks=False)
+    outs = [torch.zeros(1) for _ in range(size)]
+    dist.all_gather(outs, torch.tensor([float(rank)]), group=turned)
+    alone = [dist.new_group([one]) for one in range(size)][rank]
+    dist.all_reduce(torch.ones(1), group=alone)
+    backend, name = dist.get_backend(pair) if rank != 1 else "gradwire", turned.group_name
+    dist.destroy_process_group()
+    meet(file)  # the same store serves again
+    again = torch.ones(1)
+    dist.all_reduce(again)
+    world = dist.group.WORLD
+    dist.destroy_process_group()
+    world.shutdown()  # what is closed is closed
+    world.abort()
+    try:
+        world.allreduce([torch.ones(1)]).wait()
+    except gw.Closed:
+        here.tell(sums=sums, turned=[int(one) for one in outs], again=int(again), backend=backend, named=bool(name))
+
+
+def test_groups_of_groups_and_a_second_beginning(job: StartJob, tmp_path: Path) -> None:
+    told = run(job, groups, 3, tmp_path)
+    expected = {"turned": [2, 0, 1], "again": 3, "backend": "gradwire", "named": True}
+    assert told == [{"sums": sums, **expected} for sums in ([2], [], [2])]
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+def messages(here: Here, file: str) -> None:
+    rank, _ = meet(file)
+    large = 100_000  # elements: more than travel without a recv to take them
+    peer = 1 - rank
+    mine, theirs = torch.full((large,), float(rank)), torch.full((large,), -1.0)
+    sent = [dist.isend(mine + tag, peer, tag=tag) for tag in (1, 2)]  # both send first
+    dist.recv(theirs, peer, tag=2)  # and take them in the other order
+    second = theirs.clone()
+    work = dist.irecv(theirs, peer, tag=1)
+    first = work.get_future().wait()[0][0].item()
+    for one in sent:
+        one.wait()
+    assert all(one.is_completed() for one in sent)
+    anyone = torch.zeros(3, dtype=torch.bfloat16)
+    source = dist.recv(anyone) if rank == 0 else dist.send(torch.ones(3, dtype=torch.bfloat16), 0)
+    batch = [
+        dist.P2POp(dist.irecv, theirs, peer),
+        dist.P2POp(dist.isend, mine * 3, peer),
+    ]
+    for one in dist.batch_isend_irecv(batch):
+        one.wait()
+    here.tell(first=first, second=second[0].item(), source=source, batch=theirs[0].item())
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_messages_cross_and_come_in_any_order(job: StartJob, tmp_path: Path) -> None:
+    zero, one = run(job, messages, 2, tmp_path)
+    assert zero == {"first": 2.0, "second": 3.0, "source": 1, "batch": 3.0}
+    assert one == {"first": 1.0, "second": 2.0, "source": None, "batch": 0.0}
+
+
+# -- odd callers -------------------------------------------------------------------------------------------------------
+
+
+class Numbers(torch.utils.data.Dataset[Any]):  # type: ignore[misc]  # torch is Any to mypy
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, place: int) -> Any:
+        return torch.tensor(float(place))
+
+
+def odd(here: Here, file: str) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # here: it warns that parts of torch are old
+
+    rank, size = meet(file)
+    gathered = funcol.all_gather_tensor(torch.full((2,), float(rank)), 0, dist.group.WORLD)
+    dist.all_reduce(gathered)  # it may not be there yet
+    spread = distribute_tensor(torch.arange(4.0), init_device_mesh("cpu", (size,)), [Shard(0)])
+    sharded = ZeroRedundancyOptimizer([torch.nn.Parameter(torch.ones(2)) for _ in range(2)], torch.optim.Adam)
+    refused = []
+    for call in (
+        lambda: dist.all_reduce(spread),
+        lambda: gw.elastic({"weights": spread}),
+        lambda: gw.elastic({"optimizer": sharded}),
+    ):
+        try:
+            call()
+        except gw.GradwireError as error:
+            refused.append(type(error).__name__)
+    loaded = torch.utils.data.DataLoader(Numbers(), num_workers=2, multiprocessing_context="fork")
+    total = sum(one for batch in loaded for one in batch)
+    dist.all_reduce(total)
+    here.tell(gathered=gathered.tolist(), refused=refused, total=float(total))
+    world = dist.group.WORLD
+    dist.barrier()
+    world.abort()
+    world.abort()  # again is harmless
+    try:
+        dist.barrier()
+    except (gw.Aborted, gw.PeerLost) as error:
+        here.tell_error(error)
+    dist.destroy_process_group()
+
+
+def test_odd_tensors_forked_loaders_and_a_second_abort(job: StartJob, tmp_path: Path) -> None:
+    with job(odd, 2, str(tmp_path / "store"), environ=environ_of(2)) as ranks:
+        for rank in ranks:
+            told = rank.hear(VERY_LONG)
+            assert told["gathered"] == [0.0, 0.0, 2.0, 2.0]
+            assert told["refused"] == ["ArrayError", "ArrayError", "ConfigError"]
+            assert told["total"] == 2 * sum(range(8))
+        for rank in ranks:
+            assert rank.hear()["error"] in ("Aborted", "PeerLost")
+            assert rank.ended() == 0, rank.output()
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------
+
+
+def train(here: Here, file: str) -> None:
+    meet(file)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)]))
+    try:
+        for step in range(1_000_000):
+            if step == 3:
+                here.tell(training=True)
+            model(torch.randn(8, 64)).sum().backward()
+            model.zero_grad()
+    except gw.PeerLost as error:
+        here.tell_error(error)
+    try:
+        dist.all_reduce(torch.ones(1))
+    except ConnectionError as error:
+        here.tell_error(error)
+    dist.destroy_process_group()
+
+
+def test_a_killed_rank_is_an_error_of_the_others_in_plain_ddp(job: StartJob, tmp_path: Path) -> None:
+    with job(train, 3, str(tmp_path / "store"), environ=environ_of(3)) as ranks:
+        for rank in ranks:
+            assert rank.hear(VERY_LONG)["training"]
+        killed = ranks[1].signal()
+        for rank in (ranks[0], ranks[2]):
+            told = rank.hear()
+            assert told["error"] == "PeerLost", told
+            assert told["culprit"] == 1
+            assert told["at"] - killed < 5.0  # a second at most, on a machine that is not busy
+            assert rank.hear()["error"] == "PeerLost"
+            assert rank.ended() == 0, rank.output()
+
+
+def late(here: Here, file: str) -> None:
+    rank, _ = meet(file)
+    group = dist.new_group(timeout=timedelta(seconds=0.2))
+    error: BaseException | None = None
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+        future = work.get_future()
+        try:
+            future.wait()
+        except gw.Timeout as raised:
+            error = raised
+        assert work.is_completed()
+        assert not work.is_success()
+        assert work.exception() is error
+        here.tell(error=str(error))
+        here.hear()
+    else:
+        here.tell(error="none")
+        here.hear()
+    dist.destroy_process_group()
+
+
+def test_a_timeout_of_torch_is_one_of_ours(job: StartJob, tmp_path: Path) -> None:
+    with job(late, 2, str(tmp_path / "store"), environ=environ_of(2)) as ranks:
+        assert "0.2 s" in ranks[0].hear(VERY_LONG)["error"]
+        for rank in ranks:
+            rank.tell()
+            assert rank.ended() == 0, rank.output()
+
+
+# -- torch's side ------------------------------------------------------------------------------------------------------
+
+
+def test_torch_knows_the_name_without_an_import_and_imports_nothing_of_ours() -> None:
+    script = (
+        "import sys, torch, torch.distributed as dist; "
+        "assert dist.Backend.GRADWIRE == 'gradwire' and dist.Backend.backend_capability['gradwire'] == ['cpu']; "
+        "assert dist.Backend.default_device_backend_map['cpu'] == 'gloo'; "
+        "assert 'gradwire' not in sys.modules; "
+        "import gradwire.torch"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_nothing_that_goes_wrong_in_torch_at_registration_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    import gradwire_autoload
+
+    monkeypatch.setattr(dist.Backend, "backend_list", None)
+    gradwire_autoload.register()
+
+
+def test_what_torch_waits_for_by_a_future_is_not_held_back() -> None:
+    told: list[bool] = []
+    running = gw.Work("all_reduce", lambda work, here: told.append(here))
+    tensors = [torch.ones(2)]
+    future = Handle(running, tensors, lambda: None).get_future()
+    assert told == [False], "somebody waits, on a thread that we do not know"
+    running.run(lambda: None, first_error=True)
+    running._call_back()
+    assert future.wait() is tensors

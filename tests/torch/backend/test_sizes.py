@@ -1,0 +1,199 @@
+"""The backend of torch.distributed with tensors that do not fit, lie in each other, or are too many at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # imported once, before ranks are forked
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+import gradwire as gw
+from support.backend_ranks import VERY_LONG, environ_of, meet, run
+from support.processes import Here, StartJob
+from support.processes import job_fixture as job_fixture
+from support.processes import zygote_fixture as zygote_fixture
+
+LONG = 1 << 20  # elements: far more than lie beside a small tensor by chance
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except gw.GradwireError as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+# -- what does not fit -------------------------------------------------------------------------------------------------
+
+
+def misfits(here: Here, file: str) -> None:
+    rank, _ = meet(file)
+    room = torch.zeros(16)
+    lists = [torch.zeros(3), torch.zeros(1)]
+    refused = [
+        refusal(lambda: dist.all_to_all_single(room[:2], torch.ones(LONG))),
+        refusal(lambda: dist.all_to_all_single(torch.zeros(8), torch.ones(4))),
+        refusal(lambda: dist.all_gather([torch.zeros(LONG)] * 2, torch.ones(2))),
+        refusal(lambda: dist.all_gather([torch.zeros(2)] * 2, torch.ones(4))),
+        refusal(lambda: dist.all_gather_into_tensor(torch.zeros(8), torch.ones(2))),
+        refusal(lambda: dist.gather(torch.ones(2), lists if rank == 0 else None)) if rank == 0 else "InvalidSize",
+        refusal(lambda: dist.scatter(torch.ones(2), lists if rank == 0 else None)) if rank == 0 else "InvalidSize",
+        refusal(lambda: dist.reduce_scatter(torch.ones(3).int(), [torch.ones(2).int()] * 2, ReduceOp.BAND)),
+    ]
+    mean = torch.tensor([-64, -3, 7, 127], dtype=torch.int8)
+    dist.all_reduce(mean, ReduceOp.AVG)
+    outputs = [torch.zeros(2) for _ in range(2)] if rank == 0 else None
+    gathered = dist.gather(torch.full((2,), float(rank)), outputs, async_op=True).get_future().wait()
+    here.tell(
+        refused=[reason.partition(":")[0] for reason in refused],
+        untouched=not room.any(),
+        mean=mean.tolist(),
+        gathered=[one.tolist() for one in gathered],
+    )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_sent(job: StartJob, tmp_path: Path) -> None:
+    told = run(job, misfits, 2, tmp_path)
+    for one in told:
+        assert one["refused"] == ["InvalidSize"] * 8
+        assert one["untouched"]
+        assert one["mean"] == [64 - 128, -3, 7, -1]  # the sum of two 127 is -2 in 8 bits
+    assert [one["gathered"] for one in told] == [[[0, 0], [1, 1]], []]
+
+
+def sparse_shapes(here: Here, file: str) -> None:
+    rank, _ = meet(file)
+    size, at = ((4, 3), (6_000_000, 5_000_000))[rank]
+    x = torch.sparse_coo_tensor(torch.tensor([[at]]), torch.ones(1), (size,))
+    here.tell(refused=refusal(lambda: dist.all_reduce(x)))
+
+
+def test_sparse_tensors_of_other_shapes_are_a_mismatch(job: StartJob, tmp_path: Path) -> None:
+    for one in run(job, sparse_shapes, 2, tmp_path):
+        assert one["refused"].startswith("CollectiveMismatch")
+        assert "float32[4]" in one["refused"] or "float32[6000000]" in one["refused"]
+
+
+def strange_line(here: Here, file: str) -> None:
+    rank, size = meet(file)
+    x = torch.ones((2 + rank) * size)
+    here.tell(refused=refusal(lambda: dist.reduce_scatter_tensor(torch.zeros(2 + rank), x)))
+
+
+def test_a_mismatch_names_the_line_that_called_torch(job: StartJob, tmp_path: Path) -> None:
+    for one in run(job, strange_line, 2, tmp_path):
+        assert one["refused"].count(Path(__file__).name) == 2
+
+
+# -- what lies in each other -------------------------------------------------------------------------------------------
+
+
+def overlaps(here: Here, file: str) -> None:
+    rank, size = meet(file)
+    wrong = []
+    for n in (1000, 70_000, 1 << 20):
+        for at in (0, n // 2, n, rank * n):
+            x = torch.arange(float(size * n)) + rank
+            out = x[at : at + n]
+            dist.reduce_scatter_tensor(out, x)
+            mine = torch.arange(float(rank * n), float((rank + 1) * n)) * size + sum(range(size))
+            wrong += [] if torch.equal(out, mine) else [f"reduce_scatter {n} at {at}"]
+            whole = torch.full((size * n,), -1.0)
+            part = whole[at : at + n]
+            part.copy_(torch.arange(float(n)) + rank)
+            dist.all_gather_into_tensor(whole, part)
+            everyones = torch.cat([torch.arange(float(n)) + other for other in range(size)])
+            wrong += [] if torch.equal(whole, everyones) else [f"all_gather {n} at {at}"]
+    here.tell(wrong=wrong)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_results_may_lie_in_what_is_sent_and_the_other_way_around(job: StartJob, tmp_path: Path) -> None:
+    for size in (2, 3):
+        folder = tmp_path / str(size)
+        folder.mkdir()
+        assert run(job, overlaps, size, folder) == [{"wrong": []}] * size
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+def floods(here: Here, file: str) -> None:
+    rank, _ = meet(file)
+    peer, short, long = 1 - rank, torch.full((15_000,), float(rank)), torch.full((20_000,), float(rank))
+    sent = [dist.isend(short, peer) for _ in range(1500)]  # more than a link and a mailbox hold
+    sent += [dist.isend(long, peer, tag=tag) for tag in range(200)]
+    threads = threading.active_count()
+    right = 0
+    for _ in range(1500):
+        x = torch.zeros(15_000)
+        dist.recv(x, peer)
+        right += bool((x == peer).all())
+    for tag in range(200):
+        x = torch.zeros(20_000)
+        dist.recv(x, peer, tag=tag)
+        right += bool((x == peer).all())
+    for one in sent:
+        one.wait()
+    here.tell(right=right, threads=threads)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_all_may_send_first_however_much_and_no_thread_is_needed_for_each(job: StartJob, tmp_path: Path) -> None:
+    for one in run(job, floods, 2, tmp_path):
+        assert one["right"] == 1700
+        assert one["threads"] < 50
+
+
+def impatient(here: Here, file: str) -> None:
+    rank, _ = meet(file, seconds=10 * VERY_LONG)
+    if rank == 0:
+        sent, asked = dist.isend(torch.ones(LONG), 1), dist.irecv(torch.ones(1), 1)
+        asked.get_future()  # somebody else waits for it
+        limit = timedelta(seconds=0.2)
+        here.tell(refused=[refusal(lambda: sent.wait(limit)), refusal(lambda: asked.wait(limit))])
+    else:
+        here.tell(refused=["Timeout", "Timeout"])
+    here.hear()
+    dist.destroy_process_group()
+
+
+def entangled(here: Here, file: str) -> None:
+    rank, _ = meet(file)
+    if rank == 0:
+        first, second = (dist.isend(torch.ones(LONG), 1, tag=tag) for tag in (1, 2))
+        waited = first.get_future().then(lambda _: second.wait())
+        waited.wait()
+        here.tell(through=True)
+    else:
+        for tag in (1, 2):
+            dist.recv(torch.zeros(LONG), 0, tag=tag)
+        here.tell(through=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_what_is_done_after_one_message_may_wait_for_another(job: StartJob, tmp_path: Path) -> None:
+    assert run(job, entangled, 2, tmp_path) == [{"through": True}] * 2
+
+
+def test_who_waits_for_a_message_says_for_how_long(job: StartJob, tmp_path: Path) -> None:
+    with job(impatient, 2, str(tmp_path / "store"), environ=environ_of(2)) as ranks:
+        for rank in ranks:
+            assert [reason.partition(":")[0] for reason in rank.hear(VERY_LONG)["refused"]] == ["Timeout"] * 2
+        for rank in ranks:
+            rank.tell()
+            assert rank.ended() == 0, rank.output()

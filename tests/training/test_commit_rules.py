@@ -1,0 +1,163 @@
+"""The rules of elastic training: whose state counts after a break, and what a vote shows."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradwire.errors import StateLost
+from gradwire.training.commit_rules import NONE, Settlement, Standing, ballot, count, has_begun, is_sound, settle
+
+
+def test_the_highest_completed_step_wins() -> None:
+    found = settle([Standing(7, 1, 6, "a"), Standing(6, 1, 6, "b"), Standing(7, 1, 6, "a")])
+    assert found == Settlement(7, 1, {1: 0})
+
+
+def test_newcomers_pull_and_givers_share_the_work() -> None:
+    old = Standing(3, 2, 3, "a")
+    found = settle([old, old, Standing(), Standing(), Standing()])
+    assert found.pulls == {2: 0, 3: 1, 4: 0}
+    assert found.gives(0) == (2, 4)
+    assert found.gives(1) == (3,)
+    assert found.gives(2) == ()
+
+
+def test_who_changed_its_state_in_a_step_that_was_cut_short_pulls_it_again() -> None:
+    found = settle([Standing(4, 1, 4, "spoiled", False), Standing(4, 1, 4, "a")])
+    assert found.pulls == {0: 1}
+
+
+def test_a_step_that_only_one_rank_completed_is_not_lost() -> None:
+    found = settle([Standing(4, 1, 4, "x", False), Standing(5, 1, 4, "b"), Standing(4, 1, 4, "a")])
+    assert (found.completed, found.pulls) == (5, {0: 1, 2: 1})
+
+
+def test_of_a_step_done_twice_the_later_generation_s_counts() -> None:
+    # The first froze after its step 7, the others did 7 again without it, and now it is back.
+    found = settle([Standing(7, 2, 7, "new"), Standing(7, 2, 7, "new"), Standing(7, 1, 6, "old")])
+    assert found == Settlement(7, 2, {2: 0})
+
+
+def test_only_spoiled_copies_of_a_committed_step_are_a_lost_state() -> None:
+    spoiled = Standing(4, 1, 4, "x", False)
+    with pytest.raises(StateLost, match=r"step 4 was committed.*Start the job again"):
+        settle([spoiled, spoiled, Standing()])
+
+
+def test_a_step_that_was_not_committed_may_be_given_up() -> None:
+    found = settle([Standing(5, 1, 4, "x", False), Standing(4, 1, 4, "a")])
+    assert (found.completed, found.pulls) == (4, {0: 1})
+
+
+def test_at_the_beginning_all_take_what_rank_0_has() -> None:
+    found = settle([Standing(digest="a"), Standing(digest="b"), Standing(digest="a")])
+    assert found == Settlement(NONE, 0, {1: 0})
+
+
+def test_settle_with_holders_that_differ_hands_over_the_most_common_state() -> None:
+    usual, other = Standing(5, 1, 5, "usual"), Standing(5, 1, 5, "other")
+    found = settle([other, usual, usual, Standing(), Standing(4, 1, 4, "old")])
+    assert found == Settlement(5, 1, {3: 1, 4: 2}, differing=(0,))
+
+
+def test_settle_with_two_holders_that_differ_hands_over_the_lower_rank_s_state() -> None:
+    found = settle([Standing(), Standing(5, 1, 5, "a"), Standing(5, 1, 5, "b"), Standing()])
+    assert found == Settlement(5, 1, {0: 1, 3: 1}, differing=(2,))
+
+
+@pytest.mark.parametrize("completed", [NONE, 0, 5])
+def test_is_sound_with_a_state_that_a_step_has_changed_is_false_from_the_first_step_on(completed: int) -> None:
+    assert is_sound(completed, "before", "before")
+    assert not is_sound(completed, "before", "changed")
+
+
+def test_is_sound_before_the_run_has_begun_depends_on_whether_a_copy_was_cut_short() -> None:
+    assert not has_begun(NONE, "")
+    assert is_sound(NONE, "", "anything")
+    assert not is_sound(NONE, "", "anything", overwritten=True)
+    assert not is_sound(NONE, "before", "before", overwritten=True)
+
+
+def test_settlement_before_the_first_step_is_named_after_the_generation_that_begins() -> None:
+    assert Settlement(NONE, 1).version_in(4) == (NONE, 4)
+    assert Settlement(3, 1).version_in(4) == (3, 1)
+
+
+standings = st.builds(
+    lambda completed, behind, generation, sound, digest: Standing(
+        completed,
+        generation if completed > NONE else 0,
+        max(NONE, completed - behind),
+        digest,
+        sound or completed == NONE,
+    ),
+    st.integers(NONE, 9),
+    st.integers(0, 1),
+    st.integers(1, 3),
+    st.booleans(),
+    st.sampled_from("abc"),
+)
+
+
+@given(st.lists(standings, min_size=1, max_size=8))
+def test_no_committed_step_is_given_up_and_everybody_has_a_sound_copy(told: list[Standing]) -> None:
+    committed = max(one.committed for one in told)
+    try:
+        found = settle(told)
+    except StateLost:
+        assert not any(one.sound and one.completed >= committed for one in told)
+        return
+    assert found.completed >= committed
+    for rank in range(len(told)):
+        source = told[found.pulls.get(rank, rank)]
+        assert source.sound
+        assert source.version == (found.completed, found.generation)
+
+
+@given(st.lists(standings, min_size=1, max_size=8))
+def test_settle_hands_over_one_digest_and_names_every_holder_of_another(told: list[Standing]) -> None:
+    try:
+        found = settle(told)
+    except StateLost:
+        return
+    after = {told[found.pulls.get(rank, rank)].digest for rank in range(len(told)) if rank not in found.differing}
+    assert len(after) == 1
+    assert after.isdisjoint(told[rank].digest for rank in found.differing)
+    assert not set(found.differing) & set(found.pulls)
+
+
+@given(standings)
+def test_a_standing_survives_the_wire(one: Standing) -> None:
+    assert Standing.from_wire(json.loads(json.dumps(one.to_wire()))) == one
+
+
+@pytest.mark.parametrize(
+    "nonsense", [None, [], [1, 2, 3], [0, 1, 1, "a", True], ["0", 1, 0, "a", True], [0, 1, 0, 3, 1]]
+)
+def test_a_malformed_standing_is_refused(nonsense: Any) -> None:
+    with pytest.raises(ValueError, match="malformed standing"):
+        Standing.from_wire(nonsense)
+
+
+def reduced(*ballots: Any) -> Any:
+    return count(np.maximum.reduce(ballots))
+
+
+def test_a_vote_shows_what_all_ranks_said() -> None:
+    assert reduced(ballot(3, "ab" * 16, False), ballot(3, "ab" * 16, False)) == count(ballot(3, "ab" * 16, False))
+    assert not reduced(ballot(3, "ab" * 16, False), ballot(4, "ab" * 16, False)).agreed
+    assert not reduced(ballot(3, "ab" * 16, False), ballot(3, "ac" * 16, False)).identical
+    assert reduced(ballot(3, "f" * 32, False), ballot(3, "f" * 32, True)).renew
+
+
+def test_who_has_just_come_does_not_bring_the_state_of_a_run_that_has_begun() -> None:
+    spoiled, fresh = Standing(NONE, 1, NONE, "x", False), Standing(NONE, 0, NONE, "fresh")
+    with pytest.raises(StateLost, match="first step"):
+        settle([spoiled, spoiled, fresh])
+    assert settle([spoiled, Standing(NONE, 1, NONE, "a"), fresh]).pulls == {0: 1, 2: 1}

@@ -1,0 +1,298 @@
+"""Arenas: regions are fresh, apart, merged when they come back, and their memory goes back to the system."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import gc
+import itertools
+import mmap
+import os
+import random
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gradwire.host import native_core
+from gradwire.transports.shm.arena import ARENA_BYTES, PAGE, RESERVED, Arena, OwnArena
+
+MIB = 1 << 20
+
+
+@pytest.fixture(name="arena")
+def arena_fixture() -> OwnArena:
+    return OwnArena()
+
+
+def write(arena: Arena, offset: int, data: bytes) -> None:
+    ctypes.memmove(arena.address + offset, data, len(data))
+
+
+def read(arena: Arena, offset: int, nbytes: int) -> bytes:
+    return ctypes.string_at(arena.address + offset, nbytes)
+
+
+def used(arena: OwnArena) -> int:
+    """Bytes of memory that the arena takes."""
+    return os.fstat(arena.descriptor).st_blocks * 512
+
+
+def test_it_is_large_and_takes_nothing(arena: OwnArena) -> None:
+    assert arena.nbytes == ARENA_BYTES
+    assert used(arena) == 0
+    assert arena.address % PAGE == 0
+
+
+def test_regions_are_page_aligned_apart_and_beyond_the_directory(arena: OwnArena) -> None:
+    sizes = [1, PAGE, PAGE + 1, 0, 3 * PAGE]
+    regions = sorted((arena.carve(size), size) for size in sizes)
+    assert all(offset % PAGE == 0 for offset, _ in regions)
+    assert regions[0][0] == RESERVED
+    assert all(a + max(size, 1) <= b for (a, size), (b, _) in itertools.pairwise(regions))
+
+
+def test_a_region_that_comes_again_is_zeroed_and_its_memory_was_free(arena: OwnArena) -> None:
+    offset = arena.carve(MIB)
+    write(arena, offset, b"\xff" * MIB)
+    assert used(arena) == MIB
+    arena.give_back(offset, MIB)
+    assert used(arena) == 0
+    assert arena.carve(MIB) == offset
+    assert read(arena, offset, MIB) == bytes(MIB)
+
+
+def test_without_a_way_to_return_memory_it_is_zeroed_all_the_same(
+    arena: OwnArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offset = arena.carve(PAGE)
+    write(arena, offset, b"\xff" * PAGE)
+    monkeypatch.setattr(mmap, "MADV_REMOVE", 12345)  # which no system knows
+    arena.give_back(offset, PAGE)
+    assert arena.carve(PAGE) == offset
+    assert read(arena, offset, PAGE) == bytes(PAGE)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_neighbours_are_merged(arena: OwnArena, order: tuple[int, ...]) -> None:
+    regions = [arena.carve(2 * PAGE) for _ in range(3)]
+    kept = arena.carve(PAGE)
+    for index in order:
+        arena.give_back(regions[index], 2 * PAGE)
+    assert arena.carve(6 * PAGE) == regions[0]
+    arena.give_back(kept, PAGE)
+    arena.give_back(regions[0], 6 * PAGE)
+    everything = ARENA_BYTES - RESERVED
+    assert arena.carve(everything) == RESERVED, "all of it is one piece again"
+
+
+def test_what_has_no_room_is_refused(arena: OwnArena) -> None:
+    with pytest.raises(MemoryError, match=str(ARENA_BYTES)):
+        arena.carve(ARENA_BYTES)
+    assert arena.carve(PAGE) == RESERVED
+
+
+def test_offsets_of_addresses(arena: OwnArena) -> None:
+    offset = arena.carve(PAGE)
+    assert arena.offset_of(arena.address + offset, PAGE) == offset
+    assert arena.offset_of(arena.address + offset + 8, 8) == offset + 8
+    assert arena.offset_of(arena.address + ARENA_BYTES - 8, 8) == ARENA_BYTES - 8
+    assert arena.offset_of(arena.address + ARENA_BYTES - 8, 9) is None
+    assert arena.offset_of(arena.address - 8, 8) is None
+    assert arena.offset_of(arena.address, 8) is None, "the directory is nobody's memory"
+    outside = np.zeros(8)
+    assert arena.offset_of(outside.ctypes.data, 8) is None
+
+
+def test_nobody_can_change_its_size(arena: OwnArena) -> None:
+    for size in (PAGE, ARENA_BYTES + PAGE):
+        with pytest.raises(PermissionError):
+            os.ftruncate(arena.descriptor, size)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(arena.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+
+
+def test_whoever_maps_it_sees_the_same(arena: OwnArena) -> None:
+    other = Arena(arena.descriptor)
+    offset = arena.carve(PAGE)
+    write(arena, offset, b"hello")
+    assert read(other, offset, 5) == b"hello"
+    write(other, offset, b"world")
+    assert read(arena, offset, 5) == b"world"
+    assert other.nbytes == arena.nbytes
+
+
+def test_an_array_gives_its_memory_back_with_its_last_view(arena: OwnArena) -> None:
+    array = arena.array(MIB)
+    assert arena.offset_of(array.ctypes.data, array.nbytes) == RESERVED
+    view = array.view(np.float32)[7::3].reshape(-1, 1)
+    array[:] = 255
+    del array
+    gc.collect()
+    assert used(arena) == MIB
+    assert np.isnan(view).all()
+    del view
+    gc.collect()
+    assert used(arena) == 0
+    assert arena.carve(MIB) == RESERVED
+
+
+def test_arrays_outlive_what_they_were_carved_from() -> None:
+    arena = OwnArena()
+    array = arena.array(PAGE)
+    del arena
+    gc.collect()
+    array[:] = 7
+    assert array.sum() == 7 * PAGE
+
+
+def test_a_collection_in_the_middle_of_carving_does_not_wait_for_itself(arena: OwnArena) -> None:
+    offset = arena.carve(PAGE)
+    with arena._lock:  # as in `carve`, on this thread
+        arena.give_back(offset, PAGE)
+    assert arena.carve(PAGE) == offset
+
+
+def test_a_forked_child_takes_and_returns_nothing(arena: OwnArena) -> None:
+    array = arena.array(PAGE)
+    array[:] = 5
+    child = os.fork()
+    if child == 0:
+        del array
+        gc.collect()
+        try:
+            arena.carve(PAGE)
+        except MemoryError:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert array.sum() == 5 * PAGE
+
+
+def test_threads_carve_and_give_back_at_once(arena: OwnArena) -> None:
+    troubles: list[str] = []
+
+    def work(seed: int) -> None:
+        chance = random.Random(seed)
+        held: list[tuple[int, int]] = []
+        for _ in range(400):
+            if held and chance.random() < 0.5:
+                offset, nbytes = held.pop(chance.randrange(len(held)))
+                if read(arena, offset, 1) != bytes([seed]):
+                    troubles.append(f"somebody else wrote at {offset}")
+                arena.give_back(offset, nbytes)
+            else:
+                nbytes = chance.randrange(1, 8 * PAGE)
+                offset = arena.carve(nbytes)
+                if read(arena, offset, nbytes) != bytes(nbytes):
+                    troubles.append(f"not zeroed at {offset}")
+                write(arena, offset, bytes([seed]))
+                held.append((offset, nbytes))
+        for offset, nbytes in held:
+            arena.give_back(offset, nbytes)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not troubles
+    assert used(arena) == 0
+    assert arena.carve(ARENA_BYTES - RESERVED) == RESERVED
+
+
+# -- memory that is left behind ---------------------------------------------------------------------------------------
+
+needs_core = pytest.mark.skipif(native_core.native is None, reason="only the core maps memory anew")
+
+
+@needs_core
+def test_arrays_that_are_left_behind_stay_where_and_as_they_are(arena: OwnArena) -> None:
+    peer = Arena(arena.descriptor)
+    arrays = [arena.array(3 * PAGE) for _ in range(3)]
+    staging = arena.carve(PAGE)
+    places = [array.ctypes.data for array in arrays]
+    for number, array in enumerate(arrays):
+        array[:] = number + 1
+    arena.leave_behind()
+    for number, (array, place) in enumerate(zip(arrays, places, strict=True)):
+        assert array.ctypes.data == place
+        assert (array == number + 1).all()
+    for array in arrays:
+        write(peer, array.ctypes.data - arena.address, b"\xee" * 3 * PAGE)  # a frozen rank has thawed
+    assert [set(array.tolist()) for array in arrays] == [{1}, {2}, {3}]
+    arrays[0][:] = 9
+    assert read(peer, places[0] - arena.address, 1) == b"\xee", "and it sees nothing of what is done here now"
+    write(arena, staging, b"still")
+    assert read(peer, staging, 5) == b"still", "what is nobody's array stays shared"
+
+
+def unshared() -> int:
+    """Bytes of memory that this process has for itself."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("RssAnon:")[2].split()[0])
+
+
+@needs_core
+def test_leaving_behind_does_not_take_the_memory_twice(arena: OwnArena) -> None:
+    size = 256 * MIB
+    array = arena.array(size)
+    array[:] = 7
+    before, held, over = unshared(), [used(arena)], threading.Event()
+
+    def measure() -> None:
+        while not over.is_set():
+            mine = unshared()  # first: what moves between the two looks is not counted twice
+            held.append(mine - before + used(arena))
+
+    measuring = threading.Thread(target=measure)
+    measuring.start()
+    arena.leave_behind()
+    over.set()
+    measuring.join()
+    assert max(held) < size + 64 * MIB
+    assert used(arena) <= PAGE
+    assert (array == 7).all()
+
+
+@needs_core
+def test_leaving_behind_again_changes_nothing(arena: OwnArena) -> None:
+    peer = Arena(arena.descriptor)
+    array = arena.array(PAGE)
+    array[:] = 5
+    arena.leave_behind()
+    write(peer, array.ctypes.data - arena.address, b"\xee" * PAGE)
+    threads = [threading.Thread(target=arena.leave_behind) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(array.tolist()) == {5}
+
+
+@needs_core
+def test_after_leaving_behind_there_are_no_new_arrays_and_old_ones_give_their_memory_back(arena: OwnArena) -> None:
+    arrays = [arena.array(MIB) for _ in range(3)]
+    for array in arrays:
+        array[:] = 1
+    arena.leave_behind()
+    with pytest.raises(MemoryError, match="left behind"):
+        arena.array(PAGE)
+    del arrays[1], array
+    gc.collect()
+    assert set(arrays[0].tolist()) == set(arrays[1].tolist()) == {1}
+    assert arena.carve(MIB) == RESERVED + MIB
+    assert read(arena, RESERVED + MIB, MIB) == bytes(MIB)
+
+
+@needs_core
+def test_a_child_does_not_leave_its_parents_memory_behind(arena: OwnArena) -> None:
+    array = arena.array(PAGE)
+    child = os.fork()
+    if child == 0:
+        arena.leave_behind()
+        array[:] = 3
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert set(array.tolist()) == {3}

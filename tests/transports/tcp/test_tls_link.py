@@ -1,0 +1,319 @@
+"""Links inside TLS, over real sockets: who is refused, with which words on either side, and what goes on regardless."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import shutil
+import socket
+import ssl
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradwire.errors import ConfigError, Refused
+from gradwire.security import certificates, credentials
+from gradwire.security.admission import Dialer, Hello
+from gradwire.security.certificate_names import Identity
+from gradwire.security.credentials import Credentials
+from gradwire.transports.base import Link
+from gradwire.transports.tcp import accept
+from gradwire.transports.tcp.tls_link import TlsLink
+from gradwire.transports.tcp.transport import TcpTransport
+from support import tls_files
+from support.in_process import Journal
+from support.in_process import journal_fixture as journal_fixture
+
+LONG = 10.0
+RUN, KEY = secrets.token_bytes(16), secrets.token_bytes(32)
+MEMBERS = ("m0", "m1", "m2")
+Assemble = Callable[..., list[TcpTransport]]
+
+
+def deadline() -> float:
+    return time.monotonic() + LONG
+
+
+@pytest.fixture
+def assemble() -> Iterator[Assemble]:
+    """Ranks with these credentials; `members` are the ids that their certificates are held against."""
+    made: list[TcpTransport] = []
+
+    def make(*shown: Credentials | None, members: tuple[str, ...] = MEMBERS) -> list[TcpTransport]:
+        transports = [TcpTransport("127.0.0.1", credentials) for credentials in shown]
+        made.extend(transports)
+        places = [transport.address for transport in transports]
+        ids = members[: len(shown)]
+        for rank, transport in enumerate(transports):
+            transport.assemble(rank=rank, addresses=places, job=RUN, generation=1, key=KEY, cores=0.0, members=ids)
+        return transports
+
+    yield make
+    for transport in made:
+        transport.close()
+
+
+@pytest.fixture
+def wild(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that use whatever certificate they have, without looking at it themselves."""
+    monkeypatch.setattr(TcpTransport, "_check_own", lambda *_: None)
+    monkeypatch.setattr(credentials, "_check_dates", lambda *_: None)
+
+
+def issued(where: Path, authority: certificates.Authority, identity: Identity, **options: Any) -> Credentials:
+    """Credentials by some authority, in a folder of their own."""
+    where.mkdir()
+    pem, key = authority.issue(identity, **options)
+    authority.store(where)
+    certificates.write(where / "it.pem", pem, 0o644)
+    certificates.write(where / "it.key", key, 0o600)
+    return tls_files.files(where, "it")
+
+
+def own_authority() -> certificates.Authority:
+    return certificates.Authority.load(tls_files.folder())
+
+
+def linked(transports: list[TcpTransport], channel: int = 9) -> tuple[Link, Link]:
+    mine = transports[1].dial(0, channel, deadline())
+    return mine, transports[0].accept(1, channel, deadline())
+
+
+def receive(link: Link, count: int) -> bytes:
+    data, until, got = bytearray(count), deadline(), 0
+    while got < count:
+        part = link.receive([memoryview(data)[got:]])
+        got += part
+        assert part or time.monotonic() < until, f"only {got} bytes came"
+    return bytes(data)
+
+
+def works(one: Link, two: Link) -> None:
+    word = secrets.token_bytes(8)
+    one.send([word])
+    assert receive(two, 8) == word
+    two.send([word[::-1]])
+    assert receive(one, 8) == word[::-1]
+
+
+def is_refused(transport: TcpTransport, words: str, peer: int = 0) -> None:
+    began = time.monotonic()
+    with pytest.raises(Refused, match=words) as told:
+        transport.dial(peer, 77, deadline())
+    assert time.monotonic() - began < LONG / 2, "it took the reason for a moment's weakness"
+    assert (told.value.peer, told.value.rank) == (peer, transport.rank)
+
+
+@contextlib.contextmanager
+def line_to(transport: TcpTransport, credentials: Credentials) -> Iterator[ssl.SSLSocket]:
+    """A connection that is past its handshake, by other code than ours."""
+    context = credentials.client_context()
+    with socket.create_connection(transport.address, timeout=LONG) as sock, context.wrap_socket(sock) as line:
+        assert line.recv(1) == accept.WELCOME
+        yield line
+
+
+def admit(line: ssl.SSLSocket, dialer: Dialer) -> bytes:
+    """Go through the admission; returns the bytes that were sent."""
+    sent = dialer.start()
+    line.sendall(sent)
+    while not dialer.done:
+        answer = dialer.feed(line.recv(dialer.wanted))
+        sent += answer
+        line.sendall(answer)
+    return sent
+
+
+# -- who is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_a_link_is_tls_and_knows_who_is_there(assemble: Assemble) -> None:
+    transports = assemble(tls_files.credentials("m0"), tls_files.credentials("m1"))
+    for link, peer in zip(linked(transports), ("m0", "m1"), strict=True):
+        assert isinstance(link, TlsLink)
+        assert link._stream.identity() == f"gradwire://tests/{peer}"
+        assert link._stream._tls.version() == "TLSv1.3"
+        assert link._stream.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_a_hosts_certificate_covers_its_workers(assemble: Assemble) -> None:
+    transports = assemble(tls_files.credentials("m0"), tls_files.credentials("m0"), members=("m0/0", "m0/1"))
+    works(*linked(transports))
+
+
+def test_another_authority(assemble: Assemble, tmp_path: Path, journal: Journal) -> None:
+    stranger = issued(tmp_path / "other", certificates.Authority.new(), Identity("tests", "m2"))
+    transports = assemble(tls_files.credentials("m0"), tls_files.credentials("m1"), stranger)
+    one, two = linked(transports)
+    is_refused(transports[2], "no link to rank 0: its certificate is not accepted: another authority signed it")
+    journal.wait_for(r"refused a link from 127.*: it does not accept this side: another authority signed this")
+    works(one, two)
+
+
+def test_a_certificate_of_another_authority(assemble: Assemble, tmp_path: Path, journal: Journal) -> None:
+    """The stranger believes the rank; the rank does not believe the stranger."""
+    issued(tmp_path / "other", certificates.Authority.new(), Identity("tests", "m2"))
+    with open(tmp_path / "other" / "ca.pem", "ab") as file:
+        file.write((tls_files.folder() / "ca.pem").read_bytes())
+    stranger = tls_files.files(tmp_path / "other", "it")
+    transports = assemble(tls_files.credentials("m0"), tls_files.credentials("m1"), stranger)
+    one, two = linked(transports)
+    is_refused(transports[2], "no link to rank 0: it does not accept this side: another authority signed this")
+    journal.wait_for(r"refused a link from 127.*: its certificate is not accepted: another authority signed it")
+    works(one, two)
+
+
+@pytest.mark.usefixtures("wild")
+@pytest.mark.parametrize("who", ["dialer", "acceptor"])
+def test_an_expired_certificate(assemble: Assemble, tmp_path: Path, journal: Journal, who: str) -> None:
+    past = datetime.now(UTC) - timedelta(days=2)
+    rank = 2 if who == "dialer" else 0
+    identity = Identity("tests", f"m{rank}")
+    expired = issued(tmp_path / "old", own_authority(), identity, begin=past, end=past + timedelta(days=1))
+    if who == "dialer":
+        transports = assemble(tls_files.credentials("m0"), tls_files.credentials("m1"), expired)
+        one, two = linked(transports)
+        is_refused(transports[2], "no link to rank 0: it does not accept this side: certificate expired")
+        journal.wait_for("refused a link from .*: its certificate is not accepted: certificate has expired")
+        works(one, two)
+    else:
+        transports = assemble(expired, tls_files.credentials("m1"))
+        is_refused(transports[1], "no link to rank 0: its certificate is not accepted: certificate has expired")
+        journal.wait_for("refused a link from .*: it does not accept this side: certificate expired")
+
+
+@pytest.mark.usefixtures("wild")
+def test_another_members_certificate_does_not_let_one_pose_as_a_rank(assemble: Assemble, journal: Journal) -> None:
+    transports = assemble(tls_files.credentials("m0"), tls_files.credentials("m1"), tls_files.credentials("m3"))
+    one, two = linked(transports)
+    said = "it says that it is rank 2, but its certificate is for m3, which cannot speak for member m2"
+    is_refused(transports[2], f"rank 0 refused the link: {said}$")  # the reason is authenticated
+    journal.wait_for(f"refused a link from .*: {said}")
+    works(one, two)
+
+
+@pytest.mark.usefixtures("wild")
+def test_nor_to_answer_at_a_ranks_address(assemble: Assemble, journal: Journal) -> None:
+    transports = assemble(tls_files.credentials("m3"), tls_files.credentials("m1"))
+    is_refused(transports[1], "no link to rank 0: its certificate is for m3, which cannot speak for member m0")
+    journal.wait_for("refused a link from .*: the connection ended 80 bytes short of a hello; is this rank's")
+
+
+@pytest.mark.usefixtures("wild")
+def test_a_certificate_of_another_job(assemble: Assemble, tmp_path: Path, journal: Journal) -> None:
+    other = issued(tmp_path / "other", own_authority(), Identity("elsewhere", "m2"))
+    transports = assemble(tls_files.credentials("m0"), tls_files.credentials("m1"), other)
+    one, two = linked(transports)
+    is_refused(transports[2], "no link to rank 0: its certificate is for job tests, and this is job elsewhere")
+    # Nor does it help to overlook that.
+    transports[2]._impostor = lambda *_: None  # type: ignore[method-assign]
+    said = "it says that it is rank 2, but its certificate is for job elsewhere, and this is job tests"
+    is_refused(transports[2], f"rank 0 refused the link: {said}$")
+    journal.wait_for(f"refused a link from .*: {said}")
+    works(one, two)
+
+
+class Website(Identity):
+    def __str__(self) -> str:
+        return "https://example.org/"
+
+
+def test_a_certificate_for_something_else(
+    assemble: Assemble, journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transports = assemble(tls_files.credentials("m0"), tls_files.credentials("m1"))
+    one, two = linked(transports)
+    with monkeypatch.context() as patch:
+        patch.setattr(certificates, "identity_in", lambda _: Identity("tests", "m1"))
+        website = issued(tmp_path / "web", own_authority(), Website("tests", "m1"))
+    said = "its certificate is not accepted: a certificate has one name of the form"
+    with line_to(transports[0], website) as line, pytest.raises(Refused, match=said):
+        admit(line, Dialer(KEY, Hello(RUN, 1, 77, 1, 0)))
+    journal.wait_for("refused a link from .*: it says that it is rank 1, but its certificate is not accepted")
+    works(one, two)
+
+
+def test_the_authoritys_own_certificate(assemble: Assemble, journal: Journal) -> None:
+    transports = assemble(tls_files.credentials("m0"), tls_files.credentials("m1"))
+    where = tls_files.folder()
+    context = ssl.create_default_context(cafile=where / "ca.pem")
+    context.check_hostname = False
+    context.load_cert_chain(where / "ca.pem", where / "ca.key")
+    with socket.create_connection(transports[0].address, timeout=LONG) as sock:
+        line = context.wrap_socket(sock)
+        with line, pytest.raises(ssl.SSLError, match="unsupported certificate"):
+            line.recv(1)
+    journal.wait_for("refused a link from .*: its certificate is not accepted: unsuitable certificate purpose")
+
+
+def test_whoever_has_the_wrong_files_learns_it_first(assemble: Assemble) -> None:
+    with pytest.raises(ConfigError, match="this process is member m0, and its certificate is for m1: no other rank"):
+        assemble(tls_files.credentials("m1"), tls_files.credentials("m1"))
+
+
+def test_plaintext_at_a_tls_port(assemble: Assemble, journal: Journal) -> None:
+    transports = assemble(tls_files.credentials("m0"), tls_files.credentials("m1"), None)
+    one, two = linked(transports)
+    is_refused(transports[2], "rank 0 refused the link: links here are TLS: give that process certificates too")
+    journal.wait_for("refused a link from .*: what arrived is not TLS; links here are TLS")
+    with socket.create_connection(transports[0].address, timeout=LONG) as browser:
+        browser.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            while browser.recv(4096):
+                pass
+    journal.wait_for("refused a link from .*: what arrived is not TLS", times=2)
+    works(one, two)
+
+
+def test_tls_at_a_plaintext_port(assemble: Assemble, journal: Journal) -> None:
+    transports = assemble(None, None, tls_files.credentials("m2"))
+    one, two = linked(transports)
+    is_refused(transports[2], "no link to rank 0: it does not use TLS, and this rank does: give certificates to all")
+    journal.wait_for("refused a link from .*: what arrived is not a gradwire admission but TLS: this rank was given no")
+    works(one, two)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+@pytest.mark.parametrize(
+    ("version", "accepted"), [("-tls1_1", False), ("-tls1_2", True), ("-tls1_3", True)], ids=["1.1", "1.2", "1.3"]
+)
+def test_nothing_older_than_tls_1_2(assemble: Assemble, journal: Journal, version: str, accepted: bool) -> None:
+    transports = assemble(tls_files.credentials("m0"), tls_files.credentials("m1"))
+    host, port = transports[0].address
+    where = tls_files.folder()
+    command = ["openssl", "s_client", "-connect", f"{host}:{port}", version, "-cipher", "DEFAULT:@SECLEVEL=0"]
+    files = ["-CAfile", f"{where}/ca.pem", "-cert", f"{where}/m1.pem", "-key", f"{where}/m1.key"]
+    done = subprocess.run([*command, *files], input=b"", capture_output=True, timeout=LONG)
+    said = (done.stdout + done.stderr).decode(errors="replace")
+    if accepted:
+        assert f"New, TLSv{version[-3:].replace('_', '.')}, Cipher is" in said, said
+        assert "Verify return code: 0 (ok)" in said
+        journal.wait_for("refused a link from .*: the connection ended 80 bytes short of a hello")
+    else:
+        assert "Cipher is (NONE)" in said, said
+        journal.wait_for("refused a link from .*: TLS failed: it offers nothing newer than TLS 1.1")
+
+
+def test_a_recorded_admission_is_worthless_also_to_a_member(assemble: Assemble, journal: Journal) -> None:
+    """Of somebody who could look inside TLS, and has a certificate that fits."""
+    transports = assemble(tls_files.credentials("m0"), tls_files.credentials("m1"))
+    one, two = linked(transports)
+    recorded = b""
+    for attempt in ("admitted", "replayed"):
+        with line_to(transports[0], tls_files.credentials("m1")) as line:
+            if attempt == "admitted":
+                recorded = admit(line, Dialer(KEY, Hello(RUN, 1, 77, 1, 0)))
+            else:
+                line.sendall(recorded)
+                with contextlib.suppress(OSError):
+                    while line.recv(4096):
+                        pass
+        if attempt == "admitted":
+            transports[0].accept(1, 77, deadline()).close()
+    journal.wait_for("refused a link from .*: the process that says it is rank 1 does not hold this job's secret")
+    works(one, two)

@@ -1,0 +1,480 @@
+"""Links inside TLS: their bytes on the wire, threads at both directions, renewed certificates, crowds at the door."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import secrets
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+
+from gradwire.errors import Refused
+from gradwire.host import native_core
+from gradwire.liveness.beat_messages import BLOCK_TOKENS, TOKEN_BYTES, BeatSink, TokenReader, Tokens
+from gradwire.security import certificates
+from gradwire.security.certificate_names import Identity
+from gradwire.security.credentials import Credentials
+from gradwire.transports.base import LIFELINE_CHANNEL, Link, LinkClosed
+from gradwire.transports.tcp import accept
+from gradwire.transports.tcp.tls_link import MOST_AT_ONCE, BeatLink, TlsLink, TlsStream
+from gradwire.transports.tcp.transport import TcpTransport
+from support import tls_files
+from support.in_process import Journal
+from support.in_process import journal_fixture as journal_fixture
+
+LONG = 10.0
+MEMBERS = ("m0", "m1")
+
+
+def deadline() -> float:
+    return time.monotonic() + LONG
+
+
+class Wire:
+    """Stands between rank 1 and rank 0: records all that rank 1 sends, and spoils it on request."""
+
+    def __init__(self, target: tuple[str, int]) -> None:
+        self.said = bytearray()
+        self.spoils = False
+        self._target = target
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address: tuple[str, int] = self._listener.getsockname()
+        self._ends: list[socket.socket] = [self._listener]
+        self._threads = [threading.Thread(target=self._run, daemon=True)]
+        self._threads[0].start()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                caller, _ = self._listener.accept()
+                target = socket.create_connection(self._target)
+                self._ends += [caller, target]
+                for source, sink, listens in ((caller, target, True), (target, caller, False)):
+                    thread = threading.Thread(target=self._pass_on, args=(source, sink, listens), daemon=True)
+                    self._threads.append(thread)
+                    thread.start()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket, listens: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                if listens:
+                    self.said += data
+                    if self.spoils:
+                        data = data[:-1] + bytes([data[-1] ^ 1])
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        for end in self._ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+        for thread in self._threads:
+            thread.join(LONG)
+
+
+def assembled(*shown: Credentials) -> tuple[list[TcpTransport], Wire]:
+    """Two ranks; rank 1 reaches rank 0 over a wire that is listened to."""
+    transports = [TcpTransport("127.0.0.1", credentials) for credentials in shown]
+    wire = Wire(transports[0].address)
+    run, key = secrets.token_bytes(16), secrets.token_bytes(32)
+    addresses = [wire.address, transports[1].address]
+    for rank, transport in enumerate(transports):
+        transport.assemble(rank=rank, addresses=addresses, job=run, generation=1, key=key, cores=0.0, members=MEMBERS)
+    return transports, wire
+
+
+@pytest.fixture
+def tapped() -> Iterator[tuple[list[TcpTransport], Wire]]:
+    transports, wire = assembled(*map(tls_files.credentials, MEMBERS))
+    yield transports, wire
+    for transport in transports:
+        transport.close()
+    wire.close()
+
+
+@pytest.fixture
+def transports(tapped: tuple[list[TcpTransport], Wire]) -> list[TcpTransport]:
+    return tapped[0]
+
+
+def linked(transports: list[TcpTransport], channel: int = 9) -> tuple[TlsLink, TlsLink]:
+    mine, theirs = transports[1].dial(0, channel, deadline()), transports[0].accept(1, channel, deadline())
+    assert isinstance(mine, TlsLink)
+    assert isinstance(theirs, TlsLink)
+    return mine, theirs
+
+
+def receive(transport: TcpTransport, link: Link, count: int, at_once: int = 1 << 20) -> bytes:
+    data, until, bell, got = bytearray(count), deadline(), transport.bell(), 0
+    while got < count:
+        part = link.receive([memoryview(data)[got : got + at_once]])
+        got += part
+        if not part:
+            assert time.monotonic() < until, f"only {got} bytes came"
+            transport.wait([link], [], bell, LONG)
+    return bytes(data)
+
+
+def send(transport: TcpTransport, link: Link, data: bytes, *, at_once: int = 1 << 20) -> None:
+    view, bell, until = memoryview(data), transport.bell(), deadline()
+    while view and time.monotonic() < until:
+        sent = link.send([view[:at_once]])
+        view = view[sent:]
+        if not sent:
+            transport.wait([], [link], bell, LONG)
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_can_be_read_on_the_wire(tapped: tuple[list[TcpTransport], Wire]) -> None:
+    transports, wire = tapped
+    one, two = linked(transports)
+    message = b"the weights of the model " * 100
+    one.send([message])
+    assert receive(transports[0], two, len(message)) == message
+    assert len(wire.said) > len(message)
+    assert b"weights" not in wire.said
+    assert b"gw-link1" not in wire.said
+
+
+def test_what_is_changed_on_the_wire_ends_the_link(tapped: tuple[list[TcpTransport], Wire], journal: Journal) -> None:
+    transports, wire = tapped
+    one, two = linked(transports)
+    other = linked(transports, 10)
+    wire.spoils = True
+    one.send([bytes(1000)])
+    until, bell = deadline(), transports[0].bell()
+    with pytest.raises(LinkClosed):
+        while time.monotonic() < until:
+            assert two.receive([memoryview(bytearray(1000))]) == 0, "spoiled bytes were handed on"
+            transports[0].wait([two], [], bell, LONG)
+    journal.wait_for("the link to rank 1 is broken: TLS failed: ")
+    wire.spoils = False
+    other[0].send([b"fine"])
+    assert receive(transports[0], other[1], 4) == b"fine"
+
+
+def sealed(link: TlsLink, message: bytes) -> bytes:
+    """A message as it would go over the wire."""
+    link._stream._tls.write(message)
+    return link._stream._outgoing.read()
+
+
+def test_what_is_changed_behind_good_bytes_is_not_slept_on(transports: list[TcpTransport]) -> None:
+    """Both come in one piece: whoever has read the good ones is told to look again."""
+    one, two = linked(transports)
+    good, bad = sealed(one, b"good"), sealed(one, b"bad")
+    with socket.socket(fileno=os.dup(one.fileno())) as sender:
+        sender.sendall(good + bad[:-1] + bytes([bad[-1] ^ 1]))
+    bell, room = transports[0].bell(), memoryview(bytearray(100))
+    transports[0].wait([two], [], bell, LONG)
+    assert two.receive([room]) == 4
+    assert list(transports[0].wait([two], [], bell, LONG)) == [two]
+    with pytest.raises(LinkClosed):
+        two.receive([room])
+
+
+def test_a_recorded_connection_cannot_be_replayed(tapped: tuple[list[TcpTransport], Wire], journal: Journal) -> None:
+    transports, wire = tapped
+    linked(transports)
+    with socket.create_connection(transports[0].address, timeout=LONG) as thief:
+        with contextlib.suppress(ConnectionError):
+            thief.sendall(wire.said)
+            while thief.recv(4096):
+                pass
+        host, port = thief.getsockname()
+        journal.wait_for(f"refused a link from {host}:{port}: ")
+
+
+def test_what_is_decrypted_already_is_not_slept_on(transports: list[TcpTransport]) -> None:
+    one, two = linked(transports)
+    one.send([bytes(range(100))])
+    bell = transports[0].bell()
+    transports[0].wait([two], [], bell, LONG)
+    for number in range(100):  # one record; no poll tells of the rest of it
+        began = time.monotonic()
+        transports[0].wait([two], [], bell, LONG)
+        assert time.monotonic() - began < LONG / 2
+        assert receive(transports[0], two, 1) == bytes([number])
+    began = time.monotonic()
+    transports[0].wait([two], [], bell, 0.05)
+    assert time.monotonic() - began > 0.04, "nothing is left"
+
+
+def test_both_directions_at_once_by_threads_of_their_own(transports: list[TcpTransport]) -> None:
+    links = linked(transports)[::-1]  # by rank
+    sizes = (9 << 20, 7 << 20)
+    payloads = [random.Random(rank).randbytes(size) for rank, size in enumerate(sizes)]
+    received: dict[int, bytes] = {}
+
+    def take(rank: int) -> None:
+        received[rank] = receive(transports[rank], links[rank], sizes[1 - rank], 33_333)
+
+    threads = [threading.Thread(target=take, args=(rank,)) for rank in range(2)]
+    for rank in range(2):
+        give = threading.Thread(target=send, args=(transports[rank], links[rank], payloads[rank]))
+        threads.append(give)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(3 * LONG)
+    assert received[0] == payloads[1]
+    assert received[1] == payloads[0]
+
+
+def test_many_small_buffers_and_one_large(transports: list[TcpTransport]) -> None:
+    one, two = linked(transports)
+    parts = [bytes([number % 251]) * (number % 7) for number in range(1000)]  # more than one call takes, some empty
+    whole = b"".join(parts)
+    sent = one.send(parts)
+    assert 0 < sent < len(whole)
+    send(transports[1], one, whole[sent:])
+    assert receive(transports[0], two, len(whole)) == whole
+    assert one.send([b"", b""]) == 0
+    giving = threading.Thread(target=send, args=(transports[1], one, bytes(5 * MOST_AT_ONCE)))
+    giving.start()
+    assert receive(transports[0], two, 5 * MOST_AT_ONCE, 5 * MOST_AT_ONCE) == bytes(5 * MOST_AT_ONCE)
+    giving.join(LONG)
+
+
+# -- the lifeline's links ---------------------------------------------------------------------------------------------
+
+
+def beat_links(transports: list[TcpTransport]) -> tuple[BeatLink, BeatLink]:
+    mine = transports[1].dial(0, LIFELINE_CHANNEL, deadline())
+    theirs = transports[0].accept(1, LIFELINE_CHANNEL, deadline())
+    assert isinstance(mine, BeatLink)
+    assert isinstance(theirs, BeatLink)
+    return mine, theirs
+
+
+def test_a_lifeline_s_link_leaves_tls_with_a_key_that_nobody_else_has(
+    tapped: tuple[list[TcpTransport], Wire],
+) -> None:
+    transports, wire = tapped
+    one, two = beat_links(transports)
+    assert one.key == two.key
+    assert b"gw-link1" not in wire.said, "it was admitted inside TLS"
+    assert one.key not in wire.said
+    for link, transport, other in ((one, transports[0], two), (two, transports[1], one)):
+        link.send([b"in plain"])
+        assert receive(transport, other, 8) == b"in plain"
+    assert wire.said.endswith(b"in plain")
+    other_transports, other_wire = assembled(*map(tls_files.credentials, MEMBERS))
+    assert beat_links(other_transports)[0].key != one.key
+    for transport in other_transports:
+        transport.close()
+    other_wire.close()
+
+
+def test_what_follows_the_last_record_is_not_lost_when_tls_is_left() -> None:
+    """Both are there at once: the first bytes without TLS may come in one packet with the last of TLS."""
+    ends = socket.socketpair()
+    contexts = tls_files.credentials("m0").server_context(), tls_files.credentials("m1").client_context()
+    server, client = (
+        TlsStream(end, context, server=number == 0)
+        for number, (end, context) in enumerate(zip(ends, contexts, strict=True))
+    )
+    for end in ends:
+        end.setblocking(False)
+    pending = [client, server]
+    until = deadline()
+    while pending and time.monotonic() < until:
+        with contextlib.suppress(BlockingIOError):
+            pending[0].shake_hands()
+            del pending[0]
+        pending.reverse()
+    server.send(b"last")
+    assert server.leave() == b""
+    ends[0].send(bytes(range(256)))
+    assert client.recv(4) == b"last"
+    assert client.leave() == bytes(range(256))
+    server.send(b"more", b"than was said")
+    assert client.recv(4) == b"more"
+    with pytest.raises(ConnectionAbortedError, match="belongs inside TLS"):
+        client.leave()
+    for end in ends:
+        end.close()
+
+
+@pytest.mark.skipif(not native_core.available(), reason="its thread is native")
+def test_a_recorded_beat_keeps_no_frozen_rank_alive(tapped: tuple[list[TcpTransport], Wire]) -> None:
+    """Beats by the native thread over the wire; then it stops, and the wire says again what it has recorded."""
+    transports, wire = tapped
+    one, two = beat_links(transports)
+    sink = BeatSink(lambda header: None)
+    sink.detector.watch(1, 0.0, 1.0)
+    reader = TokenReader(two, Tokens(two.key, 1), sink)
+    thread, bell = native_core.native.Lifeline(0.001), transports[0].bell()
+    thread.add_tokens(one.fileno(), TOKEN_BYTES, 0)
+    thread.feed(one.fileno(), Tokens(one.key, 1).block())
+    thread.start()
+    got = 0
+    while got < 20 * TOKEN_BYTES:
+        got += reader.pump()
+        transports[0].wait([two], [], bell, LONG)
+    thread.stop()
+    while got < (BLOCK_TOKENS - thread.ahead(one.fileno())) * TOKEN_BYTES:
+        transports[0].wait([two], [], bell, LONG)
+        got += reader.pump()
+    assert sink.detector.heard_at(1) == 0.0
+    sink.now = 1000.0
+    one.send([bytes(wire.said[-got:])])
+    with pytest.raises(LinkClosed):
+        while True:
+            transports[0].wait([two], [], bell, LONG)
+            reader.pump()
+    assert sink.detector.heard_at(1) == 0.0
+
+
+def test_a_forked_child_could_let_go_of_every_socket(transports: list[TcpTransport]) -> None:
+    one, _ = linked(transports)
+    assert one._stream.socket in set(transports[1]._sockets._open)
+
+
+# -- renewal ----------------------------------------------------------------------------------------------------------
+
+
+def serial(link: TlsLink) -> int:
+    shown = link._stream._tls.getpeercert(binary_form=True)
+    assert shown is not None
+    return x509.load_der_x509_certificate(shown).serial_number
+
+
+def test_renewed_certificates_are_used_for_new_links_and_old_ones_live_on(tmp_path: Path) -> None:
+    certificates.make(tmp_path, "tests", MEMBERS)
+    transports, wire = assembled(*(tls_files.files(tmp_path, member) for member in MEMBERS))
+    try:
+        one, two = linked(transports)
+        certificates.make(tmp_path, "tests", MEMBERS)
+        newer = linked(transports, 10)
+        for old, new in zip((one, two), newer, strict=True):
+            assert serial(old) != serial(new)
+            assert (
+                serial(new)
+                == x509.load_pem_x509_certificate((tmp_path / f"m{new.peer}.pem").read_bytes()).serial_number
+            )
+        one.send([b"still here"])
+        assert receive(transports[0], two, 10) == b"still here"
+    finally:
+        for transport in transports:
+            transport.close()
+        wire.close()
+
+
+def test_half_a_renewal_changes_nothing_until_it_is_whole(tmp_path: Path, journal: Journal) -> None:
+    certificates.make(tmp_path, "tests", MEMBERS)
+    transports, wire = assembled(*(tls_files.files(tmp_path, member) for member in MEMBERS))
+    try:
+        linked(transports)
+        pem, key = certificates.Authority.load(tmp_path).issue(Identity("tests", "m0"))
+        certificates.write(tmp_path / "m0.key", key, 0o600)
+        linked(transports, 10)
+        journal.wait_for(r"m0\.key is not the key of the certificate .*m0\.pem; what was read before stays in use")
+        certificates.write(tmp_path / "m0.pem", pem, 0o644)
+        one, _ = linked(transports, 11)
+        assert serial(one) == x509.load_pem_x509_certificate(pem).serial_number
+        assert len(journal.lines) == 1, "told once, not at every link"
+    finally:
+        for transport in transports:
+            transport.close()
+        wire.close()
+
+
+# -- the door ---------------------------------------------------------------------------------------------------------
+
+
+def test_slow_handshakes_delay_nobody(
+    transports: list[TcpTransport], journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accept, "ADMISSION_SECONDS", 10 * LONG)
+    slow = [socket.create_connection(transports[0].address, timeout=LONG) for _ in range(60)]
+    try:
+        hello = client_hello()
+        for byte in hello[:60]:
+            for sock in slow:
+                sock.send(bytes([byte]))
+        began = time.monotonic()
+        linked(transports)
+        assert time.monotonic() - began < LONG / 2
+        monkeypatch.setattr(accept, "ADMISSION_SECONDS", 0.2)
+        with socket.create_connection(transports[0].address, timeout=LONG) as late:
+            late.sendall(hello)  # and then nothing: the handshake stands still half-way
+            journal.wait_for(f":{late.getsockname()[1]}: said too little in 0.2 s")
+    finally:
+        for sock in slow:
+            sock.close()
+
+
+def client_hello() -> bytes:
+    here, there = socket.socketpair()
+    with here, there:
+        here.setblocking(False)
+        stream = TlsStream(here, tls_files.credentials("m1").client_context(), server=False)
+        with contextlib.suppress(BlockingIOError):
+            stream.shake_hands()
+        return there.recv(65536)
+
+
+def test_nonsense_that_begins_like_tls(transports: list[TcpTransport], journal: Journal) -> None:
+    dice = random.Random(8)
+    hello = client_hello()
+    for attempt in range(200):
+        data = bytearray(hello if attempt % 2 else b"\x16\x03\x01" + dice.randbytes(dice.choice([3, 30, 600, 20_000])))
+        for _ in range(attempt % 5):
+            data[dice.randrange(5, len(data))] = dice.randrange(256)
+        with socket.create_connection(transports[0].address, timeout=LONG) as sock, contextlib.suppress(OSError):
+            sock.sendall(data)
+            sock.shutdown(socket.SHUT_WR)
+    journal.wait_for("more refusals follow within this minute; they are not logged")
+    assert not any("could not be handled" in line for line in journal.lines)
+    linked(transports)
+
+
+def test_a_handshake_without_end_is_cut_off(transports: list[TcpTransport], journal: Journal) -> None:
+    """Records of one byte each, of a message that is said to be long."""
+    piece = b"\x16\x03\x03\x00\x01\x00"
+    with socket.create_connection(transports[0].address, timeout=LONG) as sock, contextlib.suppress(OSError):
+        sock.sendall(b"\x16\x03\x03\x00\x04\x01\xff\xff\xff")
+        for _ in range(100):
+            sock.sendall(piece * 1000)
+            if select.select([sock], [], [], 0)[0]:
+                break
+    journal.wait_for("refused a link from .*: (TLS failed|broke off): ")
+    linked(transports)
+
+
+def test_a_peer_that_closes_during_the_handshake_is_tried_again(transports: list[TcpTransport]) -> None:
+    """A crowded door may turn out an honest caller; a certificate that does not fit is not tried again."""
+    address = transports[1]._addresses[0]
+    with socket.create_server(("127.0.0.1", 0)) as rude:
+        transports[1]._addresses[0] = rude.getsockname()
+
+        def hang_up() -> None:
+            for _ in range(2):
+                rude.accept()[0].close()
+            transports[1]._addresses[0] = address
+            rude.accept()[0].close()
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        linked(transports)
+        with contextlib.suppress(OSError), socket.create_connection(rude.getsockname(), timeout=LONG):
+            pass
+        thread.join(LONG)
+
+
+def test_refusals_inside_tls_are_final(transports: list[TcpTransport]) -> None:
+    linked(transports)
+    with pytest.raises(Refused, match=r"rank 0 refused the link: rank 1 already holds this link$"):
+        transports[1].dial(0, 9, deadline())
