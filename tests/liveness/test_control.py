@@ -401,7 +401,7 @@ def test_control_without_answers_returns_no_positions() -> None:
 def test_thread_that_waits_for_the_verdict_decides_it_if_no_other_thread_does() -> None:
     control = edge()
     control.report(Finding("aborted", "no", 0), time.monotonic())
-    assert control.settle(5.0)
+    assert control.settle(60.0)
 
 
 # -- what peers may send ----------------------------------------------------------------------------------------------

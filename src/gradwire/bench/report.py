@@ -1,4 +1,4 @@
-"""From blocks to what people read: times, bandwidths, ratios; as a table and as JSON."""
+"""Reports of measured blocks: times, bandwidths and ratios, as a table and as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gradwire tune`: measure this machine's links, so that algorithms are chosen by what things cost here."""
+"""`gradwire tune`: measures this machine's links, so that algorithms are chosen by their cost here."""
 
 from __future__ import annotations
 

@@ -28,20 +28,12 @@ class ElasticMembership:
         self.cuts = cuts
         self.unreachable: frozenset[int] = frozenset()  # world ranks, if the generation could not be set up
         self._lacks_state = self._finished = self._goes_on = False
-        self._observers: list[Callable[[Any], None]] = []
 
     # -- going on -----------------------------------------------------------------------------------------------------
 
     def next_group(self, generation: Any, timeout: float) -> Any:
         """The group of the next generation; this one ends."""
-        group = self._succeed(generation, timeout)
-        for observer in self._observers:
-            observer(group)
-        return group
-
-    def on_next_group(self, observer: Callable[[Any], None]) -> None:
-        """Call this with the next generation's group, before its user gets it."""
-        self._observers.append(observer)
+        return self._succeed(generation, timeout)
 
     def go_on(self) -> None:
         """The member goes on to the next generation: the end of this one does not mean that it leaves the job."""
@@ -56,19 +48,15 @@ class ElasticMembership:
 
     @property
     def lacks_state(self) -> bool:
-        """Whether the member has joined, and does not have the state of the training yet."""
+        """Whether this member still has to receive the state of the training."""
         return self._lacks_state
 
-    def begin_settling(self) -> None:
-        """The members are about to agree on a step to go on from; one that has joined needs its state first."""
-        self._lacks_state = self.joined
+    def mark_without_state(self, without: bool) -> None:
+        """Note whether this member still has to receive the state of the training."""
+        self._lacks_state = without
 
-    def settled(self) -> None:
-        """This member has the state that all agreed on."""
-        self._lacks_state = False
-
-    def mark_finished(self, finished: bool = True) -> None:
-        """Whether all work of the job is done: a member that joined now would begin it anew."""
+    def mark_finished(self, finished: bool) -> None:
+        """Note whether all work of the job is done: a member that joined now would begin it anew."""
         self._finished = finished
 
     # -- the end ------------------------------------------------------------------------------------------------------

@@ -6,11 +6,10 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from gradwire.collectives import Table, tuning_table
-from gradwire.errors import InvalidSize
 from gradwire.generation.establish import Endpoint, establish
 from gradwire.generation.generation import Generation
 from gradwire.group import WORLD, Group, collective_channel
@@ -24,6 +23,7 @@ from gradwire.transports.tcp.transport import TcpTransport
 
 if TYPE_CHECKING:
     from gradwire.job.thread_job import ThreadJob
+    from gradwire.transports.local import LocalTransport
 
 log = logging.getLogger("gradwire")
 
@@ -81,8 +81,6 @@ def local_group(n: int) -> list[Group]:
     [3, 3]
     >>> for group in groups: group.close()
     """
-    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-        raise InvalidSize(f"a group of {n!r} ranks: there must be at least 1")
     return thread_job(DEFAULT_TIMEOUT).begin(n)
 
 
@@ -117,11 +115,11 @@ def member_session(config: JobConfig, agree: Agree | None = None) -> MemberSessi
     return MemberSession(config, connect_member, agree)
 
 
-def thread_job(timeout: float) -> ThreadJob:
-    """A job whose members are threads of this process."""
+def thread_job(timeout: float, on_call: Callable[[str, LocalTransport], None] | None = None) -> ThreadJob:
+    """A job whose members are threads of this process; `on_call` gets a member's id and transport at each call."""
     from gradwire.job.thread_job import ThreadJob  # loads the coordinator's state machine
 
-    return ThreadJob(timeout, connect_in_process)
+    return ThreadJob(timeout, connect_in_process, on_call)
 
 
 def connect_member(endpoint: Endpoint, config: JobConfig, deadline: float) -> Group:

@@ -10,6 +10,7 @@ import threading
 
 from gradwire.generation.lifetime import Lifetime
 from gradwire.group import Group
+from gradwire.group.internals import GroupInternals
 
 _live: set[Lifetime] = set()
 _hooked = threading.Lock()
@@ -26,7 +27,7 @@ def keep(group: Group) -> Group:
 
 def current() -> Group | None:
     """The group that this process is in by `init`, if it is still open."""
-    return None if _current is None or _current._closed else _current
+    return None if _current is None or GroupInternals(_current).is_closed else _current
 
 
 def track(lifetime: Lifetime) -> None:

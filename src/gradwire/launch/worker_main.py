@@ -1,4 +1,4 @@
-"""The first code in a worker: wait for the word to start, run what is asked, tell the supervisor how it ended.
+"""The first code in a worker process: waits for the start signal, runs the task, reports its end to the supervisor.
 
     python worker_main.py CHANNEL script PATH ARGS…     as `python PATH ARGS…` would
     python worker_main.py CHANNEL module NAME ARGS…     as `python -m NAME ARGS…` would

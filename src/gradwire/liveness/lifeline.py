@@ -1,4 +1,4 @@
-"""The lifeline: this rank's beats, and its ear for those of the others.
+"""The lifeline: sends this rank's heartbeats and receives those of the others.
 
     ranks that share memory     beat in it: a word behind the directory of their arena
     other ranks                 beat over a link of their own: each pair of up to 32 ranks, beyond that ring neighbours
