@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import gradwire as gw
+from gradwire.group.internals import GroupInternals
 from support.in_process import groups_fixture as groups_fixture
 from support.processes import Here, StartJob
 from support.processes import job_fixture as job_fixture
@@ -113,7 +114,7 @@ def goes_wrong(group: gw.Group, call: Call, *, until: float = SOON) -> gw.Collec
     with pytest.raises(gw.CollectiveMismatch) as told:
         call(group)
         while time.monotonic() - began < 10:
-            if not group._generation.control.sound:
+            if GroupInternals(group).is_broken:
                 group.barrier()
             time.sleep(0.002)
     assert time.monotonic() - began < until
@@ -150,7 +151,7 @@ def test_two_roots_that_both_send_and_never_receive_are_found(groups: list[gw.Gr
                 group.recv(ones(), src=(group.rank + 1) % group.size)
             elif after == "send":
                 group.send(ones(1 << 20), dst=(group.rank + 1) % group.size)
-            while group._generation.control.sound and time.monotonic() - began < 10:
+            while not GroupInternals(group).is_broken and time.monotonic() - began < 10:
                 time.sleep(0.002)
             group.barrier()
         assert time.monotonic() - began < SOON
@@ -325,7 +326,7 @@ def disagrees(here: Here, difference: str) -> None:
     began = time.monotonic()
     try:
         (odd if group.rank == 1 else usual)(group)
-        while group._generation.control.sound and time.monotonic() - began < 10:
+        while not GroupInternals(group).is_broken and time.monotonic() - began < 10:
             time.sleep(0.002)
         group.barrier()
     except gw.GradwireError as error:

@@ -144,14 +144,13 @@ class GroupInternals:
         """What the coordinator reported last, for example that members wait to join; None if there is none."""
         return self._generation.news()
 
-    @property
-    def has_joined(self) -> bool:
-        """Whether this member was not in the generation before."""
-        return self._generation.joined
+    def begin_settling(self) -> None:
+        """The members are about to agree on a step to go on from; one that has joined needs its state first."""
+        self._generation.stranger = self._generation.joined
 
-    def mark_without_state(self, without: bool) -> None:
-        """Note whether this member still has to receive the state of the training."""
-        self._generation.stranger = without
+    def settled(self) -> None:
+        """This member has the state that all agreed on."""
+        self._generation.stranger = False
 
     def mark_finished(self, finished: bool) -> None:
         """Note whether the work of the job is done: a member that joined then would begin it anew."""
