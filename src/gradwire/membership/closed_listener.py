@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 
-from gradwire.membership.endpoints import Endpoint
+from gradwire.membership.endpoints import Endpoint, join
 from gradwire.security.admission import printable
 from gradwire.transports.fork_safe_sockets import Sockets
 
@@ -45,6 +45,12 @@ class ClosedListener:
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="gradwire-door", daemon=True)
         self._thread.start()
+
+    @property
+    def address(self) -> str:
+        """Where it listens: "host:port", or "[host]:port" for an IPv6 address."""
+        host, port = self._listener.getsockname()[:2]
+        return join(host, port)
 
     def close(self) -> None:
         """Give the address up."""

@@ -34,6 +34,7 @@ class Limits:
     seconds_between_replacements: float = 0.02  # … at a time: to begin the calls of a connection costs milliseconds
     seconds_to_wait: float = 30.0
     seconds_between_proofs: float = 30.0  # members prove themselves with each request, at least every 4 s
+    seconds_between_heartbeats: float = 10.0  # of one stream; a launcher sends one each second
 
 
 class Reason(Enum):
