@@ -141,16 +141,15 @@ class GroupInternals:
         membership = self._generation.membership
         return membership.news() if membership is not None else None
 
-    @property
-    def has_joined(self) -> bool:
-        """Whether this member was not in the generation before."""
-        membership = self._generation.membership
-        return membership is not None and membership.joined
-
-    def mark_without_state(self, without: bool) -> None:
-        """Note whether this member still has to receive the state of the training."""
+    def begin_settling(self) -> None:
+        """The members are about to agree on a step to go on from; one that has joined needs its state first."""
         if (membership := self._generation.membership) is not None:
-            membership.mark_without_state(without)
+            membership.mark_without_state(membership.joined)
+
+    def settled(self) -> None:
+        """This member has the state that all agreed on."""
+        if (membership := self._generation.membership) is not None:
+            membership.mark_without_state(False)
 
     def mark_finished(self, finished: bool) -> None:
         """Note whether the work of the job is done: a member that joined then would begin it anew."""
