@@ -224,8 +224,8 @@ def test_an_exception_in_the_block_stops_the_job(tmp_path: Path) -> None:
 
 
 def test_a_process_that_cannot_even_be_killed_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = {"leftover_seconds": 0.1, "unkillable_seconds": 0.1}
-    monkeypatch.setattr(supervisor, "Worker", functools.partial(worker_process.Worker, **limits))
+    hasty = functools.partial(worker_process.Worker, leftover_seconds=0.1, unkillable_seconds=0.1)
+    monkeypatch.setattr(supervisor, "Worker", hasty)
     job = Job(Task.script(written(tmp_path, WAIT)), 1)
     with monkeypatch.context() as without:
         without.setattr(process_tree, "kill", lambda session: None)

@@ -98,7 +98,8 @@ class Harness:
         self.control = Control(1, ["a", "b", "c"], 1, lambda peer, message: None, lambda: None)
         self.links = {0: kind(0), 2: kind(2)}
         self.ended: list[int] = []
-        self.lifeline = Lifeline(self.control, frame(), BeatSink(lambda header: None), self.pump, remote)
+        self.sink = BeatSink(lambda header: None)
+        self.lifeline = Lifeline(self.control, frame(), self.sink, self.pump, remote)
         self.doors: Any = Doors()
         self.nature = BeatCapability(native_core.available() if native is None else native, os.getpid(), "")
         self.lifeline.begin(self.nature.native, None)
@@ -218,7 +219,7 @@ def test_tokens_of_a_link_that_left_tls_are_made_ahead_and_come_in_order(harness
     for tick in range(beat_messages.STOCK_BLOCKS // lifeline.FEED_BLOCKS + 1):
         harness.lifeline.tick(time.monotonic() + tick)
     for link in harness.links.values():
-        left = harness.lifeline._thread.ahead(link.fileno())
+        left = harness.lifeline.tokens_ahead(link)
         assert (
             (beat_messages.STOCK_BLOCKS - 1) * beat_messages.BLOCK_TOKENS
             < left
@@ -255,7 +256,7 @@ def test_tokens_are_beats_when_they_are_whole(harness: Harness) -> None:
         harness.links[2].far.send(GENUINE[at : at + nbytes])
         at += nbytes
         harness.lifeline.tick(now)
-        assert (harness.lifeline._detector.heard_at(2) == now) is heard
+        assert (harness.sink.detector.heard_at(2) == now) is heard
 
 
 @pytest.mark.parametrize("harness", [{"kind": KeyedLink}], indirect=True)
@@ -277,10 +278,10 @@ def test_a_token_that_is_not_the_next_one_ends_the_link_and_is_no_beat(
     harness.lifeline.expect([BeatCapability(True, os.getpid(), "")] * 3)
     harness.links[2].far.send(GENUINE[:TOKEN_BYTES])
     harness.lifeline.tick(now)
-    heard_at = harness.lifeline._detector.heard_at(2)
+    heard_at = harness.sink.detector.heard_at(2)
     harness.links[2].far.send(forged)
     harness.lifeline.tick(now + LOOK_SECONDS)
-    assert harness.lifeline._detector.heard_at(2) == heard_at
+    assert harness.sink.detector.heard_at(2) == heard_at
     assert harness.ended == [2]
     assert "what came is no beat of that rank" in caplog.text
 
@@ -296,7 +297,7 @@ def test_links_that_nobody_expects_are_closed(harness: Harness) -> None:
 def hears(harness: Harness, peer: int, now: float) -> bool:
     harness.links[peer].far.send(frame(source=peer))
     harness.lifeline.tick(now)
-    return harness.lifeline._detector.silence(peer, now) == 0
+    return harness.sink.detector.silence(peer, now) == 0
 
 
 @needs_core
@@ -336,14 +337,24 @@ def test_who_has_left_is_not_missed(harness: Harness) -> None:
 
 
 @needs_core
-def test_the_end_of_a_link_is_not_a_loss_by_itself(harness: Harness) -> None:
+def test_link_that_ends_is_no_loss_and_is_not_written_to_again(harness: Harness) -> None:
     harness.lifeline.expect([harness.nature] * 3)
     descriptor = harness.links[2].fileno()
     harness.links[2].far.close()
     harness.lifeline.tick(time.monotonic())
     assert harness.ended == [2]
     assert harness.control.sound
-    assert harness.lifeline._thread.ahead(descriptor) == 0, "nothing is written to a descriptor that may be another's"
+    with contextlib.closing(SocketLink(2)) as another:
+        reused = another.fileno() == descriptor
+        if not reused:  # another socket gets the number of the one that was closed
+            os.dup2(another.fileno(), descriptor)
+        harness.links[0].read(3 * HEADER_BYTES)  # meanwhile
+        another.far.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            another.far.recv(1)
+        if not reused:
+            os.close(descriptor)
+        another.far.close()
 
 
 @pytest.mark.parametrize("data", [frame(Kind.CONTROL), frame(nbytes=1), b"\xff" * HEADER_BYTES])
@@ -360,7 +371,7 @@ def test_only_processes_that_can_be_seen_are_looked_at(harness: Harness, monkeyp
     for state, sight in sights.items():
         monkeypatch.setattr(machine, "process_status", lambda pid, state=state: machine.ProcessStatus(state, 5))
         monkeypatch.setattr(lifeline, "beat_waits", lambda pid, state=state: state == "R")
-        assert [harness.lifeline._look(peer) for peer in (0, 2)] == [sight, None]
+        assert [harness.lifeline.sight_of(peer) for peer in (0, 2)] == [sight, None]
 
 
 @pytest.mark.parametrize(("state", "waits"), [("R", True), ("D", True), ("S", False), ("T", False)])

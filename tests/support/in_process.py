@@ -12,7 +12,7 @@ import pytest
 
 import gradwire as gw
 from conformance.crews import TRANSPORTS
-from support.ranks import closing
+from support.ranks import closing, eventually
 
 SOON = 30.0  # seconds: a bound for what takes milliseconds, on a machine that is busy
 
@@ -47,10 +47,14 @@ def groups_fixture(request: pytest.FixtureRequest) -> Iterator[list[gw.Group]]:
 
 def end_progress(group: gw.Group) -> None:
     """Close a group and wait for its progress thread, which may be the last to hold a work."""
+    before = _progress_threads()
     group.close()
-    assert group._runner._progress is not None
-    group._runner._progress.join(SOON)
+    assert eventually(lambda: _progress_threads() < before)
     gc.collect()
+
+
+def _progress_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "gradwire-progress"}
 
 
 class Journal(logging.Handler):

@@ -222,8 +222,9 @@ def test_links_can_be_handed_over_as_they_come(transports: list[Transport]) -> N
 def test_a_bell_wakes_every_wait_until_it_is_silenced(transports: list[Transport]) -> None:
     one, _ = linked(transports)
     bell = transports[1].bell()
-    arguments = ([one], [], bell, FOREVER)
-    threads = [threading.Thread(target=transports[1].wait, args=arguments, daemon=True) for _ in range(2)]
+    threads = [
+        threading.Thread(target=transports[1].wait, args=([one], [], bell, FOREVER), daemon=True) for _ in range(2)
+    ]
     for thread in threads:
         thread.start()
     bell.ring()
