@@ -237,7 +237,8 @@ def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
     address = f"127.0.0.1:{free_port()}"
     with pytest.raises(gw.NoConnection, match=rf"no coordinator answered at {address}") as told:
         gw.init(1, 2, address, timeout=0.3)
-    assert told.value.seconds == pytest.approx(0.3, abs=0.2)
+    assert told.value.seconds is not None
+    assert 0 < told.value.seconds <= 0.3
 
 
 def test_a_lone_process_needs_nobody() -> None:
@@ -270,7 +271,7 @@ def joins_among_many(here: Here) -> None:
 def test_thirty_two_processes(job: StartJob) -> None:
     began = time.monotonic()
     with job(joins_among_many, 32) as ranks:
-        told = [rank.hear(60) for rank in ranks]
+        told = [rank.hear() for rank in ranks]
         assert {one["sum"] for one in told} == {32}
         assert max(one["at"] for one in told) - began < 20.0
         for rank in ranks:

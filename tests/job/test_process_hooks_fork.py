@@ -178,11 +178,11 @@ def test_a_fork_waits_for_a_socket_to_be_on_record() -> None:
 
     threads = [threading.Thread(target=accept), threading.Thread(target=fork)]
     threads[0].start()
-    assert accepting.wait(10)
+    assert accepting.wait(60)
     threads[1].start()
     assert not forked.wait(0.1)
     made.set()
-    assert forked.wait(10)
+    assert forked.wait(60)
     for thread in threads:
         thread.join()
 
@@ -205,7 +205,7 @@ def test_in_process_ranks_are_closed_in_children_too() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
     for group in groups:
         group.close()

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -257,7 +256,5 @@ def test_a_job_may_be_started_in_a_thread_that_ends(tmp_path: Path, ready: Ready
 
 
 def test_a_supervisor_stops_fast(tmp_path: Path) -> None:
-    """No pause is waited out that nobody needs: a job of scripts that do nothing takes about what they take."""
-    start = time.monotonic()
-    run(Task.script(written(tmp_path, "")), 1, grace=LONG)
-    assert time.monotonic() - start < LONG / 4
+    """The time that is allowed for an end after a failure is not waited out by a job that ends well."""
+    run(Task.script(written(tmp_path, "")), 1, grace=10_000.0)

@@ -44,7 +44,7 @@ def join(coordinator: Coordinator, name: str, credentials: Credentials | None) -
         size=None,
         secret=SECRET,
         job=None,
-        timeout=20.0,
+        timeout=60,
         credentials=credentials,
     )
 
@@ -102,7 +102,7 @@ def test_a_rendezvous_that_is_over_says_so_to_those_with_certificates_too() -> N
                 size=None,
                 secret=SECRET,
                 job=None,
-                timeout=20.0,
+                timeout=60,
                 credentials=tls_files.credentials("m1"),
             )
     finally:

@@ -22,7 +22,7 @@ from gradwire.security.credentials import Credentials
 from gradwire.security.tls_probe import trouble
 from support import tls_files
 
-LONG = 10.0
+LONG = 60.0
 
 
 @pytest.fixture

@@ -108,6 +108,12 @@ class CollectiveRunner:
         generation.control.watch(self.calls)
         generation.groups.add(self)
 
+    def __str__(self) -> str:
+        """The group as its `repr` shows it."""
+        generation = self.generation
+        state = "closed" if self.closed or generation.closed else "broken" if not generation.control.sound else "open"
+        return f"rank {self.rank} of {self.size}, generation {generation.identity.number}, {state}"
+
     @property
     def is_native(self) -> bool:
         """Whether the native core carries out this group's schedules. It does not speak TLS."""
@@ -294,7 +300,7 @@ class CollectiveRunner:
         went_well = work.run(body, first_error=not self._failed)
         self._failed = self._failed or not went_well
         self._next()
-        work._call_back()
+        work.call_back()
 
     def _next(self) -> None:
         with self._turn:

@@ -19,6 +19,7 @@ from gradwire.errors import Broken, ConfigError, GradwireError, NoConnection, Re
 from gradwire.generation import handshake
 from gradwire.generation.generation import Generation
 from gradwire.group import Group
+from gradwire.group.internals import GroupInternals
 from gradwire.host import machine, native_core
 from gradwire.identity import Identity
 from gradwire.job import process_hooks
@@ -154,7 +155,9 @@ class MemberSession:
             deadline = min(deadline, time.monotonic() + SET_UP_SECONDS)  # a frozen member must not hold up the others
         try:
             group = process_hooks.meet([generation], config.timeout, deadline)[0]
-            handshake.agree(generation, config.transport, deadline, meanwhile=lambda: group._runner.dial(deadline))
+            handshake.agree(
+                generation, config.transport, deadline, meanwhile=lambda: GroupInternals(group).connect(deadline)
+            )
         except BaseException as error:
             self._stranger, self._stood_still = generation.joined, False
             self._lost = tuple(generation.member_ids[rank] for rank in sorted(_out_of_reach(generation, error)))

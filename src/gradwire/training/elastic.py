@@ -19,8 +19,8 @@ from gradwire.errors import (
     ReplicasDiverged,
     Timeout,
 )
-from gradwire.generation.generation import Generation
 from gradwire.group import Group
+from gradwire.group.internals import GroupInternals
 from gradwire.job import init, process_hooks
 from gradwire.training import transfer
 from gradwire.training.commit_rules import (
@@ -105,7 +105,7 @@ class Elastic:
         while True:
             if self._settled is not self.group:
                 self._go_on(self._settle)
-            self.group._generation.finished = self._completed >= last
+            GroupInternals(self.group).mark_finished(self._completed >= last)
             if self._completed >= last:
                 return
             step = Step(self, self._completed + 1)
@@ -115,7 +115,7 @@ class Elastic:
 
     def finish(self) -> None:
         """All work is done, before the last step: nobody joins the job any more. All ranks call it at the same step."""
-        self.group._generation.finished = True
+        GroupInternals(self.group).mark_finished(True)
 
     def when_cut_short(self, undo: Callable[[], None]) -> None:
         """Call this when a step has broken, before ranks look whose state is still that of the last completed step.
@@ -145,7 +145,7 @@ class Elastic:
     @property
     def fence(self) -> Fence:
         """The token of the present generation of this run, by which writers of checkpoints are ordered."""
-        identity = self.group._generation.identity
+        identity = GroupInternals(self.group).identity
         return Fence(identity.run, identity.number)
 
     @property
@@ -157,7 +157,7 @@ class Elastic:
 
     def _end(self, index: int) -> None:
         """The body of a step has ended here: take the vote, and let in who waits."""
-        if self.group._closed:  # the program has left
+        if GroupInternals(self.group).is_closed:  # the program has left
             return
         digest = self._state.digest()
         self._completed, self._completed_in = index, self.group.generation
@@ -193,7 +193,7 @@ class Elastic:
             raise self._divergence.with_traceback(None)
 
     def _others_wait(self) -> bool:
-        return has_joiners(self.group._generation.news(), self.group.generation)
+        return has_joiners(GroupInternals(self.group).news(), self.group.generation)
 
     # -- going on -----------------------------------------------------------------------------------------------------
 
@@ -228,19 +228,20 @@ class Elastic:
     def _can_recover(self, error: Broken) -> bool:
         if not isinstance(error, (PeerLost, Aborted, Timeout)) or not self.group.capabilities.recovers:
             return False
-        control = self.group._generation.control
-        own = isinstance(error, Aborted) and error.culprit == control.rank and not control.given_up
-        return not control.sound and not own
+        internals = GroupInternals(self.group)
+        own = isinstance(error, Aborted) and error.culprit == self.group.rank and not internals.is_left_behind
+        return internals.is_broken and not own
 
     def _settle(self, digest: str | None = None) -> None:
         """Agree with all ranks of a new generation where to go on, and have or hand over the state of that step.
 
         `digest` is the state's, if nothing can have changed it since.
         """
-        self.group._generation.stranger = self.group._generation.joined
+        internals = GroupInternals(self.group)
+        internals.mark_without_state(internals.has_joined)
         while self.group.size < self.min_size:
             self._await_others()
-        self._number = _begun_runs(self.group._generation, self._number)
+        self._number = _begun_runs(GroupInternals(self.group), self._number)
         begun = has_begun(self._completed, self.digest, self._overwritten)
         digest = digest or (self._digest_if_readable() if begun else "")
         sound = is_sound(self._completed, self.digest, digest, self._overwritten)
@@ -261,7 +262,7 @@ class Elastic:
         self.digest = digest if giver is None else standings[giver].digest
         self._tell_all(None, "settling, done")  # until then nobody changes its state: takers may yet fail
         self.committed = settlement.completed  # now all are known to have it
-        self.group._generation.stranger = False
+        GroupInternals(self.group).mark_without_state(False)
         self._settled = self.group
 
     def _digest_if_readable(self) -> str:
@@ -290,7 +291,7 @@ class Elastic:
         return [Standing.from_wire(told) for told in self._tell_all(mine.to_wire(), what)]
 
     def _tell_all(self, value: Any, what: str) -> list[Any]:
-        return self.group._generation.control_gather.tell_all(value, what, self.group._timeout)
+        return GroupInternals(self.group).gather(value, what)
 
     def _exchange(self, settlement: Settlement, standings: list[Standing]) -> None:
         rank, step = self.group.rank, settlement.completed
@@ -316,10 +317,9 @@ class Elastic:
             time.sleep(WAIT_SECONDS)
 
 
-def _begun_runs(generation: Generation, number: int) -> int:
+def _begun_runs(internals: GroupInternals, number: int) -> int:
     """How many runs this member has begun, with this one; `number` if that was counted already, in another job run."""
-    identity = generation.identity
-    member = identity.job, (generation.member_ids or identity.names)[identity.rank]
+    member = internals.identity.job, internals.member_id
     _RUNS[member] = max(_RUNS.get(member, 0), number) if number else _RUNS.get(member, 0) + 1
     return number or _RUNS[member]
 

@@ -10,7 +10,7 @@ from gradwire.errors import NotFinite
 from gradwire.group import Group
 from gradwire.host import native_core
 
-_CHUNK = 1 << 16  # elements that NumPy looks at in one go: what it makes of them stays in the cache
+CHUNK = 1 << 16  # elements that NumPy looks at in one go: what it makes of them stays in the cache
 
 
 def all_finite(array: Array) -> bool:
@@ -22,7 +22,7 @@ def all_finite(array: Array) -> bool:
     flat = array.reshape(-1)
     if native_core.available():
         return native_core.native.all_finite(arrays.dtype_of(flat).code, flat.view(np.uint8))
-    return all(bool(np.isfinite(flat[at : at + _CHUNK]).all()) for at in range(0, flat.size, _CHUNK))
+    return all(bool(np.isfinite(flat[at : at + CHUNK]).all()) for at in range(0, flat.size, CHUNK))
 
 
 def copy_finite(to: Array, source: Array) -> bool | None:

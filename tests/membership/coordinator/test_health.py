@@ -34,7 +34,7 @@ def check(channel: Any, service: str) -> int:
         request_serializer=StringValue.SerializeToString,
         response_deserializer=Int32Value.FromString,
     )
-    return int(ask(StringValue(value=service), timeout=10).value)
+    return int(ask(StringValue(value=service), timeout=30).value)
 
 
 def watch(channel: Any, service: str) -> Any:

@@ -7,7 +7,6 @@ import queue
 import secrets
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -132,7 +131,7 @@ def test_streams_of_strangers_leave_room_for_workers(serve: Serve, monkeypatch: 
         codes: queue.SimpleQueue[grpc.StatusCode] = queue.SimpleQueue()
         for stream in streams:
             stream.add_done_callback(lambda call: codes.put(call.code()))
-        assert codes.get(timeout=10) == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert codes.get(timeout=60) == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert join(coordinator.address) == 0
         for stream in streams:
             stream.cancel()
@@ -269,8 +268,7 @@ def test_who_says_little_at_a_time_is_not_listened_to_for_ever() -> None:
 
         speaker = threading.Thread(target=drip)
         speaker.start()
-        began = time.monotonic()
         assert told_at(Endpoint("127.0.0.1", listener.getsockname()[1]), 0.3) is None
-        assert time.monotonic() - began < 10
+        assert speaker.is_alive(), "it was listened to for all that it says"
         over.set()
         speaker.join()

@@ -245,7 +245,7 @@ def test_coordinator_with_a_full_journal_stops_answering_and_loses_nothing(
             start_checkpoint(coordinator.address, "a", number, secret=SECRET, timeout=5.0)
             end_checkpoint(coordinator.address, "a", number, secret=SECRET, timeout=5.0)
             last = end_checkpoint(coordinator.address, "b", number, secret=SECRET, timeout=5.0)
-    assert "its disk is full" in str(failed.get(timeout=10))
+    assert "its disk is full" in str(failed.get(timeout=60))
     journal.wait_for("nobody is told anything any more")
     assert not serving(coordinator.address, secret=SECRET)
     port = int(coordinator.address.rpartition(":")[2])

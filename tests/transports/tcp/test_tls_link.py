@@ -30,7 +30,8 @@ from support import tls_files
 from support.in_process import Journal
 from support.in_process import journal_fixture as journal_fixture
 
-LONG = 10.0
+LONG = 60.0
+FOREVER = 10_000.0  # seconds: whatever waits for so long hangs
 RUN, KEY = secrets.token_bytes(16), secrets.token_bytes(32)
 MEMBERS = ("m0", "m1", "m2")
 Assemble = Callable[..., list[TcpTransport]]

@@ -26,8 +26,8 @@ from support.in_process import Journal
 from support.in_process import journal_fixture as journal_fixture
 from support.tcp_proxy import TcpProxy
 
-LONG = 10.0
-FOREVER = 3600.0
+LONG = 60.0
+FOREVER = 10_000.0  # seconds: whatever waits for so long hangs
 JOB, KEY = secrets.token_bytes(16), secrets.token_bytes(32)
 Assemble = Callable[..., list[TcpTransport]]
 
