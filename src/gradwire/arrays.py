@@ -66,7 +66,8 @@ _OPS = {  # by name, in the order of their codes
     "bool": _INTEGER,  # sum is "or", prod is "and", as NumPy's + and * on booleans
     **dict.fromkeys(("complex64", "complex128"), _COMPLEX),
 }
-_CODES = {name: code for code, name in enumerate(_OPS, start=1)}
+DTYPES = tuple(_OPS)
+_CODES = {name: code for code, name in enumerate(DTYPES, start=1)}  # on the wire
 
 
 @functools.cache

@@ -20,8 +20,9 @@ from gradwire.simulate import faults, simulated_worker
 from gradwire.simulate.collective import Collectives
 from gradwire.simulate.disk import Disk
 from gradwire.simulate.faults import USUAL
+from gradwire.simulate.invariants import Violation
 from gradwire.simulate.process import Program
-from gradwire.simulate.world import Violation, World
+from gradwire.simulate.world import World
 from gradwire.training.commit_rules import NONE, Settlement, Standing, settle
 
 SEEDS = 1000

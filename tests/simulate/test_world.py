@@ -9,9 +9,10 @@ import pytest
 from gradwire.simulate import __main__ as command
 from gradwire.simulate import faults, invariants
 from gradwire.simulate.faults import ENDLESS, Fault
+from gradwire.simulate.invariants import Violation
 from gradwire.simulate.scenario import Setting, draw_setting
 from gradwire.simulate.simulated_coordinator import run_id
-from gradwire.simulate.world import Violation, World
+from gradwire.simulate.world import World
 
 
 def quiet(*happening: Fault, **facts: object) -> World:

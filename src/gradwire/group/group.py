@@ -207,7 +207,7 @@ class Group(PointToPointCalls):
         >>> with gw.init() as group: group.all_reduce(2.5)
         2.5
         """
-        done = self._runner.fast_path.all_reduce(x, op, out, algorithm, timeout)
+        done = self._runner.fast_path.all_reduce(x, op, None, out, algorithm, timeout)
         return done if done is not None else self._now(operations.all_reduce(x, op, out, algorithm), timeout)
 
     def broadcast(self, x: Any, root: int = 0, *, algorithm: str = "auto", timeout: float | None = None) -> Any:
@@ -217,7 +217,7 @@ class Group(PointToPointCalls):
         >>> with gw.init() as group: group.broadcast(np.ones(2), root=0)
         array([1., 1.])
         """
-        done = self._runner.fast_path.broadcast(x, root, algorithm, timeout)
+        done = self._runner.fast_path.broadcast(x, None, root, None, algorithm, timeout)
         if done is not None:
             return done
         return self._now(operations.broadcast(x, root, self.size, self.rank, algorithm), timeout)
@@ -249,7 +249,7 @@ class Group(PointToPointCalls):
         >>> with gw.init() as group: group.all_gather(np.zeros((2, 3))).shape
         (2, 3)
         """
-        done = self._runner.fast_path.all_gather(x, out, algorithm, timeout)
+        done = self._runner.fast_path.all_gather(x, None, None, out, algorithm, timeout)
         return done if done is not None else self._now(operations.all_gather(x, out, algorithm), timeout)
 
     def gather(self, x: Any, root: int = 0, *, algorithm: str = "auto", timeout: float | None = None) -> Array | None:
@@ -280,7 +280,9 @@ class Group(PointToPointCalls):
         >>> with gw.init() as group: group.reduce_scatter(np.arange(3), counts=[3])
         array([0, 1, 2])
         """
-        done = self._runner.fast_path.reduce_scatter(x, op, counts, out, algorithm, timeout)
+        done = None
+        if counts is None:
+            done = self._runner.fast_path.reduce_scatter(x, op, None, out, algorithm, timeout)
         if done is None:
             done = self._now(operations.reduce_scatter(x, op, counts, out, self.size, self.rank, algorithm), timeout)
         return done
@@ -341,7 +343,7 @@ class Group(PointToPointCalls):
         >>> import gradwire as gw
         >>> with gw.init() as group: group.barrier()
         """
-        if self._runner.fast_path.barrier(algorithm, timeout) is None:
+        if self._runner.fast_path.barrier(None, None, None, None, algorithm, timeout) is None:
             self._now(operations.barrier(algorithm), timeout)
 
     def broadcast_value(self, value: Any = None, root: int = 0, *, timeout: float | None = None) -> Any:

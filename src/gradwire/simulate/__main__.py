@@ -9,7 +9,8 @@ from collections import Counter
 
 from gradwire.simulate import faults
 from gradwire.simulate.faults import KINDS
-from gradwire.simulate.world import Outcome, Violation, World
+from gradwire.simulate.invariants import Violation
+from gradwire.simulate.world import Outcome, World
 
 
 def main(arguments: list[str] | None = None) -> int:

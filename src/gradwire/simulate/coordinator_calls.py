@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from gradwire.simulate.network import Network
 from gradwire.simulate.process import Process, Program
-
-if TYPE_CHECKING:
-    from gradwire.simulate.world import World
 
 ANSWER_SECONDS = 2.0  # in which an answer must come before a call is made again; it may be held for one of them
 PAUSE_SECONDS = 0.2
@@ -47,14 +45,30 @@ class Unreachable:
     """Nobody listens there, or the coordinator's journal failed."""
 
 
+class CallTarget(Process):
+    """The process that calls go to."""
+
+    _sessions = 0
+
+    def new_session(self) -> int:
+        """A number that no other caller has."""
+        self._sessions += 1
+        return self._sessions
+
+    def receive(self, request: Request) -> None:
+        """A call has arrived."""
+        raise NotImplementedError
+
+
 class Caller:
     """One process's conversations with the coordinator; a late answer to an earlier call is no answer."""
 
-    def __init__(self, process: Process, world: World, ticket: bytes = b"") -> None:
+    def __init__(self, process: Process, coordinator: CallTarget, network: Network, ticket: bytes = b"") -> None:
         self._process = process
-        self._world = world
+        self._coordinator = coordinator
+        self._network = network
         self._ticket = ticket
-        self._session = world.new_session()
+        self._session = coordinator.new_session()
         self._sequence = 0
         self._start = 0
         self._answer: Any = None
@@ -79,7 +93,7 @@ class Caller:
     def send(self, method: str, body: Any, answered: Callable[[Any], None]) -> None:
         """Call once."""
         self._sequence += 1
-        mine, process, world = self._sequence, self._process, self._world
+        mine, process, coordinator = self._sequence, self._process, self._coordinator
 
         def answer(value: Any) -> None:
             if isinstance(value, Stale):
@@ -87,6 +101,5 @@ class Caller:
             if mine == self._sequence:
                 answered(value)
 
-        coordinator = world.coordinator
         request = Request(method, body, process, self._session, mine, self._start, answer, self._ticket)
-        world.network.call(process, coordinator, lambda: coordinator.receive(request), lambda: answer(Unreachable()))
+        self._network.call(process, coordinator, lambda: coordinator.receive(request), lambda: answer(Unreachable()))

@@ -30,6 +30,15 @@ Version = tuple[int, int]
 """Which state: after which step, and completed in which generation."""
 
 
+class Violation(AssertionError):
+    """An invariant does not hold; the message shows the history and how to see it again."""
+
+    def __init__(self, seed: int, reason: str, history: str, again: str) -> None:
+        super().__init__(f"seed {seed}: {reason}\n{history}\nseed {seed}: {reason}\nreplay it with: {again}")
+        self.seed = seed
+        self.reason = reason
+
+
 class Ledger:
     """All that was ever agreed on in one run; `fail` is told what contradicts it."""
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from gradwire.simulate.time import Action, Clock, Event, Timeline
 
-if TYPE_CHECKING:
-    from gradwire.simulate.network import End
-
 Program = Generator[float | None, None, Any]
 """What a thread of a process does: it yields the seconds for which it waits unless it is woken; None: only that."""
+
+
+class Stream(Protocol):
+    """What a process has open: an end of a connection."""
+
+    def close(self) -> None: ...
+
+    def vanish(self) -> None:
+        """The host has lost its power: nobody is told that the connection ended."""
 
 
 class Process:
@@ -24,7 +30,8 @@ class Process:
         self.clock = clock
         self.alive = True
         self.frozen = False
-        self.ends: dict[End, None] = {}  # of its streams, in the order in which they were made
+        self.stopped = False  # by a signal: not even its lifeline beats
+        self.ends: dict[Stream, None] = {}  # of its streams, in the order in which they were made
         self._kept: list[Action] = []
 
     @property

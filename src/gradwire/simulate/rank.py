@@ -7,7 +7,7 @@ by: links, threads and time.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from gradwire.errors import NoConnection
 from gradwire.generation.generation import EXPECTED_SECONDS
@@ -15,16 +15,13 @@ from gradwire.job.member_session import SET_UP_SECONDS
 from gradwire.liveness.control import Control
 from gradwire.liveness.detector import BEAT_SECONDS, PAGE_SECONDS, PEER_SECONDS, Detector, Standstill
 from gradwire.liveness.verdict import Finding
-from gradwire.membership import Assembly
+from gradwire.membership import Assembly, Member
 from gradwire.simulate.collective import Collectives
-from gradwire.simulate.network import End, Pulse
-from gradwire.simulate.process import Program
+from gradwire.simulate.network import End, Network, Pulse
+from gradwire.simulate.process import Process, Program
 from gradwire.simulate.time import Event
 from gradwire.transports.base import LinkClosed
 from gradwire.transports.tcp.dial import REFUSING_SECONDS, RETRY_SECONDS
-
-if TYPE_CHECKING:
-    from gradwire.simulate.simulated_worker import Worker
 
 CONTROL, DATA, STATE = 1, 2, 3  # channels
 VERSION, OTHER_VERSION = b"version 2", b"version 1"  # of the set-up protocol
@@ -44,11 +41,30 @@ class Hello:
     pulses: tuple[Pulse, Pulse] | None = None  # there and back
 
 
+class Listener(Process):
+    """A process that others can dial."""
+
+    def knocked(self, hello: Hello, end: End) -> None:
+        """Somebody's first packet has arrived at this host."""
+        raise NotImplementedError
+
+
+class Peers(Protocol):
+    """Where the other members are."""
+
+    def worker(self, name: str) -> Listener: ...
+
+    def listens(self, member: Member) -> bool:
+        """False if it is certain that nobody listens any more where this member did; no answer is no proof."""
+
+
 class Rank:
     """One member in one generation."""
 
-    def __init__(self, worker: Worker, assembly: Assembly) -> None:
+    def __init__(self, worker: Process, assembly: Assembly, network: Network, peers: Peers, version: bytes) -> None:
         self.worker = worker
+        self._network = network
+        self._peers = peers
         self.assembly = assembly
         self.number = assembly.generation
         self.rank = assembly.rank
@@ -65,7 +81,7 @@ class Rank:
         self._due: Event | None = None
         self._unreachable: set[int] = set()
         self._misfits: dict[int, None] = {}  # that speak another version of the set-up protocol
-        self._version = VERSION if worker.profile.unfit is None else OTHER_VERSION
+        self._version = version
         self._ends: list[End] = []
         self._look()
         self._beat()
@@ -86,7 +102,7 @@ class Rank:
                 raise self._not_found(missing[0], "did not connect in time", accused=not met)
             if self.worker.now >= look_at:
                 look_at = self.worker.now + EXPECTED_SECONDS
-                if not self.worker.world.listens(self.assembly.members[missing[0]]):
+                if not self._peers.listens(self.assembly.members[missing[0]]):
                     raise self._not_found(missing[0], "has registered and then ended", accused=False)
             yield 0.1
 
@@ -126,15 +142,15 @@ class Rank:
                 yield 0.1
 
     def _call(self, peer: int, channel: int) -> End:
-        worker, member = self.worker, self.assembly.members[peer]
-        target = worker.world.worker(member.id)
+        worker, network, member = self.worker, self._network, self.assembly.members[peer]
+        target = self._peers.worker(member.id)
         pulses = None
         if channel == CONTROL:
-            there, back = Pulse(worker.network, worker, target), Pulse(worker.network, target, worker)
+            there, back = Pulse(network, worker, target), Pulse(network, target, worker)
             pulses = (there, back)
             self._pulses[peer] = (back, there)
         hello = Hello(member.address, self.number, self.rank, channel, self._version, self.assembly.run, pulses)
-        end = worker.network.connect(worker, target, worker.wake, lambda end: target.knocked(hello, end))
+        end = network.connect(worker, target, worker.wake, lambda end: target.knocked(hello, end))
         self._ends.append(end)
         return end
 

@@ -5,20 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 from gradwire.errors import JournalError
 from gradwire.membership.coordinator.state_machine import Membership
-from gradwire.membership.types import Claim, News, Outcome, Refusal, Waiting
+from gradwire.membership.types import Change, Claim, News, Outcome, Refusal, Waiting
 from gradwire.security.tokens import Gate
-from gradwire.simulate.coordinator_calls import Denied, Request, Stale, Unreachable
+from gradwire.simulate.coordinator_calls import CallTarget, Denied, Request, Stale, Unreachable
 from gradwire.simulate.disk import Disk
+from gradwire.simulate.network import Network
 from gradwire.simulate.process import Process
-from gradwire.simulate.strangers import JOB
+from gradwire.simulate.scenario import Setting
 from gradwire.simulate.time import Clock, Event
-
-if TYPE_CHECKING:
-    from gradwire.simulate.world import World
+from gradwire.simulate.worker_profile import JOB
 
 HOLD_SECONDS = 1.0  # in which a call that has to wait is held back
 KEEPER_SECONDS = 1.0  # from the end of a coordinator whose journal failed to its next start
@@ -34,13 +33,28 @@ class _Held:
     until: float
 
 
-class Coordinator(Process):
+class Observer(Protocol):
+    """What the coordinator reports to."""
+
+    def note(self, process: Process | None, text: str, *facts: object) -> None: ...
+
+    def changed(self, change: Change) -> None: ...
+
+    def formed(self, number: int, ids: tuple[str, ...]) -> None: ...
+
+    def resumed(self) -> None: ...
+
+
+class Coordinator(CallTarget):
     """Answers calls one at a time. What lasts is written before anybody is told of it."""
 
-    def __init__(self, world: World, clock: Clock) -> None:
-        super().__init__("coordinator", "elsewhere", world.timeline, clock)
-        self._world = world
-        self.disk = Disk(world.setting.durable)
+    def __init__(self, setting: Setting, network: Network, clock: Clock, random: Random, observer: Observer) -> None:
+        super().__init__("coordinator", "elsewhere", network.timeline, clock)
+        self._setting = setting
+        self._network = network
+        self._random = random
+        self._observer = observer
+        self.disk = Disk(setting.durable)
         self._runs = 0  # how many were begun without a journal
         self._start = 1
         self._newest: dict[int, int] = {}  # by session: the last call heard, so that nothing is heard twice
@@ -72,7 +86,7 @@ class Coordinator(Process):
             self.membership = Membership.restore(snapshot, self.now)
             self._gate.restore(snapshot["tokens"])
             return
-        setting = self._world.setting
+        setting = self._setting
         self._runs += 1
         self.membership = Membership(
             JOB,
@@ -126,7 +140,7 @@ class Coordinator(Process):
 
     def _register(self, claim: Claim, ticket: bytes) -> Outcome:
         """As `CoordinatorServicer` does: a use of a join token counts only if the membership has accepted the claim."""
-        name, now = claim.member.id, self._world.timeline.now
+        name, now = claim.member.id, self.timeline.now
         reason = self._gate.refusal(ticket, name, now, self.membership.knows) if ticket else None
         if reason is not None:
             return Refusal(reason)
@@ -145,7 +159,7 @@ class Coordinator(Process):
         return replace(news, unknown=(*news.unknown, *set(ids).difference(theirs)))
 
     def _answer(self, request: Request, outcome: Any) -> None:
-        self.do(lambda: self._world.network.call(self, request.caller, lambda: request.answer(outcome)))
+        self.do(lambda: self._network.call(self, request.caller, lambda: request.answer(outcome)))
 
     def _answer_held(self) -> None:
         """Tell those who wait what has become of it."""
@@ -174,10 +188,10 @@ class Coordinator(Process):
             if not self._save():
                 return False
         for change in changes:
-            self.do(partial(self._world.changed, change))
+            self.do(partial(self._observer.changed, change))
         if any(change.kind == "formed" for change in changes):
             number, ids = self.membership.generation, self.member_ids
-            self.do(lambda: self._world.formed(number, ids))
+            self.do(lambda: self._observer.formed(number, ids))
         if self._doomed == "untold" and lasting:
             self._fall("with a change untold")
             return False
@@ -190,7 +204,7 @@ class Coordinator(Process):
             self._fail(error)
             return False
         if seconds and not self.frozen:
-            self._world.note(self, "waits %.2f s for its disk", seconds)
+            self._observer.note(self, "waits %.2f s for its disk", seconds)
             self.freeze()
             self.timeline.after(seconds, partial(self._synced, self._start))
         self._unsynced += self.frozen
@@ -233,7 +247,7 @@ class Coordinator(Process):
 
     def _fail(self, error: JournalError) -> None:
         """The journal cannot be written: the process answers nothing more, ends, and is started again."""
-        self._world.note(self, "%s", error)
+        self._observer.note(self, "%s", error)
         self._failed = True
 
         def end(start: int = self._start) -> None:
@@ -244,10 +258,10 @@ class Coordinator(Process):
         self.timeline.after(0.1, end)
 
     def _fall(self, how: str, random: Random | None = None) -> None:
-        self._world.note(self, "crashes, %s", how)
+        self._observer.note(self, "crashes, %s", how)
         self._doomed = None
         if self._unsynced:  # those after the first had not even begun
-            first = (random or self._world.random).randint(0, 1)
+            first = (random or self._random).randint(0, 1)
             self.disk.drop(self._unsynced - first)
         self._unsynced = 0
         self.crash()
@@ -265,7 +279,7 @@ class Coordinator(Process):
         try:
             self._load()
         except JournalError as error:
-            self._world.note(self, "does not start: %s", error)
+            self._observer.note(self, "does not start: %s", error)
             if self.disk.full:
                 self.timeline.after(KEEPER_SECONDS, lambda: self.rise(clock))
             return
@@ -273,9 +287,7 @@ class Coordinator(Process):
         self._start += 1
         self._newest.clear()
         self._held.clear()
-        run, number = self._world.ledger.run, self.membership.generation
-        self._world.note(self, "is back with run %d, and knows generation %d", run, number)
-        self._world.resumed()
+        self._observer.resumed()
         self._plan_look()
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
-from typing import TYPE_CHECKING
 
 from gradwire.identity import replaces
 from gradwire.membership.types import News
-from gradwire.simulate.coordinator_calls import Caller
+from gradwire.simulate.coordinator_calls import Caller, CallTarget
+from gradwire.simulate.network import Network
 from gradwire.simulate.process import Process
+from gradwire.simulate.simulated_worker import Worker
 from gradwire.simulate.time import Clock
-
-if TYPE_CHECKING:
-    from gradwire.simulate.simulated_worker import Worker
-    from gradwire.simulate.world import World
 
 INTERVAL = 1.0  # seconds from one heartbeat to the next
 NOTICE_SECONDS = 0.01  # from a worker's death to the launcher's knowing of it
@@ -23,18 +21,27 @@ class Launcher(Process):
     """One for each host."""
 
     def __init__(
-        self, world: World, host: str, clock: Clock, random: Random, *, restarts: int = 0, ticket: bytes = b""
+        self,
+        coordinator: CallTarget,
+        network: Network,
+        host: str,
+        clock: Clock,
+        random: Random,
+        start: Callable[[str], None],
+        *,
+        restarts: int = 0,
+        ticket: bytes = b"",
     ) -> None:
-        """`ticket` is of the join token that it proves itself by, if it does not hold the job's secret."""
-        super().__init__(f"launcher of {host}", host, world.timeline, clock)
-        self._world = world
+        """`start` starts a worker on a host. `ticket` is that of a join token, for a launcher without the secret."""
+        super().__init__(f"launcher of {host}", host, network.timeline, clock)
+        self._start = start
         self._random = random
         self._workers: dict[str, Worker] = {}
         self._runs: dict[str, bytes] = {}  # by worker: the run that it is known to be a member of
         self._run = b""  # of the last news
         self._gone: dict[str, bytes] = {}  # of whose end the coordinator has not confirmed to have heard; by run
         self._restarts = restarts
-        self._coordinator = Caller(self, world, ticket)
+        self._coordinator = Caller(self, coordinator, network, ticket)
         self._beat()
 
     def watch(self, worker: Worker) -> None:
@@ -50,7 +57,7 @@ class Launcher(Process):
         self._say()
         if self._restarts and not worker.leaving:
             self._restarts -= 1
-            self.later(self._random.uniform(0.2, 2.0), lambda: self._world.start_worker(self.host))
+            self.later(self._random.uniform(0.2, 2.0), lambda: self._start(self.host))
 
     def _beat(self) -> None:
         self._say()

@@ -7,8 +7,9 @@ those of `training.commit_rules`.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from random import Random
-from typing import TYPE_CHECKING
+from typing import NoReturn, Protocol
 
 import numpy as np
 
@@ -18,18 +19,17 @@ from gradwire.identity import PROTOCOL
 from gradwire.job.member_session import SET_UP_SECONDS
 from gradwire.membership import Assembly, Member
 from gradwire.membership.types import Claim, News, Refusal, Waiting
-from gradwire.simulate.coordinator_calls import Caller
+from gradwire.simulate.coordinator_calls import Caller, CallTarget
+from gradwire.simulate.invariants import Ledger, Version
 from gradwire.simulate.network import End, Network, nothing
 from gradwire.simulate.process import Process, Program, Thread
-from gradwire.simulate.rank import STATE, Hello, Rank
-from gradwire.simulate.strangers import Profile
-from gradwire.simulate.time import Clock
+from gradwire.simulate.rank import OTHER_VERSION, STATE, VERSION, Hello, Listener, Peers, Rank
+from gradwire.simulate.scenario import Setting
+from gradwire.simulate.time import Clock, Timeline
 from gradwire.simulate.toy_training import applied, beginning, digest, gradient
+from gradwire.simulate.worker_profile import Profile
 from gradwire.training.commit_rules import NONE, Standing, ballot, count, has_joiners, is_sound, settle
 from gradwire.transports.base import LinkClosed
-
-if TYPE_CHECKING:
-    from gradwire.simulate.world import World
 
 STANDING_BYTES = 160
 LEASE_BEAT = 1.0
@@ -37,12 +37,44 @@ CHUNK = 16  # bytes of state
 NORMAL = Profile()
 
 
-class Worker(Process):
+class WorkerJob(Peers, Protocol):
+    """What a worker needs of the job that it is in, and what it reports to it."""
+
+    seed: int
+    setting: Setting
+    timeline: Timeline
+    network: Network
+
+    @property
+    def coordinator(self) -> CallTarget: ...
+
+    def has_launcher(self, host: str) -> bool: ...
+
+    def note(self, process: Process | None, text: str, *facts: object) -> None: ...
+
+    def fail(self, reason: str) -> NoReturn: ...
+
+    def broke_down(self, process: Process) -> Callable[[BaseException], None]: ...
+
+    def ledger_of(self, run: bytes) -> Ledger: ...
+
+    def state_is_held(self, run: bytes) -> bool: ...
+
+    def refused(self, worker: Worker, reason: str) -> None: ...
+
+    def committed(self, worker: Worker, version: Version) -> None: ...
+
+    def state_lost(self, worker: Worker, members: list[str], error: StateLost) -> None: ...
+
+    def end_worker(self, worker: Worker) -> None: ...
+
+
+class Worker(Listener):
     """One member, from its start to its end."""
 
     def __init__(
         self,
-        world: World,
+        job: WorkerJob,
         number: int,
         host: str,
         clock: Clock,
@@ -50,11 +82,9 @@ class Worker(Process):
         wish: int | None = None,
         profile: Profile = NORMAL,
     ) -> None:
-        super().__init__(f"m{number}", host, world.timeline, clock)
-        self.world = world
+        super().__init__(f"m{number}", host, job.timeline, clock)
+        self._job = job
         self.profile = profile
-        self.network: Network = world.network
-        self.stopped = False  # by a signal: not even its lifeline beats
         self.leaving = False
         self.rank: Rank | None = None
         self.run = profile.run  # of which it is a member; empty before its first generation
@@ -69,6 +99,7 @@ class Worker(Process):
         )  # after the last completed step, or of what all began with
         self.completed, self.completed_in, self.committed = profile.completed, profile.generation, profile.completed
         self._overwritten = False  # its state is neither its own nor yet another's
+        self._version = VERSION if profile.unfit is None else OTHER_VERSION  # of the set-up protocol
         self._random = random
         self._wish = wish
         self._lost: tuple[str, ...] = ()
@@ -77,10 +108,10 @@ class Worker(Process):
         self._attempts = 0
         self._session = random.randbytes(16)
         self._knocks: list[tuple[Hello, End]] = []
-        self._coordinator = Caller(self, world, profile.ticket)
-        self.thread = Thread(self, self._live(), world.broke_down(self))
-        if not world.has_launcher(host):
-            self._lease = Caller(self, world, profile.ticket)
+        self._coordinator = Caller(self, job.coordinator, job.network, profile.ticket)
+        self.thread = Thread(self, self._live(), job.broke_down(self))
+        if not job.has_launcher(host):
+            self._lease = Caller(self, job.coordinator, job.network, profile.ticket)
             self._keep_lease()
 
     def wake(self) -> None:
@@ -92,9 +123,9 @@ class Worker(Process):
         while True:
             assembly = yield from self._register()
             if assembly is None:
-                self.world.end_worker(self)
+                self._job.end_worker(self)
                 return
-            rank = self.rank = Rank(self, assembly)
+            rank = self.rank = Rank(self, assembly, self._job.network, self._job, self._version)
             self._answer_knocks()
             try:
                 yield from rank.connect()
@@ -102,51 +133,51 @@ class Worker(Process):
                 yield from self._train(rank)
             except Broken as error:
                 self._stood_still = rank.standstill.lately(self.now)
-                self.world.note(self, "generation %d broke: %s", rank.number, str(error))
+                self._job.note(self, "generation %d broke: %s", rank.number, str(error))
             except NoConnection as error:
-                self.world.note(self, "generation %d did not come about: %s", rank.number, str(error))
+                self._job.note(self, "generation %d did not come about: %s", rank.number, str(error))
                 rank.give_up(str(error))
             except StateLost as error:
-                self.world.state_lost(self, rank.ids, error)
+                self._job.state_lost(self, rank.ids, error)
                 return
             self._lost = rank.complaints()
             rank.close()
             self.rank = None
             if self.leaving:
                 yield from self._coordinator.ask("leave", (self.member(), self.run))
-                self.world.note(self, "left")
-                self.world.end_worker(self)
+                self._job.note(self, "left")
+                self._job.end_worker(self)
                 return
 
     def _register(self) -> Program:
         """Ask the coordinator until it has a generation for this member; None if it is refused."""
         self._attempts += 1
         self.address = f"{self._ip}:{self._attempts}"
-        self.world.note(self, "registers after generation %d, lost %s", self.generation, self._lost)
+        self._job.note(self, "registers after generation %d, lost %s", self.generation, self._lost)
         while True:
             outcome = yield from self._coordinator.ask("register", self._claim())
             if isinstance(outcome, Assembly):
                 if self.run not in (b"", outcome.run, outcome.previous_run):
-                    self.world.note(self, "refuses the assembly of another run")
+                    self._job.note(self, "refuses the assembly of another run")
                     return None
                 self.waiting, self._lost, self._stood_still = "", (), False
-                self.world.ledger_of(outcome.run).assembled(self.name, outcome)
+                self._job.ledger_of(outcome.run).assembled(self.name, outcome)
                 self._stranger = self._stranger or outcome.generation != self.generation + 1
                 self.run, self.generation = outcome.run, outcome.generation
                 return outcome
             if isinstance(outcome, Refusal):
-                self.world.refused(self, outcome.reason)
+                self._job.refused(self, outcome.reason)
                 return None
             if isinstance(outcome, Waiting):
                 self.waiting = outcome.reason
                 if not outcome.reason:
-                    self.world.fail(f"{self.name} waits and is not told for what")
+                    self._job.fail(f"{self.name} waits and is not told for what")
 
     def _claim(self) -> Claim:
         first, unfit = self.generation == 0, self.profile.unfit
         return Claim(
             self.member(),
-            self.world.setting.start if first and self._wish is not None else None,
+            self._job.setting.start if first and self._wish is not None else None,
             None,
             self._session,
             generation=self.generation,
@@ -171,14 +202,14 @@ class Worker(Process):
 
     def _settle(self, rank: Rank) -> Program:
         """Tell where this member stands, hear where the others do, and pull the state if it is not the latest."""
-        ledger = self.world.ledger_of(self.run)
+        ledger = self._job.ledger_of(self.run)
         text = json.dumps(self._standing().to_wire()).encode().ljust(STANDING_BYTES)
         told = np.empty(STANDING_BYTES * rank.size, np.uint8)
-        yield from rank.calls.run("all_gather", self.world.setting.gathering, np.frombuffer(text, np.uint8), told)
+        yield from rank.calls.run("all_gather", self._job.setting.gathering, np.frombuffer(text, np.uint8), told)
         parts = told.reshape(rank.size, STANDING_BYTES)
         standings = [Standing.from_wire(json.loads(part.tobytes())) for part in parts]
         settlement = settle(standings)
-        ledger.settled(rank.number, settlement, self.world.state_is_held(self.run))
+        ledger.settled(rank.number, settlement, self._job.state_is_held(self.run))
         giver = settlement.pulls.get(rank.rank)
         if giver is not None:
             self._overwritten = self.completed == NONE and settlement.completed != NONE
@@ -191,10 +222,10 @@ class Worker(Process):
         self.digest = digest(self.state)
         self._stranger = False
         all_here = np.zeros(1, np.uint8)
-        yield from rank.calls.run("all_reduce", self.world.setting.voting, all_here, all_here, "max")
+        yield from rank.calls.run("all_reduce", self._job.setting.voting, all_here, all_here, "max")
         self.committed = settlement.completed
         if self.committed != NONE:
-            self.world.committed(self, settlement.version)
+            self._job.committed(self, settlement.version)
 
     def _pull(self, rank: Rank, giver: int) -> Program:
         """In pieces, put into place when all are there; a member that has nothing to lose lets them overwrite it."""
@@ -217,7 +248,7 @@ class Worker(Process):
             yield None
         data = self.state.tobytes()
         for begin in range(0, len(data), CHUNK):
-            yield from self._compute(self.world.setting.transfer_seconds * CHUNK / len(data))
+            yield from self._compute(self._job.setting.transfer_seconds * CHUNK / len(data))
             yield from rank.calls.check("transfer")
             try:
                 rank.links[STATE][taker].send([data[begin : begin + CHUNK]])
@@ -226,27 +257,27 @@ class Worker(Process):
 
     def _train(self, rank: Rank) -> Program:
         """Steps, until members join or this one leaves."""
-        setting, world = self.world.setting, self.world
+        setting, job = self._job.setting, self._job
         while True:
             step = self.completed + 1
             yield from self._compute(setting.step_seconds * self._random.uniform(0.5, 1.5))
             spoils = step % setting.spoiling == rank.rank
             if spoils:
                 self.state += 1  # a body that works in place: cut short, it leaves this behind
-            total = gradient(world.seed, step, rank.rank, rank.size)
+            total = gradient(job.seed, step, rank.rank, rank.size)
             yield from rank.calls.run("all_reduce", setting.reducing, total, total, "sum")
             self.state[:] = applied(self.state - 1 if spoils else self.state, total)
             self.completed, self.completed_in, self.digest = step, rank.number, digest(self.state)
-            world.ledger_of(self.run).completed(self.name, (step, rank.number), rank.size, self.state)
+            job.ledger_of(self.run).completed(self.name, (step, rank.number), rank.size, self.state)
             votes = ballot(step, self.digest, self._wants_renewal(rank))
             yield from rank.calls.run("all_reduce", setting.voting, votes, votes, "max")
             tally = count(votes)
             if not tally.agreed or not tally.identical:
-                world.fail(f"{self.name}: the vote on step {step} of generation {rank.number} shows {tally}")
+                job.fail(f"{self.name}: the vote on step {step} of generation {rank.number} shows {tally}")
             self.committed = step
-            world.committed(self, (step, rank.number))
+            job.committed(self, (step, rank.number))
             if tally.renew:
-                world.note(self, "generation %d ends at step %d: others join or leave", rank.number, step)
+                job.note(self, "generation %d ends at step %d: others join or leave", rank.number, step)
                 return
 
     def _wants_renewal(self, rank: Rank) -> bool:

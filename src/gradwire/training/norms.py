@@ -34,7 +34,7 @@ def _share(count: int, rank: int, size: int) -> slice:
 def squares(flat: Array) -> float:
     """The sum of the squares of all elements, added up in double precision."""
     if native_core.available():
-        return native_core.native.sum_squares(arrays.dtype_of(flat).code, flat.view(np.uint8))
+        return native_core.native.sum_squares(native_core.native.DType[arrays.dtype_of(flat).name], flat.view(np.uint8))
     if flat.dtype.kind == "c":
         flat = flat.view(flat.real.dtype)
     total = 0.0

@@ -1,0 +1,74 @@
+"""A process that holds a join token and claims the ids of other members."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import Protocol
+
+from gradwire.membership.types import Claim, Refusal
+from gradwire.simulate.coordinator_calls import Caller
+from gradwire.simulate.process import Process, Program, Thread
+from gradwire.simulate.simulated_coordinator import Coordinator
+from gradwire.simulate.simulated_worker import Worker, WorkerJob
+from gradwire.simulate.time import Clock
+
+TRIES = 5
+
+
+class AttackedJob(WorkerJob, Protocol):
+    """What an impostor needs of the job."""
+
+    impersonated: set[str]
+
+    @property
+    def coordinator(self) -> Coordinator: ...
+
+    @property
+    def workers(self) -> list[Worker]: ...
+
+
+class Impostor(Process):
+    """Holds a join token of its own. It claims the ids of other members, and then reports those members as gone."""
+
+    def __init__(self, job: AttackedJob, name: str, clock: Clock, random: Random, ticket: bytes) -> None:
+        super().__init__(name, f"host of {name}", job.timeline, clock)
+        self._job = job
+        self._random = random
+        self._session = random.randbytes(16)
+        self._coordinator = Caller(self, job.coordinator, job.network, ticket)
+        self._thread = Thread(self, self._live(), job.broke_down(self))
+
+    def wake(self) -> None:
+        self._thread.wake()
+
+    def _live(self) -> Program:
+        for _ in range(TRIES):
+            victim = self._choose()
+            if victim is not None:
+                yield from self._attack(victim)
+            yield self._random.uniform(0.1, 2.0)
+
+    def _choose(self) -> Worker | None:
+        """A member that lives, and came with other credentials."""
+        members = set(self._job.coordinator.member_ids)
+        living = [worker for worker in self._job.workers if worker.name in members]
+        return self._random.choice(living) if living else None
+
+    def _attack(self, victim: Worker) -> Program:
+        job, name = self._job, victim.name
+        member = victim.member()
+        if self._random.random() < 0.5:  # it may know the victim's host and pid from an assembly
+            member = replace(member, host=self.host, hostname=self.host)
+        generation = self._random.choice((0, victim.generation))
+        job.impersonated.add(name)
+        job.note(self, "claims to be %s after generation %d", name, generation)
+        run = victim.run if generation else b""
+        claim = Claim(member, None, None, self._session, generation=generation, run=run, transport="auto")
+        known = victim.generation > 0  # before, its id may be free: a coordinator that restarts forgets those who wait
+        outcome = yield from self._coordinator.ask("register", claim)
+        if known and victim.alive and name in job.coordinator.member_ids and not isinstance(outcome, Refusal):
+            job.fail(f"{self.name} was given the place of {name}, which lives and came with other credentials")
+        job.note(self, "reports %s as gone", name)
+        yield from self._coordinator.ask("beat", ([], [name], self._random.choice((b"", victim.run))))
+        yield from self._coordinator.ask("leave", (member, victim.run))
