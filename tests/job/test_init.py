@@ -263,17 +263,15 @@ def test_a_job_of_one_at_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def joins_among_many(here: Here) -> None:
     group = gw.init()
-    here.tell(at=time.monotonic(), sum=group.all_reduce(1))
+    here.tell(sum=group.all_reduce(1))
     here.hear()
 
 
 @pytest.mark.slow
 def test_thirty_two_processes(job: StartJob) -> None:
-    began = time.monotonic()
     with job(joins_among_many, 32) as ranks:
         told = [rank.hear() for rank in ranks]
         assert {one["sum"] for one in told} == {32}
-        assert max(one["at"] for one in told) - began < 20.0
         for rank in ranks:
             rank.tell()
 

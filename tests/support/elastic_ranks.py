@@ -34,7 +34,7 @@ class Joiner(Generic[New]):
     def let_in(self) -> None:
         """Returns when it asks to join: the next vote takes it in."""
         self.call()
-        assert eventually(lambda: self._threads._news().joiners == 1)
+        assert eventually(lambda: self._threads.news().joiners == 1)
 
     def run(self, old: Callable[[gw.Group], Old]) -> tuple[list[Old], New]:
         """What the others return, and what the newcomer does."""

@@ -107,7 +107,7 @@ class ThreadJob:
         generation.table = self._table
         generation.succeed = self._next
         generation.belongings.append(_Leave(self, ids[assembly.rank]))
-        generation.news = self._news
+        generation.news = self.news
         return generation
 
     def _hub(self, ids: tuple[str, ...]) -> Hub:
@@ -127,7 +127,8 @@ class ThreadJob:
             self._membership.gone([member], time.monotonic())
             self._changed.notify_all()
 
-    def _news(self) -> News:
+    def news(self) -> News:
+        """What the membership reports to members now."""
         with self._changed:
             return self._membership.beat((), time.monotonic())
 
