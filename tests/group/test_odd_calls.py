@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from conformance.crews import crew_of
+from support.crews import crew_of
 from support.ranks import eventually, run_ranks
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from conformance.crews import TIMEOUT, tcp_ranks
 from gradwire.generation import handshake
 from gradwire.host import native_core
 from gradwire.topology import Topology
+from support.crews import TIMEOUT, tcp_ranks
 from support.ranks import run_ranks
 
 needs_core = pytest.mark.skipif(not native_core.available(), reason="only the core reads shared memory")

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from conformance.crews import TRANSPORTS, Crew, crew_of
 from gradwire.topology import Topology
+from support.crews import TRANSPORTS, Crew, crew_of
 
 
 @pytest.fixture(scope="module", params=list(TRANSPORTS))

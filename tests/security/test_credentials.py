@@ -17,8 +17,8 @@ from gradwire.security import certificates
 from gradwire.security.certificate_names import Identity, covers, parse
 from gradwire.security.credentials import Credentials, explain, identity_of
 from support import tls_files
-from support.in_process import Journal
-from support.in_process import journal_fixture as journal_fixture
+from support.captured_log import CapturedLog
+from support.captured_log import captured_fixture as captured_fixture
 
 LONG = 60.0
 
@@ -220,14 +220,14 @@ def test_changed_files_are_read_again_and_unchanged_ones_not(where: Path) -> Non
     assert credentials.server_context() is renewed
 
 
-def test_files_that_break_while_they_are_in_use(where: Path, journal: Journal) -> None:
+def test_files_that_break_while_they_are_in_use(where: Path, captured: CapturedLog) -> None:
     credentials = load(where)
     context = credentials.client_context()
     (where / "m1.pem").unlink()
     for _ in range(3):
         assert credentials.client_context() is context
-    assert len(journal.lines) == 1
-    journal.wait_for(r"cannot read the certificate .*m1.pem .*: No such file.*; what was read before stays in use")
+    assert len(captured.lines) == 1
+    captured.wait_for(r"cannot read the certificate .*m1.pem .*: No such file.*; what was read before stays in use")
     issue(where, "m1")
     assert credentials.client_context() is not context
 

@@ -27,8 +27,8 @@ from gradwire.transports.tcp import accept
 from gradwire.transports.tcp.tls_link import MOST_AT_ONCE, BeatLink, TlsLink, TlsStream
 from gradwire.transports.tcp.transport import TcpTransport
 from support import forked_child, tls_files
-from support.in_process import Journal
-from support.in_process import journal_fixture as journal_fixture
+from support.captured_log import CapturedLog
+from support.captured_log import captured_fixture as captured_fixture
 from support.tcp_proxy import TcpProxy
 
 LONG = 60.0
@@ -106,7 +106,7 @@ def test_nothing_can_be_read_on_the_wire(tapped: tuple[list[TcpTransport], TcpPr
 
 
 def test_what_is_changed_on_the_wire_ends_the_link(
-    tapped: tuple[list[TcpTransport], TcpProxy], journal: Journal
+    tapped: tuple[list[TcpTransport], TcpProxy], captured: CapturedLog
 ) -> None:
     transports, wire = tapped
     one, two = linked(transports)
@@ -118,7 +118,7 @@ def test_what_is_changed_on_the_wire_ends_the_link(
         while time.monotonic() < until:
             assert two.receive([memoryview(bytearray(1000))]) == 0, "spoiled bytes were handed on"
             transports[0].wait([two], [], bell, LONG)
-    journal.wait_for("the link to rank 1 is broken: TLS failed: ")
+    captured.wait_for("the link to rank 1 is broken: TLS failed: ")
     wire.spoils = False
     other[0].send([b"fine"])
     assert receive(transports[0], other[1], 4) == b"fine"
@@ -159,7 +159,7 @@ def test_link_altered_bytes_behind_good_ones_wake_the_reader_again(transports: l
 
 
 def test_a_recorded_connection_cannot_be_replayed(
-    tapped: tuple[list[TcpTransport], TcpProxy], journal: Journal
+    tapped: tuple[list[TcpTransport], TcpProxy], captured: CapturedLog
 ) -> None:
     transports, wire = tapped
     linked(transports)
@@ -169,7 +169,7 @@ def test_a_recorded_connection_cannot_be_replayed(
             while thief.recv(4096):
                 pass
         host, port = thief.getsockname()
-        journal.wait_for(f"refused a link from {host}:{port}: ")
+        captured.wait_for(f"refused a link from {host}:{port}: ")
 
 
 def test_what_is_decrypted_already_is_not_slept_on(transports: list[TcpTransport]) -> None:
@@ -350,7 +350,7 @@ def test_renewed_certificates_are_used_for_new_links_and_old_ones_live_on(tmp_pa
         wire.close()
 
 
-def test_half_a_renewal_changes_nothing_until_it_is_whole(tmp_path: Path, journal: Journal) -> None:
+def test_half_a_renewal_changes_nothing_until_it_is_whole(tmp_path: Path, captured: CapturedLog) -> None:
     certificates.make(tmp_path, "tests", MEMBERS)
     transports, wire = assembled(*(tls_files.files(tmp_path, member) for member in MEMBERS))
     try:
@@ -358,11 +358,11 @@ def test_half_a_renewal_changes_nothing_until_it_is_whole(tmp_path: Path, journa
         pem, key = certificates.Authority.load(tmp_path).issue(Identity("tests", "m0"))
         certificates.write(tmp_path / "m0.key", key, 0o600)
         linked(transports, 10)
-        journal.wait_for(r"m0\.key is not the key of the certificate .*m0\.pem; what was read before stays in use")
+        captured.wait_for(r"m0\.key is not the key of the certificate .*m0\.pem; what was read before stays in use")
         certificates.write(tmp_path / "m0.pem", pem, 0o644)
         one, _ = linked(transports, 11)
         assert serial(one) == x509.load_pem_x509_certificate(pem).serial_number
-        assert len(journal.lines) == 1, "told once, not at every link"
+        assert len(captured.lines) == 1, "told once, not at every link"
     finally:
         for transport in transports:
             transport.close()
@@ -373,7 +373,7 @@ def test_half_a_renewal_changes_nothing_until_it_is_whole(tmp_path: Path, journa
 
 
 def test_slow_handshakes_delay_nobody(
-    transports: list[TcpTransport], journal: Journal, monkeypatch: pytest.MonkeyPatch
+    transports: list[TcpTransport], captured: CapturedLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accept, "ADMISSION_SECONDS", 10 * LONG)
     slow = [socket.create_connection(transports[0].address, timeout=LONG) for _ in range(60)]
@@ -386,7 +386,7 @@ def test_slow_handshakes_delay_nobody(
         monkeypatch.setattr(accept, "ADMISSION_SECONDS", 0.2)
         with socket.create_connection(transports[0].address, timeout=LONG) as late:
             late.sendall(hello)  # and then nothing: the handshake stands still half-way
-            journal.wait_for(f":{late.getsockname()[1]}: said too little in 0.2 s")
+            captured.wait_for(f":{late.getsockname()[1]}: said too little in 0.2 s")
     finally:
         for sock in slow:
             sock.close()
@@ -402,7 +402,7 @@ def client_hello() -> bytes:
         return there.recv(65536)
 
 
-def test_nonsense_that_begins_like_tls(transports: list[TcpTransport], journal: Journal) -> None:
+def test_nonsense_that_begins_like_tls(transports: list[TcpTransport], captured: CapturedLog) -> None:
     dice = random.Random(8)
     hello = client_hello()
     for attempt in range(200):
@@ -412,12 +412,12 @@ def test_nonsense_that_begins_like_tls(transports: list[TcpTransport], journal: 
         with socket.create_connection(transports[0].address, timeout=LONG) as sock, contextlib.suppress(OSError):
             sock.sendall(data)
             sock.shutdown(socket.SHUT_WR)
-    journal.wait_for("more refusals follow within this minute; they are not logged")
-    assert not any("could not be handled" in line for line in journal.lines)
+    captured.wait_for("more refusals follow within this minute; they are not logged")
+    assert not any("could not be handled" in line for line in captured.lines)
     linked(transports)
 
 
-def test_a_handshake_without_end_is_cut_off(transports: list[TcpTransport], journal: Journal) -> None:
+def test_a_handshake_without_end_is_cut_off(transports: list[TcpTransport], captured: CapturedLog) -> None:
     """Records of one byte each, of a message that is said to be long."""
     piece = b"\x16\x03\x03\x00\x01\x00"
     with socket.create_connection(transports[0].address, timeout=LONG) as sock, contextlib.suppress(OSError):
@@ -426,7 +426,7 @@ def test_a_handshake_without_end_is_cut_off(transports: list[TcpTransport], jour
             sock.sendall(piece * 1000)
             if select.select([sock], [], [], 0)[0]:
                 break
-    journal.wait_for("refused a link from .*: (TLS failed|broke off): ")
+    captured.wait_for("refused a link from .*: (TLS failed|broke off): ")
     linked(transports)
 
 
