@@ -144,7 +144,7 @@ def admit(line: ssl.SSLSocket, dialer: Dialer) -> bytes:
 # -- who is refused ---------------------------------------------------------------------------------------------------
 
 
-def test_a_link_is_tls_and_knows_who_is_there(assemble: Assemble) -> None:
+def test_tls_link_uses_tls_1_3_and_shows_the_peers_certificate(assemble: Assemble) -> None:
     transports = assemble(tls_files.credentials("m0"), tls_files.credentials("m1"))
     for link, peer in zip(linked(transports), ("m0", "m1"), strict=True):
         assert isinstance(link, TlsLink)
@@ -155,12 +155,14 @@ def test_a_link_is_tls_and_knows_who_is_there(assemble: Assemble) -> None:
         assert line.version() == "TLSv1.3"
 
 
-def test_a_hosts_certificate_covers_its_workers(assemble: Assemble) -> None:
+def test_certificate_of_a_host_covers_its_workers(assemble: Assemble) -> None:
     transports = assemble(tls_files.credentials("m0"), tls_files.credentials("m0"), members=("m0/0", "m0/1"))
     works(*linked(transports))
 
 
-def test_another_authority(assemble: Assemble, tmp_path: Path, captured: CapturedLog) -> None:
+def test_dialer_of_another_authority_refuses_the_acceptor(
+    assemble: Assemble, tmp_path: Path, captured: CapturedLog
+) -> None:
     stranger = issued(tmp_path / "other", certificates.Authority.new(), Identity("tests", "m2"))
     transports = assemble(tls_files.credentials("m0"), tls_files.credentials("m1"), stranger)
     one, two = linked(transports)
@@ -169,7 +171,9 @@ def test_another_authority(assemble: Assemble, tmp_path: Path, captured: Capture
     works(one, two)
 
 
-def test_a_certificate_of_another_authority(assemble: Assemble, tmp_path: Path, captured: CapturedLog) -> None:
+def test_certificate_of_another_authority_is_refused_by_the_acceptor(
+    assemble: Assemble, tmp_path: Path, captured: CapturedLog
+) -> None:
     """The stranger believes the rank; the rank does not believe the stranger."""
     issued(tmp_path / "other", certificates.Authority.new(), Identity("tests", "m2"))
     with open(tmp_path / "other" / "ca.pem", "ab") as file:
@@ -232,7 +236,7 @@ class Website(Identity):
         return "https://example.org/"
 
 
-def test_a_certificate_for_something_else(
+def test_certificate_without_a_gradwire_name_is_refused(
     assemble: Assemble, captured: CapturedLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transports = assemble(tls_files.credentials("m0"), tls_files.credentials("m1"))
@@ -247,7 +251,7 @@ def test_a_certificate_for_something_else(
     works(one, two)
 
 
-def test_the_authoritys_own_certificate(assemble: Assemble, captured: CapturedLog) -> None:
+def test_certificate_of_the_authority_itself_is_refused(assemble: Assemble, captured: CapturedLog) -> None:
     transports = assemble(tls_files.credentials("m0"), tls_files.credentials("m1"))
     where = tls_files.folder()
     context = ssl.create_default_context(cafile=where / "ca.pem")
@@ -260,12 +264,12 @@ def test_the_authoritys_own_certificate(assemble: Assemble, captured: CapturedLo
     captured.wait_for("refused a link from .*: its certificate is not accepted: unsuitable certificate purpose")
 
 
-def test_whoever_has_the_wrong_files_learns_it_first(assemble: Assemble) -> None:
+def test_assemble_with_another_members_certificate_raises_config_error(assemble: Assemble) -> None:
     with pytest.raises(ConfigError, match="this process is member m0, and its certificate is for m1: no other rank"):
         assemble(tls_files.credentials("m1"), tls_files.credentials("m1"))
 
 
-def test_plaintext_at_a_tls_port(assemble: Assemble, captured: CapturedLog) -> None:
+def test_plaintext_dialer_at_a_tls_port_is_refused_with_a_reason(assemble: Assemble, captured: CapturedLog) -> None:
     transports = assemble(tls_files.credentials("m0"), tls_files.credentials("m1"), None)
     one, two = linked(transports)
     is_refused(transports[2], "rank 0 refused the link: links here are TLS: give that process certificates too")
@@ -279,7 +283,7 @@ def test_plaintext_at_a_tls_port(assemble: Assemble, captured: CapturedLog) -> N
     works(one, two)
 
 
-def test_tls_at_a_plaintext_port(assemble: Assemble, captured: CapturedLog) -> None:
+def test_tls_dialer_at_a_plaintext_port_is_refused_with_a_reason(assemble: Assemble, captured: CapturedLog) -> None:
     transports = assemble(None, None, tls_files.credentials("m2"))
     one, two = linked(transports)
     is_refused(transports[2], "no link to rank 0: it does not use TLS, and this rank does: give certificates to all")
@@ -293,7 +297,7 @@ def test_tls_at_a_plaintext_port(assemble: Assemble, captured: CapturedLog) -> N
 @pytest.mark.parametrize(
     ("version", "accepted"), [("-tls1_1", False), ("-tls1_2", True), ("-tls1_3", True)], ids=["1.1", "1.2", "1.3"]
 )
-def test_nothing_older_than_tls_1_2(assemble: Assemble, captured: CapturedLog, version: str, accepted: bool) -> None:
+def test_tls_older_than_1_2_is_refused(assemble: Assemble, captured: CapturedLog, version: str, accepted: bool) -> None:
     transports = assemble(tls_files.credentials("m0"), tls_files.credentials("m1"))
     host, port = transports[0].address
     where = tls_files.folder()
@@ -310,7 +314,7 @@ def test_nothing_older_than_tls_1_2(assemble: Assemble, captured: CapturedLog, v
         captured.wait_for("refused a link from .*: TLS failed: it offers nothing newer than TLS 1.1")
 
 
-def test_a_recorded_admission_is_worthless_also_to_a_member(assemble: Assemble, captured: CapturedLog) -> None:
+def test_admission_replayed_inside_tls_by_a_member_is_refused(assemble: Assemble, captured: CapturedLog) -> None:
     """Of somebody who could look inside TLS, and has a certificate that fits."""
     transports = assemble(tls_files.credentials("m0"), tls_files.credentials("m1"))
     one, two = linked(transports)
