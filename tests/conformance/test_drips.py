@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from conformance.cases import Case
-from conformance.test_table import COLLECTIVES, rows_of, run
-from gradwire.collectives import algorithms
+from conformance.test_table import rows_of, run
+from gradwire.collectives import COLLECTIVES, algorithms
 from gradwire.topology import Topology
 from gradwire.transports.local import LocalLink
 from support.crews import Crew, crew_of

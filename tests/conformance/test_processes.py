@@ -12,8 +12,7 @@ import pytest
 import gradwire as gw
 from conformance.cases import Case
 from conformance.conftest import HOSTS
-from conformance.test_table import COLLECTIVES
-from gradwire.collectives import REDUCING, ROOTED, algorithms
+from gradwire.collectives import COLLECTIVES, REDUCING, ROOTED, algorithms
 from gradwire.host import native_core
 from gradwire.topology import Topology
 

@@ -12,8 +12,8 @@ from conformance.cases import Case
 from conformance.conftest import HOSTS
 from conformance.strategies import cases
 from conformance.test_drawn import FEW, check_call
-from conformance.test_table import COLLECTIVES, run
-from gradwire.collectives import algorithms
+from conformance.test_table import run
+from gradwire.collectives import COLLECTIVES, algorithms
 from gradwire.executors import native, plan
 from gradwire.topology import Topology
 from support.crews import Crew, crew_of, sizes

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import socket
+from typing import get_args
 
 import numpy as np
 import pytest
 
 from gradwire import arrays
-from gradwire.collectives import REDUCING, algorithms, build
-from gradwire.executors.fast_path import RESULT_LAYOUTS
+from gradwire.collectives import COLLECTIVES, REDUCING, algorithms, build
+from gradwire.executors.fast_path import ResultLayout
 from gradwire.executors.plan import Plan, ragged_bounds
 from gradwire.executors.python import CallHeader
 from gradwire.liveness.call_log import CallDescription
@@ -20,7 +21,6 @@ from gradwire.wire import Header, Kind
 native = pytest.importorskip("gradwire._native", reason="the native core is not built")
 from gradwire.executors.native import NativeExecutor, lower  # noqa: E402
 
-COLLECTIVES = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "gather", "scatter", "all_to_all")
 JOB, GENERATION, GROUP, SEQUENCE, FINGERPRINT = 0x1122334455667788, 3, 0x99AABBCCDDEEFF00, 5, 0x0123456789ABCDEF
 
 
@@ -59,7 +59,7 @@ def test_lower_accepts_every_schedule(collective: str) -> None:
 
 
 def test_result_layouts_of_the_fast_path_are_members_of_the_core() -> None:
-    assert set(RESULT_LAYOUTS.values()) == set(native.ResultLayout.__members__)
+    assert set(get_args(ResultLayout)) == set(native.ResultLayout.__members__)
 
 
 def test_arena_reserves_the_bytes_that_the_core_uses() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import gradwire as gw
 from gradwire.arrays import parse_dtype
-from gradwire.collectives import REDUCING, algorithms, build
+from gradwire.collectives import COLLECTIVES, REDUCING, algorithms, build
 from gradwire.executors.plan import TILE_BYTES, Plan, Wave, even_bounds
 from gradwire.host import native_core
 from gradwire.liveness.call_log import CallDescription
@@ -22,7 +22,6 @@ from gradwire.executors.native import SHARED_TILE_BYTES, staging_bytes  # noqa: 
 
 DTYPE = parse_dtype("bfloat16")  # its partial results take twice its bytes
 COUNT = 10 << 20  # more tiles than are in flight
-COLLECTIVES = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "gather", "scatter", "all_to_all")
 HOSTS = ("aa", "aaa", "aaaaa", "aaaaaaaa", "a" * 16, "aab", "aabb", "abaa", "aaabc", "aaaaaaab", "aaaabbbbccccccca")
 
 

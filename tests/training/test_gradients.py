@@ -14,7 +14,7 @@ import gradwire as gw
 from gradwire import operations
 from gradwire.arrays import Array, parse_dtype
 from gradwire.group.internals import GroupInternals
-from gradwire.operations import Exchange, Operation
+from gradwire.operations import Exchange, Operation, Position
 from support.gradients import LIKE, SMALL, bits, copied, some
 from support.gradients import pair_fixture as pair_fixture
 from support.gradients import three_fixture as three_fixture
@@ -251,12 +251,11 @@ class Halves:
 
     def operation(self, bucket: Array, scale: Callable[[], float]) -> Operation:
         half = np.empty(bucket.size, np.float16)
-        sums = operations.all_reduce(half, "sum", None, "auto")
 
         def body(exchange: Exchange) -> None:
             self.shares.append(scale())
             half[:] = bucket * np.float32(scale())
-            sums.body(exchange)
+            operations.all_reduce(Position(exchange.rank, exchange.size), half).body(exchange)
             bucket[:] = half
 
         return Operation("halves", body)

@@ -8,8 +8,8 @@ that are new) returns None before anything has happened, and takes the general p
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 from gradwire.arrays import DType
 from gradwire.executors.native import lower
@@ -19,32 +19,28 @@ from gradwire.host.native_core import native as _native_core
 if TYPE_CHECKING:
     from gradwire import _native
 
-RESULT_LAYOUTS = {
-    "all_reduce": "ELEMENTWISE",
-    "broadcast": "ELEMENTWISE",
-    "reduce_scatter": "SPLIT_ROWS",
-    "all_gather": "JOINED_ROWS",
-    "barrier": "NO_ARRAY",
-}
-"""Collectives with a fast path, and how the result relates to the array: a member of the core's `ResultLayout`."""
+ResultLayout = Literal["NO_ARRAY", "ELEMENTWISE", "SPLIT_ROWS", "JOINED_ROWS"]
+"""How the result of a fast call relates to its array: a member of the core's `ResultLayout`."""
 
 FastCall = Callable[[Any, Any, Any, Any, Any, Any], Any]
 """(x, op, root, out, algorithm, timeout) → the result, True where there is none, or None: take the general path."""
 
 
 class FastPath:
-    """The fast calls of one group; without the core, every call takes the general path."""
+    """The fast calls of one group, each an attribute by the name of the collective.
 
-    all_reduce: FastCall
-    broadcast: FastCall
-    reduce_scatter: FastCall
-    all_gather: FastCall
-    barrier: FastCall
+    Without the core, every call takes the general path.
+    """
 
-    def __init__(self, core: _native.FastPath | None) -> None:
+    if TYPE_CHECKING:
+
+        def __getattr__(self, collective: str) -> FastCall: ...
+
+    def __init__(self, layouts: Mapping[str, ResultLayout], core: _native.FastPath | None = None) -> None:
+        """`layouts`: the collectives that have a fast path, and how their results are laid out."""
         self._core = core
         self._collectives: dict[str, _native.FastCollective] = {}
-        for name, layout in RESULT_LAYOUTS.items():
+        for name, layout in layouts.items():
             call: FastCall = _general_path
             if core is not None:
                 result = _native_core.ResultLayout[layout]
@@ -86,6 +82,3 @@ class FastPath:
 
 def _general_path(*args: object) -> None:
     return None
-
-
-NO_FAST_PATH = FastPath(None)

@@ -5,6 +5,7 @@ plan_cache          schedules chosen by price and bound to this rank, the last o
 runner              runs a group's operations one at a time, in the program's order
 point_to_point      send, recv, sendrecv and copy, outside that order
 registered_memory   arrays in memory that ranks share
+collective_calls    the collectives of a group, each declared once
 stream              `Stream`: the same collectives, queued
 group               `Group`
 internals           `GroupInternals`: what other packages use of a group beyond its public calls

@@ -8,20 +8,18 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
-from gradwire import operations
-from gradwire.arrays import Array, Counts
+from gradwire.arrays import Array
 from gradwire.collectives import COLLECTIVES, algorithms
 from gradwire.errors import InvalidRank, InvalidSize, UnsupportedOp
 from gradwire.generation.generation import Generation
+from gradwire.group.collective_calls import CollectiveCalls
 from gradwire.group.point_to_point import PointToPoint, PointToPointCalls
 from gradwire.group.registered_memory import empty
 from gradwire.group.runner import CollectiveRunner
 from gradwire.group.stream import Stream
-from gradwire.group.work import bounded
-from gradwire.liveness.call_log import call_site
 from gradwire.liveness.verdict import Finding
-from gradwire.operations import Capabilities, Operation
-from gradwire.operations.types import check_rank, settled
+from gradwire.operations import Capabilities
+from gradwire.operations.types import check_rank
 from gradwire.topology import Topology
 from gradwire.transports.base import Link
 from gradwire.wire import fingerprint, group_identity
@@ -35,7 +33,7 @@ def collective_channel(identity: int) -> int:
     return fingerprint("collective", identity)
 
 
-class Group(PointToPointCalls):
+class Group(CollectiveCalls, PointToPointCalls):
     """Some ranks of a job that call collectives together; each has one order of calls, the program's.
 
     All collectives take `algorithm="auto"` (or star, ring, tree, halving, direct, hierarchical, where they exist) and
@@ -64,8 +62,9 @@ class Group(PointToPointCalls):
         self._identity = identity
         self._topology = _restricted(generation.identity.topology, self._members)
         channel = collective_channel(identity)
-        self._runner = CollectiveRunner(generation, identity, channel, self._members, self._topology, timeout, links)
-        super().__init__(PointToPoint(generation, identity, self._runner.rank, self._members))
+        runner = CollectiveRunner(generation, identity, channel, self._members, self._topology, timeout, links)
+        CollectiveCalls.__init__(self, runner)
+        PointToPointCalls.__init__(self, PointToPoint(generation, identity, runner.rank, self._members))
         self._subgroups: dict[tuple[int, ...], Group] = {}
         self._instances: dict[tuple[int, ...], int] = {}
         self._lock = threading.Lock()
@@ -125,9 +124,6 @@ class Group(PointToPointCalls):
     @property
     def _closed(self) -> bool:
         return self._runner.closed or self._generation.failure.closed
-
-    def _seconds(self, timeout: float | None) -> float:
-        return bounded(timeout) or self._runner.timeout
 
     def __enter__(self) -> Group:
         return self
@@ -201,181 +197,6 @@ class Group(PointToPointCalls):
         self._end_subgroups()
         successor: Group = generation.membership.next_group(generation, self._seconds(timeout))
         return successor
-
-    def _now(self, operation: Operation, timeout: float | None) -> Any:
-        return settled(self._runner.now(operation, self._seconds(timeout), call_site()))
-
-    # -- collectives --------------------------------------------------------------------------------------------------
-
-    def all_reduce(
-        self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto", timeout: float | None = None
-    ) -> Any:
-        """Reduce x over all ranks, in place unless `out` is given; returns the result, the same bits on every rank.
-
-        op is sum, mean, min, max or prod. Half types accumulate in float32; integers wrap, Python's too (at 64 bits);
-        of booleans sum is "or" and prod "and". A Python number returns a number.
-
-        >>> import gradwire as gw
-        >>> with gw.init() as group: group.all_reduce(2.5)
-        2.5
-        """
-        done = self._runner.fast_path.all_reduce(x, op, None, out, algorithm, timeout)
-        return done if done is not None else self._now(operations.all_reduce(x, op, out, algorithm), timeout)
-
-    def broadcast(self, x: Any, root: int = 0, *, algorithm: str = "auto", timeout: float | None = None) -> Any:
-        """Copy the root's x into every rank's x; returns x.
-
-        >>> import gradwire as gw, numpy as np
-        >>> with gw.init() as group: group.broadcast(np.ones(2), root=0)
-        array([1., 1.])
-        """
-        done = self._runner.fast_path.broadcast(x, None, root, None, algorithm, timeout)
-        if done is not None:
-            return done
-        return self._now(operations.broadcast(x, root, self.size, self.rank, algorithm), timeout)
-
-    def reduce(
-        self,
-        x: Any,
-        op: str = "sum",
-        root: int = 0,
-        *,
-        out: Any = None,
-        algorithm: str = "auto",
-        timeout: float | None = None,
-    ) -> Any:
-        """Reduce x over all ranks into a new array (or `out`) on the root; None elsewhere. x stays as it is.
-
-        >>> import gradwire as gw, numpy as np
-        >>> with gw.init() as group: group.reduce(np.ones(2), op="max", root=0)
-        array([1., 1.])
-        """
-        return self._now(operations.reduce(x, op, root, out, self.size, self.rank, algorithm), timeout)
-
-    def all_gather(self, x: Any, *, out: Any = None, algorithm: str = "auto", timeout: float | None = None) -> Any:
-        """Every rank's x joined along the first axis, in rank order; first axes may differ in length.
-
-        The result is a new array, or `out`, which must have room for exactly as many elements.
-
-        >>> import gradwire as gw, numpy as np
-        >>> with gw.init() as group: group.all_gather(np.zeros((2, 3))).shape
-        (2, 3)
-        """
-        done = self._runner.fast_path.all_gather(x, None, None, out, algorithm, timeout)
-        return done if done is not None else self._now(operations.all_gather(x, out, algorithm), timeout)
-
-    def gather(self, x: Any, root: int = 0, *, algorithm: str = "auto", timeout: float | None = None) -> Array | None:
-        """As `all_gather`, but only the root gets the result; None elsewhere.
-
-        >>> import gradwire as gw, numpy as np
-        >>> with gw.init() as group: group.gather(np.zeros((2, 3)), root=0).shape
-        (2, 3)
-        """
-        result: Array | None = self._now(operations.gather(x, root, self.size, algorithm), timeout)
-        return result
-
-    def reduce_scatter(
-        self,
-        x: Any,
-        op: str = "sum",
-        *,
-        counts: Counts | None = None,
-        out: Any = None,
-        algorithm: str = "auto",
-        timeout: float | None = None,
-    ) -> Any:
-        """Reduce x over all ranks and return this rank's part of the first axis: an equal one, or as `counts` says.
-
-        The result is a new array, or `out`, which must have room for exactly as many elements.
-
-        >>> import gradwire as gw, numpy as np
-        >>> with gw.init() as group: group.reduce_scatter(np.arange(3), counts=[3])
-        array([0, 1, 2])
-        """
-        done = None
-        if counts is None:
-            done = self._runner.fast_path.reduce_scatter(x, op, None, out, algorithm, timeout)
-        if done is None:
-            done = self._now(operations.reduce_scatter(x, op, counts, out, self.size, self.rank, algorithm), timeout)
-        return done
-
-    def scatter(
-        self,
-        x: Any = None,
-        root: int = 0,
-        *,
-        counts: Counts | None = None,
-        algorithm: str = "auto",
-        timeout: float | None = None,
-    ) -> Array:
-        """This rank's part of the root's x along the first axis; x may be None on the others.
-
-        >>> import gradwire as gw, numpy as np
-        >>> with gw.init() as group: group.scatter(np.arange(3), root=0)
-        array([0, 1, 2])
-        """
-        operation = operations.scatter(x, root, counts, self.size, self.rank, algorithm)
-        result: Array = self._now(operation, timeout)
-        return result
-
-    def all_to_all(
-        self,
-        x: Any,
-        send_counts: Counts | None = None,
-        recv_counts: Counts | None = None,
-        *,
-        algorithm: str = "auto",
-        timeout: float | None = None,
-    ) -> Array:
-        """Send part j of x's first axis to rank j, and return what all ranks sent here, joined in rank order.
-
-        >>> import gradwire as gw, numpy as np
-        >>> with gw.init() as group: group.all_to_all(np.arange(3), send_counts=[3])
-        array([0, 1, 2])
-        """
-        operation = operations.all_to_all(x, send_counts, recv_counts, self.size, algorithm)
-        result: Array = self._now(operation, timeout)
-        return result
-
-    def all_reduce_named(
-        self, tensors: dict[str, Any], op: str = "sum", *, algorithm: str = "auto", timeout: float | None = None
-    ) -> dict[str, Any]:
-        """Reduce a dict of arrays in place, in one go; names and shapes that differ between ranks are named.
-
-        >>> import gradwire as gw, numpy as np
-        >>> with gw.init() as group: group.all_reduce_named({"w": np.ones(2), "b": np.zeros(1)}, op="mean")
-        {'w': array([1., 1.]), 'b': array([0.])}
-        """
-        self._now(operations.all_reduce_named(tensors, op, algorithm), timeout)
-        return tensors
-
-    def barrier(self, *, algorithm: str = "auto", timeout: float | None = None) -> None:
-        """Return when every rank has called it.
-
-        >>> import gradwire as gw
-        >>> with gw.init() as group: group.barrier()
-        """
-        if self._runner.fast_path.barrier(None, None, None, None, algorithm, timeout) is None:
-            self._now(operations.barrier(algorithm), timeout)
-
-    def broadcast_value(self, value: Any = None, root: int = 0, *, timeout: float | None = None) -> Any:
-        """The root's JSON-like value, on every rank. One that cannot be sent is an error on all; the group goes on.
-
-        >>> import gradwire as gw
-        >>> with gw.init() as group: group.broadcast_value({"epoch": 3})
-        {'epoch': 3}
-        """
-        return self._now(operations.broadcast_value(value, root, self.size, self.rank), timeout)
-
-    def all_gather_values(self, value: Any, *, timeout: float | None = None) -> list[Any]:
-        """Every rank's JSON-like value, in rank order. One that cannot be sent is an error on all; the group goes on.
-
-        >>> import gradwire as gw
-        >>> with gw.init() as group: group.all_gather_values({"loss": 0.5})
-        [{'loss': 0.5}]
-        """
-        result: list[Any] = self._now(operations.all_gather_values(value), timeout)
-        return result
 
     # -- more -------------------------------------------------------------------------------------------------------
 

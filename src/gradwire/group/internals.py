@@ -18,7 +18,7 @@ from gradwire.group.stream import Stream
 from gradwire.group.work import Work, bounded
 from gradwire.identity import Identity
 from gradwire.liveness.call_log import call_site
-from gradwire.operations import Operation
+from gradwire.operations import Operation, Position
 from gradwire.operations.types import settled
 
 
@@ -59,6 +59,11 @@ class GroupInternals:
         """Queue an operation for the group's progress thread. Unlike a stream, nothing here waits for it later."""
         runner = self._runner
         return runner.later(operation, bounded(timeout) or runner.timeout, call_site())
+
+    @property
+    def position(self) -> Position:
+        """What the builders of collectives need to know of the group."""
+        return Position(self._runner.rank, self._runner.size)
 
     def check(self, operation: str | None = None) -> None:
         """Raise the group's error if it is broken or closed."""

@@ -23,7 +23,7 @@ from gradwire import events
 from gradwire.arrays import Array
 from gradwire.errors import Broken, Closed, GradwireError, InvalidSize, NoConnection
 from gradwire.executors import native
-from gradwire.executors.fast_path import NO_FAST_PATH, FastPath
+from gradwire.executors.fast_path import FastPath
 from gradwire.executors.native import Descriptor, NativeExecutor
 from gradwire.executors.python import CallHeader, PythonExecutor
 from gradwire.generation.generation import Generation
@@ -35,11 +35,13 @@ from gradwire.liveness import call_log
 from gradwire.liveness.call_log import CallLog
 from gradwire.liveness.verdict import disagreement
 from gradwire.operations import CallKey, Operation, Shape, all_gather_rows
+from gradwire.operations.registry import result_layouts
 from gradwire.operations.types import settled
 from gradwire.topology import Topology
 from gradwire.transports.base import Link
 
 Site = tuple[CodeType, int]
+NO_FAST_PATH = FastPath(result_layouts())
 HELD_BACK = 0.1  # seconds at most
 # Seconds in which whoever waits, and has a core for that, keeps it busy: a program that could do nothing else with it
 # (ranks that train wait so long for the slowest in each step); and a thread beside the program, which may yet want it.
@@ -185,6 +187,7 @@ class CollectiveRunner:
         awake_for = AWAKE if generation.transport.cores >= 1 else 0.0
         turns, ring = cast(Any, self._turns), cast(Any, self.calls.ring)  # the core's, since it is available
         self.fast_path = FastPath(
+            result_layouts(),
             native_core.native.FastPath(
                 engine=executor.engine,
                 turns=turns,
@@ -196,7 +199,7 @@ class CollectiveRunner:
                 subscribers=events.subscribers,
                 library_paths=call_log.inside,
                 spin_seconds=awake_for,
-            )
+            ),
         )
         generation.failure.on_halt(self.fast_path.halt)
 

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec
 
-from gradwire import operations
-from gradwire.arrays import Counts
 from gradwire.errors import Timeout
+from gradwire.group.collective_calls import CollectiveCalls
 from gradwire.group.runner import CollectiveRunner
 from gradwire.group.work import Work, bounded
 from gradwire.liveness.call_log import call_site
-from gradwire.operations import Operation
+from gradwire.operations import COLLECTIVES, Operation, Position
 
+Parameters = ParamSpec("Parameters")
 CROWDED = 64  # works that a stream keeps before it looks which of them are done
+
+
+def queued(
+    method: Callable[Concatenate[CollectiveCalls, Parameters], Any],
+) -> Callable[Concatenate[Stream, Parameters], Work]:
+    """The method of a stream that queues what this method of a group runs: the same parameters, and a `Work`."""
+    name = method.__name__
+    build = COLLECTIVES[name].build
+
+    def queue(self: Stream, /, *args: Parameters.args, **keywords: Parameters.kwargs) -> Work:
+        timeout: Any = keywords.pop("timeout", None)
+        return self._queue(build(self._position, *args, **keywords), timeout)
+
+    queue.__name__, queue.__qualname__ = name, f"Stream.{name}"
+    queue.__doc__ = f"Queue `Group.{name}` and return its `Work`. What it does:\n\n        {method.__doc__}"
+    queue.__signature__ = inspect.signature(method).replace(return_annotation="Work")  # type: ignore[attr-defined]
+    return queue
 
 
 class Stream:
@@ -34,6 +53,7 @@ class Stream:
     def __init__(self, runner: CollectiveRunner) -> None:
         """For `Group.stream`, which makes streams."""
         self._runner = runner
+        self._position = Position(runner.rank, runner.size)
         self._lock = threading.Lock()
         self._works: list[Work] = []  # those that synchronize() still has to look at
         self._crowded = CROWDED
@@ -82,137 +102,16 @@ class Stream:
         if first is not None:
             raise first
 
-    def all_reduce(
-        self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto", timeout: float | None = None
-    ) -> Work:
-        """`Group.all_reduce`, queued.
-
-        >>> import gradwire as gw, numpy as np
-        >>> with gw.init() as group: group.stream().all_reduce(np.ones(2), op="mean").wait()
-        array([1., 1.])
-        """
-        return self._queue(operations.all_reduce(x, op, out, algorithm), timeout)
-
-    def broadcast(self, x: Any, root: int = 0, *, algorithm: str = "auto", timeout: float | None = None) -> Work:
-        """`Group.broadcast`, queued.
-
-        >>> import gradwire as gw, numpy as np
-        >>> with gw.init() as group: group.stream().broadcast(np.ones(2), root=0).wait()
-        array([1., 1.])
-        """
-        runner = self._runner
-        return self._queue(operations.broadcast(x, root, runner.size, runner.rank, algorithm), timeout)
-
-    def reduce(
-        self,
-        x: Any,
-        op: str = "sum",
-        root: int = 0,
-        *,
-        out: Any = None,
-        algorithm: str = "auto",
-        timeout: float | None = None,
-    ) -> Work:
-        """`Group.reduce`, queued.
-
-        >>> import gradwire as gw, numpy as np
-        >>> with gw.init() as group: group.stream().reduce(np.ones(2), root=0).wait()
-        array([1., 1.])
-        """
-        runner = self._runner
-        return self._queue(operations.reduce(x, op, root, out, runner.size, runner.rank, algorithm), timeout)
-
-    def all_gather(self, x: Any, *, out: Any = None, algorithm: str = "auto", timeout: float | None = None) -> Work:
-        """`Group.all_gather`, queued.
-
-        >>> import gradwire as gw, numpy as np
-        >>> with gw.init() as group: group.stream().all_gather(np.ones((2, 3))).wait().shape
-        (2, 3)
-        """
-        return self._queue(operations.all_gather(x, out, algorithm), timeout)
-
-    def gather(self, x: Any, root: int = 0, *, algorithm: str = "auto", timeout: float | None = None) -> Work:
-        """`Group.gather`, queued.
-
-        >>> import gradwire as gw, numpy as np
-        >>> with gw.init() as group: group.stream().gather(np.ones((2, 3))).wait().shape
-        (2, 3)
-        """
-        return self._queue(operations.gather(x, root, self._runner.size, algorithm), timeout)
-
-    def reduce_scatter(
-        self,
-        x: Any,
-        op: str = "sum",
-        *,
-        counts: Counts | None = None,
-        out: Any = None,
-        algorithm: str = "auto",
-        timeout: float | None = None,
-    ) -> Work:
-        """`Group.reduce_scatter`, queued.
-
-        >>> import gradwire as gw, numpy as np
-        >>> with gw.init() as group: group.stream().reduce_scatter(np.ones(2)).wait()
-        array([1., 1.])
-        """
-        runner = self._runner
-        return self._queue(operations.reduce_scatter(x, op, counts, out, runner.size, runner.rank, algorithm), timeout)
-
-    def scatter(
-        self,
-        x: Any = None,
-        root: int = 0,
-        *,
-        counts: Counts | None = None,
-        algorithm: str = "auto",
-        timeout: float | None = None,
-    ) -> Work:
-        """`Group.scatter`, queued.
-
-        >>> import gradwire as gw, numpy as np
-        >>> with gw.init() as group: group.stream().scatter(np.ones(2)).wait()
-        array([1., 1.])
-        """
-        runner = self._runner
-        return self._queue(operations.scatter(x, root, counts, runner.size, runner.rank, algorithm), timeout)
-
-    def all_to_all(
-        self,
-        x: Any,
-        send_counts: Counts | None = None,
-        recv_counts: Counts | None = None,
-        *,
-        algorithm: str = "auto",
-        timeout: float | None = None,
-    ) -> Work:
-        """`Group.all_to_all`, queued.
-
-        >>> import gradwire as gw, numpy as np
-        >>> with gw.init() as group: group.stream().all_to_all(np.ones(2)).wait()
-        array([1., 1.])
-        """
-        operation = operations.all_to_all(x, send_counts, recv_counts, self._runner.size, algorithm)
-        return self._queue(operation, timeout)
-
-    def all_reduce_named(
-        self, tensors: dict[str, Any], op: str = "sum", *, algorithm: str = "auto", timeout: float | None = None
-    ) -> Work:
-        """`Group.all_reduce_named`, queued.
-
-        >>> import gradwire as gw, numpy as np
-        >>> with gw.init() as group: group.stream().all_reduce_named({"w": np.ones(2)}).wait()
-        {'w': array([1., 1.])}
-        """
-        return self._queue(operations.all_reduce_named(tensors, op, algorithm), timeout)
-
-    def barrier(self, *, algorithm: str = "auto", timeout: float | None = None) -> Work:
-        """`Group.barrier`, queued.
-
-        >>> import gradwire as gw
-        >>> with gw.init() as group: group.stream().barrier().wait()
-        """
-        return self._queue(operations.barrier(algorithm), timeout)
+    all_reduce = queued(CollectiveCalls.all_reduce)
+    broadcast = queued(CollectiveCalls.broadcast)
+    reduce = queued(CollectiveCalls.reduce)
+    all_gather = queued(CollectiveCalls.all_gather)
+    gather = queued(CollectiveCalls.gather)
+    reduce_scatter = queued(CollectiveCalls.reduce_scatter)
+    scatter = queued(CollectiveCalls.scatter)
+    all_to_all = queued(CollectiveCalls.all_to_all)
+    all_reduce_named = queued(CollectiveCalls.all_reduce_named)
+    barrier = queued(CollectiveCalls.barrier)
 
 
 def _left(deadline: float | None) -> float | None:

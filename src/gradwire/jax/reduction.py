@@ -42,8 +42,9 @@ def reduced(
     """The arrays of all ranks reduced, in fresh memory; those given are only read. `site` is the user's line."""
     group = group_of(source)
     results = trees.copied(group, arrays)
-    operation = operations.all_reduce_named(dict(zip(names, results, strict=True)), op, "auto")
-    GroupInternals(group).run(operation, site=site)
+    internals = GroupInternals(group)
+    operation = operations.all_reduce_named(internals.position, dict(zip(names, results, strict=True)), op)
+    internals.run(operation, site=site)
     # A NaN or Inf of any rank is still there in the sum, on all ranks alike: nothing more need be exchanged to see it.
     if check_finite and op in ("sum", "mean") and not all(map(_finite, results)):
         raise _blame(group, names, arrays)

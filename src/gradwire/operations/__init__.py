@@ -1,9 +1,12 @@
 """What each collective does, once: its arguments checked, its exchanges named, its result assembled.
 
-A function here checks everything that can be checked without a peer and returns an `Operation`. A group runs it at once
-on the caller's thread; a stream runs it in its turn. Both use the same `Exchange`, which carries out one schedule.
+A function with `@collective` checks everything that can be checked without a peer and returns an `Operation`. A group
+runs it at once on the caller's thread; a stream runs it in its turn. Both use the same `Exchange`, which carries out
+one schedule. A new collective needs such a function here, a method in group/collective_calls and a line in
+group/stream.
 
-    types          Shape, Exchange, Operation; checks that all of them need
+    types          Position, Shape, Exchange, Operation; checks that all of them need
+    registry       `@collective` and the table of all collectives
     capabilities   what can be asked before a call
     named          all_reduce_named
     values         JSON-like values
@@ -17,16 +20,19 @@ from __future__ import annotations
 from gradwire.operations.capabilities import Capabilities
 from gradwire.operations.elementwise import all_reduce, barrier, broadcast, reduce
 from gradwire.operations.named import all_reduce_named
+from gradwire.operations.registry import COLLECTIVES
 from gradwire.operations.split_join import all_gather, all_gather_rows, all_to_all, gather, reduce_scatter, scatter
-from gradwire.operations.types import CallKey, Declined, Exchange, Operation, Shape
+from gradwire.operations.types import CallKey, Declined, Exchange, Operation, Position, Shape
 from gradwire.operations.values import all_gather_values, broadcast_value
 
 __all__ = [
+    "COLLECTIVES",
     "CallKey",
     "Capabilities",
     "Declined",
     "Exchange",
     "Operation",
+    "Position",
     "Shape",
     "all_gather",
     "all_gather_rows",

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradwire.arrays import REDUCE_OPS, parse_dtype
-from gradwire.collectives import REDUCING
 from gradwire.errors import ArrayError
+from gradwire.operations.registry import COLLECTIVES
 
-_AS_ALL_REDUCE = ("all_reduce_named", "barrier")
 _OF_ARRAYS = ("send", "recv", "sendrecv", "copy", "empty")
-_PLAIN = ("broadcast_value", "all_gather_values", "subgroup", "stream", "abort", "close")
+_PLAIN = ("subgroup", "stream", "abort", "close")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +46,15 @@ class Capabilities:
         """
         if operation == "recover":
             return self.recovers
-        if operation in _PLAIN:
+        collective = COLLECTIVES.get(operation)
+        if operation in _PLAIN or (collective is not None and not collective.takes_algorithm):
             return op is None and algorithm == "auto"
-        collective = "all_reduce" if operation in _AS_ALL_REDUCE else operation
-        known = ("auto", *self.algorithms.get(collective, ()))
-        if (collective not in self.algorithms and operation not in _OF_ARRAYS) or algorithm not in known:
+        if collective is None and operation not in _OF_ARRAYS:
+            return False
+        if algorithm not in ("auto", *(self.algorithms[collective.schedule] if collective is not None else ())):
             return False
         try:
             row = parse_dtype(dtype)
         except ArrayError:
             return False
-        return op is None or (op in row.ops and collective in REDUCING and operation != "barrier")
+        return op is None or (op in row.ops and collective is not None and collective.reduces)

@@ -10,10 +10,21 @@ import numpy as np
 from gradwire import arrays
 from gradwire.arrays import View, check_reduction, view
 from gradwire.errors import ArrayError
-from gradwire.operations.types import CallKey, Exchange, Operation, Shape, check_algorithm, check_root, nothing
+from gradwire.operations.registry import collective
+from gradwire.operations.types import (
+    CallKey,
+    Exchange,
+    Operation,
+    Position,
+    Shape,
+    check_algorithm,
+    check_root,
+    nothing,
+)
 
 
-def all_reduce(x: Any, op: str, out: Any, algorithm: str) -> Operation:
+@collective(fast="ELEMENTWISE")
+def all_reduce(at: Position, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Operation:
     check_algorithm("all_reduce", algorithm)
     if not isinstance(x, np.ndarray) and isinstance(x, (numbers.Number, np.generic)):
         if out is not None:
@@ -61,15 +72,16 @@ def _destination(source: View, x: Any, out: Any) -> tuple[View, View, Any]:
     return source, target, out
 
 
-def broadcast(x: Any, root: int, size: int, rank: int, algorithm: str) -> Operation:
+@collective(fast="ELEMENTWISE")
+def broadcast(at: Position, x: Any, root: int = 0, *, algorithm: str = "auto") -> Operation:
     check_algorithm("broadcast", algorithm)
-    root = check_root(root, size)
-    source = view(x, writable=rank != root)
+    root = check_root(root, at.size)
+    source = view(x, writable=at.rank != root)
     shape = Shape("broadcast", source.dtype, source.flat.size, None, root, algorithm)
     form = CallKey("broadcast", source.dtype, None, root, source.flat.size) if algorithm == "auto" else None
 
     def body(exchange: Exchange) -> Any:
-        if rank == root:
+        if at.rank == root:
             exchange(shape, source.load(), source.flat, form)
         else:
             exchange(shape, nothing(source.dtype), source.flat, form)
@@ -79,13 +91,16 @@ def broadcast(x: Any, root: int, size: int, rank: int, algorithm: str) -> Operat
     return Operation("broadcast", body)
 
 
-def reduce(x: Any, op: str, root: int, out: Any, size: int, rank: int, algorithm: str) -> Operation:
+@collective()
+def reduce(
+    at: Position, x: Any, op: str = "sum", root: int = 0, *, out: Any = None, algorithm: str = "auto"
+) -> Operation:
     check_algorithm("reduce", algorithm)
-    root = check_root(root, size)
+    root = check_root(root, at.size)
     source = view(x, writable=False)
     check_reduction(op, source.dtype)
     target, result = None, None
-    if rank == root:
+    if at.rank == root:
         result = np.empty(source.array.shape, source.dtype.storage) if out is None else out
         source, target, _ = _destination(source, x, result)
     shape = Shape("reduce", source.dtype, source.flat.size, op, root, algorithm)
@@ -99,7 +114,8 @@ def reduce(x: Any, op: str, root: int, out: Any, size: int, rank: int, algorithm
     return Operation("reduce", body)
 
 
-def barrier(algorithm: str) -> Operation:
+@collective(schedule="all_reduce", fast="NO_ARRAY")
+def barrier(at: Position, *, algorithm: str = "auto") -> Operation:
     check_algorithm("all_reduce", algorithm)
     shape = Shape("all_reduce", arrays.parse_dtype("uint8"), 1, "max", None, algorithm, "barrier()")
 

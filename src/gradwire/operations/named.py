@@ -10,13 +10,17 @@ import numpy as np
 from gradwire import arrays
 from gradwire.arrays import Array, DType, View, check_reduction, view
 from gradwire.errors import ArrayError, UnsupportedOp
-from gradwire.operations.types import Exchange, Operation, Shape, algorithm_text, check_algorithm
+from gradwire.operations.registry import collective
+from gradwire.operations.types import Exchange, Operation, Position, Shape, algorithm_text, check_algorithm
 
 ALONE_BYTES = 1 << 20
 """From here on an exchange of its own costs less than copying the array to others and back."""
 
 
-def all_reduce_named(tensors: Mapping[str, Any], op: str, algorithm: str) -> Operation:
+@collective(schedule="all_reduce")
+def all_reduce_named(
+    at: Position, tensors: Mapping[str, Any], op: str = "sum", *, algorithm: str = "auto"
+) -> Operation:
     check_algorithm("all_reduce", algorithm)
     views = _views(tensors, op)
     items = tuple(f"{name!r}: {arrays.describe(one.array)}" for name, one in views.items())

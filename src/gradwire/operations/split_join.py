@@ -17,11 +17,13 @@ import numpy as np
 from gradwire import arrays
 from gradwire.arrays import Array, Counts, DType, View, check_reduction, view
 from gradwire.errors import ArrayError, GradwireError, InvalidSize
+from gradwire.operations.registry import collective
 from gradwire.operations.types import (
     CallKey,
     Declined,
     Exchange,
     Operation,
+    Position,
     Shape,
     algorithm_text,
     check_algorithm,
@@ -118,7 +120,8 @@ def _check_rows(rows: Iterable[int]) -> None:
         raise InvalidSize(f"a peer announced {min(rows)} rows")
 
 
-def all_gather(x: Any, out: Any, algorithm: str) -> Operation:
+@collective(fast="JOINED_ROWS")
+def all_gather(at: Position, x: Any, *, out: Any = None, algorithm: str = "auto") -> Operation:
     check_algorithm("all_gather", algorithm)
     source = _rows(x)
     room = _room(source, out)
@@ -158,9 +161,10 @@ def _gather_rows(exchange: Exchange, source: _Rows, rows: Sequence[int], room: _
     return result
 
 
-def gather(x: Any, root: int, size: int, algorithm: str) -> Operation:
+@collective()
+def gather(at: Position, x: Any, root: int = 0, *, algorithm: str = "auto") -> Operation:
     check_algorithm("gather", algorithm)
-    root = check_root(root, size)
+    root = check_root(root, at.size)
     source = _rows(x)
     call = f"gather({source.text()}, root={root}{algorithm_text(algorithm)})"
 
@@ -197,11 +201,20 @@ def _counts(counts: Counts, size: int, name: str) -> tuple[int, ...]:
     return parts
 
 
-def reduce_scatter(x: Any, op: str, counts: Counts | None, out: Any, size: int, rank: int, algorithm: str) -> Operation:
+@collective(fast="SPLIT_ROWS")
+def reduce_scatter(
+    at: Position,
+    x: Any,
+    op: str = "sum",
+    *,
+    counts: Counts | None = None,
+    out: Any = None,
+    algorithm: str = "auto",
+) -> Operation:
     check_algorithm("reduce_scatter", algorithm)
     source = _rows(x)
     check_reduction(op, source.dtype)
-    parts = _split(source.rows, size, counts, "counts")
+    parts, rank = _split(source.rows, at.size, counts, "counts"), at.rank
     elements = tuple(n * source.width for n in parts)
     room = _room(source, out)
     if room is not None and room.elements != elements[rank]:
@@ -220,12 +233,15 @@ def reduce_scatter(x: Any, op: str, counts: Counts | None, out: Any, size: int, 
     return Operation("reduce_scatter", body)
 
 
-def scatter(x: Any, root: int, counts: Counts | None, size: int, rank: int, algorithm: str) -> Operation:
+@collective()
+def scatter(
+    at: Position, x: Any = None, root: int = 0, *, counts: Counts | None = None, algorithm: str = "auto"
+) -> Operation:
     """Only the root knows what is scattered; if that cannot be, all ranks are told and raise the same."""
     check_algorithm("scatter", algorithm)
-    root = check_root(root, size)
-    expected = None if counts is None else _counts(counts, size, "counts")
-    source, announced = _to_scatter(x, expected, size) if rank == root else (None, b"")
+    root = check_root(root, at.size)
+    expected = None if counts is None else _counts(counts, at.size, "counts")
+    source, announced = _to_scatter(x, expected, at.size) if at.rank == root else (None, b"")
     call = f"scatter(root={root}{algorithm_text(algorithm)})"
 
     def body(exchange: Exchange) -> Array | Declined:
@@ -268,17 +284,25 @@ def _announced(data: bytes, size: int) -> tuple[DType, tuple[int, ...], list[int
     raise ValueError(f"malformed announcement {data[:200]!r}")
 
 
-def all_to_all(x: Any, send_counts: Counts | None, recv_counts: Counts | None, size: int, algorithm: str) -> Operation:
+@collective()
+def all_to_all(
+    at: Position,
+    x: Any,
+    send_counts: Counts | None = None,
+    recv_counts: Counts | None = None,
+    *,
+    algorithm: str = "auto",
+) -> Operation:
     check_algorithm("all_to_all", algorithm)
     source = _rows(x)
-    sent = _split(source.rows, size, send_counts, "send_counts")
-    wanted = None if recv_counts is None else _counts(recv_counts, size, "recv_counts")
+    sent = _split(source.rows, at.size, send_counts, "send_counts")
+    wanted = None if recv_counts is None else _counts(recv_counts, at.size, "recv_counts")
     even = send_counts is None and recv_counts is None
     rows = source.rows if even else "?"
     call = f"all_to_all({source.text(rows)}{'' if even else ', counts'}{algorithm_text(algorithm)})"
 
     def body(exchange: Exchange) -> Array:
-        table = np.tile(np.asarray(sent, np.int64), (size, 1)) if even else learn_counts(exchange, sent, call)
+        table = np.tile(np.asarray(sent, np.int64), (at.size, 1)) if even else learn_counts(exchange, sent, call)
         got = [int(n) for n in table[:, exchange.rank]]
         if wanted is not None and list(wanted) != got:
             reason = f"rank {exchange.rank} expects recv_counts={list(wanted)}, the others send it {got}"

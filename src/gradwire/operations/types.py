@@ -1,4 +1,4 @@
-"""The types that operations are written in (`Shape`, `Exchange`, `Operation`), and checks that all of them need."""
+"""The types that operations are written in (`Position`, `Shape`, `Exchange`, `Operation`), and checks that all need."""
 
 from __future__ import annotations
 
@@ -12,6 +12,13 @@ import numpy as np
 from gradwire.arrays import Array, DType
 from gradwire.collectives import algorithms
 from gradwire.errors import GradwireError, InvalidRank, UnsupportedOp
+
+
+class Position(NamedTuple):
+    """Where a call is made: the number of this rank in the group, and how many ranks the group has."""
+
+    rank: int
+    size: int
 
 
 class Shape(NamedTuple):

@@ -12,7 +12,8 @@ from gradwire import arrays
 from gradwire.arrays import Array
 from gradwire.errors import ArrayError, GradwireError, InvalidSize
 from gradwire.executors.plan import ragged_bounds
-from gradwire.operations.types import Declined, Exchange, Operation, Shape, check_root, nothing
+from gradwire.operations.registry import collective
+from gradwire.operations.types import Declined, Exchange, Operation, Position, Shape, check_root, nothing
 from gradwire.wire import parse_json
 
 MAX_VALUE_BYTES = 256 << 20
@@ -21,10 +22,11 @@ _BYTE = arrays.parse_dtype("uint8")
 _KINDS: dict[str, type[GradwireError]] = {"ArrayError": ArrayError, "InvalidSize": InvalidSize}
 
 
-def broadcast_value(value: Any, root: int, size: int, rank: int) -> Operation:
-    root = check_root(root, size)
+@collective(schedule="broadcast")
+def broadcast_value(at: Position, value: Any = None, root: int = 0) -> Operation:
+    root = check_root(root, at.size)
     call = f"broadcast_value(root={root})"
-    data = encode_or_error(value) if rank == root else b""
+    data = encode_or_error(value) if at.rank == root else b""
 
     def body(exchange: Exchange) -> Any:
         received = broadcast_bytes(exchange, data, root, call)
@@ -33,7 +35,8 @@ def broadcast_value(value: Any, root: int, size: int, rank: int) -> Operation:
     return Operation("broadcast_value", body)
 
 
-def all_gather_values(value: Any) -> Operation:
+@collective(schedule="all_gather")
+def all_gather_values(at: Position, value: Any) -> Operation:
     data = encode_or_error(value)
     call = "all_gather_values()"
 

@@ -18,13 +18,14 @@ from gradwire.host import machine
 from gradwire.identity import PROTOCOL, Identity
 from gradwire.liveness.lifeline import BeatCapability
 from gradwire.operations import split_join, values
-from gradwire.operations.types import CallKey, Declined, Operation, Shape
+from gradwire.operations.types import CallKey, Declined, Operation, Position, Shape
 from gradwire.topology import Topology
 from gradwire.training.commit_rules import Standing
 from gradwire.training.state import State, memory_for
 from gradwire.wire import parse_json
 
 SIZE = struct.Struct("<q")
+HERE = Position(rank=0, size=2)
 
 
 class Partner:
@@ -57,15 +58,15 @@ def run(operation: Operation, data: bytes) -> bool:
 
 
 def broadcast_value(data: bytes) -> bool:
-    return run(values.broadcast_value(None, 1, 2, 0), data)
+    return run(values.broadcast_value(HERE, root=1), data)
 
 
 def all_gather_values(data: bytes) -> bool:
-    return run(values.all_gather_values([1]), data)
+    return run(values.all_gather_values(HERE, [1]), data)
 
 
 def scatter(data: bytes) -> bool:
-    return run(split_join.scatter(None, 1, None, 2, 0, "auto"), data)
+    return run(split_join.scatter(HERE, root=1), data)
 
 
 def settle(data: bytes) -> bool:

@@ -67,7 +67,8 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
         self.group = group
         self._internals = GroupInternals(group)
         self._store = store
-        self._rank, self._size = group.rank, group.size
+        self._at = self._internals.position
+        self._rank, self._size = self._at
         self._name = self._description = ""
         self._parts: dict[str, int] = {}
 
@@ -152,7 +153,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
         if how.plain and not opts.asyncOp and opts.timeout < timedelta(0):
             self.group.all_reduce(array, how.op)
             return Done(tensors)
-        return self._run(reductions.all_reduce(array, how, self._size), opts, tensors)
+        return self._run(reductions.all_reduce(self._at, array, how), opts, tensors)
 
     @no_dynamo
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Done | Handle:
@@ -160,9 +161,9 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
         hows = [reduction(opts.reduceOp, tensor) for tensor in tensors]
         if len(tensors) > 1 and all(how.plain for how in hows):
             named = {f"{number:06}": array_of(tensor) for number, tensor in enumerate(tensors)}
-            return self._run(operations.all_reduce_named(named, hows[0].op, "auto"), opts, tensors)
+            return self._run(operations.all_reduce_named(self._at, named, hows[0].op), opts, tensors)
         parts = [
-            reductions.all_reduce(array_of(tensor), how, self._size) for tensor, how in zip(tensors, hows, strict=True)
+            reductions.all_reduce(self._at, array_of(tensor), how) for tensor, how in zip(tensors, hows, strict=True)
         ]
         return self._run(_one_after_another("all_reduce", parts), opts, tensors)
 
@@ -176,7 +177,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
         if not opts.asyncOp and opts.timeout < timedelta(0):
             self.group.broadcast(array, root)
             return Done(tensors)
-        return self._run(operations.broadcast(array, root, self._size, self._rank, "auto"), opts, tensors)
+        return self._run(operations.broadcast(self._at, array, root), opts, tensors)
 
     @no_dynamo
     def reduce(self, tensors: Any, opts: Any = None, *more: Any) -> Done | Handle:
@@ -187,7 +188,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
         tensor = _only(tensors)
         opts = _options(opts, None, c10d.ReduceOptions)
         how = reduction(opts.reduceOp, tensor)
-        operation = reductions.reduce(array_of(tensor), how, opts.rootRank, self._rank, self._size)
+        operation = reductions.reduce(self._at, array_of(tensor), how, opts.rootRank)
         return self._run(operation, opts, tensors)
 
     @no_dynamo
@@ -270,7 +271,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
         if len(counts) != self._size:
             raise InvalidSize(f"a list of {len(counts)} tensors for {self._size} ranks")
         how = reduction(opts.reduceOp, output)
-        return reductions.reduce_scatter(array_of(output), arrays_of(inputs), how, counts, self._rank, self._size)
+        return reductions.reduce_scatter(self._at, array_of(output), arrays_of(inputs), how, counts)
 
     @no_dynamo
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Done | Handle:
@@ -318,7 +319,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
     @no_dynamo
     def barrier(self, opts: Any = None, timeout: Any = None) -> Done | Handle:
         opts = _options(opts, timeout, c10d.BarrierOptions)
-        return self._run(operations.barrier("auto"), opts, [])
+        return self._run(operations.barrier(self._at), opts, [])
 
     @no_dynamo
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:

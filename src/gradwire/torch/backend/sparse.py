@@ -10,7 +10,7 @@ import xxhash
 
 from gradwire import operations
 from gradwire.errors import UnsupportedOp
-from gradwire.operations import Exchange, Operation
+from gradwire.operations import Exchange, Operation, Position
 from gradwire.torch.backend.tensors import array_of, describe, reduction
 
 
@@ -24,8 +24,9 @@ def all_reduce(tensor: torch.Tensor, op: Any, size: int) -> Operation:
     def body(exchange: Exchange) -> None:
         own = tensor.detach().coalesce()
         _check_alike(own, exchange)
-        indices = operations.all_gather(array_of(own.indices().t().contiguous()), None, "auto").body(exchange)
-        values = operations.all_gather(array_of(own.values().contiguous()), None, "auto").body(exchange)
+        at = Position(exchange.rank, exchange.size)
+        indices = operations.all_gather(at, array_of(own.indices().t().contiguous())).body(exchange)
+        values = operations.all_gather(at, array_of(own.values().contiguous())).body(exchange)
         there = torch.from_numpy(np.ascontiguousarray(indices.T))
         brought = torch.from_numpy(values)
         # Each rank adds in rank order: the same bits everywhere.
@@ -39,7 +40,8 @@ def all_reduce(tensor: torch.Tensor, op: Any, size: int) -> Operation:
 def _check_alike(own: torch.Tensor, exchange: Exchange) -> None:
     """Indices of another shape would be beyond the end of this one."""
     mine = xxhash.xxh3_128_digest(f"{describe(own)}, {own.sparse_dim()} sparse".encode())
-    everyones = operations.all_gather(np.frombuffer(mine, np.uint8), None, "auto").body(exchange)
+    at = Position(exchange.rank, exchange.size)
+    everyones = operations.all_gather(at, np.frombuffer(mine, np.uint8)).body(exchange)
     for rank, other in enumerate(np.asarray(everyones).reshape(exchange.size, -1)):
         if other.tobytes() != mine:
             raise exchange.disagree(f"rank {exchange.rank} has {describe(own)}, and rank {rank} has another")
