@@ -21,8 +21,6 @@ MODULES = sorted(file for file in SOURCE.rglob("*.py") if SOURCE / "membership" 
 # Files that still use private names of gradwire. Take a file out when it no longer does; none may be added.
 TO_BE_CLEANED = frozenset(
     {
-        "collectives/test_tuning_table.py",
-        "conformance/crews.py",
         "generation/test_control_gather.py",
         "generation/test_failures_abort.py",
         "generation/test_failures_silence.py",
@@ -31,12 +29,6 @@ TO_BE_CLEANED = frozenset(
         "generation/test_hostile_peer.py",
         "generation/test_mailbox.py",
         "generation/test_service_thread.py",
-        "group/test_tls_groups.py",
-        "job/test_init.py",
-        "job/test_process_hooks_fork.py",
-        "job/test_tls_job.py",
-        "liveness/test_control.py",
-        "liveness/test_lifeline.py",
         "simulate/test_bugs.py",
         "training/test_elastic.py",
         "training/test_elastic_losses.py",

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from collectives.mutations import claiming, with_program
-from collectives.table import CELLS
 from gradwire.collectives import (
     Copy,
     Finish,
@@ -31,6 +29,8 @@ from gradwire.collectives.schedule import Phase
 from gradwire.collectives.verify import PROVED_RANKS
 from gradwire.group import plan_cache
 from support.ranks import run_ranks
+from support.schedule_mutations import claiming, with_program
+from support.schedule_table import CELLS
 
 IN, OUT, ACC = Slice("in", 0), Slice("out", 0), Slice("acc", 0)
 

@@ -10,8 +10,8 @@ import random
 
 import pytest
 
-from collectives.table import CELLS, schedules
 from gradwire.collectives import REDUCING, Copy, Finish, Fold, From, Operation, Recv, Schedule, Send, placement
+from support.schedule_table import CELLS, schedules
 
 Memory = dict[tuple[str, int], int]
 

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from collectives.mutations import with_program
-from collectives.table import CELLS, schedules
 from gradwire.collectives import InvalidSchedule, build
 from gradwire.collectives.__main__ import main
 from gradwire.collectives.picture import draw
+from support.schedule_mutations import with_program
+from support.schedule_table import CELLS, schedules
 
 RING_OF_THREE = """\
 all_reduce · ring · 3 ranks · 3 segments

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import gradwire as gw
 from gradwire.collectives import DEFAULTS, Table, tuning_table
+from gradwire.group.internals import parts_of
 from support.processes import Here, StartJob
 from support.processes import job_fixture as job_fixture
 from support.processes import zygote_fixture as zygote_fixture
@@ -165,7 +166,8 @@ def chooses(here: Here, files: list[str]) -> None:
     os.environ[tuning_table.FILE] = files[int(os.environ["GRADWIRE_RANK"])]
     with gw.init() as group:
         group.barrier()
-        here.tell(table=tuning_table.encode(group._generation.table), sequence=group._runner.calls.sequence)
+        parts = parts_of(group)
+        here.tell(table=tuning_table.encode(parts.generation.table), sequence=parts.runner.calls.sequence)
 
 
 @pytest.mark.parametrize("size", [2, 5])
@@ -212,6 +214,6 @@ def test_ranks_of_one_process_share_its_table(tmp_path: Path, monkeypatch: pytes
     tuning_table.store(SLOW, tmp_path / "tuning.json")
     monkeypatch.setenv(tuning_table.FILE, str(tmp_path / "tuning.json"))
     groups = gw.local_group(3)
-    assert [group._generation.table for group in groups] == [SLOW] * 3
+    assert [parts_of(group).generation.table for group in groups] == [SLOW] * 3
     for group in groups:
         group.close()

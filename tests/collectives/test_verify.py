@@ -8,8 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from collectives.mutations import mutants, with_program, with_programs
-from collectives.table import CELLS, schedules
 from gradwire.collectives import (
     ROOTED,
     Copy,
@@ -27,6 +25,8 @@ from gradwire.collectives import (
 )
 from gradwire.collectives.schedule import Phase
 from gradwire.errors import GradwireError
+from support.schedule_mutations import mutants, with_program, with_programs
+from support.schedule_table import CELLS, schedules
 
 IN, OUT, ACC = Slice("in", 0), Slice("out", 0), Slice("acc", 0)
 

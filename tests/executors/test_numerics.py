@@ -11,11 +11,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from conformance.crews import Crew, crew_of
-from conformance.oracle import bits
 from gradwire.arrays import Array
 from gradwire.collectives import algorithms
 from gradwire.topology import Topology
+from support.array_bits import bits
+from support.crews import Crew, crew_of
 
 EVERY = ("auto", *algorithms("all_reduce"))
 HALVES = [np.float16, ml_dtypes.bfloat16]

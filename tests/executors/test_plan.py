@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.table import CELLS, schedules
 from gradwire.arrays import parse_dtype
 from gradwire.collectives import REDUCING, Schedule, build
 from gradwire.errors import InvalidSize
 from gradwire.executors import plan
 from gradwire.executors.plan import IN_FLIGHT, TILE_BYTES, Plan, even_bounds, ragged_bounds
 from gradwire.liveness.call_log import CallDescription
+from support.schedule_table import CELLS, schedules
 
 SEGMENTED = ("all_gather", "gather", "reduce_scatter", "scatter", "all_to_all")  # whose counts are given by segment
 

@@ -16,9 +16,9 @@ import gradwire as gw
 from gradwire.transports.base import CONTROL_CHANNEL, MESSAGE_CHANNEL, Link
 from gradwire.transports.frames import Outbox
 from gradwire.wire import MAX_CONTROL, MAX_EAGER, Header, Kind
-from support.in_process import Journal
+from support.captured_log import CapturedLog
+from support.captured_log import captured_fixture as captured_fixture
 from support.in_process import groups_fixture as groups_fixture
-from support.in_process import journal_fixture as journal_fixture
 from support.in_process import pair_fixture as pair_fixture
 from support.ranks import eventually, run_ranks
 
@@ -114,11 +114,11 @@ CONTROL_NONSENSE: dict[str, Callable[[gw.Group], bytes]] = {
 
 @pytest.mark.parametrize("nonsense", CONTROL_NONSENSE)
 @pytest.mark.usefixtures("no_allocation")
-def test_nonsense_on_the_control_channel(groups: list[gw.Group], journal: Journal, nonsense: str) -> None:
+def test_nonsense_on_the_control_channel(groups: list[gw.Group], captured: CapturedLog, nonsense: str) -> None:
     liar = groups[1]
     link(liar, CONTROL_CHANNEL).send([CONTROL_NONSENSE[nonsense](liar)])
     given_up(groups, culprit=1)
-    journal.wait_for("rank 1 sent nonsense")
+    captured.wait_for("rank 1 sent nonsense")
 
 
 @pytest.mark.parametrize("words", [b"{}", b'{"t": "from the future"}', b'{"t": 3}'])
@@ -269,7 +269,7 @@ def test_nonsense_in_a_collective(groups: list[gw.Group], nonsense: str) -> None
 
 
 def test_a_service_thread_that_fails_breaks_the_group_with_a_reason(
-    groups: list[gw.Group], journal: Journal, monkeypatch: pytest.MonkeyPatch
+    groups: list[gw.Group], captured: CapturedLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bug of ours must not become a hang of theirs."""
 
@@ -288,4 +288,4 @@ def test_a_service_thread_that_fails_breaks_the_group_with_a_reason(
 
     for text in run_ranks(groups, play):
         assert text.endswith("gave up: its service thread failed: ZeroDivisionError: a bug")
-    journal.wait_for("the service thread of rank 0 failed")
+    captured.wait_for("the service thread of rank 0 failed")

@@ -19,7 +19,7 @@ from support.processes import zygote_fixture as zygote_fixture
 from support.ranks import eventually, run_ranks
 
 WAITS = {
-    "gradwire.liveness.control.BEHIND_SECONDS": 5.0,
+    "gradwire.liveness.control_protocol.BEHIND_SECONDS": 5.0,
     "gradwire.liveness.verdict.CALLS_SECONDS": 10.0,
     "gradwire.group.group.CONFER_SECONDS": 20.0,
 }

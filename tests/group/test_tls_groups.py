@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
 import gradwire as gw
-from conformance.crews import TIMEOUT, tcp_ranks
-from gradwire.generation import handshake
 from gradwire.group.internals import parts_of
 from gradwire.host import native_core
 from gradwire.topology import Topology
+from support.crews import agreed, tcp_endpoints
 from support.ranks import run_ranks
 
 needs_core = pytest.mark.skipif(not native_core.available(), reason="only the core reads shared memory")
@@ -26,10 +24,8 @@ def ranks() -> Iterator[Make]:
     made: list[gw.Group] = []
 
     def make(hosts: str) -> list[gw.Group]:
-        groups = tcp_ranks(Topology.of(list(hosts)), tls=True)
+        groups = agreed(tcp_endpoints(Topology.of(list(hosts)), tls=True))
         made.extend(groups)
-        deadline = time.monotonic() + TIMEOUT
-        run_ranks(groups, lambda group: handshake.agree(group._generation, "auto", deadline), timeout=TIMEOUT)
         return groups
 
     yield make

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from conformance.crews import Crew, crew_of
 from gradwire.arrays import Array
 from gradwire.host import native_core
 from gradwire.topology import Topology
+from support.crews import Crew, crew_of
 
 MIB = 1 << 20
 shares_memory = pytest.mark.skipif(not native_core.available(), reason="only the core reads shared memory")

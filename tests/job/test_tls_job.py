@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import gradwire as gw
+from gradwire.group.internals import parts_of
 from gradwire.host import native_core
 from gradwire.launch.worker_setup import free_port
 from gradwire.liveness import beat_messages
@@ -45,7 +46,7 @@ def environ(size: int, member: Any = lambda rank: f"m{rank}") -> Any:
 def adds(here: Here) -> None:
     try:
         group = gw.init(timeout=30.0)
-        able = [group._generation.transport.encrypted, group.capabilities.native]
+        able = [parts_of(group).generation.transport.encrypted, group.capabilities.native]
         here.tell(sum=group.all_reduce(np.full(100_000, group.rank + 1.0)).sum(), able=able)
         here.hear()
         while True:

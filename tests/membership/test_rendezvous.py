@@ -21,7 +21,8 @@ from gradwire.membership.client import requests, session
 from gradwire.membership.client.requests import register, unregister
 from gradwire.membership.coordinator import servicer
 from gradwire.membership.coordinator.service import Coordinator
-from support.membership_journal import SECRET, Journal
+from support.captured_log import CapturedLog
+from support.membership_claims import SECRET
 
 Serve = Callable[..., Coordinator]
 Spawn = Callable[[Coordinator, int, int], subprocess.Popen[bytes]]
@@ -178,14 +179,14 @@ def test_workers_may_come_before_their_coordinator(serve: Serve, monkeypatch: py
     assert early.result(60).rank == 0
 
 
-def test_workers_find_a_coordinator_that_was_started_anew(serve: Serve, journal: Journal) -> None:
+def test_workers_find_a_coordinator_that_was_started_anew(serve: Serve, captured: CapturedLog) -> None:
     first = serve(2)
     patient = joining(first, member(1), 2)
-    journal.wait_for("rank 1 .* has come")
+    captured.wait_for("rank 1 .* has come")
     port = int(first.address.rpartition(":")[2])
     first.cut_off()
     second = serve(2, port=port)
-    journal.wait_for("rank 1 .* has come", times=2)
+    captured.wait_for("rank 1 .* has come", times=2)
     assert join(second, member(0), 2).rank == 0
     assert patient.result(60).rank == 1
 
@@ -207,16 +208,16 @@ def test_workers_find_a_coordinator_that_was_started_anew(serve: Serve, journal:
     ],
 )
 def test_refusals_reach_both_sides_and_harm_nobody(
-    who: Member, size: int, options: dict[str, Any], said: str | None, serve: Serve, journal: Journal
+    who: Member, size: int, options: dict[str, Any], said: str | None, serve: Serve, captured: CapturedLog
 ) -> None:
     if said is None:
         who, said = Member("", 1, "machine", "host", 1, "127.0.0.1:1"), "id must not be empty"
     coordinator = serve(2, job="mine")
     first = joining(coordinator, member(0), 2)
-    journal.wait_for("rank 0 .* has come")
+    captured.wait_for("rank 0 .* has come")
     with pytest.raises(Refused, match=said):
         join(coordinator, who, size, **options)
-    journal.wait_for(f"refused .*127\\.0\\.0\\.1:[0-9]+: .*{said}")
+    captured.wait_for(f"refused .*127\\.0\\.0\\.1:[0-9]+: .*{said}")
     join(coordinator, member(1), 2)
     assert first.result(60).members == (member(0), member(1))
 
@@ -246,33 +247,33 @@ def test_the_deadline_names_who_did_not_come_and_frees_the_place(serve: Serve) -
         join(coordinator, member(1, "restarted"), 4, timeout=1.0)
 
 
-def test_a_killed_worker_frees_its_place_at_once(serve: Serve, spawn: Spawn, journal: Journal) -> None:
+def test_a_killed_worker_frees_its_place_at_once(serve: Serve, spawn: Spawn, captured: CapturedLog) -> None:
     coordinator = serve(2)
     victim = spawn(coordinator, 1, 2)
-    journal.wait_for("rank 1 .* has come", timeout=60)
+    captured.wait_for("rank 1 .* has come", timeout=60)
     victim.kill()
     assert victim.wait(60) == -signal.SIGKILL
-    journal.wait_for("rank 1 .* went away while it waited")
+    captured.wait_for("rank 1 .* went away while it waited")
     again = joining(coordinator, member(1, "restarted"), 2)
     assert join(coordinator, member(0), 2).members[1].id == "restarted"
     assert again.result(60).rank == 1
 
 
-def test_a_coordinator_that_gives_up_tells_those_who_wait(serve: Serve, journal: Journal) -> None:
+def test_a_coordinator_that_gives_up_tells_those_who_wait(serve: Serve, captured: CapturedLog) -> None:
     coordinator = serve(2)
     waiting = joining(coordinator, member(1), 2)
-    journal.wait_for("rank 1 .* has come")
+    captured.wait_for("rank 1 .* has come")
     coordinator.stop()
     with pytest.raises(Refused, match="the coordinator was stopped before all ranks had come"):
         waiting.result(60)
     coordinator.stop()
 
 
-def test_waiting_long_is_said(serve: Serve, journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_long_is_said(serve: Serve, captured: CapturedLog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests, "HOLD_SECONDS", 0.05)
     coordinator = serve(3)
     waiting = joining(coordinator, member(1), 3, log_after=0.0)
-    journal.wait_for("s at the rendezvous 127.0.0.1:.*: of 3, ranks 0, 2 have not come")
+    captured.wait_for("s at the rendezvous 127.0.0.1:.*: of 3, ranks 0, 2 have not come")
     coordinator.stop()
     with pytest.raises(Refused):
         waiting.result(60)

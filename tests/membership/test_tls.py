@@ -22,7 +22,8 @@ from gradwire.membership.v1 import gradwire_pb2_grpc as rpc
 from gradwire.security import certificates
 from gradwire.security.credentials import Credentials
 from support import tls_files
-from support.membership_journal import SECRET, Journal
+from support.captured_log import CapturedLog
+from support.membership_claims import SECRET
 
 Serve = Callable[..., Coordinator]
 
@@ -57,7 +58,7 @@ def test_members_get_in_with_their_certificates(coordinator: Coordinator) -> Non
     assert unregister(coordinator.address, assembly.members[0], secret=SECRET, credentials=mine)
 
 
-def test_a_certificate_speaks_for_its_own_member_only(coordinator: Coordinator, journal: Journal) -> None:
+def test_a_certificate_speaks_for_its_own_member_only(coordinator: Coordinator, captured: CapturedLog) -> None:
     address, mine, others = coordinator.address, tls_files.credentials("m1"), tls_files.credentials("m2")
     with pytest.raises(Refused, match="its certificate is for m2, which cannot speak for member m1"):
         join(coordinator, "m1", others)
@@ -70,7 +71,7 @@ def test_a_certificate_speaks_for_its_own_member_only(coordinator: Coordinator, 
     ):
         with pytest.raises(Refused, match="its certificate is for m2, which cannot speak for member m1"):
             call()
-    journal.wait_for(r"refused a call from 127\.0\.0\.1:[0-9]+: its certificate is for m2", times=4)
+    captured.wait_for(r"refused a call from 127\.0\.0\.1:[0-9]+: its certificate is for m2", times=4)
     assert heartbeat(address, ["m1"], secret=SECRET, credentials=mine).evicted == ()
 
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from gradwire.membership.client.grpc_socket import CallFailed, Connection
 from gradwire.membership.coordinator.service import Coordinator
-from support.membership_journal import SECRET
+from support.membership_claims import SECRET
 
 LARGEST = 1 << 22
 

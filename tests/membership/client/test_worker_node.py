@@ -15,7 +15,7 @@ from gradwire.membership.client.requests import heartbeat
 from gradwire.membership.coordinator.service import Coordinator
 from gradwire.membership.types import News
 from support import tls_files
-from support.membership_journal import SECRET
+from support.membership_claims import SECRET
 
 Serve = Callable[..., Coordinator]
 Make = Callable[..., gw.WorkerNode]

@@ -18,7 +18,8 @@ from gradwire.membership.client.requests import end_checkpoint, heartbeat, regis
 from gradwire.membership.client.worker_lease import Lease
 from gradwire.membership.coordinator.service import Coordinator
 from gradwire.membership.types import News
-from support.membership_journal import SECRET, Journal
+from support.captured_log import CapturedLog
+from support.membership_claims import SECRET
 
 Serve = Callable[..., Coordinator]
 
@@ -117,7 +118,7 @@ def test_a_static_job_has_one_generation(serve: Serve) -> None:
 # Leases.
 
 
-def test_a_silent_member_is_evicted_and_the_others_are_told(serve: Serve, journal: Journal) -> None:
+def test_a_silent_member_is_evicted_and_the_others_are_told(serve: Serve, captured: CapturedLog) -> None:
     coordinator = serve(2, minimum=1, maximum=2, lease=0.5)
     order = ids(assembled(coordinator, "ab")[0])
     told: queue.SimpleQueue[News] = queue.SimpleQueue()
@@ -128,7 +129,7 @@ def test_a_silent_member_is_evicted_and_the_others_are_told(serve: Serve, journa
             pass
     finally:
         coordinator_process.close()
-    journal.wait_for(r"rank 1 .* was not heard of for the time of its lease")
+    captured.wait_for(r"rank 1 .* was not heard of for the time of its lease")
     assert coordinator_process.news is not None
     assert coordinator_process.news.evicted == (order[1],)
 
@@ -176,18 +177,18 @@ def test_a_launcher_does_not_speak_for_those_who_stand_still(serve: Serve) -> No
 
 
 def test_a_launcher_finds_its_coordinator_again(
-    serve: Serve, elastic: Coordinator, launcher: Launcher, journal: Journal
+    serve: Serve, elastic: Coordinator, launcher: Launcher, captured: CapturedLog
 ) -> None:
     _, told = launcher
     told.get(timeout=30)
     port = int(elastic.address.rpartition(":")[2])
     elastic.cut_off()
-    journal.wait_for("no heartbeats from this host, trying again", timeout=30)
+    captured.wait_for("no heartbeats from this host, trying again", timeout=30)
     while not told.empty():
         told.get()
     serve(3, port=port, minimum=2, maximum=4)
     assert told.get(timeout=30) == News(0, 0, (), None)
-    journal.wait_for("answers the heartbeats of this host again", timeout=30)
+    captured.wait_for("answers the heartbeats of this host again", timeout=30)
 
 
 def test_closing_says_who_is_gone(elastic: Coordinator, launcher: Launcher) -> None:
@@ -208,7 +209,7 @@ def test_closing_does_not_wait_for_a_coordinator_that_is_away() -> None:
 
 
 def test_a_launcher_without_a_stream_uses_single_calls(
-    elastic: Coordinator, monkeypatch: pytest.MonkeyPatch, journal: Journal
+    elastic: Coordinator, monkeypatch: pytest.MonkeyPatch, captured: CapturedLog
 ) -> None:
     monkeypatch.setattr("gradwire.membership.coordinator.servicer.STREAMS", 0)
     told: queue.SimpleQueue[News] = queue.SimpleQueue()
@@ -222,7 +223,7 @@ def test_a_launcher_without_a_stream_uses_single_calls(
             pass
     finally:
         beats.close()
-    assert journal.count("1024|0 hosts have streams already") == 1
+    assert captured.count("1024|0 hosts have streams already") == 1
 
 
 # Checkpoints.

@@ -27,7 +27,8 @@ from gradwire.membership.endpoints import Endpoint
 from gradwire.membership.sealing import CoordinatorSeal, WorkerSeal
 from gradwire.membership.v1 import gradwire_pb2 as pb
 from gradwire.membership.v1 import gradwire_pb2_grpc as rpc
-from support.membership_journal import SECRET, Journal
+from support.captured_log import CapturedLog
+from support.membership_claims import SECRET
 
 Serve = Callable[..., Coordinator]
 ME = Member("me", 0, "machine", "host", 1, "127.0.0.1:1")
@@ -52,12 +53,12 @@ def status(call: Callable[[], object]) -> grpc.StatusCode:
     return code
 
 
-def test_strangers_get_nothing_and_are_logged(stub: Any, journal: Journal) -> None:
+def test_strangers_get_nothing_and_are_logged(stub: Any, captured: CapturedLog) -> None:
     unproven = pb.HelloRequest(worker_nonce=bytes(32), proof=bytes(32))
     assert status(lambda: stub.Hello(unproven)) == grpc.StatusCode.UNAUTHENTICATED
     assert status(lambda: stub.RegisterWorker(pb.Sealed(body=b"x"))) == grpc.StatusCode.UNAUTHENTICATED
     assert status(lambda: stub.UnregisterWorker(pb.Sealed(body=b"x"))) == grpc.StatusCode.UNAUTHENTICATED
-    journal.wait_for(r"refused a call from 127\.0\.0\.1:[0-9]+: the caller does not hold this job's secret", times=3)
+    captured.wait_for(r"refused a call from 127\.0\.0\.1:[0-9]+: the caller does not hold this job's secret", times=3)
 
 
 def test_a_recorded_request_is_not_heard_again(stub: Any) -> None:

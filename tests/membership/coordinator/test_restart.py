@@ -25,7 +25,7 @@ from gradwire.membership.coordinator.service import Coordinator
 from gradwire.membership.sealing import WorkerSeal
 from gradwire.membership.types import News
 from gradwire.membership.v1.gradwire_pb2 import HelloRequest
-from support.membership_journal import Journal as Log
+from support.captured_log import CapturedLog
 
 TOKEN = "a secret of this test"
 SECRET = TOKEN.encode()
@@ -137,7 +137,7 @@ def test_killed_and_started_again_it_goes_on(coordinate: Callable[..., Process],
     assert {found.run for found in after} == {before[0].run}
 
 
-def test_one_that_is_frozen_is_found_again(coordinate: Callable[..., Process], journal: Log) -> None:
+def test_one_that_is_frozen_is_found_again(coordinate: Callable[..., Process], captured: CapturedLog) -> None:
     process = coordinate("--size", "1", "--min", "1", "--max", "2")
     assembled(process.address, "a")
     told: queue.SimpleQueue[News] = queue.SimpleQueue()
@@ -146,9 +146,9 @@ def test_one_that_is_frozen_is_found_again(coordinate: Callable[..., Process], j
     try:
         told.get(timeout=30)
         process.process.send_signal(signal.SIGSTOP)
-        journal.wait_for("no heartbeats from this host, trying again", timeout=30)
+        captured.wait_for("no heartbeats from this host, trying again", timeout=30)
         process.process.send_signal(signal.SIGCONT)
-        journal.wait_for("answers the heartbeats of this host again", timeout=30)
+        captured.wait_for("answers the heartbeats of this host again", timeout=30)
         while not told.empty():
             told.get()
         assert told.get(timeout=30).evicted == ()
@@ -232,7 +232,7 @@ def test_who_registers_again_says_hello_to_a_restarted_coordinator_only(serve: S
 
 
 def test_coordinator_with_a_full_journal_stops_answering_and_loses_nothing(
-    serve: Serve, tmp_path: Path, journal: Log, databases: list[sqlite3.Connection]
+    serve: Serve, tmp_path: Path, captured: CapturedLog, databases: list[sqlite3.Connection]
 ) -> None:
     file = tmp_path / "journal"
     failed: queue.SimpleQueue[JournalError] = queue.SimpleQueue()
@@ -246,7 +246,7 @@ def test_coordinator_with_a_full_journal_stops_answering_and_loses_nothing(
             end_checkpoint(coordinator.address, "a", number, secret=SECRET, timeout=5.0)
             last = end_checkpoint(coordinator.address, "b", number, secret=SECRET, timeout=5.0)
     assert "its disk is full" in str(failed.get(timeout=60))
-    journal.wait_for("nobody is told anything any more")
+    captured.wait_for("nobody is told anything any more")
     assert not serving(coordinator.address, secret=SECRET)
     port = int(coordinator.address.rpartition(":")[2])
     coordinator.stop()

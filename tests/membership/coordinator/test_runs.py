@@ -18,7 +18,8 @@ from gradwire.membership.client.requests import heartbeat, register
 from gradwire.membership.client.worker_lease import Lease
 from gradwire.membership.coordinator.service import Coordinator
 from gradwire.membership.types import News
-from support.membership_journal import SECRET, Journal
+from support.captured_log import CapturedLog
+from support.membership_claims import SECRET
 
 Serve = Callable[..., Coordinator]
 
@@ -34,7 +35,7 @@ def join(coordinator: Coordinator, name: str) -> bytes:
     return register(coordinator.address, member, size=None, secret=SECRET, job=None, timeout=30).run
 
 
-def test_launcher_of_an_old_run_keeps_and_ends_no_lease_in_the_new_one(serve: Serve, journal: Journal) -> None:
+def test_launcher_of_an_old_run_keeps_and_ends_no_lease_in_the_new_one(serve: Serve, captured: CapturedLog) -> None:
     first = serve(1, minimum=1, maximum=4)
     told: queue.SimpleQueue[News] = queue.SimpleQueue()
     beats = Heartbeats(first.address, ["a"], secret=SECRET, on_news=told.put, interval=0.05)
@@ -44,7 +45,7 @@ def test_launcher_of_an_old_run_keeps_and_ends_no_lease_in_the_new_one(serve: Se
         while told.get(timeout=30).unknown:
             pass  # its id is not registered yet
         second = restarted_without_journal(serve, first)
-        journal.wait_for("serves run [0-9a-f]{32}, and a is a member of run", timeout=30)
+        captured.wait_for("serves run [0-9a-f]{32}, and a is a member of run", timeout=30)
         assert join(second, "a") == second.run
         beats.gone(["a"])  # of the process of the old run
         while not told.empty():
@@ -92,13 +93,13 @@ def test_lease_speaks_for_its_member_in_the_run_that_the_member_has_entered(serv
 
 
 def test_worker_node_of_an_old_run_is_told_in_its_log_and_cannot_rejoin(
-    serve: Serve, journal: Journal, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, captured: CapturedLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GRADWIRE_TOKEN", SECRET.decode())
     first = serve(1, minimum=1, maximum=4)
     with gw.WorkerNode(first.address, "a", timeout=30) as node:
         second = restarted_without_journal(serve, first)
-        journal.wait_for("serves run [0-9a-f]{32}, and a is a member of run", timeout=30)
+        captured.wait_for("serves run [0-9a-f]{32}, and a is a member of run", timeout=30)
         with pytest.raises(Refused, match=r"is a member of run .* and this coordinator serves run"):
             node.rejoin()
     assert heartbeat(second.address, [], secret=SECRET).generation == 0

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collectives.table import CELLS, FLAT_CELLS, schedules
 from gradwire.collectives import COLLECTIVES, ROOTED, Schedule, algorithms, build, placement, verify
 from gradwire.topology import Topology
+from support.schedule_table import CELLS, FLAT_CELLS, schedules
 
 TABLE = {
     "all_reduce": ("star", "ring", "tree", "halving", "direct", "hierarchical"),

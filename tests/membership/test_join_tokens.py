@@ -21,7 +21,8 @@ from gradwire.membership.types import News
 from gradwire.security import tokens
 from gradwire.security.secret import derive
 from gradwire.security.tokens import Token
-from support.membership_journal import SECRET, Journal
+from support.captured_log import CapturedLog
+from support.membership_claims import SECRET
 
 Serve = Callable[..., Coordinator]
 
@@ -79,11 +80,11 @@ def test_holders_of_the_secret_derive_the_key_themselves(coordinator: Coordinato
     ids=["stale", "of another job", "without its key", "too long", "changed"],
 )
 def test_one_that_does_not_hold_is_refused(
-    invitation: Token, said: str, coordinator: Coordinator, journal: Journal
+    invitation: Token, said: str, coordinator: Coordinator, captured: CapturedLog
 ) -> None:
     with pytest.raises(Refused, match=said):
         join(coordinator, "guest", invitation)
-    journal.wait_for(f"refused .*{said}")
+    captured.wait_for(f"refused .*{said}")
     assert join(coordinator, "host", SECRET).rank == 0
 
 
@@ -119,18 +120,18 @@ def test_token_claim_that_was_refused_uses_nothing_up(coordinator: Coordinator) 
 
 
 def test_heartbeat_for_ids_that_the_token_has_not_let_in_says_nothing_of_them(
-    coordinator: Coordinator, journal: Journal
+    coordinator: Coordinator, captured: CapturedLog
 ) -> None:
     """A launcher speaks for its workers before they have registered; that is no reason to refuse the others' beats."""
     address, invitation = coordinator.address, token(uses=0)
     join(coordinator, "host", SECRET)
     assert heartbeat(address, ["guest"], gone=["host", "friend"], secret=invitation).evicted == ()
-    assert journal.count("refused") == 0
+    assert captured.count("refused") == 0
 
 
 @pytest.mark.parametrize("with_token", [True, False])
 def test_launcher_with_a_token_keeps_the_leases_of_its_workers(
-    with_token: bool, serve: Serve, journal: Journal
+    with_token: bool, serve: Serve, captured: CapturedLog
 ) -> None:
     """From their start on, before they have registered; without refusals, and for longer than a lease."""
     coordinator = serve(2, minimum=1, maximum=3, job="mine", lease=0.5)
@@ -150,7 +151,7 @@ def test_launcher_with_a_token_keeps_the_leases_of_its_workers(
         assert latest.evicted == ("box/1",)
     finally:
         beats.close()
-    assert journal.count("refused|silent|not heard") == 0
+    assert captured.count("refused|silent|not heard") == 0
 
 
 def test_who_came_with_it_is_known_after_a_restart(serve: Serve, tmp_path: Path) -> None:
