@@ -79,7 +79,7 @@ def test_anyone_s_messages_come_in_the_order_of_their_arrival(trio: list[gw.Grou
     order: list[int] = []
     for rank in (2, 1, 1, 2):
         trio[rank].send(np.array([rank]), dst=0, tag=5)
-        assert eventually(lambda: trio[0]._generation.mailbox._shelf._arrived > len(order))
+        assert eventually(lambda: trio[0]._generation.mailbox.unmatched.arrived > len(order))
         order.append(rank)
     assert [trio[0].recv(x, tag=5) for _ in range(4)] == order
     with pytest.raises(gw.Timeout, match="no message from any rank with tag 5") as told:
