@@ -113,7 +113,7 @@ class Work:
                 raise
             log.exception("a callback of %s failed", self.operation)
 
-    def has_ended(self, within: float | None) -> bool:
+    def _has_ended(self, within: float | None) -> bool:
         """Whether it is done in so many seconds, well or badly; None waits without a limit. Raises nothing."""
         return self._done.wait(within)
 
