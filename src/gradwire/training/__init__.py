@@ -14,6 +14,7 @@ contract          all replicas hold the same bits: checked
 bucket_writer     copies gradients into buckets
 transfer          state on its way from one rank to others
 weights           means weighted by the number of samples
+step_protocol     votes, and where to go on in a new generation; pure
 elastic           `gw.elastic`: goes on when ranks are lost, and lets others join
 gradients         `GradientSync`: buckets reduced while backward runs
 """
