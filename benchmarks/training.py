@@ -286,7 +286,7 @@ def crews(engines: list[str], model: str, options: argparse.Namespace, lean: boo
 
 def measure(model: str, engines: list[str], options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of a step by engine and block, and whether all came to the same weights."""
-    from gradwire.bench.conductor import turns
+    from gradwire.bench.interleave import turns
 
     blocks: dict[str, list[float]] = {engine: [] for engine in engines}
     work: dict[str, list[float]] = {engine: [] for engine in engines}

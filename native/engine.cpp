@@ -2,12 +2,12 @@
 
 #include <algorithm>
 
-#include "copying.hpp"
+#include "copy.hpp"
 
 namespace gradwire {
 
 namespace {
-constexpr std::size_t SMALLEST_STREAMED = 16 << 20;  // 4 MiB are slower that way, 8 as fast
+constexpr std::size_t SMALLEST_STREAMED = 16 << 20;  // non-temporal stores are slower at 4 MiB and break even at 8 MiB
 }
 
 // --- links
@@ -16,18 +16,18 @@ bool Engine::open(std::byte* arena, std::size_t nbytes, std::uint64_t region, st
     arena_ = arena;
     arena_bytes_ = nbytes;
     outbox_ = std::make_unique<Outbox>(arena, region, peers_.size(), staging);
-    return reinterpret_cast<Directory*>(arena)->publish(sheet_.group, region);
+    return reinterpret_cast<Directory*>(arena)->publish(call_.group, region);
 }
 
 bool Engine::withdraw() {
     for (std::uint32_t peer : others_)
         if (!outbox_->read_by(peer)) return false;
-    if (arena_) reinterpret_cast<Directory*>(arena_)->withdraw(sheet_.group);
+    if (arena_) reinterpret_cast<Directory*>(arena_)->withdraw(call_.group);
     return true;
 }
 
 void Engine::map(std::uint32_t peer, std::byte* arena, std::size_t nbytes) {
-    peers_.at(peer).inbox.emplace(arena, nbytes, sheet_.group, sheet_.rank);
+    peers_.at(peer).inbox.emplace(arena, nbytes, call_.group, call_.rank);
     others_.push_back(peer);
     all_in_memory_ = others_.size() + 1 == peers_.size();
 }
@@ -40,17 +40,17 @@ std::uint64_t Engine::in_arena(const void* data, std::size_t nbytes) const {
 // --- one program
 
 void Engine::begin(const Program& program, void* in, void* out, std::uint64_t sequence, std::uint64_t fingerprint,
-                   double awake_for) {
+                   double spin_seconds) {
     program_ = &program;
-    sheet_.sequence = sequence;
-    sheet_.fingerprint = fingerprint;
-    patience_.awake_for = awake_for;
-    patience_.refresh();
+    call_.sequence = sequence;
+    call_.fingerprint = fingerprint;
+    backoff_.spin_seconds = spin_seconds;
+    backoff_.reset();
     status_ = Status::waiting;
-    manner_.begin();
+    store_policy_.begin_call();
     memories_[IN] = static_cast<std::byte*>(in);
     memories_[OUT] = static_cast<std::byte*>(out);
-    shot_ = Shot::tell;
+    shot_ = Shot::post;
     exposing_ = reads_arrays_ = stalled_ = false;
     if (outbox_) outbox_->result = program.mirrored ? in_arena(out, program.out_bytes) : 0;
     one_shot_ = program.one_shot && all_in_memory_;
@@ -63,16 +63,16 @@ void Engine::begin(const Program& program, void* in, void* out, std::uint64_t se
 }
 
 Status Engine::advance(double seconds) {
-    patience_.limit(seconds);
+    backoff_.limit(seconds);
     while (true) {
         bool progress = false;
         if (stalled_) {
-            // Waits until the caller's time is over, or the alarm rings.
+            // Wait until the caller's time is over or the alarm is raised.
         } else if (one_shot_) {
             if (!in_one_shot(progress)) return status_;
             if (shot_ == Shot::done && !stalls()) return Status::done;
         } else if (!wave_ && stalls()) {
-            // What the last wave read is not handed on.
+            // Bytes that the last wave read may be invalid: do not send them on.
         } else if (!wave_ && !next_wave()) {
             if (was_read()) return Status::done;
         } else {
@@ -83,73 +83,73 @@ Status Engine::advance(double seconds) {
             }
         }
         if (progress) {
-            patience_.refresh();
+            backoff_.reset();
             continue;
         }
-        if (patience_.ended >= 0) {  // and all that its peer wrote before is taken
+        if (backoff_.closed_socket >= 0) {  // and all messages that its peer sent before were taken
             for (std::uint32_t peer : others_)
-                if (peers_[peer].socket == patience_.ended) fail(Status::lost, peer);
+                if (peers_[peer].socket == backoff_.closed_socket) fail(Status::lost, peer);
             return status_;
         }
-        const Patience::Step step = patience_.step();
-        if (step == Patience::Step::over) return Status::waiting;
-        if (step == Patience::Step::sleep && sleep()) return Status::alarmed;
+        const Backoff::Step step = backoff_.step();
+        if (step == Backoff::Step::expired) return Status::waiting;
+        if (step == Backoff::Step::sleep && sleep()) return Status::alarmed;
     }
 }
 
 bool Engine::fail(Status status, std::uint32_t peer, const Header& header) {
     status_ = status;
     culprit = peer;
-    heard = header;
+    received_header = header;
     return false;
 }
 
-// Whether a peer has taken its arrays back, so that what was read there may be anything. It has done so because the
-// generation is broken; it has marked its arena before, so whoever has read anything else than its arrays sees the mark.
-// Asked before what was read is handed on, and before the program is done.
+// Whether a peer has reclaimed its arrays, so that bytes read from them may be invalid. A peer does this when the generation
+// is broken, and marks its arena first: a rank that has read anything but the array's bytes sees the mark. Called before bytes
+// that were read are sent on, and before the program is reported as done.
 bool Engine::stalls() {
     if (!reads_arrays_) return false;
-    std::atomic_thread_fence(std::memory_order_acquire);  // the arrays first, then the mark
+    std::atomic_thread_fence(std::memory_order_acquire);  // load the arrays before the mark
     stalled_ = std::any_of(others_.begin(), others_.end(), [&](std::uint32_t peer) { return peers_[peer].inbox->left(); });
     return stalled_;
 }
 
 bool Engine::sleep() {
-    if (stalled_) return patience_.sleep();
+    if (stalled_) return backoff_.sleep();
     auto until_read = [&](std::uint32_t peer) {
-        if (!outbox_->read_by(peer)) patience_.wake_by_end(peers_[peer].socket);
+        if (!outbox_->read_by(peer)) backoff_.wake_by_end(peers_[peer].socket);
     };
     if (one_shot_) {
-        const bool hears = shot_ == Shot::hear || shot_ == Shot::collect;
-        if (hears) patience_.wake_by_end(peers_[collected_].socket);
+        const bool receives = shot_ == Shot::receive || shot_ == Shot::collect;
+        if (receives) backoff_.wake_by_end(peers_[collected_].socket);
         else {
-            patience_.look_at_memory();
+            backoff_.poll_memory();
             std::for_each(others_.begin(), others_.end(), until_read);
         }
-        return patience_.sleep();
+        return backoff_.sleep();
     }
     if (outbox_ && (exposing_ || (wave_ && next_post_ < posting_.size()))) {
-        patience_.look_at_memory();
+        backoff_.poll_memory();
         std::for_each(others_.begin(), others_.end(), until_read);
     }
     for (std::size_t i = 0; wave_ && i < sendings_; ++i)
-        if (sending_[i].at < sending_[i].parts.size()) patience_.wake_by(peers_[sending_[i].peer].socket, POLLOUT);
+        if (sending_[i].at < sending_[i].parts.size()) backoff_.wake_by(peers_[sending_[i].peer].socket, POLLOUT);
     for (std::size_t i = 0; wave_ && i < receivings_; ++i) {
         if (receiving_[i].at == receiving_[i].messages.size()) continue;
         const Peer& peer = peers_[receiving_[i].peer];
-        if (peer.inbox) patience_.wake_by_end(peer.socket);
-        else patience_.wake_by(peer.socket, POLLIN);
+        if (peer.inbox) backoff_.wake_by_end(peer.socket);
+        else backoff_.wake_by(peer.socket, POLLIN);
     }
-    return patience_.sleep();
+    return backoff_.sleep();
 }
 
 // --- waves
 
 bool Engine::next_wave() {
-    while (first_ < program_->tiles) {
+    while (first_ < program_->tiling.tiles) {
         wave_ = program_->wave(first_, step_, made_);
         if (!wave_) {
-            first_ += program_->in_flight;
+            first_ += program_->tiling.in_flight;
             step_ = 0;
             continue;
         }
@@ -170,7 +170,7 @@ void Engine::begin_wave() {
     folded_.assign(wave_->folds.size(), 0);
     arrived_.assign(wave_->receives.size(), 0);
     staged_.assign(wave_->receives.size(), nullptr);
-    places_.assign(wave_->receives.size(), Place::away);
+    places_.assign(wave_->receives.size(), Place::exposed);
 
     auto sending_to = [&](std::uint32_t peer) -> Sending& {
         for (std::size_t i = 0; i < sendings_; ++i)
@@ -193,7 +193,7 @@ void Engine::begin_wave() {
                 continue;
             }
             Sending& sending = sending_to(peer);
-            sending.heads.push_back(sheet_.header(sheet_.rank, message.tile, message.round, message.nbytes));
+            sending.heads.push_back(call_.header(call_.rank, message.tile, message.round, message.nbytes));
             sending.parts.push_back({reinterpret_cast<const std::byte*>(&sending.heads.back()), sizeof(Header)});
             for (const Piece& piece : message.pieces) sending.parts.push_back({at(piece), piece.nbytes});
         }
@@ -231,7 +231,7 @@ void Engine::begin_wave() {
 
 bool Engine::exchange_once(bool& progress) {
     if (next_post_ < posting_.size()) post_messages(progress);
-    if (!moved_) {  // after the messages, for which others wait
+    if (!moved_) {  // after posting the messages, for which peers wait
         for (const Moving& moving : wave_->moves) move(moving);
         moved_ = true;
     }
@@ -259,11 +259,11 @@ bool Engine::exchange_once(bool& progress) {
 
 bool Engine::wave_is_over() {
     if (!all_folded_ || next_post_ < posting_.size() || pending_sockets_) return false;
-    // Where a program is mirrored nobody writes what a peer may still read: the peer itself does, after reading it.
+    // In a mirrored program only the peer itself overwrites what it may still read, after reading it.
     return program_->mirrored || was_read();
 }
 
-// Whether peers have read all that was exposed to them.
+// Whether peers have read all arrays that were exposed to them.
 bool Engine::was_read() {
     if (!exposing_) return true;
     for (std::uint32_t peer : others_)
@@ -280,21 +280,21 @@ void Engine::fold_ready() {
                                        [&](const WaveTerm& term) { return term.message < 0 || arrived_[term.message]; });
         if (!ready) continue;
         folded_[i] = 1;
-        // Terms that were staged in different ways tell nothing about either.
+        // The time of a fold says something about a kind of store only if all its terms were stored that way.
         auto all = [&](Place place) {
             return std::all_of(terms.begin(), terms.end(),
                                [&](const WaveTerm& term) { return term.message < 0 || places_[term.message] == place; });
         };
         const std::size_t nbytes = wave_->folds[i].bytes();
         const bool streamed = all(Place::streamed);
-        const Stopwatch watch(nbytes >= Manner::SMALLEST && (streamed || all(Place::staged)));
+        const Stopwatch watch(nbytes >= StorePolicy::SMALLEST && (streamed || all(Place::staged)));
         fold(wave_->folds[i]);
-        if (watch.runs()) manner_.has_read(streamed, nbytes, watch.nanoseconds());
+        if (watch.runs()) store_policy_.record_read(streamed, nbytes, watch.nanoseconds());
     }
 }
 
 void Engine::fold(const Folding& folding) {
-    // Terms may be cut at other places than the result: walk all of them in the longest common stretches.
+    // Terms and result may be split into pieces at different offsets: process the longest common stretches.
     const std::size_t wide = program_->accumulator(), narrow = program_->element();
     const std::size_t number = folding.terms.size();
     terms_.resize(number);
@@ -330,7 +330,7 @@ void Engine::fold(const Folding& folding) {
     }
 }
 
-// One that does not fit into the caches passes them by. Where results are folded that is slower: they are at hand.
+// A result that exceeds the caches is written with non-temporal stores; not in reductions, where it is in the cache already.
 void Engine::copy_result(std::byte* to, const std::byte* from, std::size_t nbytes) const {
     if (!program_->reduces && program_->out_bytes >= SMALLEST_STREAMED) stream_bytes(to, from, nbytes);
     else copy_bytes(to, from, nbytes);

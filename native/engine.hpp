@@ -1,16 +1,16 @@
-// Carries programs out for one group, without the interpreter: through memory where it is shared, over sockets elsewhere.
+// Runs the programs of one group without the interpreter: through shared memory where there is some, over sockets elsewhere.
 //
-// Within a wave all messages progress together. `advance` returns when the program is done, when it has waited for as long
-// as it was told to (the caller then looks at signals, deadlines and the alarm's reason), or when a peer is gone or says
-// something else than expected. It can be called again after a wait.
+// Within a wave all messages progress concurrently. `advance` returns when the program is done, when it has waited for the
+// given time (the caller then checks signals, deadlines and the reason of an alarm), when a peer is lost, or when a peer has
+// sent something unexpected. It can be called again after a wait.
 //
-// A message between ranks that share memory takes the shortest way that its ends allow:
+// A message between ranks that share memory takes the cheapest route that both ends allow (enum Place):
 //
-//     here      a few bytes: in the entry itself
-//     staged    copied into staging, read there
-//     exposed   it lies in the sender's arena: read where it is; the sender waits until that has happened
-//     pushed    it belongs into the receiver's arena: written there by the sender (in an all-reduce of the direct kind,
-//               where the rank that writes a segment is the only one that reads the receiver's share of it)
+//     inlined   a few bytes, in the entry itself
+//     staged    copied into the sender's staging and read there
+//     exposed   the bytes lie in the sender's arena: the receiver reads them there; the sender waits until it has
+//     pushed    the result lies in the receiver's arena: the sender writes it there (direct all-reduce: the rank that writes
+//               a segment is the only rank that reads the receiver's input for it)
 #pragma once
 
 #include <atomic>
@@ -20,39 +20,40 @@
 #include <optional>
 #include <vector>
 
+#include "backoff.hpp"
 #include "inbox.hpp"
-#include "manner.hpp"
 #include "outbox.hpp"
-#include "patience.hpp"
 #include "program.hpp"
 #include "stopwatch.hpp"
+#include "store_policy.hpp"
 #include "wire.hpp"
 
 namespace gradwire {
 
-enum class Status : int { done = 0, waiting = 1, lost = 2, mismatch = 3, alarmed = 4 };
+enum class Status { done, waiting, lost, mismatch, alarmed };
 
 class Engine {
   public:
-    Engine(const Sheet& sheet, std::uint32_t size, int alarm)
-        : sheet_(sheet), peers_(size), results_(size), exposed_(size), patience_(alarm) {}
+    Engine(const CallHeader& call, std::uint32_t size, int alarm)
+        : call_(call), peers_(size), results_(size), exposed_(size), backoff_(alarm) {}
 
     // --- links
     void connect(std::uint32_t peer, int socket) { peers_.at(peer).socket = socket; }
-    // Speak through this rank's own arena, which begins with its directory; false if that is full.
+    // Send through this rank's own arena, which begins with its directory; false if the directory is full.
     bool open(std::byte* arena, std::size_t nbytes, std::uint64_t region, std::size_t staging);
-    // Take this rank's region away from the others, unless somebody has yet to read what is there for it: then false.
+    // Remove this rank's region from the directory; false if a peer has not read all its messages yet.
     bool withdraw();
-    // Hear a peer through its arena.
+    // Receive from a peer through its arena.
     void map(std::uint32_t peer, std::byte* arena, std::size_t nbytes);
 
     // --- one program at a time
-    // awake_for: seconds in which this rank may keep a core busy by waiting; 0: it has none for itself.
-    void begin(const Program& program, void* in, void* out, std::uint64_t sequence, std::uint64_t fingerprint, double awake_for);
+    // spin_seconds: for which this rank may keep a core busy while it waits; 0: it has no core of its own.
+    void begin(const Program& program, void* in, void* out, std::uint64_t sequence, std::uint64_t fingerprint,
+               double spin_seconds);
     Status advance(double seconds);
-    std::uint32_t culprit = 0;
-    Header heard{};
-    // Bytes that went to peers so far, each peer's counted; any thread may ask.
+    std::uint32_t culprit = 0;  // the peer that was lost or sent something unexpected
+    Header received_header{};   // the header it sent instead
+    // Bytes sent so far, counted once per receiver; any thread may call this.
     std::uint64_t sent() const { return sent_.load(std::memory_order_relaxed); }
 
   private:
@@ -74,20 +75,20 @@ class Engine {
         std::uint32_t peer = 0;
         std::vector<std::uint32_t> messages;  // indices into the wave's receives
         std::size_t at = 0;                   // the current one
-        bool holds = false;                   // some of what has come is still to be folded
+        bool holds = false;                   // some received bytes are still to be folded
         Header head{};
-        std::size_t got = 0;  // bytes of it, header included
+        std::size_t got = 0;  // bytes of the current message, header included
     };
 
-    // --- programs of one round, with everything in memory
-    enum class Shot { tell, hear, push, collect, keep, done };
-    struct Stretch {  // of bytes
+    // --- one-shot programs, entirely through shared memory
+    enum class Shot { post, receive, push, collect, hold, done };
+    struct Stretch {  // bytes
         std::size_t offset, nbytes;
     };
     bool in_one_shot(bool& progress);
     bool has_room_for_all();
-    bool tell_all();
-    bool hear_all(std::uint32_t round, bool& progress);
+    bool post_all();
+    bool receive_all(std::uint32_t round, bool& progress);
     Stretch share(std::size_t rank) const;
     void reduce(std::byte* to, Stretch stretch);
     bool push_share();
@@ -116,55 +117,55 @@ class Engine {
 
     std::byte* at(const Piece& piece) const { return memories_[piece.memory] + piece.offset; }
     std::uint64_t in_arena(const void* data, std::size_t nbytes) const;
-    void count(std::size_t nbytes) { sent_.store(sent() + nbytes, std::memory_order_relaxed); }  // there is one writer
-    Letter letter(std::uint32_t tile, std::uint32_t round, std::size_t nbytes) const {
-        return {sheet_.sequence, sheet_.fingerprint, tile, round, static_cast<std::uint32_t>(nbytes)};
+    void count(std::size_t nbytes) { sent_.store(sent() + nbytes, std::memory_order_relaxed); }  // only one thread writes
+    MessageInfo info(std::uint32_t tile, std::uint32_t round, std::size_t nbytes) const {
+        return {call_.sequence, call_.fingerprint, tile, round, static_cast<std::uint32_t>(nbytes)};
     }
 
-    Sheet sheet_;
+    CallHeader call_;
     std::atomic<std::uint64_t> sent_ = 0;
     std::vector<Peer> peers_;
     bool all_in_memory_ = false;
     std::byte* arena_ = nullptr;
     std::size_t arena_bytes_ = 0;
     std::unique_ptr<Outbox> outbox_;
-    std::vector<std::uint32_t> others_;     // all peers that are reached through memory
-    std::vector<std::uint64_t> results_;    // where in its arena a peer's result goes, if this call has told
-    std::vector<std::uint64_t> exposed_;    // entries of a peer's lane that have to be read before this rank's memory is free
+    std::vector<std::uint32_t> others_;     // all peers that share memory with this rank
+    std::vector<std::uint64_t> results_;    // offset of a peer's result in its arena, as its entries of this call say
+    std::vector<std::uint64_t> exposed_;    // entries a peer has to consume before this rank may reuse its array
     bool exposing_ = false;
     std::vector<std::byte> scratch_, staging_;
 
     const Program* program_ = nullptr;
     std::byte* memories_[3] = {};
     bool one_shot_ = false;
-    bool reads_arrays_ = false;  // of peers, where these lie
-    bool stalled_ = false;  // for good, because a peer has left: the alarm tells why
-    Shot shot_ = Shot::tell;
-    std::uint32_t collected_ = 0;  // terms of a one-shot that are here
+    bool reads_arrays_ = false;  // this program has read arrays in peers' arenas
+    bool stalled_ = false;  // permanently, because a peer has reclaimed its arrays: the alarm will be raised
+    Shot shot_ = Shot::post;
+    std::uint32_t collected_ = 0;  // terms of a one-shot that have been received
 
     const Wave* wave_ = nullptr;
     Wave made_;
     std::size_t first_ = 0, step_ = 0;
     std::vector<Sending> sending_;
     std::vector<Receiving> receiving_;
-    std::size_t sendings_ = 0, receivings_ = 0;              // of those that are in use
+    std::size_t sendings_ = 0, receivings_ = 0;              // number in use
     std::size_t pending_sockets_ = 0, pending_receives_ = 0;
-    std::vector<std::uint32_t> posting_;                     // messages that go through memory
+    std::vector<std::uint32_t> posting_;                     // messages that go through shared memory
     std::size_t next_post_ = 0;
     std::vector<std::uint32_t> targets_;
     bool moved_ = false;
     bool all_folded_ = false;
-    std::vector<const std::byte*> staged_;                   // where each message that a fold waits for lies
-    std::vector<Place> places_;                              // and how it came there
+    std::vector<const std::byte*> staged_;                   // address of each term that a fold needs
+    std::vector<Place> places_;                              // and how it was stored
     std::vector<char> arrived_, folded_;
-    Manner manner_;
+    StorePolicy store_policy_;
     std::vector<Term> terms_;
     struct Cursor {
         std::size_t piece, element;
     };
     std::vector<Cursor> cursors_;
     Status status_ = Status::waiting;
-    Patience patience_;
+    Backoff backoff_;
 };
 
 }  // namespace gradwire

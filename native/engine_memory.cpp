@@ -1,47 +1,47 @@
-// Messages through memory: how they are told and heard, and programs that consist of one such round.
+// Messages through shared memory, and one-shot programs, which consist of one round of such messages.
 #include <algorithm>
 
-#include "copying.hpp"
+#include "copy.hpp"
 #include "engine.hpp"
 
 namespace gradwire {
 
 namespace {
-constexpr std::size_t SMALLEST_EXPOSED = 4096;  // below, a copy is cheaper than to wait until a peer has read it
-constexpr std::size_t SMALLEST_SHARED = 16384;  // below, folding all of it is cheaper than to wait for others to fold a part
+constexpr std::size_t SMALLEST_EXPOSED = 4096;  // below, a copy is cheaper than waiting until a peer has read the array
+constexpr std::size_t SMALLEST_SPLIT = 16384;   // below, folding the whole array is cheaper than waiting for peers' parts
 }  // namespace
 
-// --- programs of one round, with everything in memory: all ranks tell all others their array, and fold alike. If all
-// ranks' arrays lie in their arenas, they share the work instead: each folds one part, in the same order of ranks, and
-// writes it where the others want it. Nothing is staged then, and the bits are the same. A rank whose array is read where
-// it lies, while others stage theirs, keeps its result aside until that has happened.
+// --- one-shot programs, entirely through shared memory: every rank posts its array to all others and folds all arrays. If
+// all ranks' arrays lie in their arenas, they split the work instead: each folds one part, in the same order of ranks, and
+// writes it into the results of the others. Nothing is staged then, and the bits are the same. A rank whose array is
+// exposed, while other ranks stage theirs, holds its result in scratch memory until all peers have read its array.
 
 bool Engine::in_one_shot(bool& progress) {
     switch (shot_) {
-        case Shot::tell:
-            if (!tell_all()) return true;
+        case Shot::post:
+            if (!post_all()) return true;
             progress = true;
-            shot_ = Shot::hear;
+            shot_ = Shot::receive;
             [[fallthrough]];
-        case Shot::hear:
-            if (!hear_all(0, progress)) return status_ == Status::waiting;
+        case Shot::receive:
+            if (!receive_all(0, progress)) return status_ == Status::waiting;
             if (!exposing_) {
                 reduce(memories_[OUT], {0, program_->out_bytes});
                 release_all();
                 shot_ = Shot::done;
                 return true;
             }
-            // All ranks have heard the same of all, and so choose alike.
+            // All ranks have received the same entries from all, and so make the same choice.
             if (std::any_of(others_.begin(), others_.end(), [&](std::uint32_t peer) { return results_[peer] == 0; })) {
                 count(others_.size() * program_->out_bytes);
                 scratch_.resize(std::max(scratch_.size(), program_->out_bytes));
                 reduce(scratch_.data(), {0, program_->out_bytes});
                 release_all();
-                shot_ = Shot::keep;
+                shot_ = Shot::hold;
                 return in_one_shot(progress);
             }
-            count(program_->out_bytes - share(sheet_.rank).nbytes);  // what the others read here
-            reduce(memories_[OUT], share(sheet_.rank));
+            count(program_->out_bytes - share(call_.rank).nbytes);  // bytes that peers read in this rank's array
+            reduce(memories_[OUT], share(call_.rank));
             release_all();
             shot_ = Shot::push;
             if (stalls()) return true;
@@ -53,12 +53,12 @@ bool Engine::in_one_shot(bool& progress) {
             shot_ = Shot::collect;
             [[fallthrough]];
         case Shot::collect:
-            if (!hear_all(1, progress)) return status_ == Status::waiting;
+            if (!receive_all(1, progress)) return status_ == Status::waiting;
             release_all();
             exposing_ = false;
             shot_ = Shot::done;
             return true;
-        case Shot::keep:
+        case Shot::hold:
             if (!was_read()) return true;
             copy_bytes(memories_[OUT], scratch_.data(), program_->out_bytes);
             progress = true;
@@ -73,38 +73,38 @@ bool Engine::has_room_for_all() {
     return std::all_of(others_.begin(), others_.end(), [&](std::uint32_t peer) { return outbox_->has_room(peer); });
 }
 
-// False while there is no room.
-bool Engine::tell_all() {
+// False while lanes or staging are full.
+bool Engine::post_all() {
     const std::size_t nbytes = program_->out_bytes;
     if (!has_room_for_all()) return false;
-    const Letter what = letter(0, 0, nbytes);
+    const MessageInfo message = info(0, 0, nbytes);
     terms_.resize(peers_.size());
     collected_ = 0;
-    const std::uint64_t offset = nbytes >= SMALLEST_SHARED ? in_arena(memories_[IN], nbytes) : 0;
+    const std::uint64_t offset = nbytes >= SMALLEST_SPLIT ? in_arena(memories_[IN], nbytes) : 0;
     const std::uint64_t result = offset ? in_arena(memories_[OUT], nbytes) : 0;
     if (result) {
         outbox_->result = result;
-        for (std::uint32_t peer : others_) exposed_[peer] = outbox_->post(peer, what, Place::away, offset);
+        for (std::uint32_t peer : others_) exposed_[peer] = outbox_->post(peer, message, Place::exposed, offset);
         exposing_ = true;
         return true;
     }
     if (nbytes <= INLINE_BYTES) {
-        for (std::uint32_t peer : others_) outbox_->post(peer, what, Place::here, 0, memories_[IN]);
+        for (std::uint32_t peer : others_) outbox_->post(peer, message, Place::inlined, 0, memories_[IN]);
         count(others_.size() * nbytes);
         return true;
     }
     std::byte* to = outbox_->reserve(nbytes);
     if (!to) return false;
     copy_bytes(to, memories_[IN], nbytes);
-    outbox_->post_reserved(others_, what);
+    outbox_->post_reserved(others_, message);
     count(others_.size() * nbytes);
     return true;
 }
 
-// False while something is missing, or when a peer says something else.
-bool Engine::hear_all(std::uint32_t round, bool& progress) {
+// False while an entry is missing, or when a peer has sent something unexpected.
+bool Engine::receive_all(std::uint32_t round, bool& progress) {
     for (; collected_ < peers_.size(); ++collected_) {
-        if (collected_ == sheet_.rank) {
+        if (collected_ == call_.rank) {
             terms_[collected_] = {memories_[IN], false};
             continue;
         }
@@ -119,7 +119,7 @@ bool Engine::hear_all(std::uint32_t round, bool& progress) {
     return true;
 }
 
-// A rank's part of the result, where ranks share the work: whole lines of the cache.
+// A rank's part of the result where ranks split the work: whole cache lines.
 Engine::Stretch Engine::share(std::size_t rank) const {
     const std::size_t nbytes = program_->out_bytes, part = padded((nbytes + peers_.size() - 1) / peers_.size());
     const std::size_t offset = std::min(nbytes, rank * part);
@@ -132,14 +132,14 @@ void Engine::reduce(std::byte* to, Stretch stretch) {
                              program_->divisor);
 }
 
-// Write one's share of the result where each peer wants it: nobody else reads or writes there. False while there is no room.
+// Writes this rank's part of the result into every peer's result; no other rank accesses that part. False while lanes are full.
 bool Engine::push_share() {
-    const Stretch mine = share(sheet_.rank);
+    const Stretch mine = share(call_.rank);
     if (!has_room_for_all()) return false;
     for (std::uint32_t peer : others_) {
         std::byte* to = peers_[peer].inbox->at(results_[peer] + mine.offset, mine.nbytes);
         if (to) copy_bytes(to, memories_[OUT] + mine.offset, mine.nbytes);
-        outbox_->post(peer, letter(0, 1, mine.nbytes), Place::there, 0);
+        outbox_->post(peer, info(0, 1, mine.nbytes), Place::pushed, 0);
     }
     count(others_.size() * mine.nbytes);
     return true;
@@ -158,9 +158,9 @@ void Engine::post_messages(bool& progress) {
     }
 }
 
-// False while there is no room.
+// False while lanes or staging are full.
 bool Engine::post(const Outgoing& message) {
-    const Letter what = letter(message.tile, message.round, message.nbytes);
+    const MessageInfo header = info(message.tile, message.round, message.nbytes);
     const Piece& first = message.pieces.front();
     const bool whole = message.pieces.size() == 1;
     targets_.clear();
@@ -172,7 +172,7 @@ bool Engine::post(const Outgoing& message) {
     const std::uint64_t offset = whole ? in_arena(at(first), message.nbytes) : 0;
     const bool exposes = offset && message.nbytes >= SMALLEST_EXPOSED && !program_->folds_last;
     std::byte* staging = nullptr;
-    auto stays = [&](std::uint32_t peer) {  // not pushed
+    auto stays = [&](std::uint32_t peer) {  // its message is not pushed
         return !(program_->mirrored && whole && first.memory == OUT && results_[peer] &&
                  message.nbytes >= SMALLEST_EXPOSED);
     };
@@ -184,29 +184,29 @@ bool Engine::post(const Outgoing& message) {
     count(targets_.size() * message.nbytes);
     auto kept = std::partition(targets_.begin(), targets_.end(), stays);
     for (auto peer = kept; peer != targets_.end(); ++peer) {
-        // The receiver has told where its result goes, and Inbox::at checks that it is in its arena.
+        // The receiver has sent the offset of its result, and Inbox::at checks that it lies in its arena.
         std::byte* to = peers_[*peer].inbox->at(results_[*peer] + first.offset, message.nbytes);
         if (to) copy_bytes(to, at(first), message.nbytes);
-        outbox_->post(*peer, what, Place::there, 0);
+        outbox_->post(*peer, header, Place::pushed, 0);
     }
     targets_.erase(kept, targets_.end());
     if (staging) {
-        const bool streamed = manner_.streams(message.nbytes);
-        const Stopwatch watch(message.nbytes >= Manner::SMALLEST);
+        const bool streamed = store_policy_.streams(message.nbytes);
+        const Stopwatch watch(message.nbytes >= StorePolicy::SMALLEST);
         for (const Piece& piece : message.pieces) {
             if (streamed) stream_bytes(staging, at(piece), piece.nbytes);
             else copy_bytes(staging, at(piece), piece.nbytes);
             staging += piece.nbytes;
         }
-        if (watch.runs()) manner_.wrote(streamed, message.nbytes, watch.nanoseconds());
-        outbox_->post_reserved(targets_, what, streamed ? Place::streamed : Place::staged);
+        if (watch.runs()) store_policy_.record_write(streamed, message.nbytes, watch.nanoseconds());
+        outbox_->post_reserved(targets_, header, streamed ? Place::streamed : Place::staged);
         return true;
     }
     for (std::uint32_t peer : targets_) {
         if (small) {
-            outbox_->post(peer, what, Place::here, 0, at(first));
+            outbox_->post(peer, header, Place::inlined, 0, at(first));
         } else {
-            exposed_[peer] = outbox_->post(peer, what, Place::away, offset);
+            exposed_[peer] = outbox_->post(peer, header, Place::exposed, offset);
             exposing_ = true;
         }
     }
@@ -214,14 +214,14 @@ bool Engine::post(const Outgoing& message) {
 }
 
 bool Engine::expects(std::uint32_t peer, const Entry& entry, std::uint32_t tile, std::uint32_t round, std::size_t nbytes) {
-    const bool sound = peers_[peer].inbox->bytes(entry) && (entry.place != Place::there || outbox_->result);
-    if (entry.sequence == sheet_.sequence && entry.fingerprint == sheet_.fingerprint && entry.tile == tile &&
-        entry.round == round && entry.nbytes == nbytes && sound) {
+    const bool valid = peers_[peer].inbox->bytes(entry) && (entry.place != Place::pushed || outbox_->result);
+    if (entry.sequence == call_.sequence && entry.fingerprint == call_.fingerprint && entry.tile == tile &&
+        entry.round == round && entry.nbytes == nbytes && valid) {
         results_[peer] = entry.result;
-        reads_arrays_ = reads_arrays_ || entry.place == Place::away;
+        reads_arrays_ = reads_arrays_ || entry.place == Place::exposed;
         return true;
     }
-    Header header = sheet_.header(peer, entry.tile, entry.round, entry.nbytes);
+    Header header = call_.header(peer, entry.tile, entry.round, entry.nbytes);
     header.sequence = entry.sequence;
     header.fingerprint = entry.fingerprint;
     return fail(Status::mismatch, peer, header);
@@ -246,11 +246,11 @@ bool Engine::pull_memory(Receiving& receiving, bool& progress) {
             staged_[index] = inbox.bytes(*entry);
             places_[index] = entry->place;
             receiving.holds = true;
-        } else if (entry->place != Place::there) {
+        } else if (entry->place != Place::pushed) {
             const bool streamed = entry->place == Place::streamed;
-            const Stopwatch watch(message.nbytes >= Manner::SMALLEST && (streamed || entry->place == Place::staged));
+            const Stopwatch watch(message.nbytes >= StorePolicy::SMALLEST && (streamed || entry->place == Place::staged));
             copy_in(message, inbox.bytes(*entry));
-            if (watch.runs()) manner_.has_read(streamed, message.nbytes, watch.nanoseconds());
+            if (watch.runs()) store_policy_.record_read(streamed, message.nbytes, watch.nanoseconds());
         }
         inbox.take();
         if (!receiving.holds) inbox.release();

@@ -1,4 +1,4 @@
-// Messages over sockets, in the wire format that pure ranks speak too.
+// Messages over sockets, in the wire format that the Python executor uses too.
 #include <sys/socket.h>
 #include <sys/uio.h>
 
@@ -69,7 +69,7 @@ bool Engine::pull_socket(Receiving& receiving, bool& progress) {
         const std::size_t before = receiving.got;
         receiving.got += static_cast<std::size_t>(got);
         if (before < sizeof(Header) && receiving.got >= sizeof(Header)) {
-            const Header expected = sheet_.header(receiving.peer, message.tile, message.round, message.nbytes);
+            const Header expected = call_.header(receiving.peer, message.tile, message.round, message.nbytes);
             if (std::memcmp(&expected, &receiving.head, sizeof(Header)) != 0)
                 return fail(Status::mismatch, receiving.peer, receiving.head);
         }

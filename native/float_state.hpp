@@ -1,7 +1,6 @@
-// The processor's floating-point state as IEEE's defaults have it, for as long as an object of this class lives:
-// rounding to nearest, denormals honoured, no traps. Libraries change it for a thread or a whole process
-// (torch.set_flush_denormal, whatever was linked with -ffast-math), and then equal expressions would not be equal bits
-// on all ranks.
+// Sets the processor's floating-point state to the IEEE defaults while an object of this class lives: rounding to nearest,
+// denormals honoured, no traps. Libraries change the state of a thread or a process (torch.set_flush_denormal, libraries
+// linked with -ffast-math); equal expressions would then give different bits on different ranks.
 #pragma once
 
 #if defined(__x86_64__) || defined(__i386__)
@@ -21,7 +20,7 @@ class DefaultFloatState {
 
 #if defined(__x86_64__) || defined(__i386__)
     DefaultFloatState() : found_(_mm_getcsr()) {
-        // The lowest six bits only say what has happened. Writing costs more than reading.
+        // The lowest six bits are sticky flags. Writing the register costs more than reading it.
         if ((found_ & ~0x3fu) != 0x1f80u) _mm_setcsr(0x1f80u);
     }
     ~DefaultFloatState() {

@@ -1,4 +1,4 @@
-// What one peer says to this rank through memory: the reader's side of a lane in the peer's arena.
+// Messages from one peer through shared memory: the reader's side of a lane in the peer's arena.
 #pragma once
 
 #include "memory.hpp"
@@ -10,8 +10,8 @@ class Inbox {
     Inbox(std::byte* arena, std::size_t nbytes, std::uint64_t group, std::uint32_t rank)
         : arena_(arena), nbytes_(nbytes), group_(group), rank_(rank) {}
 
-    // The next entry, or null while there is none (perhaps the peer has not even opened the group). It is a copy, so that
-    // what was checked stays as it was, whatever the peer does; only inline bytes stay where they are.
+    // The next entry, or null while there is none (the peer may not have opened the group yet). It is a copy, so a peer
+    // cannot change a field after it was checked; only inline bytes stay in the lane.
     const Entry* peek() {
         if (!lane_ && !find()) return nullptr;
         const volatile Entry& entry = lane_->entries[taken_ % LANE_ENTRIES];
@@ -27,12 +27,12 @@ class Inbox {
         return &next_;
     }
     void take() { ++taken_; }
-    // Everything taken so far is done with: the peer may write there again.
+    // The peer may reuse all entries taken so far, and their bytes.
     void release() { lane_->consumed.store(taken_, std::memory_order_release); }
 
-    // Bytes that the next entry speaks of; null if they lie outside the arena.
+    // The bytes of the next entry; null if they lie outside the arena.
     const std::byte* bytes(const Entry& entry) const {
-        if (entry.place == Place::here)
+        if (entry.place == Place::inlined)
             return entry.nbytes <= INLINE_BYTES ? lane_->entries[taken_ % LANE_ENTRIES].bytes : nullptr;
         return at(entry.offset, entry.nbytes);
     }
@@ -40,7 +40,7 @@ class Inbox {
         return offset <= nbytes_ && nbytes <= nbytes_ - offset ? arena_ + offset : nullptr;
     }
 
-    // Whether the peer has taken its arrays back: what was read there last may be anything.
+    // Whether the peer has reclaimed its arrays: bytes read from them before may be invalid.
     bool left() const { return Pulse::of(arena_).left.load(std::memory_order_relaxed) != 0; }
 
   private:

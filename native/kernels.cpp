@@ -3,12 +3,12 @@
 namespace gradwire {
 
 namespace base {
-Kernels kernels(DType dtype, Op op);
+Kernels kernels(DType dtype, ReduceOp op);
 Checks checks(DType dtype);
 }
 #if defined(GRADWIRE_AVX2)
 namespace avx2 {
-Kernels kernels(DType dtype, Op op);
+Kernels kernels(DType dtype, ReduceOp op);
 Checks checks(DType dtype);
 }
 #endif
@@ -22,7 +22,7 @@ bool runs(Build build) {
 #endif
 }
 
-Kernels kernels([[maybe_unused]] Build build, DType dtype, Op op) {
+Kernels kernels([[maybe_unused]] Build build, DType dtype, ReduceOp op) {
 #if defined(GRADWIRE_AVX2)
     if (build == Build::avx2) return avx2::kernels(dtype, op);
 #endif
@@ -42,6 +42,6 @@ Build best() { return runs(Build::avx2) ? Build::avx2 : Build::base; }
 
 Checks checks(DType dtype) { return checks(best(), dtype); }
 
-Kernels kernels(DType dtype, Op op) { return kernels(best(), dtype, op); }
+Kernels kernels(DType dtype, ReduceOp op) { return kernels(best(), dtype, op); }
 
 }  // namespace gradwire

@@ -1,10 +1,10 @@
 // Reduction kernels: the numeric rules of gradwire/executors/numerics.py, vectorised by the compiler.
 //
-// Terms are folded from the left, in the accumulator's type A (float for half types, else the element type T). Integers
+// Terms are folded from left to right, in the accumulator's type A (float for half types, else the element type T). Integers
 // wrap. In min and max a NaN wins and −0 < +0. A result may lie exactly on one of its terms of the same type: every
 // block of terms is read before that block of the result is written. No address needs to be aligned.
 //
-// Whatever rounding, flushing of denormals or trapping the process has set, the kernels compute by IEEE's defaults.
+// The kernels compute with the IEEE default environment, whatever rounding, flush-to-zero or traps the process has set.
 #pragma once
 
 #include <cstddef>
@@ -12,9 +12,9 @@
 
 namespace gradwire {
 
-// Codes of gradwire/arrays.py's table.
-enum class DType : std::uint8_t { f16 = 1, bf16, f32, f64, i8, i16, i32, i64, u8, u16, u32, u64, boolean, c64, c128 };
-enum class Op : std::uint8_t { sum = 0, min, max, prod };
+// Python refers to the members of both enums by name (module_kernels.cpp), never by number.
+enum class DType : std::uint8_t { f16, bf16, f32, f64, i8, i16, i32, i64, u8, u16, u32, u64, boolean, c64, c128 };
+enum class ReduceOp : std::uint8_t { sum, min, max, prod };
 
 struct Term {
     const void* data;
@@ -23,16 +23,16 @@ struct Term {
 
 // result[i] = term0[i] ∘ term1[i] ∘ …, of type A.
 using Fold = void (*)(void* result, const Term* terms, std::size_t number, std::size_t count);
-// result[i] = the element type of (partial[i] / divisor); a divisor of 0 divides by nothing.
+// result[i] = partial[i] / divisor, rounded to the element type; a divisor of 0 means no division.
 using Finish = void (*)(void* result, const void* partial, std::size_t count, std::size_t divisor);
-// Both at once, by blocks in the first-level cache: result[i], of type T, on no term or exactly on one of type T.
+// Both in one pass, by blocks that fit the first-level cache. The result, of type T, may lie exactly on a term of type T.
 using Reduce = void (*)(void* result, const Term* terms, std::size_t number, std::size_t count, std::size_t divisor);
 
-// Whether no element is NaN or infinite; of types that can be.
+// Whether no element is NaN or infinite; for floating-point types.
 using AllFinite = bool (*)(const void* data, std::size_t count);
-// The same of what it copies; `to` and `from` do not overlap.
+// The same while copying; `to` and `from` do not overlap.
 using CopyFinite = bool (*)(void* to, const void* from, std::size_t count);
-// The sum of the squares of all elements, in double; of real types.
+// The sum of the squares of all elements, in double; for real types.
 using SumSquares = double (*)(const void* data, std::size_t count);
 
 struct Checks {
@@ -53,12 +53,12 @@ struct Kernels {
 // The same kernels, for different instruction sets.
 enum class Build : std::uint8_t { base = 0, avx2 };
 
-// Whether this processor can run them, and they were compiled.
+// Whether these kernels were compiled, and this processor can run them.
 bool runs(Build build);
-// A null fold where the op has no meaning for the type. The build has to run here.
-Kernels kernels(Build build, DType dtype, Op op);
-// Of the best build that runs here.
-Kernels kernels(DType dtype, Op op);
+// The fold is null if the op is not defined for the type. `runs(build)` must be true.
+Kernels kernels(Build build, DType dtype, ReduceOp op);
+// Those of the best build that runs here.
+Kernels kernels(DType dtype, ReduceOp op);
 // Null for integers.
 Checks checks(Build build, DType dtype);
 Checks checks(DType dtype);

@@ -20,26 +20,26 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int NICE = -5;  // a little ahead of those who compute
+constexpr int NICE = -5;  // scheduled before threads that compute
 constexpr int SLOW_BEATS = 5;
 
 struct Line {
     int socket;
     std::size_t each;              // bytes of a record or token
-    bool repeats;                  // one record, instead of a stock of tokens
-    std::size_t mark = 0;          // tokens
+    bool repeats;                  // one record instead of a stock of tokens
+    std::size_t mark = 0;          // low-water mark, in tokens
     std::deque<std::string> stock{};  // whole tokens, at least one in each; or the record
-    std::size_t sent = 0;          // bytes of the first
-    std::size_t left = 0;          // bytes of all that are not sent
+    std::size_t sent = 0;          // bytes of the first string
+    std::size_t left = 0;          // unsent bytes of all strings
     int beats = 0;                 // since the last token
 
     void write() {
         if (stock.empty()) return;
         if (!repeats && tokens() < mark && ++beats < SLOW_BEATS) return;
         const std::string& first = stock.front();
-        const std::size_t rest = each - sent % each;  // what was written in part goes first
+        const std::size_t rest = each - sent % each;  // the rest of a partly written token goes first
         const ssize_t sent_now = ::send(socket, first.data() + sent, rest, MSG_DONTWAIT | MSG_NOSIGNAL);
-        if (sent_now < 0) return;  // no room, or no link any more: that is for its reader to tell
+        if (sent_now < 0) return;  // a full buffer, or a closed link, which its reader reports
         beats = 0;
         sent += static_cast<std::size_t>(sent_now);
         if (!repeats) left -= static_cast<std::size_t>(sent_now);
@@ -139,7 +139,7 @@ void Lifeline::start() {
 
 void Lifeline::stop() {
     if (!ours()) {
-        // The thread is not here to be joined, and may have held the lock when this process was forked.
+        // The thread does not exist in a forked child, and may have held the mutex during the fork: leak both.
         new std::thread(std::move(thread_));
         static_cast<void>(state_.release());
         return;
@@ -155,7 +155,7 @@ void Lifeline::stop() {
 
 void Lifeline::beat(State& state) {
     pthread_setname_np(pthread_self(), "gradwire-beat");
-    // Linux knows threads by the numbers of processes. Most users may not do it; then it is one of many.
+    // Linux accepts a thread id here. Without the privilege the call fails and the priority stays normal.
     ::setpriority(PRIO_PROCESS, static_cast<id_t>(::syscall(SYS_gettid)), NICE);
     std::unique_lock lock(state.mutex);
     auto next = Clock::now();

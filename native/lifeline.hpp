@@ -1,13 +1,13 @@
-// How a rank shows that it lives: a thread that beats, whatever the interpreter does.
+// Shows that this process is alive: a thread that sends heartbeats, whatever the interpreter does.
 //
-// At each beat it renews the pulse in this rank's arena, for those who map it, and writes to each link to others: on some the
-// same record again and again, on others the next of a stock of tokens, each of which is used once. It never blocks, never
-// needs the interpreter's lock, and knows nothing of what is in records and tokens: they come ready-made.
+// At each beat it updates the pulse in this rank's arena, for processes that map it, and writes to each link: on some links
+// the same record every time, on others the next token of a stock, each of which is used once. It never blocks, never needs
+// the interpreter's lock, and does not interpret the bytes of records and tokens, which Python prepares.
 //
-// The interpreter fills the stocks up. While it does not (a call into C holds its lock), a stock that has sunk below its mark
-// is used five times more slowly, so that it lasts for hours.
+// Python refills the stocks. While it does not (a call into C holds its lock), a stock below its low-water mark is used five
+// times more slowly, so that it lasts for hours.
 //
-// A forked child has no such thread. What it inherits does nothing there: the lock may be held by nobody for ever.
+// A forked child has no such thread, and all methods do nothing there: the mutex may have been locked during the fork.
 #pragma once
 
 #include <sys/types.h>
@@ -27,16 +27,16 @@ class Lifeline {
     ~Lifeline();
     Lifeline(const Lifeline&) = delete;
 
-    // Show each beat here too.
+    // Update the pulse in this arena, too.
     void write_to(std::byte* arena);
     // Write this record to a socket at each beat.
     void add(int socket, std::string record);
-    // Write to a socket, at each beat, the next token of so many bytes of those that it is fed; below `mark` tokens that are
-    // left, at each fifth beat.
+    // Write the next token, of `token_bytes` bytes, to a socket at each beat; at each fifth beat while fewer than `mark` tokens
+    // are left.
     void add_tokens(int socket, std::size_t token_bytes, std::size_t mark);
-    // Whole tokens, any number of them.
+    // Add whole tokens to a socket's stock.
     void feed(int socket, std::string tokens);
-    // How many tokens a socket has left, counting one that is written in part; 0 for one that is not known or needs none.
+    // The number of tokens that a socket has left, including one that is partly written; 0 for other sockets.
     std::size_t ahead(int socket) const;
     // Nothing is written to a socket once this has returned.
     void drop(int socket);

@@ -1,17 +1,17 @@
-// How ranks of one host speak through memory.
+// How ranks of one host exchange messages through shared memory.
 //
-// Each rank has, for each group, one region in its own arena, which its peers map: a lane to every other rank of the group,
-// and staging for what does not fit into a lane. A lane is a queue of entries with one writer (the owner) and one reader.
-// An entry says what a message belongs to and where its bytes lie: in the entry itself, in the owner's staging, or
-// wherever the owner's program keeps them, if that is in its arena.
+// Each rank has, per group, one region in its own arena, which its peers map: a lane to every other rank of the group, and
+// staging for bytes that do not fit into a lane. A lane is a queue of entries with one writer (the owner) and one reader. An
+// entry identifies a message and locates its bytes: in the entry itself, in the owner's staging, or in an array of the
+// owner's program, if that lies in its arena.
 //
-//     the writer   fills an entry, then stores its turn (release): the reader that loads it (acquire) sees all of it
-//     the reader   stores how many entries it is done with (release): the writer that loads it (acquire) may write there again
+//     the writer   fills an entry, then stores its turn (release): a reader that loads the turn (acquire) sees the whole entry
+//     the reader   stores the number of entries it has consumed (release): a writer that loads it (acquire) may reuse them
 //
-// Only readers that still have something to read hold memory: one that is done with a collective keeps nobody waiting.
+// Memory is held only for readers that have not read it yet: a rank that has finished a collective blocks no other rank.
 //
-// The arena begins with a directory of the groups that its owner has opened, so that regions need not be announced. Behind
-// it is the pulse of the owner, which its lifeline renews: native/lifeline.hpp.
+// The arena begins with a directory of the groups that its owner has opened, so regions need not be announced. The owner's
+// heartbeat follows, which its lifeline updates: native/lifeline.hpp.
 #pragma once
 
 #include <atomic>
@@ -26,16 +26,16 @@ constexpr std::uint64_t LANE_ENTRIES = 128;
 constexpr std::size_t INLINE_BYTES = 16;
 constexpr std::size_t DIRECTORY_SLOTS = 2048;
 constexpr std::size_t DIRECTORY_BYTES = DIRECTORY_SLOTS * 2 * sizeof(std::uint64_t);
-constexpr std::size_t RESERVED_BYTES = 64 << 10;  // at the beginning of each arena, as transports/arena.py knows too
+constexpr std::size_t RESERVED_BYTES = 64 << 10;  // at the beginning of each arena: directory and heartbeat
 
 inline std::size_t padded(std::size_t nbytes) { return (nbytes + LINE - 1) / LINE * LINE; }
 
-// Where the bytes of a message lie: `here` in the entry; `away` where the owner's program keeps them in its arena; `there`
-// already where they belong; in its staging, `staged` as usual or `streamed` past the caches.
-enum class Place : std::uint16_t { here = 0, away = 1, there = 2, staged = 3, streamed = 4 };
+// Where the bytes of a message lie: `inlined` in the entry; `exposed` in an array in the owner's arena; `pushed` into the
+// reader's result already; in the owner's staging, `staged` by ordinary stores or `streamed` by non-temporal ones.
+enum class Place : std::uint16_t { inlined = 0, exposed = 1, pushed = 2, staged = 3, streamed = 4 };
 
 struct alignas(LINE) Entry {
-    std::atomic<std::uint32_t> turn;  // how many entries the lane has had, this one included, when it is complete
+    std::atomic<std::uint32_t> turn;  // the number of entries the lane has had, this one included; stored last
     std::uint16_t round;
     Place place;
     std::uint32_t tile;
@@ -43,7 +43,7 @@ struct alignas(LINE) Entry {
     std::uint64_t sequence;
     std::uint64_t fingerprint;
     std::uint64_t offset;  // in the owner's arena, of the bytes
-    std::uint64_t result;  // in the owner's arena, of the array that the result goes into; 0: it is not in there
+    std::uint64_t result;  // in the owner's arena, of the array for the result; 0: it lies elsewhere
     std::byte bytes[INLINE_BYTES];
 };
 static_assert(sizeof(Entry) == LINE);
@@ -71,7 +71,7 @@ struct Directory {
             Slot& slot = slots[(group + i) % DIRECTORY_SLOTS];
             const std::uint64_t found = slot.group.load(std::memory_order_relaxed);
             if (found != 0 && found != WITHDRAWN) continue;
-            slot.offset.store(offset, std::memory_order_release);  // after the withdrawal of what was there
+            slot.offset.store(offset, std::memory_order_release);  // ordered after the withdrawal of the previous group
             slot.group.store(group, std::memory_order_release);
             return true;
         }
@@ -89,7 +89,7 @@ struct Directory {
             if (found == 0) return 0;
             if (found != group) continue;
             const std::uint64_t offset = slot.offset.load(std::memory_order_acquire);
-            // Withdrawn in between, the offset may be another group's.
+            // If the slot was reused in between, the offset is another group's.
             return slot.group.load(std::memory_order_relaxed) == group ? offset : 0;
         }
         return 0;
@@ -98,8 +98,8 @@ struct Directory {
 static_assert(sizeof(Directory) == DIRECTORY_BYTES);
 
 struct alignas(LINE) Pulse {
-    std::atomic<std::uint64_t> beat;  // another number at each beat; 0: none yet
-    // Not 0: the owner has taken its arrays back because the generation is broken. What others read there since is not theirs.
+    std::atomic<std::uint64_t> beat;  // changes with each heartbeat; 0: none yet
+    // Not 0: the generation is broken and the owner has reclaimed its arrays, so bytes read from them are not valid.
     std::atomic<std::uint64_t> left;
 
     static Pulse& of(std::byte* arena) { return *reinterpret_cast<Pulse*>(arena + DIRECTORY_BYTES); }

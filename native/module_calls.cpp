@@ -17,7 +17,7 @@ void register_calls(nb::module_& module) {
              [](const CallRing& self, std::uint64_t sequence) -> nb::object {
                  const CallRing::Call* call = self.call(sequence);
                  if (!call) return nb::none();
-                 return nb::make_tuple(call->chain, call->meaning, call->code, call->instruction);
+                 return nb::make_tuple(call->chain, call->description, call->code, call->instruction);
              })
         .def_ro("sequence", &CallRing::sequence)
         .def_ro("chain", &CallRing::chain)

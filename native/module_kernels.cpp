@@ -1,5 +1,5 @@
-// gradwire._native.kernels: the kernels on their own, for tests and measurements; those that look at gradients; and what
-// becomes of the memory that these leave. All arrays are contiguous buffers.
+// The kernels on their own (gradwire._native.kernels, for tests and measurements), the checks of gradients, and the flush of
+// malloc's cache after gradients were freed. All arrays are contiguous buffers.
 
 #include "module_kernels.hpp"
 
@@ -12,9 +12,8 @@
 #include <utility>
 #include <vector>
 
-#include "copying.hpp"
-#include "kernels.hpp"
-#include "slivers.hpp"
+#include "copy.hpp"
+#include "tcache_flush.hpp"
 #if defined(__SSE__)
 #include <xmmintrin.h>
 #endif
@@ -67,13 +66,14 @@ struct Terms {
 
 const std::pair<const char*, Build> BUILDS[] = {{"base", Build::base}, {"avx2", Build::avx2}};
 
-Kernels find(const std::string& name, int dtype, int op) {
-    for (auto [known, build] : BUILDS) {
-        if (name != known || !runs(build)) continue;
-        const Kernels found = kernels(build, static_cast<DType>(dtype), static_cast<Op>(op));
-        if (!found.fold) throw std::invalid_argument("the op has no meaning for the dtype");
-        return found;
-    }
+Kernels defined(const Kernels& found) {
+    if (!found.fold) throw std::invalid_argument("the op is not defined for the dtype");
+    return found;
+}
+
+Kernels find(const std::string& name, DType dtype, ReduceOp op) {
+    for (auto [known, build] : BUILDS)
+        if (name == known && runs(build)) return defined(kernels(build, dtype, op));
     throw std::invalid_argument("no kernels for " + name + " here");
 }
 
@@ -84,7 +84,7 @@ std::vector<std::string> builds() {
     return names;
 }
 
-void fold(const std::string& build, int dtype, int op, nb::handle result, nb::sequence terms) {
+void fold(const std::string& build, DType dtype, ReduceOp op, nb::handle result, nb::sequence terms) {
     const Kernels found = find(build, dtype, op);
     const Buffer to(result, true);
     const std::size_t count = to.count(found.accumulator);
@@ -93,7 +93,7 @@ void fold(const std::string& build, int dtype, int op, nb::handle result, nb::se
     found.fold(to.data(), from.terms.data(), from.terms.size(), count);
 }
 
-void finish(const std::string& build, int dtype, int op, nb::handle result, nb::handle partial, std::size_t divisor) {
+void finish(const std::string& build, DType dtype, ReduceOp op, nb::handle result, nb::handle partial, std::size_t divisor) {
     const Kernels found = find(build, dtype, op);
     const Buffer to(result, true), from(partial, false);
     const std::size_t count = to.count(found.element);
@@ -102,7 +102,7 @@ void finish(const std::string& build, int dtype, int op, nb::handle result, nb::
     found.finish(to.data(), from.data(), count, divisor);
 }
 
-void reduce(const std::string& build, int dtype, int op, nb::handle result, nb::sequence terms, std::size_t divisor) {
+void reduce(const std::string& build, DType dtype, ReduceOp op, nb::handle result, nb::sequence terms, std::size_t divisor) {
     const Kernels found = find(build, dtype, op);
     const Buffer to(result, true);
     const std::size_t count = to.count(found.element);
@@ -111,20 +111,19 @@ void reduce(const std::string& build, int dtype, int op, nb::handle result, nb::
     found.reduce(to.data(), from.terms.data(), from.terms.size(), count, divisor);
 }
 
-Checks find_checks(const std::string& name, int dtype) {
+Checks find_checks(const std::string& name, DType dtype) {
     for (auto [known, build] : BUILDS) {
         if (!name.empty() && (name != known || !runs(build))) continue;
-        const auto type = static_cast<DType>(dtype);
-        const Checks found = name.empty() ? checks(type) : checks(build, type);
-        if (!found.all_finite) throw std::invalid_argument("the dtype has numbers only");
+        const Checks found = name.empty() ? checks(dtype) : checks(build, dtype);
+        if (!found.all_finite) throw std::invalid_argument("the dtype has no NaN and no infinity");
         return found;
     }
     throw std::invalid_argument("no kernels for " + name + " here");
 }
 
-// What a check says of one array.
+// Applies a check to one array.
 template <auto check>
-auto look(int dtype, nb::handle array, const std::string& build) {
+auto checked(DType dtype, nb::handle array, const std::string& build) {
     const Checks found = find_checks(build, dtype);
     const Buffer buffer(array, false);
     const std::size_t count = buffer.count(found.element);
@@ -132,7 +131,7 @@ auto look(int dtype, nb::handle array, const std::string& build) {
     return (found.*check)(buffer.data(), count);
 }
 
-bool copy_finite(int dtype, nb::handle to, nb::handle from, const std::string& build) {
+bool copy_finite(DType dtype, nb::handle to, nb::handle from, const std::string& build) {
     const Checks found = find_checks(build, dtype);
     const Buffer target(to, true), source(from, false);
     const std::size_t count = target.count(found.element);
@@ -141,28 +140,28 @@ bool copy_finite(int dtype, nb::handle to, nb::handle from, const std::string& b
     return found.copy_finite(target.data(), source.data(), count);
 }
 
-// Where gradients of one tensor go. They come from a framework, as an address: to ask for a buffer each time would take
-// longer than to copy most of them.
-class Place {
+// One tensor's memory in a bucket. Its gradients come from a framework as an address: getting a buffer object each time would
+// take longer than copying most of them.
+class BucketSlot {
   public:
-    // streams: past the caches, which would not hold all gradients until they are exchanged.
-    Place(int dtype, nb::handle array, bool streams)
+    // streams: with non-temporal stores, for buckets that exceed the caches before they are exchanged.
+    BucketSlot(DType dtype, nb::handle array, bool streams)
         : found_(find_checks("", dtype)), to_(array, true), count_(to_.count(found_.element)), streams_(streams) {}
 
-    // Copy what lies there, and tell whether all of it is finite; nothing is done, and none returned, if it lies here or
-    // nowhere.
-    std::optional<bool> take(std::uintptr_t address) const {
+    // Copies the gradient at this address and returns whether all of it is finite. Does nothing and returns None if the
+    // address is null or within the slot.
+    std::optional<bool> copy_from(std::uintptr_t address) const {
         const auto own = reinterpret_cast<std::uintptr_t>(to_.data());
         const std::size_t nbytes = count_ * found_.element;
         if (address == 0 || (address < own + nbytes && own < address + nbytes)) return std::nullopt;
         std::optional<nb::gil_scoped_release> released;
-        if (nbytes > KEEPS_THE_LOCK) released.emplace();
+        if (nbytes > SMALLEST_UNLOCKED) released.emplace();
         const auto* from = reinterpret_cast<const std::byte*>(address);
         return streams_ ? stream_finite(from, nbytes) : found_.copy_finite(to_.data(), from, count_);
     }
 
   private:
-    // By blocks that stay in the nearest cache between the look and the copy.
+    // By blocks that stay in the first-level cache between the check and the copy.
     bool stream_finite(const std::byte* from, std::size_t nbytes) const {
         constexpr std::size_t BLOCK = 8 << 10;
         auto* to = static_cast<std::byte*>(to_.data());
@@ -175,7 +174,7 @@ class Place {
         return finite;
     }
 
-    static constexpr std::size_t KEEPS_THE_LOCK = 32 << 10;  // bytes, which take less time than to get it back
+    static constexpr std::size_t SMALLEST_UNLOCKED = 32 << 10;  // bytes: fewer are copied faster than the lock is reacquired
     Checks found_;
     Buffer to_;
     std::size_t count_;
@@ -203,14 +202,37 @@ constexpr std::uint64_t FLUSHES = 0, UPWARDS = 0;
 
 }  // namespace
 
+Kernels defined_kernels(DType dtype, ReduceOp op) { return defined(kernels(dtype, op)); }
+
 void register_kernels(nb::module_& module) {
-    nb::class_<Place>(module, "Place")
-        .def(nb::init<int, nb::handle, bool>(), nb::arg("dtype"), nb::arg("array"), nb::arg("streams"))
-        .def("take", &Place::take);
-    module.def("join_slivers", &join_slivers, nb::arg("largest"));
-    module.def("all_finite", &look<&Checks::all_finite>, nb::arg("dtype"), nb::arg("array"), nb::arg("build") = "");
+    nb::enum_<DType>(module, "DType")
+        .value("float16", DType::f16)
+        .value("bfloat16", DType::bf16)
+        .value("float32", DType::f32)
+        .value("float64", DType::f64)
+        .value("int8", DType::i8)
+        .value("int16", DType::i16)
+        .value("int32", DType::i32)
+        .value("int64", DType::i64)
+        .value("uint8", DType::u8)
+        .value("uint16", DType::u16)
+        .value("uint32", DType::u32)
+        .value("uint64", DType::u64)
+        .value("bool", DType::boolean)
+        .value("complex64", DType::c64)
+        .value("complex128", DType::c128);
+    nb::enum_<ReduceOp>(module, "ReduceOp")
+        .value("sum", ReduceOp::sum)
+        .value("min", ReduceOp::min)
+        .value("max", ReduceOp::max)
+        .value("prod", ReduceOp::prod);
+    nb::class_<BucketSlot>(module, "BucketSlot")
+        .def(nb::init<DType, nb::handle, bool>(), nb::arg("dtype"), nb::arg("array"), nb::arg("streams"))
+        .def("copy_from", &BucketSlot::copy_from);
+    module.def("flush_tcache", &flush_tcache, nb::arg("largest"));
+    module.def("all_finite", &checked<&Checks::all_finite>, nb::arg("dtype"), nb::arg("array"), nb::arg("build") = "");
     module.def("copy_finite", &copy_finite, nb::arg("dtype"), nb::arg("to"), nb::arg("source"), nb::arg("build") = "");
-    module.def("sum_squares", &look<&Checks::sum_squares>, nb::arg("dtype"), nb::arg("array"), nb::arg("build") = "");
+    module.def("sum_squares", &checked<&Checks::sum_squares>, nb::arg("dtype"), nb::arg("array"), nb::arg("build") = "");
     nb::module_ kernels = module.def_submodule("kernels");
     kernels.def("builds", &builds);
     kernels.def("fold", &fold);

@@ -45,26 +45,26 @@ void register_lifeline(nb::module_& module) {
         .def("start", &Lifeline::start, Release())
         .def("stop", &Lifeline::stop, Release());
 
-    // The last beats of the owners of these arenas.
+    // The last heartbeat of each arena's owner.
     module.def("beats", [](const std::vector<std::uintptr_t>& arenas) {
         std::vector<std::uint64_t> found;
         for (std::uintptr_t arena : arenas) found.push_back(Pulse::of(pointer(arena)).beat.load(std::memory_order_acquire));
         return found;
     });
 
-    // Regions (offset, bytes) of an arena; false if some of them could not be mapped. Readers are warned first.
+    // Regions are (offset, bytes) of an arena; false if some of them could not be mapped. Marks the arena for readers first.
     using Regions = std::vector<std::pair<std::size_t, std::size_t>>;
     module.def(
-        "map_alone",
+        "map_private",
         [](std::uintptr_t arena, int descriptor, const Regions& regions) {
             bool all = true;
             Pulse::of(pointer(arena)).left.store(1);
-            for (auto [offset, nbytes] : regions) all = map_alone(pointer(arena) + offset, nbytes, descriptor, offset) && all;
+            for (auto [offset, nbytes] : regions) all = map_private(pointer(arena) + offset, nbytes, descriptor, offset) && all;
             return all;
         },
         Release());
-    module.def("map_jointly", [](std::uintptr_t arena, int descriptor, std::size_t offset, std::size_t nbytes) {
-        return map_jointly(pointer(arena) + offset, nbytes, descriptor, offset);
+    module.def("map_shared", [](std::uintptr_t arena, int descriptor, std::size_t offset, std::size_t nbytes) {
+        return map_shared(pointer(arena) + offset, nbytes, descriptor, offset);
     });
 }
 

@@ -1,4 +1,4 @@
-// The lifeline, and memory that is left behind.
+// Python bindings of the lifeline and of page remapping.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -21,7 +21,7 @@ bool map(std::byte* address, std::size_t nbytes, int descriptor, std::size_t off
                   static_cast<off_t>(offset)) != MAP_FAILED;
 }
 
-// Makes private pages copies of the file's.
+// Turns private pages into copies of the file's pages.
 void copy_pages(std::byte* address, std::size_t nbytes) {
     if (::madvise(address, nbytes, MADV_POPULATE_WRITE) == 0) return;
     const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));  // before Linux 5.14
@@ -31,21 +31,21 @@ void copy_pages(std::byte* address, std::size_t nbytes) {
 
 }  // namespace
 
-bool map_alone(std::byte* address, std::size_t nbytes, int descriptor, std::size_t offset) {
-    // A private page is the file's until it is first written, and a copy from then on. Copying by hand instead would
-    // lose what other threads write between the copy and its mapping.
+bool map_private(std::byte* address, std::size_t nbytes, int descriptor, std::size_t offset) {
+    // A private page is the file's until the first write, and a copy from then on. Copying explicitly instead would lose
+    // writes of other threads between the copy and its mapping.
     if (!map(address, nbytes, descriptor, offset, MAP_PRIVATE)) return false;
     for (std::size_t at = 0; at < nbytes; at += PIECE) {
         const std::size_t length = std::min(PIECE, nbytes - at);
         copy_pages(address + at, length);
-        // Some sandboxes cannot. Then the file keeps its memory until the array is given back.
+        // Some sandboxes do not support this. The file then keeps its memory until the array is freed.
         static_cast<void>(::fallocate(descriptor, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
                                       static_cast<off_t>(offset + at), static_cast<off_t>(length)));
     }
     return true;
 }
 
-bool map_jointly(std::byte* address, std::size_t nbytes, int descriptor, std::size_t offset) {
+bool map_shared(std::byte* address, std::size_t nbytes, int descriptor, std::size_t offset) {
     return map(address, nbytes, descriptor, offset, MAP_SHARED);
 }
 

@@ -1,15 +1,71 @@
-// One rank's part in a collective, bound to counts and a dtype: what gradwire/executors/plan.py binds, in native form.
+// One rank's part of a collective, bound to counts and a dtype: the native form of gradwire/executors/plan.py.
 //
-// A program runs once for each tile; the rounds of neighbouring tiles overlap in waves (see docs/decisions/013-waves.md).
+// A program runs once per tile; the rounds of neighbouring tiles overlap in waves (docs/decisions/013-waves.md).
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "kernels.hpp"
 
 namespace gradwire {
+
+// --- the schedule's operations, over segments
+
+// The three buffers of a schedule. `accumulator` holds partial results, in the accumulator's type.
+enum class Buffer : std::uint8_t { input, output, accumulator };
+
+struct Slice {
+    Buffer buffer;
+    std::uint32_t first;  // segment
+    std::uint32_t count;
+};
+
+struct FoldTerm {
+    bool received;  // from `rank`; otherwise the local `slice`
+    bool partial;   // a received term of the accumulator's type
+    std::uint32_t rank;
+    Slice slice;
+
+    static FoldTerm local(Slice slice) { return {false, false, 0, slice}; }
+    static FoldTerm from(std::uint32_t rank, bool partial) { return {true, partial, rank, {}}; }
+};
+
+enum class Opcode : std::uint8_t { send, recv, fold, finish, copy };
+
+struct Operation {
+    Opcode opcode;
+    Slice dst;
+    Slice src;
+    std::vector<std::uint32_t> peers;
+    std::vector<FoldTerm> terms;
+
+    static Operation send(Slice slice, std::vector<std::uint32_t> to) {
+        return {Opcode::send, slice, {}, std::move(to), {}};
+    }
+    static Operation recv(Slice slice, std::uint32_t from) { return {Opcode::recv, slice, {}, {from}, {}}; }
+    static Operation fold(Slice dst, std::vector<FoldTerm> terms) { return {Opcode::fold, dst, {}, {}, std::move(terms)}; }
+    static Operation finish(Slice dst, Slice src) { return {Opcode::finish, dst, src, {}, {}}; }
+    static Operation copy(Slice dst, Slice src) { return {Opcode::copy, dst, src, {}, {}}; }
+};
+
+using Round = std::vector<Operation>;
+
+// Element offsets of each segment in the input, the output and the scratch memory; -1 where it is not stored there.
+struct Segments {
+    std::vector<std::int64_t> lengths, in_offset, out_offset, scratch_index;
+};
+
+struct Tiling {
+    std::size_t tile = 1;       // elements of a segment per tile
+    std::size_t tiles = 1;      // of the longest segment
+    std::size_t stride = 1;     // elements between two segments in scratch
+    std::size_t in_flight = 1;  // tiles that run concurrently
+};
+
+// --- waves: operations that run concurrently, with slices resolved to memory
 
 enum Memory : std::uint8_t { IN = 0, OUT = 1, SCRATCH = 2 };
 
@@ -17,29 +73,6 @@ struct Piece {
     Memory memory;
     std::size_t offset;  // bytes
     std::size_t nbytes;
-};
-
-struct Slice {
-    std::uint8_t buffer;  // 0 in, 1 out, 2 acc
-    std::uint32_t first;
-    std::uint32_t count;
-};
-
-struct FoldTerm {
-    bool arrives;  // from a rank, else a local slice
-    bool partial;
-    std::uint32_t rank;
-    Slice slice;
-};
-
-enum class Kind : std::uint8_t { send, recv, fold, finish, copy };
-
-struct Operation {
-    Kind kind;
-    Slice dst;
-    Slice src;
-    std::vector<std::uint32_t> peers;
-    std::vector<FoldTerm> terms;
 };
 
 struct Outgoing {
@@ -88,27 +121,36 @@ struct Wave {
 
 class Program {
   public:
-    // homes: for each segment its element offset in `in` and in `out`, or -1; scratch: its index in scratch, or -1.
-    std::vector<std::vector<Operation>> rounds;
-    std::vector<std::int64_t> lengths, in_home, out_home, scratch_index;
-    std::size_t tile = 1, tiles = 1, stride = 1, in_flight = 1, homeless = 0;
-    bool reduces = false, widens = false, folds_last = false;
-    bool one_shot = false;  // one tile, one round: everybody sends everything to everybody, and folds it
-    bool mirrored = false;  // all ranks' results lie alike, and who sends a part of it is the last to read that part
-    std::size_t divisor = 0;
-    Kernels kernels{};
+    std::vector<Round> rounds;
+    Segments segments;
+    Tiling tiling;
+    bool folds_last = false;  // a result may overwrite bytes that the same round sends: fold after all messages are sent
+    bool one_shot = false;    // one tile and one round: every rank sends its whole input to all others and folds all inputs
+    bool mirrored = false;    // results have one layout on all ranks, and the sender of a part is the last to read that part
+    std::size_t itemsize = 1;  // bytes of an element; `reduce_with` sets it too
     std::size_t out_bytes = 0;
-    std::size_t item = 1;  // bytes of an element where nothing is reduced
 
-    std::size_t element() const { return reduces ? kernels.element : item; }
-    std::size_t accumulator() const { return reduces ? kernels.accumulator : item; }
-    std::size_t scratch_bytes() const { return homeless * stride * in_flight * accumulator(); }
+    bool reduces = false, widens = false;
+    Kernels kernels{};
+    std::size_t divisor = 0;  // 0: no division
 
-    // Make the waves of a program that has few of them, once and for all.
+    void reduce_with(const Kernels& found, std::size_t by = 0) {
+        reduces = true;
+        kernels = found;
+        widens = kernels.element != kernels.accumulator;
+        itemsize = kernels.element;
+        divisor = by;
+    }
+    // Call once, after all fields above are set. Builds the waves in advance if they are few.
     void prepare();
-    // What runs side by side in step `step` of the batch of tiles that begins with `first`; null when the batch is over.
-    // It may be made in `room`.
-    const Wave* wave(std::size_t first, std::size_t step, Wave& room) const;
+
+    std::size_t element() const { return itemsize; }
+    std::size_t accumulator() const { return reduces ? kernels.accumulator : itemsize; }
+    std::size_t scratch_bytes() const { return scratch_segments_ * tiling.stride * tiling.in_flight * accumulator(); }
+
+    // The operations of step `step` in the batch of tiles that begins with tile `first`; null after the last step. May be
+    // built in `buffer`.
+    const Wave* wave(std::size_t first, std::size_t step, Wave& buffer) const;
 
   private:
     std::size_t steps(std::size_t first) const;
@@ -116,7 +158,8 @@ class Program {
     void add_round(Wave& wave, std::size_t tile, std::size_t number) const;
     std::vector<Piece> pieces(const Slice& slice, std::size_t tile) const;
 
-    std::vector<Wave> prepared_;  // if all tiles are one batch
+    std::size_t scratch_segments_ = 0;
+    std::vector<Wave> prepared_;  // if all tiles are in one batch
 };
 
 }  // namespace gradwire

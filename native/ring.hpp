@@ -1,4 +1,4 @@
-// A queue in a vector: nothing is allocated once it is large enough.
+// A FIFO queue in a vector: allocates only while it grows.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// The header of every message on a stream: gradwire/wire.py, field by field.
+// The header of every message on a socket, field by field as in gradwire/wire.py.
 #pragma once
 
 #include <bit>
@@ -27,8 +27,9 @@ struct Header {
 #pragma pack(pop)
 static_assert(sizeof(Header) == 64);
 
-// What all messages of one call have in common.
-struct Sheet {
+// The fields that all messages of one call share.
+struct CallHeader {
+    std::uint8_t kind = 0;  // of gradwire/wire.py, which numbers them
     std::uint64_t job = 0;
     std::uint32_t generation = 0;
     std::uint64_t group = 0;
@@ -37,7 +38,18 @@ struct Sheet {
     std::uint64_t fingerprint = 0;
 
     Header header(std::uint32_t source, std::uint32_t tile, std::uint32_t round, std::uint64_t nbytes) const {
-        return {{'G', 'W', 'R', '1'}, 1, {0, 0, 0}, job, generation, source, group, sequence, fingerprint, tile, round, nbytes};
+        return {.magic = {'G', 'W', 'R', '1'},
+                .kind = kind,
+                .zero = {},
+                .job = job,
+                .generation = generation,
+                .source = source,
+                .group = group,
+                .sequence = sequence,
+                .fingerprint = fingerprint,
+                .tile = tile,
+                .round = round,
+                .nbytes = nbytes};
     }
 };
 

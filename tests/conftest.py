@@ -35,7 +35,7 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
 
 # What is on its way out when a test returns (a thread past its last statement) gets this long.
-GRACE = 3.0
+GRACE = 30.0
 
 
 @pytest.fixture(scope="session", name="run_ranks")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -46,6 +47,26 @@ def test_subscribe_sees_collectives_and_not_messages() -> None:
         one.close()
         two.close()
     assert seen == ["all_reduce"] * 4
+
+
+def test_subscribe_after_repeated_calls_sees_the_next_one_and_unsubscribe_none() -> None:
+    """Repeated calls take the fast path, which emits nothing."""
+    seen: list[str] = []
+    pair = gw.loopback_pair()
+    with ThreadPoolExecutor(2) as threads, pair[0], pair[1]:
+
+        def call() -> None:
+            assert [x[0] for x in threads.map(lambda group: group.all_reduce(np.ones(1)), pair)] == [2.0, 2.0]
+
+        for _ in range(3):
+            call()
+        unsubscribe = events.subscribe(lambda event: seen.append(event.name))
+        call()
+        assert sorted(seen) == ["begin", "begin", "end", "end"]
+        unsubscribe()
+        unsubscribe()
+        call()
+        assert len(seen) == 4
 
 
 def test_a_failure_is_told_with_its_error() -> None:

@@ -1,5 +1,5 @@
-// What the core's tests are written with: checks that hold in every build, random numbers that are the same everywhere,
-// and ranks as threads. They share one mapping of all memory, so that ThreadSanitizer sees who orders what.
+// Helpers of the core's tests: checks that are active in every build, reproducible random numbers, and ranks as threads,
+// which share one mapping of all memory, so that ThreadSanitizer sees the synchronisation between ranks.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@
         std::fflush(stdout);                 \
     } while (false)
 
-// Where a sanitizer watches, everything takes longer.
+// Sanitizers slow the tests down.
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 constexpr int MANY = 3;
 #else

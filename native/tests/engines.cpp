@@ -5,7 +5,7 @@ using namespace gradwire;
 
 namespace {
 
-constexpr double LONG = 60;  // seconds: a bound for what takes microseconds
+constexpr double LONG = 60;  // seconds: a bound for calls that take microseconds
 
 // Numbers that every type adds up exactly, different for each rank, call and element.
 std::int64_t value(std::uint32_t rank, std::size_t call, std::size_t i) {
@@ -39,7 +39,7 @@ void finish(Engine& engine) {
 enum class Where { ordinary, in_place, arena, arena_in_place, into_arena };
 constexpr int PLACES = 5;
 
-// One all-reduce; all ranks draw the same kind of call, but where its arrays lie is each rank's own affair.
+// One all-reduce. All ranks draw the same kind of call; each rank draws the memory of its arrays itself.
 template <class T>
 void reduce_once(Ranks& ranks, std::uint32_t rank, std::size_t call, std::size_t count, bool direct, DType dtype, Where where) {
     const Program program = direct ? two_shot(rank, ranks.size, count, dtype) : one_shot(rank, ranks.size, count, dtype);
@@ -54,7 +54,7 @@ void reduce_once(Ranks& ranks, std::uint32_t rank, std::size_t call, std::size_t
     ranks.engine(rank).begin(program, from, to, call + 1, 1000 + count, 0);
     finish(ranks.engine(rank));
     for (std::size_t i = 0; i < count; ++i) CHECK(to[i] == number<T>(sum(ranks.size, call, i)));
-    // It is the caller's again: whoever still reads or writes it is found by ThreadSanitizer.
+    // The caller may write its arrays again: ThreadSanitizer reports any later access of the engines.
     for (std::size_t i = 0; i < count; ++i) from[i] = to[i] = number<T>(0);
 }
 
@@ -77,15 +77,15 @@ void reduce_often(const std::string& hosts, std::size_t calls) {
     });
 }
 
-void two_ranks_share_memory() { reduce_often("aa", 400 * MANY); }
-void three_ranks_share_memory() { reduce_often("aaa", 300 * MANY); }
-void four_ranks_share_memory() { reduce_often("aaaa", 200 * MANY); }
-void three_ranks_use_sockets() { reduce_often("abc", 150 * MANY); }
-void four_ranks_on_two_hosts() { reduce_often("aabb", 150 * MANY); }
-void three_of_four_ranks_share_memory() { reduce_often("abaa", 150 * MANY); }
+void all_reduce_of_two_ranks_in_shared_memory() { reduce_often("aa", 400 * MANY); }
+void all_reduce_of_three_ranks_in_shared_memory() { reduce_often("aaa", 300 * MANY); }
+void all_reduce_of_four_ranks_in_shared_memory() { reduce_often("aaaa", 200 * MANY); }
+void all_reduce_of_three_ranks_over_sockets() { reduce_often("abc", 150 * MANY); }
+void all_reduce_of_four_ranks_on_two_hosts() { reduce_often("aabb", 150 * MANY); }
+void all_reduce_of_four_ranks_of_which_three_share_memory() { reduce_often("abaa", 150 * MANY); }
 
-// Nothing but 8 bytes, over and over: lanes go around, and ranks run ahead of each other.
-void tiny_calls() {
+// Lanes wrap around many times, and ranks run ahead of each other.
+void all_reduce_of_8_bytes_repeated() {
     Ranks ranks("aaa");
     in_threads(ranks.size, [&](std::uint32_t rank) {
         ranks.open(rank);
@@ -99,8 +99,8 @@ void tiny_calls() {
     });
 }
 
-// Messages of one rank to the others, who need not answer: it runs ahead until lanes and staging are full.
-void a_sender_runs_ahead() {
+// Rank 0 sends and receives nothing back: it runs ahead until lanes and staging are full.
+void sender_ahead_of_its_receivers_waits_for_room() {
     Ranks ranks("aaa");
     in_threads(ranks.size, [&](std::uint32_t rank) {
         ranks.open(rank);
@@ -109,7 +109,7 @@ void a_sender_runs_ahead() {
             const std::size_t count = 1 + random.below(random.below(2) ? 1000 : 2);
             Program program;
             program.rounds.resize(1);
-            program.rounds[0].push_back(rank ? recv({1, 0, 1}, 0) : send({0, 0, 1}, {1, 2}));
+            program.rounds[0].push_back(rank ? Operation::recv(output(0), 0) : Operation::send(input(0), {1, 2}));
             bind(program, 1, 0, count, DType::i64);
             program.prepare();
             std::vector<std::uint64_t> x(count, rank ? 0 : call);
@@ -121,8 +121,8 @@ void a_sender_runs_ahead() {
     });
 }
 
-// Messages to one rank, which folds them: senders run ahead, and change what they have sent, as soon as they may.
-void a_root_falls_behind() {
+// Rank 0 folds messages of the others, which run ahead and overwrite their arrays as soon as they may.
+void root_behind_its_senders_folds_their_original_bytes() {
     Ranks ranks("aaa");
     in_threads(ranks.size, [&](std::uint32_t rank) {
         ranks.open(rank);
@@ -131,7 +131,7 @@ void a_root_falls_behind() {
             const std::size_t count = 1 + common.below(common.below(2) ? 1000 : 2);
             Program program;
             program.rounds.resize(1);
-            program.rounds[0].push_back(rank ? send({0, 0, 1}, {0}) : fold(0, 0, ranks.size));
+            program.rounds[0].push_back(rank ? Operation::send(input(0), {0}) : fold(0, 0, ranks.size));
             bind(program, 1, 0, count, DType::i64);
             program.prepare();
             std::vector<std::uint64_t> ordinary(count);
@@ -146,7 +146,7 @@ void a_root_falls_behind() {
     });
 }
 
-void waiting_can_be_resumed() {
+void advance_after_a_wait_resumes() {
     for (const char* hosts : {"aa", "ab"}) {
         Ranks ranks(hosts);
         for (std::uint32_t rank : {0u, 1u}) ranks.open(rank);
@@ -160,7 +160,7 @@ void waiting_can_be_resumed() {
             ranks.engine(0).begin(programs[0], x[0].data(), x[0].data(), count, 5, 0);
             for (int turn = 0; turn < 3; ++turn) CHECK(ranks.engine(0).advance(0.001) == Status::waiting);
             ranks.engine(1).begin(programs[1], x[1].data(), x[1].data(), count, 5, 0);
-            // In turns, on one thread: neither depends on the other to be awake.
+            // Alternately on one thread: neither engine needs the other to run concurrently.
             bool done[2] = {false, false};
             for (int turn = 0; turn < 100000 && !(done[0] && done[1]); ++turn)
                 if (!done[turn % 2]) done[turn % 2] = ranks.engine(turn % 2).advance(0) == Status::done;
@@ -170,15 +170,15 @@ void waiting_can_be_resumed() {
     }
 }
 
-void the_alarm_ends_a_wait() {
+void alarm_during_a_wait_ends_it() {
     for (const char* hosts : {"aa", "ab"})
         for (const std::size_t count : {1u, 5000u})
-            for (const double awake_for : {0.0, 1e-3, 50e-3}) {
+            for (const double spin_seconds : {0.0, 1e-3, 50e-3}) {
                 Ranks ranks(hosts);
                 ranks.open(0);
                 const Program program = count == 1 ? one_shot(0, 2, count, DType::i64) : two_shot(0, 2, count, DType::i64);
                 std::vector<std::int64_t> x(count);
-                ranks.engine(0).begin(program, x.data(), x.data(), 1, 5, awake_for);
+                ranks.engine(0).begin(program, x.data(), x.data(), 1, 5, spin_seconds);
                 CHECK(ranks.engine(0).advance(0.005) == Status::waiting);
                 std::thread other([&] { ranks.ring(0); });
                 CHECK(ranks.engine(0).advance(LONG) == Status::alarmed);
@@ -186,8 +186,8 @@ void the_alarm_ends_a_wait() {
             }
 }
 
-// Rank 0 shows its array to rank 1, then takes it back: rank 1 must neither be done nor hand on what it found there.
-void what_was_read_of_a_rank_that_left_counts_for_nothing() {
+// Rank 0 exposes its array to rank 1, then reclaims it: rank 1 must neither finish nor send the bytes on.
+void array_reclaimed_by_its_owner_stalls_its_reader() {
     constexpr std::size_t COUNT = 4096;
     for (const bool leaves : {false, true})
         for (const bool reduces : {false, true}) {
@@ -201,7 +201,7 @@ void what_was_read_of_a_rank_that_left_counts_for_nothing() {
                     programs[rank].one_shot = true;
                 } else {  // rank 0 sends, rank 1 receives
                     programs[rank].rounds.resize(1);
-                    programs[rank].rounds[0].push_back(rank ? recv({1, 0, 1}, 0) : send({0, 0, 1}, {1}));
+                    programs[rank].rounds[0].push_back(rank ? Operation::recv(output(0), 0) : Operation::send(input(0), {1}));
                     bind(programs[rank], 1, 0, COUNT, DType::i64);
                     programs[rank].prepare();
                 }
@@ -226,7 +226,7 @@ void what_was_read_of_a_rank_that_left_counts_for_nothing() {
         }
 }
 
-void a_closed_link_is_a_loss() {
+void link_closed_by_a_peer_reports_it_lost() {
     Ranks ranks("aba");
     for (std::uint32_t rank : {0u, 2u}) ranks.open(rank);
     CHECK(::shutdown(ranks.socket(1, 0), SHUT_RDWR) == 0);
@@ -239,17 +239,17 @@ void a_closed_link_is_a_loss() {
 }  // namespace
 
 int main() {
-    RUN(two_ranks_share_memory);
-    RUN(three_ranks_share_memory);
-    RUN(four_ranks_share_memory);
-    RUN(three_ranks_use_sockets);
-    RUN(four_ranks_on_two_hosts);
-    RUN(three_of_four_ranks_share_memory);
-    RUN(tiny_calls);
-    RUN(a_sender_runs_ahead);
-    RUN(a_root_falls_behind);
-    RUN(waiting_can_be_resumed);
-    RUN(the_alarm_ends_a_wait);
-    RUN(what_was_read_of_a_rank_that_left_counts_for_nothing);
-    RUN(a_closed_link_is_a_loss);
+    RUN(all_reduce_of_two_ranks_in_shared_memory);
+    RUN(all_reduce_of_three_ranks_in_shared_memory);
+    RUN(all_reduce_of_four_ranks_in_shared_memory);
+    RUN(all_reduce_of_three_ranks_over_sockets);
+    RUN(all_reduce_of_four_ranks_on_two_hosts);
+    RUN(all_reduce_of_four_ranks_of_which_three_share_memory);
+    RUN(all_reduce_of_8_bytes_repeated);
+    RUN(sender_ahead_of_its_receivers_waits_for_room);
+    RUN(root_behind_its_senders_folds_their_original_bytes);
+    RUN(advance_after_a_wait_resumes);
+    RUN(alarm_during_a_wait_ends_it);
+    RUN(array_reclaimed_by_its_owner_stalls_its_reader);
+    RUN(link_closed_by_a_peer_reports_it_lost);
 }

@@ -28,11 +28,11 @@ struct Arena {
     std::unique_ptr<std::byte, void (*)(void*)> memory;
 };
 
-std::byte letter_byte(std::uint64_t sequence, std::size_t i) { return std::byte(sequence * 31 + i * 7); }
+std::byte message_byte(std::uint64_t sequence, std::size_t i) { return std::byte(sequence * 31 + i * 7); }
 
 // Messages of random sizes, some in the entry and some in staging, to all readers or to one, read and released in random
-// batches: both lanes and staging are gone around many times.
-void messages_arrive_whole_and_in_order() {
+// batches: lanes and staging wrap around many times.
+void messages_of_random_sizes_arrive_whole_and_in_order() {
     constexpr std::uint32_t SIZE = 4;
     constexpr std::size_t STAGING = 10240, LARGEST = 3000;
     const std::uint64_t messages = 3000 * MANY;
@@ -53,7 +53,7 @@ void messages_arrive_whole_and_in_order() {
             CHECK(entry->round == sequence % 50000 && entry->result == 4242);
             const std::byte* bytes = inbox.bytes(*entry);
             CHECK(bytes);
-            for (std::size_t i = 0; i < entry->nbytes; ++i) CHECK(bytes[i] == letter_byte(sequence, i));
+            for (std::size_t i = 0; i < entry->nbytes; ++i) CHECK(bytes[i] == message_byte(sequence, i));
             inbox.take();
             if (++unreleased > random.below(20)) inbox.release(), unreleased = 0;
         }
@@ -69,17 +69,17 @@ void messages_arrive_whole_and_in_order() {
             peers = {1, 2, 3};
             if (sequence % 5 == 0) peers = {static_cast<std::uint32_t>(sequence / 5 % (SIZE - 1) + 1)};
             const std::size_t nbytes = 1 + random.below(random.below(2) ? LARGEST : INLINE_BYTES);
-            const Letter letter{sequence, ~sequence, static_cast<std::uint32_t>(sequence % 1000),
+            const MessageInfo info{sequence, ~sequence, static_cast<std::uint32_t>(sequence % 1000),
                                 static_cast<std::uint32_t>(sequence % 50000), static_cast<std::uint32_t>(nbytes)};
             for (std::uint32_t peer : peers)
                 while (!outbox.has_room(peer)) std::this_thread::yield();
             std::byte small[INLINE_BYTES], *to = small;
             if (nbytes > INLINE_BYTES)
                 while (!(to = outbox.reserve(nbytes))) std::this_thread::yield();
-            for (std::size_t i = 0; i < nbytes; ++i) to[i] = letter_byte(sequence, i);
-            if (nbytes > INLINE_BYTES) outbox.post_reserved(peers, letter);
+            for (std::size_t i = 0; i < nbytes; ++i) to[i] = message_byte(sequence, i);
+            if (nbytes > INLINE_BYTES) outbox.post_reserved(peers, info);
             else
-                for (std::uint32_t peer : peers) outbox.post(peer, letter, Place::here, 0, small);
+                for (std::uint32_t peer : peers) outbox.post(peer, info, Place::inlined, 0, small);
         }
         for (std::uint32_t peer = 1; peer < SIZE; ++peer)
             while (!outbox.read_by(peer)) std::this_thread::yield();
@@ -87,21 +87,21 @@ void messages_arrive_whole_and_in_order() {
     in_threads(SIZE, [&](std::uint32_t rank) { rank ? reads(rank) : writes(); });
 }
 
-// One thread, so that every step is known.
-void what_is_unread_keeps_its_place() {
+// On one thread, so that the order of all steps is fixed.
+void staging_with_unread_bytes_is_not_reused() {
     constexpr std::size_t STAGING = 4 * LINE;
     Arena arena(3, STAGING);
     Outbox outbox(arena.data(), REGION, 3, STAGING);
     CHECK(arena.directory().publish(GROUP, REGION));
     Inbox fast = arena.inbox(1), slow = arena.inbox(2);
     const std::array<std::uint32_t, 2> both{1, 2};
-    auto letter = [](std::uint64_t sequence, std::uint32_t nbytes) { return Letter{sequence, 0, 0, 0, nbytes}; };
+    auto info = [](std::uint64_t sequence, std::uint32_t nbytes) { return MessageInfo{sequence, 0, 0, 0, nbytes}; };
 
     CHECK(!outbox.reserve(STAGING + 1));
     for (std::uint64_t turn = 1; turn <= 1000; ++turn) {
         std::byte* first = outbox.reserve(3 * LINE);
         CHECK(first);
-        outbox.post_reserved(both, letter(2 * turn, 3 * LINE));
+        outbox.post_reserved(both, info(2 * turn, 3 * LINE));
         CHECK(!outbox.reserve(2 * LINE));
         for (Inbox* inbox : {&fast, &slow}) {
             CHECK(!outbox.reserve(2 * LINE));
@@ -113,7 +113,7 @@ void what_is_unread_keeps_its_place() {
             inbox->release();
         }
         CHECK(outbox.reserve(2 * LINE));
-        outbox.post_reserved(std::array<std::uint32_t, 1>{1}, letter(2 * turn + 1, 2 * LINE));
+        outbox.post_reserved(std::array<std::uint32_t, 1>{1}, info(2 * turn + 1, 2 * LINE));
         CHECK(!outbox.read_by(1) && outbox.read_by(2));
         CHECK(fast.peek() && fast.peek()->sequence == 2 * turn + 1);
         fast.take();
@@ -122,7 +122,7 @@ void what_is_unread_keeps_its_place() {
     }
 }
 
-void a_full_lane_has_no_room_until_its_reader_releases() {
+void lane_when_full_has_no_room_until_its_reader_releases() {
     Arena arena(3, LINE);
     Outbox outbox(arena.data(), REGION, 3, LINE);
     CHECK(arena.directory().publish(GROUP, REGION));
@@ -130,7 +130,7 @@ void a_full_lane_has_no_room_until_its_reader_releases() {
     for (int around = 0; around < 50; ++around) {
         for (std::uint64_t i = 0; i < LANE_ENTRIES; ++i) {
             CHECK(outbox.has_room(2));
-            outbox.post(2, Letter{i, 0, 0, 0, 1}, Place::there, 0);
+            outbox.post(2, MessageInfo{i, 0, 0, 0, 1}, Place::pushed, 0);
         }
         CHECK(!outbox.has_room(2) && outbox.has_room(1));
         CHECK(slow.peek() && slow.peek()->sequence == 0);
@@ -148,7 +148,7 @@ void a_full_lane_has_no_room_until_its_reader_releases() {
     }
 }
 
-void directories_find_what_is_published() {
+void directory_finds_published_groups_only() {
     Arena arena(1, LINE);
     Directory& directory = arena.directory();
     CHECK(directory.find(5) == 0);
@@ -168,8 +168,8 @@ void directories_find_what_is_published() {
     CHECK(directory.publish(DIRECTORY_SLOTS + 1, 1) && directory.find(DIRECTORY_SLOTS + 1) == 1);
 }
 
-// Groups of the same slot come and go: who looks for one finds it or nothing, never another one's offset.
-void directories_are_read_while_they_change() {
+// Groups that hash to the same slot are published and withdrawn: a reader finds a group's own offset or nothing.
+void directory_read_during_changes_never_returns_another_group() {
     Arena arena(1, LINE);
     Directory& directory = arena.directory();
     std::atomic<bool> over{false};
@@ -196,9 +196,9 @@ void directories_are_read_while_they_change() {
 }  // namespace
 
 int main() {
-    RUN(messages_arrive_whole_and_in_order);
-    RUN(what_is_unread_keeps_its_place);
-    RUN(a_full_lane_has_no_room_until_its_reader_releases);
-    RUN(directories_find_what_is_published);
-    RUN(directories_are_read_while_they_change);
+    RUN(messages_of_random_sizes_arrive_whole_and_in_order);
+    RUN(staging_with_unread_bytes_is_not_reused);
+    RUN(lane_when_full_has_no_room_until_its_reader_releases);
+    RUN(directory_finds_published_groups_only);
+    RUN(directory_read_during_changes_never_returns_another_group);
 }

@@ -1,4 +1,4 @@
-// The lifeline: beats in memory and over sockets, and children that have none of it. And pages that are left behind.
+// The lifeline: heartbeats in memory and over sockets, and in forked children. And page remapping.
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/mman.h>
@@ -44,7 +44,7 @@ struct Arena {
     std::unique_ptr<std::byte, void (*)(void*)> memory;
 };
 
-void beats_are_seen_in_memory_until_it_stops() {
+void lifeline_with_an_arena_beats_until_it_stops() {
     Arena arena;
     Lifeline lifeline(QUICK);
     lifeline.write_to(arena.data());
@@ -66,7 +66,7 @@ void beats_are_seen_in_memory_until_it_stops() {
     lifeline.stop();
 }
 
-void tokens_come_one_for_each_beat_and_in_order() {
+void lifeline_with_tokens_sends_one_per_beat_in_order() {
     Pair same, each;
     Lifeline lifeline(QUICK);
     lifeline.add(same.ends[0], "again;");
@@ -87,10 +87,10 @@ void tokens_come_one_for_each_beat_and_in_order() {
     lifeline.feed(12345, "nobody's");
     char more;
     ::usleep(5000);
-    CHECK(::recv(each.ends[1], &more, 1, MSG_DONTWAIT) < 0);  // none is made up
+    CHECK(::recv(each.ends[1], &more, 1, MSG_DONTWAIT) < 0);  // no token is invented
 }
 
-void parts_of_tokens_are_refused() {
+void lifeline_given_a_part_of_a_token_refuses_it() {
     Pair pair;
     Lifeline lifeline(QUICK);
     lifeline.add_tokens(pair.ends[0], 3, 0);
@@ -101,8 +101,8 @@ void parts_of_tokens_are_refused() {
     CHECK(lifeline.ahead(pair.ends[0]) == 0);
 }
 
-// The record tells how many beats there were meanwhile. Both links are written to in the same beat, in this order.
-void a_stock_that_is_not_filled_up_is_used_more_slowly() {
+// The record's bytes count the beats. Both links are written in the same beat, in this order.
+void lifeline_below_its_mark_sends_tokens_more_slowly() {
     Pair same, each;
     Lifeline lifeline(QUICK);
     lifeline.add(same.ends[0], "x");
@@ -113,10 +113,10 @@ void a_stock_that_is_not_filled_up_is_used_more_slowly() {
     lifeline.stop();
     char beats[65536];
     const ssize_t count = ::recv(same.ends[1], beats, sizeof beats, MSG_DONTWAIT);
-    CHECK(count >= 6 + 3 * 5);  // down to 3 that are left, one for each; then one for five
+    CHECK(count >= 6 + 3 * 5);  // one token per beat until 3 are left, then one per five beats
 }
 
-void whoever_does_not_read_holds_nobody_up() {
+void lifeline_with_a_full_link_serves_the_others() {
     Pair full, other;
     int small = 1;
     CHECK(::setsockopt(full.ends[0], SOL_SOCKET, SO_SNDBUF, &small, sizeof small) == 0);
@@ -131,7 +131,7 @@ void whoever_does_not_read_holds_nobody_up() {
     CHECK(full.read(then.size()) == then);
 }
 
-void what_was_dropped_is_not_written_to() {
+void lifeline_after_drop_writes_nothing() {
     Pair pair;
     Lifeline lifeline(QUICK);
     lifeline.add(pair.ends[0], "beat");
@@ -145,7 +145,7 @@ void what_was_dropped_is_not_written_to() {
     CHECK(::recv(pair.ends[1], rest, sizeof rest, MSG_DONTWAIT) < 0);
 }
 
-void a_peer_that_is_gone_ends_its_link_only() {
+void lifeline_with_a_closed_link_serves_the_others() {
     Pair gone, other;
     Lifeline lifeline(QUICK);
     lifeline.add(gone.ends[0], "beat");
@@ -155,8 +155,8 @@ void a_peer_that_is_gone_ends_its_link_only() {
     for (int i = 0; i < 10; ++i) CHECK(other.read(4) == "beat");
 }
 
-#if !defined(__SANITIZE_THREAD__)  // which does not follow forks of threads, and takes a new mapping for a write
-void children_do_not_beat_and_end_in_peace() {
+#if !defined(__SANITIZE_THREAD__)  // which does not follow forks, and reports a new mapping as a write
+void lifeline_in_a_forked_child_does_nothing() {
     Pair pair;
     auto lifeline = std::make_unique<Lifeline>(QUICK);
     lifeline->add(pair.ends[0], "beat");
@@ -164,7 +164,7 @@ void children_do_not_beat_and_end_in_peace() {
     for (int i = 0; i < 20; ++i) {
         const pid_t child = ::fork();
         if (child == 0) {
-            lifeline->drop(pair.ends[0]);  // none of it waits for a lock that nobody will release
+            lifeline->drop(pair.ends[0]);  // no call waits for the mutex, which no thread would unlock
             lifeline->add(pair.ends[0], "child");
             lifeline->start();
             lifeline->stop();
@@ -184,8 +184,8 @@ std::uint64_t blocks(int descriptor) {
     return static_cast<std::uint64_t>(status.st_blocks);
 }
 
-// Threads write to the pages while they are left behind: all that they wrote is there afterwards.
-void nothing_is_lost_of_pages_that_are_left_behind() {
+// A thread writes to the pages while they become private: all its writes are there afterwards.
+void map_private_during_writes_loses_none() {
     constexpr std::size_t NBYTES = 64 * 4096, WORDS = NBYTES / sizeof(std::uint64_t);
     const int descriptor = ::memfd_create("pages", MFD_CLOEXEC);
     CHECK(descriptor >= 0 && ::ftruncate(descriptor, NBYTES) == 0);
@@ -206,15 +206,15 @@ void nothing_is_lost_of_pages_that_are_left_behind() {
         }
     });
     while (!started) std::this_thread::yield();
-    CHECK(map_alone(reinterpret_cast<std::byte*>(mine), NBYTES, descriptor, 0));
-    CHECK(blocks(descriptor) == 0);  // the file has given its memory back
+    CHECK(map_private(reinterpret_cast<std::byte*>(mine), NBYTES, descriptor, 0));
+    CHECK(blocks(descriptor) == 0);  // the file's memory is freed
     for (std::size_t word = 0; word < WORDS; ++word) __atomic_store_n(&theirs[word], ~0ull, __ATOMIC_RELAXED);
     over = true;
     writer.join();
     for (std::size_t word = 0; word < WORDS; ++word) CHECK(mine[word] == written[word]);
-    CHECK(map_jointly(reinterpret_cast<std::byte*>(mine), NBYTES, descriptor, 0));
+    CHECK(map_shared(reinterpret_cast<std::byte*>(mine), NBYTES, descriptor, 0));
     for (std::size_t word = 0; word < WORDS; ++word) CHECK(mine[word] == ~0ull);
-    CHECK(!map_alone(reinterpret_cast<std::byte*>(mine), NBYTES, -1, 0));
+    CHECK(!map_private(reinterpret_cast<std::byte*>(mine), NBYTES, -1, 0));
     ::munmap(mine, NBYTES), ::munmap(theirs, NBYTES), ::close(descriptor);
 }
 #endif
@@ -222,15 +222,15 @@ void nothing_is_lost_of_pages_that_are_left_behind() {
 }  // namespace
 
 int main() {
-    RUN(beats_are_seen_in_memory_until_it_stops);
-    RUN(tokens_come_one_for_each_beat_and_in_order);
-    RUN(parts_of_tokens_are_refused);
-    RUN(a_stock_that_is_not_filled_up_is_used_more_slowly);
-    RUN(whoever_does_not_read_holds_nobody_up);
-    RUN(what_was_dropped_is_not_written_to);
-    RUN(a_peer_that_is_gone_ends_its_link_only);
+    RUN(lifeline_with_an_arena_beats_until_it_stops);
+    RUN(lifeline_with_tokens_sends_one_per_beat_in_order);
+    RUN(lifeline_given_a_part_of_a_token_refuses_it);
+    RUN(lifeline_below_its_mark_sends_tokens_more_slowly);
+    RUN(lifeline_with_a_full_link_serves_the_others);
+    RUN(lifeline_after_drop_writes_nothing);
+    RUN(lifeline_with_a_closed_link_serves_the_others);
 #if !defined(__SANITIZE_THREAD__)
-    RUN(children_do_not_beat_and_end_in_peace);
-    RUN(nothing_is_lost_of_pages_that_are_left_behind);
+    RUN(lifeline_in_a_forked_child_does_nothing);
+    RUN(map_private_during_writes_loses_none);
 #endif
 }

@@ -1,4 +1,4 @@
-// What a peer must not say is reported, and never followed out of its arena. Rank 1 misbehaves, by hand.
+// Invalid messages of a peer are reported, and no offset leads out of its arena. Rank 1 misbehaves.
 #include "ranks.hpp"
 
 using namespace gradwire;
@@ -12,7 +12,7 @@ struct Case {
     explicit Case(std::size_t count, bool direct = false, const char* hosts = "aa")
         : ranks(hosts),
           program(direct ? two_shot(0, 2, count, DType::i64) : one_shot(0, 2, count, DType::i64)),
-          nbytes(static_cast<std::uint32_t>((direct ? static_cast<std::size_t>(program.lengths[0]) : count) * 8)),
+          nbytes(static_cast<std::uint32_t>((direct ? static_cast<std::size_t>(program.segments.lengths[0]) : count) * 8)),
           x(count, 1),
           theirs(ranks.arena(1), ranks.region(), 2, STAGING) {
         ranks.open(0);
@@ -23,7 +23,7 @@ struct Case {
         begin(x.data());
         return ranks.engine(0).advance(LONG);
     }
-    Letter letter() const { return {SEQUENCE, FINGERPRINT, 0, 0, nbytes}; }
+    MessageInfo info() const { return {SEQUENCE, FINGERPRINT, 0, 0, nbytes}; }
 
     Ranks ranks;
     Program program;
@@ -32,54 +32,54 @@ struct Case {
     Outbox theirs;
 };
 
-// The program with one thing wrong in what rank 1 says.
+// Runs the program with one wrong field in rank 1's message.
 template <class Change>
 void expect_mismatch(std::size_t count, bool direct, Place place, std::uint64_t offset, Change change) {
     Case one(count, direct);
-    Letter letter = one.letter();
-    change(letter);
-    one.theirs.post(0, letter, place, offset);
+    MessageInfo info = one.info();
+    change(info);
+    one.theirs.post(0, info, place, offset);
     CHECK(one.run() == Status::mismatch);
     const Engine& engine = one.ranks.engine(0);
-    CHECK(engine.culprit == 1 && engine.heard.source == 1 && engine.heard.sequence == letter.sequence);
-    CHECK(engine.heard.fingerprint == letter.fingerprint && engine.heard.nbytes == letter.nbytes);
+    CHECK(engine.culprit == 1 && engine.received_header.source == 1 && engine.received_header.sequence == info.sequence);
+    CHECK(engine.received_header.fingerprint == info.fingerprint && engine.received_header.nbytes == info.nbytes);
 }
 
-void other_calls_are_mismatches() {
+void entry_of_another_call_is_a_mismatch() {
     for (const bool direct : {false, true}) {
         const std::size_t count = direct ? 1000 : 300;
-        expect_mismatch(count, direct, Place::away, DIRECTORY_BYTES, [](Letter& letter) { ++letter.fingerprint; });
-        expect_mismatch(count, direct, Place::away, DIRECTORY_BYTES, [](Letter& letter) { ++letter.sequence; });
-        expect_mismatch(count, direct, Place::away, DIRECTORY_BYTES, [](Letter& letter) { ++letter.tile; });
-        expect_mismatch(count, direct, Place::away, DIRECTORY_BYTES, [](Letter& letter) { ++letter.round; });
-        expect_mismatch(count, direct, Place::away, DIRECTORY_BYTES, [](Letter& letter) { letter.nbytes += 8; });
-        expect_mismatch(count, direct, Place::away, DIRECTORY_BYTES, [](Letter& letter) { letter.nbytes = ~0u; });
+        expect_mismatch(count, direct, Place::exposed, DIRECTORY_BYTES, [](MessageInfo& info) { ++info.fingerprint; });
+        expect_mismatch(count, direct, Place::exposed, DIRECTORY_BYTES, [](MessageInfo& info) { ++info.sequence; });
+        expect_mismatch(count, direct, Place::exposed, DIRECTORY_BYTES, [](MessageInfo& info) { ++info.tile; });
+        expect_mismatch(count, direct, Place::exposed, DIRECTORY_BYTES, [](MessageInfo& info) { ++info.round; });
+        expect_mismatch(count, direct, Place::exposed, DIRECTORY_BYTES, [](MessageInfo& info) { info.nbytes += 8; });
+        expect_mismatch(count, direct, Place::exposed, DIRECTORY_BYTES, [](MessageInfo& info) { info.nbytes = ~0u; });
     }
 }
 
-void bytes_outside_the_arena_are_not_read() {
-    auto nothing = [](Letter&) {};
+void entry_with_bytes_outside_the_arena_is_a_mismatch() {
+    auto nothing = [](MessageInfo&) {};
     const std::uint64_t end = Ranks("aa").nbytes;
     for (const bool direct : {false, true}) {
         const std::size_t count = direct ? 1000 : 300;
         for (const std::uint64_t offset : {end, end - 8, end + 4096, ~std::uint64_t{0}, ~std::uint64_t{0} - 2000})
-            expect_mismatch(count, direct, Place::away, offset, nothing);
-        // More than an entry has room for, and what nobody has asked to be put anywhere.
-        expect_mismatch(count, direct, Place::here, 0, nothing);
-        expect_mismatch(count, direct, Place::there, 0, nothing);
+            expect_mismatch(count, direct, Place::exposed, offset, nothing);
+        // More inline bytes than an entry has, and a pushed message that was not asked for.
+        expect_mismatch(count, direct, Place::inlined, 0, nothing);
+        expect_mismatch(count, direct, Place::pushed, 0, nothing);
     }
 }
 
-// A term that is said to be "there" although terms have no place of their own.
-void a_term_is_never_there() {
+// A term cannot be pushed: it has no memory of its own.
+void entry_that_claims_a_pushed_term_is_a_mismatch() {
     Case one(1000, true);
-    one.theirs.post(0, one.letter(), Place::there, ~std::uint64_t{0} - 8);
-    one.begin(one.ranks.array(0));  // rank 0's result lies in its arena: peers may write it
+    one.theirs.post(0, one.info(), Place::pushed, ~std::uint64_t{0} - 8);
+    one.begin(one.ranks.array(0));  // rank 0's result lies in its arena, so peers may push it
     CHECK(one.ranks.engine(0).advance(LONG) == Status::mismatch);
 }
 
-// Where rank 1's result goes, as it says, is written to only in its arena.
-void results_outside_the_arena_are_not_written() {
+// Rank 1 announces a result outside its arena.
+void result_offset_outside_the_arena_is_not_written() {
     for (const std::uint64_t result : {~std::uint64_t{0}, ~std::uint64_t{0} - 4000, Ranks("aa").nbytes - 8}) {
         Case one(2000, true);
         CHECK(one.nbytes > 4096);
@@ -88,16 +88,16 @@ void results_outside_the_arena_are_not_written() {
         std::memset(terms, 0, 2 * TILE_BYTES);
         const std::uint64_t at = static_cast<std::uint64_t>(terms - one.ranks.arena(1));
         const auto rest = static_cast<std::uint32_t>(one.nbytes - TILE_BYTES);
-        const auto back = static_cast<std::uint32_t>(8 * one.program.lengths[1] - TILE_BYTES);
-        one.theirs.post(0, {SEQUENCE, FINGERPRINT, 0, 0, TILE_BYTES}, Place::away, at);
-        one.theirs.post(0, {SEQUENCE, FINGERPRINT, 1, 0, rest}, Place::away, at);
-        one.theirs.post(0, {SEQUENCE, FINGERPRINT, 0, 2, TILE_BYTES}, Place::away, at);
-        one.theirs.post(0, {SEQUENCE, FINGERPRINT, 1, 2, back}, Place::away, at);
+        const auto back = static_cast<std::uint32_t>(8 * one.program.segments.lengths[1] - TILE_BYTES);
+        one.theirs.post(0, {SEQUENCE, FINGERPRINT, 0, 0, TILE_BYTES}, Place::exposed, at);
+        one.theirs.post(0, {SEQUENCE, FINGERPRINT, 1, 0, rest}, Place::exposed, at);
+        one.theirs.post(0, {SEQUENCE, FINGERPRINT, 0, 2, TILE_BYTES}, Place::exposed, at);
+        one.theirs.post(0, {SEQUENCE, FINGERPRINT, 1, 2, back}, Place::exposed, at);
         CHECK(one.run() == Status::done);
     }
 }
 
-void regions_outside_the_arena_are_not_found() {
+void region_outside_the_arena_is_not_found() {
     for (const std::uint64_t region : {std::uint64_t{DIRECTORY_BYTES + 4}, Ranks("aa").nbytes, ~std::uint64_t{0} - 63}) {
         Case one(300);
         auto* directory = reinterpret_cast<Directory*>(one.ranks.arena(1));
@@ -108,22 +108,25 @@ void regions_outside_the_arena_are_not_found() {
     }
 }
 
-void other_headers_are_mismatches() {
+void header_of_another_call_is_a_mismatch() {
     Case one(300, false, "ab");
-    const Header header = Sheet{9, 1, GROUP, 1, SEQUENCE, FINGERPRINT + 1}.header(1, 0, 0, one.nbytes);
+    CallHeader call = call_header(1);
+    call.sequence = SEQUENCE;
+    call.fingerprint = FINGERPRINT + 1;
+    const Header header = call.header(1, 0, 0, one.nbytes);
     CHECK(::send(one.ranks.socket(1, 0), &header, sizeof header, 0) == sizeof header);
     CHECK(one.run() == Status::mismatch && one.ranks.engine(0).culprit == 1);
-    CHECK(one.ranks.engine(0).heard.fingerprint == FINGERPRINT + 1);
+    CHECK(one.ranks.engine(0).received_header.fingerprint == FINGERPRINT + 1);
 }
 
-#ifndef __SANITIZE_THREAD__  // it would say that rank 1 does not keep to the protocol
-// An entry that changes while it is read: whatever is believed, it was checked.
-void what_was_checked_stays_as_it_was() {
+#ifndef __SANITIZE_THREAD__  // which would report that rank 1 violates the protocol
+// An entry changes while it is read: the engine uses only the copy that it has checked.
+void entry_changed_after_its_check_has_no_effect() {
     Case one(64);
     Entry& entry = reinterpret_cast<Lane*>(one.ranks.arena(1) + one.ranks.region())->entries[0];
     volatile std::uint64_t& offset = entry.offset;
     volatile std::uint32_t& nbytes = entry.nbytes;
-    one.theirs.post(0, one.letter(), Place::away, DIRECTORY_BYTES);
+    one.theirs.post(0, one.info(), Place::exposed, DIRECTORY_BYTES);
     std::atomic<bool> over{false};
     std::thread changes([&] {
         while (!over) {
@@ -149,13 +152,13 @@ void what_was_checked_stays_as_it_was() {
 }  // namespace
 
 int main() {
-    RUN(other_calls_are_mismatches);
-    RUN(bytes_outside_the_arena_are_not_read);
-    RUN(a_term_is_never_there);
-    RUN(results_outside_the_arena_are_not_written);
-    RUN(regions_outside_the_arena_are_not_found);
-    RUN(other_headers_are_mismatches);
+    RUN(entry_of_another_call_is_a_mismatch);
+    RUN(entry_with_bytes_outside_the_arena_is_a_mismatch);
+    RUN(entry_that_claims_a_pushed_term_is_a_mismatch);
+    RUN(result_offset_outside_the_arena_is_not_written);
+    RUN(region_outside_the_arena_is_not_found);
+    RUN(header_of_another_call_is_a_mismatch);
 #ifndef __SANITIZE_THREAD__
-    RUN(what_was_checked_stays_as_it_was);
+    RUN(entry_changed_after_its_check_has_no_effect);
 #endif
 }

@@ -1,4 +1,4 @@
-// Engines of several ranks, linked through memory where they share a host and by sockets elsewhere; and two programs.
+// Engines of several ranks, connected through memory within a host and by sockets between hosts; and two programs.
 #pragma once
 
 #include <sys/socket.h>
@@ -18,7 +18,11 @@ constexpr std::size_t STAGING = 32 << 10;  // twice what a wave of four ranks ta
 constexpr std::size_t ARRAYS = 256 << 10;  // for "registered" arrays, behind the region
 constexpr std::size_t TILE_BYTES = 4096;   // small, so that there are many tiles; still large enough to be exposed
 
-// One letter for each rank: equal ones share a host.
+inline CallHeader call_header(std::uint32_t rank) {
+    return {.kind = 1, .job = 9, .generation = 1, .group = GROUP, .rank = rank};
+}
+
+// `hosts` has one character per rank; ranks with equal characters share a host.
 class Ranks {
   public:
     explicit Ranks(const std::string& hosts) : size(static_cast<std::uint32_t>(hosts.size())), region_(RESERVED_BYTES) {
@@ -28,7 +32,7 @@ class Ranks {
             CHECK(::pipe(alarms_.emplace_back().ends) == 0);
             arenas_.emplace_back(static_cast<std::byte*>(std::aligned_alloc(LINE, nbytes)), std::free);
             std::memset(arena(rank), 0, nbytes);
-            engines_.push_back(std::make_unique<Engine>(Sheet{9, 1, GROUP, rank, 0, 0}, size, alarms_[rank].ends[0]));
+            engines_.push_back(std::make_unique<Engine>(call_header(rank), size, alarms_[rank].ends[0]));
         }
         for (std::uint32_t a = 0; a < size; ++a)
             for (std::uint32_t b = 0; b < a; ++b) {
@@ -41,7 +45,7 @@ class Ranks {
             for (std::uint32_t b = 0; b < size; ++b)
                 if (a != b && hosts[a] == hosts[b]) engine(a).map(b, arena(b), nbytes);
     }
-    // Each rank opens its region itself: peers may look for it before.
+    // Each rank opens its own region; peers may search for it before that.
     void open(std::uint32_t rank) { CHECK(engine(rank).open(arena(rank), nbytes, region_, STAGING)); }
     void ring(std::uint32_t rank) { CHECK(::write(alarms_[rank].ends[1], "!", 1) == 1); }
     // A rank's end of its link to another.
@@ -75,13 +79,15 @@ class Ranks {
 
 // --- programs, as gradwire/executors/native.py lowers them
 
-inline Operation send(Slice slice, std::vector<std::uint32_t> to) { return {Kind::send, slice, {}, std::move(to), {}}; }
-inline Operation recv(Slice slice, std::uint32_t from) { return {Kind::recv, slice, {}, {from}, {}}; }
-inline Operation finish(std::uint32_t segment) { return {Kind::finish, {1, segment, 1}, {2, segment, 1}, {}, {}}; }
+inline Slice input(std::uint32_t segment) { return {Buffer::input, segment, 1}; }
+inline Slice output(std::uint32_t segment) { return {Buffer::output, segment, 1}; }
+inline Slice accumulator(std::uint32_t segment) { return {Buffer::accumulator, segment, 1}; }
+// The sum of a segment's inputs on all ranks.
 inline Operation fold(std::uint32_t segment, std::uint32_t rank, std::uint32_t size) {
-    Operation operation{Kind::fold, {2, segment, 1}, {}, {}, {}};
-    for (std::uint32_t r = 0; r < size; ++r) operation.terms.push_back({r != rank, false, r, {0, segment, 1}});
-    return operation;
+    std::vector<FoldTerm> terms;
+    for (std::uint32_t r = 0; r < size; ++r)
+        terms.push_back(r == rank ? FoldTerm::local(input(segment)) : FoldTerm::from(r, false));
+    return Operation::fold(accumulator(segment), std::move(terms));
 }
 inline std::vector<std::uint32_t> others(std::uint32_t rank, std::uint32_t size) {
     std::vector<std::uint32_t> found;
@@ -89,55 +95,53 @@ inline std::vector<std::uint32_t> others(std::uint32_t rank, std::uint32_t size)
     return found;
 }
 
-// Sets what follows from counts and dtype; `segments` segments, of which `rank` folds one.
+// Sets the fields that follow from counts and dtype, for `segments` segments of which the rank folds one.
 inline void bind(Program& program, std::size_t segments, std::uint32_t folded, std::size_t count, DType dtype) {
-    program.reduces = true;
-    program.kernels = kernels(dtype, Op::sum);
-    program.widens = program.kernels.element != program.kernels.accumulator;
+    program.reduce_with(kernels(dtype, ReduceOp::sum));
     const std::size_t grain = LINE / program.element();
     const std::size_t step = ((count + segments - 1) / segments + grain - 1) / grain * grain;
     std::size_t longest = 0;
     for (std::size_t s = 0; s < segments; ++s) {
         const std::size_t begin = std::min(s * step, count), end = std::min((s + 1) * step, count);
-        program.lengths.push_back(static_cast<std::int64_t>(end - begin));
-        program.in_home.push_back(static_cast<std::int64_t>(begin));
-        program.out_home.push_back(static_cast<std::int64_t>(begin));
-        program.scratch_index.push_back(program.widens && s == folded ? 0 : -1);
+        program.segments.lengths.push_back(static_cast<std::int64_t>(end - begin));
+        program.segments.in_offset.push_back(static_cast<std::int64_t>(begin));
+        program.segments.out_offset.push_back(static_cast<std::int64_t>(begin));
+        program.segments.scratch_index.push_back(program.widens && s == folded ? 0 : -1);
         longest = std::max(longest, end - begin);
     }
-    program.homeless = program.widens ? 1 : 0;
-    program.tile = TILE_BYTES / program.element();
-    program.tiles = std::max<std::size_t>(1, (longest + program.tile - 1) / program.tile);
-    program.stride = std::min(program.tile, (std::max<std::size_t>(1, longest) + grain - 1) / grain * grain);
-    program.in_flight = std::min<std::size_t>({3, program.tiles, program.rounds.size()});
+    Tiling& tiling = program.tiling;
+    tiling.tile = TILE_BYTES / program.element();
+    tiling.tiles = std::max<std::size_t>(1, (longest + tiling.tile - 1) / tiling.tile);
+    tiling.stride = std::min(tiling.tile, (std::max<std::size_t>(1, longest) + grain - 1) / grain * grain);
+    tiling.in_flight = std::min<std::size_t>({3, tiling.tiles, program.rounds.size()});
     program.out_bytes = count * program.element();
 }
 
-// All-reduce in two shots: rank s folds segment s and hands it out.
+// Two-shot all-reduce: rank s folds segment s and sends the result to all others.
 inline Program two_shot(std::uint32_t rank, std::uint32_t size, std::size_t count, DType dtype) {
     Program program;
     program.rounds.resize(3);
-    for (std::uint32_t peer : others(rank, size)) program.rounds[0].push_back(send({0, peer, 1}, {peer}));
+    for (std::uint32_t peer : others(rank, size)) program.rounds[0].push_back(Operation::send(input(peer), {peer}));
     program.rounds[0].push_back(fold(rank, rank, size));
-    program.rounds[1].push_back(finish(rank));
-    program.rounds[2].push_back(send({1, rank, 1}, others(rank, size)));
-    for (std::uint32_t peer : others(rank, size)) program.rounds[2].push_back(recv({1, peer, 1}, peer));
+    program.rounds[1].push_back(Operation::finish(output(rank), accumulator(rank)));
+    program.rounds[2].push_back(Operation::send(output(rank), others(rank, size)));
+    for (std::uint32_t peer : others(rank, size)) program.rounds[2].push_back(Operation::recv(output(peer), peer));
     program.mirrored = true;
     bind(program, size, rank, count, dtype);
     program.prepare();
     return program;
 }
 
-// All-reduce in one: all ranks fold everything.
+// One-shot all-reduce: every rank folds all inputs.
 inline Program one_shot(std::uint32_t rank, std::uint32_t size, std::size_t count, DType dtype) {
     Program program;
     program.rounds.resize(2);
-    program.rounds[0].push_back(send({0, 0, 1}, others(rank, size)));
+    program.rounds[0].push_back(Operation::send(input(0), others(rank, size)));
     program.rounds[0].push_back(fold(0, rank, size));
-    program.rounds[1].push_back(finish(0));
+    program.rounds[1].push_back(Operation::finish(output(0), accumulator(0)));
     program.folds_last = true;
     bind(program, 1, 0, count, dtype);
-    program.one_shot = program.tiles == 1;
+    program.one_shot = program.tiling.tiles == 1;
     program.prepare();
     return program;
 }

@@ -1,4 +1,4 @@
-"""What users hand in — NumPy, DLPack, buffers, numbers — as typed views; the table of dtypes.
+"""Typed views of user arrays (NumPy, DLPack, buffers, numbers), and the table of dtypes.
 
 A `View` is a flat, contiguous NumPy array over the user's memory where that is possible, and over a private copy
 where it is not (strided arrays): `load()` fills it, `store()` writes it back. Nothing here communicates.
@@ -66,7 +66,8 @@ _OPS = {  # by name, in the order of their codes
     "bool": _INTEGER,  # sum is "or", prod is "and", as NumPy's + and * on booleans
     **dict.fromkeys(("complex64", "complex128"), _COMPLEX),
 }
-_CODES = {name: code for code, name in enumerate(_OPS, start=1)}
+DTYPES = tuple(_OPS)
+_CODES = {name: code for code, name in enumerate(DTYPES, start=1)}  # on the wire
 
 
 @functools.cache

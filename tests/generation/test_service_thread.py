@@ -16,7 +16,7 @@ from gradwire.liveness.verdict import Finding
 from gradwire.transports.frames import Outbox
 from gradwire.wire import Header, Kind
 
-LONG = 10.0
+LONG = 60.0
 WORLD, TAG, NBYTES = 1, 7, 1 << 20
 
 

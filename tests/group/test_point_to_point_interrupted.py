@@ -15,10 +15,13 @@ import pytest
 import gradwire as gw
 from gradwire.host import native_core
 from gradwire.transports.base import MESSAGE_CHANNEL, Buffer
+from gradwire.transports.frames import Outbox
 from gradwire.transports.local import LocalLink
 from gradwire.transports.tcp.tls_link import TlsLink
 from gradwire.transports.tcp.transport import TcpLink
+from support.in_process import Clock
 from support.in_process import any_pair_fixture as any_pair_fixture
+from support.in_process import message_clock_fixture as message_clock_fixture
 from support.processes import Here, StartJob
 from support.processes import job_fixture as job_fixture
 from support.processes import zygote_fixture as zygote_fixture
@@ -77,9 +80,30 @@ def sending(group: gw.Group, x: Any, errors: list[BaseException], **options: Any
     return thread
 
 
-def close_at(gate: Gate, group: gw.Group) -> None:
-    gate.reached.wait(10)
-    group.close()
+def acquaint(pair: list[gw.Group]) -> None:
+    """Let the link of messages be made, before the clock is stopped: dialling keeps to the real time."""
+    pair[0].send(np.zeros(1), dst=1)
+    pair[1].recv(np.zeros(1), src=0)
+
+
+def at(gate: Gate, action: Callable[[], None]) -> threading.Thread:
+    """Act as soon as the gate is reached, from another thread."""
+
+    def act() -> None:
+        gate.reached.wait()
+        action()
+
+    thread = threading.Thread(target=act)
+    thread.start()
+    return thread
+
+
+def time_out_halfway(gate: Gate, group: gw.Group, x: Any) -> None:
+    """Receive into x, and give up, until the message has arrived as far as the gate."""
+    while not gate.reached.is_set():
+        x[:] = 0
+        with pytest.raises(gw.Timeout, match="the recv can be repeated"):
+            group.recv(x, src=0, timeout=0.5)
 
 
 def message() -> Any:
@@ -90,15 +114,13 @@ def test_a_recv_that_timed_out_halfway_gets_the_message_whole_later(pair: list[g
     errors: list[BaseException] = []
     sender = sending(pair[0], message(), errors)
     x = np.zeros(WHOLE, np.uint8)
-    with pytest.raises(gw.Timeout, match="the recv can be repeated"):
-        pair[1].recv(x, src=0, timeout=3.0)
-    assert gate.reached.wait(10), "the time-out was to strike in the middle of the payload"
+    time_out_halfway(gate, pair[1], x)
     assert x.any()
     x[:] = 0
     with pytest.raises(gw.Timeout):
         pair[1].recv(np.zeros(WHOLE, np.uint8), src=0, timeout=0.05)  # halfway again
     gate.opened.set()
-    sender.join(30)
+    sender.join()
     assert not errors
     assert not x.any(), "memory that was given up is not written to any more"
     y = np.zeros(WHOLE, np.uint8)
@@ -112,21 +134,32 @@ def test_a_recv_that_timed_out_halfway_gets_the_message_whole_later(pair: list[g
 def test_the_next_recv_may_ask_while_the_rest_is_still_coming(pair: list[gw.Group], gate: Gate) -> None:
     errors: list[BaseException] = []
     sender = sending(pair[0], message(), errors)
-    while not gate.reached.is_set():
-        with pytest.raises(gw.Timeout):
-            pair[1].recv(np.zeros(WHOLE, np.uint8), src=0, timeout=0.5)
+    time_out_halfway(gate, pair[1], np.zeros(WHOLE, np.uint8))
     y = np.zeros(WHOLE, np.uint8)
     opener = threading.Timer(0.05, gate.opened.set)
     opener.start()
     pair[1].recv(y, tag=0)
     assert np.array_equal(y, message())
-    sender.join(30)
+    sender.join()
     opener.join()
     assert not errors
 
 
-def test_a_send_whose_time_ends_behind_a_half_sent_message_is_given_up_alone(pair: list[gw.Group], gate: Gate) -> None:
+def test_a_send_whose_time_ends_behind_a_half_sent_message_is_given_up_alone(
+    pair: list[gw.Group], gate: Gate, message_clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It was accepted, and waits for the link; the recv that accepted it then gets the next message instead."""
+    refused, hold = threading.Event(), Outbox.hold
+
+    def hold_or_report(outbox: Outbox) -> bool:
+        held = hold(outbox)
+        if not held:
+            refused.set()
+        return held
+
+    acquaint(pair)
+    monkeypatch.setattr(Outbox, "hold", hold_or_report)
+    message_clock.stop()
     gate.room = 2 * MIB
     big, small = message()[: 4 * MIB], np.arange(20_000.0)  # both too long to be sent before they are asked for
     late: list[BaseException] = []
@@ -138,16 +171,19 @@ def test_a_send_whose_time_ends_behind_a_half_sent_message_is_given_up_alone(pai
     x, y = np.zeros_like(big), np.zeros_like(small)
     receivers = [threading.Thread(target=pair[1].recv, args=args) for args in ((x, 0, 1), (y, 0, 2))]
     receivers[0].start()
-    assert gate.reached.wait(10)
+    gate.reached.wait()
+    refused.clear()
     receivers[1].start()
-    second.join(30)
+    refused.wait()
+    message_clock.go_on()
+    second.join()
     assert [type(error) for error in late] == [gw.Timeout]
     assert "waited 1 s behind others to that rank" in str(late[0])
     gate.opened.set()
-    first.join(30)
-    pair[0].send(small + 1, dst=1, tag=2, timeout=30)
+    first.join()
+    pair[0].send(small + 1, dst=1, tag=2)
     for receiver in receivers:
-        receiver.join(30)
+        receiver.join()
     assert not errors
     assert np.array_equal(x, big)
     assert np.array_equal(y, small + 1)
@@ -159,11 +195,10 @@ def test_a_message_behind_a_half_arrived_one_stays_behind_it(pair: list[gw.Group
     errors: list[BaseException] = []
     sender = sending(pair[0], message(), errors)
     x = np.zeros(WHOLE, np.uint8)
-    with pytest.raises(gw.Timeout):
-        pair[1].recv(x, src=0, timeout=0.5)
+    time_out_halfway(gate, pair[1], x)
     pair[0].send(np.ones(3, np.uint8), dst=1)  # waits for its turn on the link, but send returns
     gate.opened.set()
-    sender.join(30)
+    sender.join()
     with pytest.raises(gw.SizeMismatch, match=f"sent {WHOLE} bytes"):
         pair[1].recv(np.zeros(3, np.uint8), src=0)
     pair[1].recv(x, src=0)
@@ -173,15 +208,18 @@ def test_a_message_behind_a_half_arrived_one_stays_behind_it(pair: list[gw.Group
 
 
 def test_a_send_that_times_out_halfway_breaks_the_group_and_names_who_stopped_reading(
-    pair: list[gw.Group], gate: Gate
+    pair: list[gw.Group], gate: Gate, message_clock: Clock
 ) -> None:
-    gate.room = MIB  # soon reached, on a busy machine too
+    acquaint(pair)
     errors: list[BaseException] = []
-    sender = sending(pair[0], message(), errors, timeout=2.0)
-    with pytest.raises(gw.Timeout, match=r"send to rank 1 did not finish in 2 s: it stopped reading") as told:
+    message_clock.stop()
+    sender = sending(pair[0], message(), errors, timeout=0.5)
+    starter = at(gate, message_clock.go_on)
+    with pytest.raises(gw.Timeout, match=r"send to rank 1 did not finish in 0.5 s: it stopped reading") as told:
         pair[1].recv(np.zeros(WHOLE, np.uint8), src=0)
     assert told.value.culprit == 1
-    sender.join(30)
+    starter.join()
+    sender.join()
     assert [type(error) for error in errors] == [gw.Timeout]
     assert gate.reached.is_set()
 
@@ -193,7 +231,7 @@ def test_ctrl_c_halfway_breaks_the_group_instead_of_spoiling_the_link(pair: list
     with pytest.raises(gw.Aborted, match=r"rank 0 .* gave up: interrupted \(Ctrl-C\) during send") as told:
         pair[1].recv(np.zeros(WHOLE, np.uint8), src=0)
     assert told.value.culprit == 0
-    sender.join(30)
+    sender.join()
     assert [type(error) for error in errors] == [KeyboardInterrupt]
     with pytest.raises(gw.Aborted):
         pair[0].send(np.zeros(1), dst=1)
@@ -202,13 +240,12 @@ def test_ctrl_c_halfway_breaks_the_group_instead_of_spoiling_the_link(pair: list
 def test_closing_halfway_wakes_the_sender_and_is_a_loss_to_the_receiver(pair: list[gw.Group], gate: Gate) -> None:
     errors: list[BaseException] = []
     sender = sending(pair[0], message(), errors)
-    closer = threading.Thread(target=close_at, args=(gate, pair[0]))
-    closer.start()
+    closer = at(gate, pair[0].close)
     with pytest.raises(gw.PeerLost, match=r"rank 0 .* left the job during recv") as told:
         pair[1].recv(np.zeros(WHOLE, np.uint8), src=0)
     assert told.value.culprit == 0
-    closer.join(30)
-    sender.join(30)
+    closer.join()
+    sender.join()
     assert [type(error) for error in errors] == [gw.Closed]
 
 

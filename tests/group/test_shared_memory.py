@@ -20,7 +20,6 @@ from support.processes import zygote_fixture as zygote_fixture
 pytestmark = pytest.mark.skipif(not native_core.available(), reason="only the core reads shared memory")
 
 MIB = 1 << 20
-GENEROUS = 5.0  # seconds, for what takes milliseconds
 
 
 def sees_others(here: Here) -> None:
@@ -183,7 +182,7 @@ def keeps_links_in_a_hidden_child(here: Here, victim: int) -> None:
 def test_a_death_is_noticed_although_a_child_keeps_the_links(job: StartJob, victim: int) -> None:
     with job(keeps_links_in_a_hidden_child, 3, victim) as ranks:
         assert all(rank.hear()["ready"] for rank in ranks)
-        killed = ranks[victim].signal()
+        ranks[victim].signal()
         for rank in ranks:
             if rank.number != victim:
                 said = rank.hear()
@@ -191,7 +190,6 @@ def test_a_death_is_noticed_although_a_child_keeps_the_links(job: StartJob, vict
                 where = re.escape(place(keeps_links_in_a_hidden_child, "# here"))
                 died = rf"rank {victim} \(host \S+, pid {ranks[victim].pid}\) died( during all_reduce #\d+, {where})?"
                 assert re.fullmatch(died, said["text"]), said["text"]
-                assert said["at"] - killed < GENEROUS
 
 
 def leaves_first(here: Here) -> None:

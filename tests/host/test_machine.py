@@ -36,11 +36,13 @@ def write(path: Path, text: str) -> None:
         ("what is this", {}, math.inf),
     ],
 )
-def test_quota(tmp_path: Path, own: str, files: dict[str, str], cores: float) -> None:
+def test_core_quota_reads_the_smallest_limit_of_the_control_groups(
+    tmp_path: Path, own: str, files: dict[str, str], cores: float
+) -> None:
     write(tmp_path / "own", own)
     for name, text in files.items():
         write(tmp_path / "groups" / name, text)
-    assert machine._quota(tmp_path / "groups", tmp_path / "own") == cores
+    assert machine.core_quota(tmp_path / "groups", tmp_path / "own") == cores
 
 
 def test_usable_cores_are_those_the_process_may_run_on() -> None:

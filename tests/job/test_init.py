@@ -160,12 +160,10 @@ def test_a_duplicate_that_comes_when_the_job_is_complete(job: StartJob, static: 
     environ = static(2)
     with job(joins, 2, environ=environ) as ranks:
         assert [rank.hear()["sum"] for rank in ranks] == [2, 2]
-        began = time.monotonic()
         with job(joins, 1, environ=lambda _: environ(1)) as (late,):
             told = late.hear()
             assert told["error"] == "Refused"
             assert re.search(r"rendezvous at 127\.0\.0\.1:\d+ is over: all 2 ranks .* have come", told["text"])
-            assert time.monotonic() - began < 10.0
         assert re.search(r"refused 127\.0\.0\.1:\d+: all 2 ranks of the job there have come", ranks[0].output())
         with job(joins, 1, environ=lambda _: environ(0)) as (second,):
             told = second.hear()
@@ -198,13 +196,11 @@ def test_a_rank_that_registers_and_dies_is_not_waited_for(
 ) -> None:
     with job(dies_after_registering, 3, victim, environ=static(3)) as ranks:
         assert ranks[victim].ended() == 7
-        began = time.monotonic()
         for rank in ranks:
             if rank.number != victim:
                 told = rank.hear()
                 assert told["error"] in ("NoConnection", "Aborted", "PeerLost"), told
                 assert f"rank {victim} " in told["text"], told
-        assert time.monotonic() - began < 5.0
 
 
 # -- nothing is started -----------------------------------------------------------------------------------------------
@@ -241,7 +237,8 @@ def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
     address = f"127.0.0.1:{free_port()}"
     with pytest.raises(gw.NoConnection, match=rf"no coordinator answered at {address}") as told:
         gw.init(1, 2, address, timeout=0.3)
-    assert told.value.seconds == pytest.approx(0.3, abs=0.2)
+    assert told.value.seconds is not None
+    assert 0 < told.value.seconds <= 0.3
 
 
 def test_a_lone_process_needs_nobody() -> None:
@@ -274,7 +271,7 @@ def joins_among_many(here: Here) -> None:
 def test_thirty_two_processes(job: StartJob) -> None:
     began = time.monotonic()
     with job(joins_among_many, 32) as ranks:
-        told = [rank.hear(60) for rank in ranks]
+        told = [rank.hear() for rank in ranks]
         assert {one["sum"] for one in told} == {32}
         assert max(one["at"] for one in told) - began < 20.0
         for rank in ranks:

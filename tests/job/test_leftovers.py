@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import sys
@@ -11,6 +12,9 @@ import pytest
 
 from gradwire.errors import Aborted, Closed
 from support import leftovers
+from support.processes import Here, StartJob
+from support.processes import job_fixture as job_fixture
+from support.processes import zygote_fixture as zygote_fixture
 from support.ranks import run_ranks
 
 needs_proc = pytest.mark.skipif(not leftovers.PROC.exists(), reason="needs /proc")
@@ -83,7 +87,7 @@ def test_the_first_failure_is_raised_and_aborts() -> None:
     def fn(group: Fake) -> None:
         if group.rank == 1:
             raise ZeroDivisionError("mine")
-        assert groups[1].aborted.wait(10)
+        assert groups[1].aborted.wait(60)
         raise Aborted(f"rank {group.rank} heard")
 
     with pytest.raises(ZeroDivisionError, match="mine") as caught:
@@ -91,6 +95,22 @@ def test_the_first_failure_is_raised_and_aborts() -> None:
     notes = caught.value.__notes__
     assert notes[0] == "raised on rank 1"
     assert sorted(notes[1:]) == ["then on rank 0: Aborted: rank 0 heard", "then on rank 2: Aborted: rank 2 heard"]
+
+
+def waits_for_nothing(here: Here) -> None:
+    here.tell(waiting=True)
+    threading.Event().wait()
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["waits", "stopped"])
+def test_start_job_failed_test_shows_the_stacks_of_ranks_that_still_run(job: StartJob, stopped: bool) -> None:
+    with pytest.raises(ZeroDivisionError) as caught, job(waits_for_nothing, 2, environ={}) as ranks:
+        for rank in ranks:
+            assert rank.hear() == {"waiting": True}
+        if stopped:
+            ranks[0].signal(signal.SIGSTOP)
+        1 / 0
+    assert [" in waits_for_nothing\n" in note for note in caught.value.__notes__] == [True, True]
 
 
 def test_who_does_not_end_is_shown() -> None:

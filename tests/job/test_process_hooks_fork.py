@@ -90,9 +90,8 @@ def forks(here: Here, when: str) -> None:
     before = tcp_sockets()
     child = os.fork()
     if child == 0:
-        began = time.monotonic()
         said = {"world": what_calls_say(group), "inner": what_calls_say(inner)}
-        here.tell(child=said, sockets=tcp_sockets(), took=time.monotonic() - began)
+        here.tell(child=said, sockets=tcp_sockets())
         sys.exit(0)  # exit handlers run in the child too
     _, status = os.waitpid(child, 0)
     if helper is not None:
@@ -109,7 +108,6 @@ def test_a_child_has_no_links_and_its_groups_are_closed(job: StartJob, when: str
             said = rank.hear()
             assert said["child"] == {"world": INHERITED, "inner": INHERITED}
             assert said["sockets"] == 0
-            assert said["took"] < 1.0
         for rank in ranks:
             said = rank.hear()
             assert (said["status"], said["sum"], said["inner"]) == (0, 3, 3)
@@ -171,7 +169,7 @@ def test_a_fork_waits_for_a_socket_to_be_on_record() -> None:
         thread = threading.Thread(target=fork)
         thread.start()
         assert not forked.wait(0.1)
-    assert forked.wait(10)
+    assert forked.wait(60)
     thread.join()
 
 
@@ -193,7 +191,7 @@ def test_in_process_ranks_are_closed_in_children_too() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
     for group in groups:
         group.close()

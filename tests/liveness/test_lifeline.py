@@ -26,6 +26,7 @@ from gradwire.liveness.lifeline import ALL_PAIRS, BEAT_THREAD, BeatCapability, L
 from gradwire.transports.base import LIFELINE_CHANNEL, Buffer, Link, LinkClosed
 from gradwire.transports.frames import Reader
 from gradwire.wire import HEADER_BYTES, Header, Kind
+from support.ranks import eventually
 
 LONG = 30.0
 needs_core = pytest.mark.skipif(not native_core.available(), reason="its thread is native")
@@ -187,11 +188,7 @@ def test_a_thread_that_beats_is_seen_at_rest_unless_it_waits_for_a_core() -> Non
     beat_messages = native_core.native.Lifeline(10.0)
     beat_messages.start()
     try:
-        deadline = time.monotonic() + 20
-        while (threads_called(BEAT_THREAD) != 1 or beat_waits(os.getpid())) and time.monotonic() < deadline:
-            time.sleep(0.001)
-        assert threads_called(BEAT_THREAD) == 1
-        assert not beat_waits(os.getpid())
+        assert eventually(lambda: threads_called(BEAT_THREAD) == 1 and not beat_waits(os.getpid()))
     finally:
         beat_messages.stop()
     assert not beat_waits(os.getpid())

@@ -1,9 +1,11 @@
-"""Fixtures for a rendezvous over real sockets: coordinators that are stopped, and a log that can be waited for."""
+"""Fixtures for a rendezvous over real sockets: coordinators, their databases, and a log that can be waited for."""
 
 from __future__ import annotations
 
 import logging
+import sqlite3
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -20,6 +22,20 @@ def journal() -> Iterator[Journal]:
     yield handler
     logger.removeHandler(handler)
     logger.setLevel(before)
+
+
+@pytest.fixture
+def databases(monkeypatch: pytest.MonkeyPatch) -> list[sqlite3.Connection]:
+    """The SQLite connections that are opened during the test, to give them other limits; a journal's is the last."""
+    opened: list[sqlite3.Connection] = []
+    connect = sqlite3.connect
+
+    def observed(*arguments: Any, **options: Any) -> sqlite3.Connection:
+        opened.append(connect(*arguments, **options))
+        return opened[-1]
+
+    monkeypatch.setattr(sqlite3, "connect", observed)
+    return opened
 
 
 @pytest.fixture

@@ -83,7 +83,7 @@ def test_everybody_learns_everybody_else(serve: Serve) -> None:
     found = join(coordinator, member(1), 3, job="named")
     assert found.members == tuple(member(rank) for rank in range(3))
     assert (found.job, found.generation, found.rank, len(found.run)) == ("named", 1, 1, 16)
-    assert [other.result(10).rank for other in others] == [2, 0]
+    assert [other.result(60).rank for other in others] == [2, 0]
     assert {other.result().run for other in others} == {found.run}
 
 
@@ -141,7 +141,7 @@ def test_a_coordinator_that_is_stopped_at_once_has_told_everybody(
     others = [joining(coordinator, member(rank), 8) for rank in range(1, 8)]
     join(coordinator, member(0), 8)
     coordinator.stop()
-    assert [other.result(10).rank for other in others] == list(range(1, 8))
+    assert [other.result(60).rank for other in others] == list(range(1, 8))
 
 
 def test_no_thread_is_left_behind(serve: Serve) -> None:
@@ -149,9 +149,9 @@ def test_no_thread_is_left_behind(serve: Serve) -> None:
     coordinator = serve(2)
     other = joining(coordinator, member(1), 2)
     join(coordinator, member(0), 2)
-    other.result(10)
+    other.result(60)
     coordinator.stop()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
 
     def left() -> list[threading.Thread]:
         return [one for one in threading.enumerate() if one not in before and not one.name.endswith("(run)")]
@@ -163,20 +163,19 @@ def test_no_thread_is_left_behind(serve: Serve) -> None:
 
 def test_workers_may_come_before_their_coordinator(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = threading.Semaphore(0)
-    original = session._try
 
-    def observed(*arguments: Any) -> socket.socket | str:
-        found = original(*arguments)
-        tried.release()
-        return found
+    def pauses() -> Iterator[float]:  # asked after each try
+        while True:
+            tried.release()
+            yield 0.01
 
-    monkeypatch.setattr(session, "_try", observed)
+    monkeypatch.setattr(session, "pauses_between_tries", pauses)
     port = _free_port()
     early = joining(f"127.0.0.1:{port}", member(0), 1)
     for _ in range(3):
-        assert tried.acquire(timeout=10)
+        assert tried.acquire(timeout=60)
     serve(1, port=port)
-    assert early.result(10).rank == 0
+    assert early.result(60).rank == 0
 
 
 def test_workers_find_a_coordinator_that_was_started_anew(serve: Serve, journal: Journal) -> None:
@@ -188,7 +187,7 @@ def test_workers_find_a_coordinator_that_was_started_anew(serve: Serve, journal:
     second = serve(2, port=port)
     journal.wait_for("rank 1 .* has come", times=2)
     assert join(second, member(0), 2).rank == 0
-    assert patient.result(10).rank == 1
+    assert patient.result(60).rank == 1
 
 
 # Who is turned away, and what both sides are told.
@@ -219,7 +218,7 @@ def test_refusals_reach_both_sides_and_harm_nobody(
         join(coordinator, who, size, **options)
     journal.wait_for(f"refused .*127\\.0\\.0\\.1:[0-9]+: .*{said}")
     join(coordinator, member(1), 2)
-    assert first.result(10).members == (member(0), member(1))
+    assert first.result(60).members == (member(0), member(1))
 
 
 def test_a_rank_of_a_running_job_stays_taken(serve: Serve) -> None:
@@ -241,7 +240,7 @@ def test_the_deadline_names_who_did_not_come_and_frees_the_place(serve: Serve) -
     start = time.monotonic()
     with pytest.raises(Timeout, match=r"within 1 s: of 4, ranks 0, 2, 3 did not come") as caught:
         join(coordinator, member(1), 4, timeout=1.0)
-    assert 1.0 <= time.monotonic() - start < 10
+    assert time.monotonic() - start >= 1.0
     assert (caught.value.seconds, caught.value.operation) == (1.0, "rendezvous")
     with pytest.raises(Timeout, match="ranks 0, 2, 3"):
         join(coordinator, member(1, "restarted"), 4, timeout=1.0)
@@ -252,11 +251,11 @@ def test_a_killed_worker_frees_its_place_at_once(serve: Serve, spawn: Spawn, jou
     victim = spawn(coordinator, 1, 2)
     journal.wait_for("rank 1 .* has come", timeout=60)
     victim.kill()
-    assert victim.wait(10) == -signal.SIGKILL
+    assert victim.wait(60) == -signal.SIGKILL
     journal.wait_for("rank 1 .* went away while it waited")
     again = joining(coordinator, member(1, "restarted"), 2)
     assert join(coordinator, member(0), 2).members[1].id == "restarted"
-    assert again.result(10).rank == 1
+    assert again.result(60).rank == 1
 
 
 def test_a_coordinator_that_gives_up_tells_those_who_wait(serve: Serve, journal: Journal) -> None:
@@ -265,19 +264,18 @@ def test_a_coordinator_that_gives_up_tells_those_who_wait(serve: Serve, journal:
     journal.wait_for("rank 1 .* has come")
     coordinator.stop()
     with pytest.raises(Refused, match="the coordinator was stopped before all ranks had come"):
-        waiting.result(10)
+        waiting.result(60)
     coordinator.stop()
 
 
 def test_waiting_long_is_said(serve: Serve, journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "_TELL_AFTER", 0.0)
     monkeypatch.setattr(requests, "HOLD_SECONDS", 0.05)
     coordinator = serve(3)
-    waiting = joining(coordinator, member(1), 3)
+    waiting = joining(coordinator, member(1), 3, log_after=0.0)
     journal.wait_for("s at the rendezvous 127.0.0.1:.*: of 3, ranks 0, 2 have not come")
     coordinator.stop()
     with pytest.raises(Refused):
-        waiting.result(10)
+        waiting.result(60)
 
 
 def test_taking_leave(serve: Serve) -> None:
@@ -314,12 +312,11 @@ def test_listening_beyond_this_machine_must_be_meant(serve: Serve) -> None:
     assert join(coordinator, member(0), 1).rank == 0
 
 
-def test_an_unresolvable_host(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "_NAME_GRACE", 0.0)
+def test_an_unresolvable_host(serve: Serve) -> None:
     with pytest.raises(ConfigError, match=r"'no-such-host\.invalid' cannot be resolved"):
         serve(1, host="no-such-host.invalid")
     with pytest.raises(ConfigError, match=r"'no-such-host\.invalid' cannot be resolved"):
-        join("no-such-host.invalid:1", member(0), 1)
+        join("no-such-host.invalid:1", member(0), 1, timeout=0.1)
     with pytest.raises(ConfigError, match="needs a port"):
         join("127.0.0.1:0", member(0), 1)
 
@@ -332,7 +329,7 @@ def test_nobody_there() -> None:
     ) as caught:
         join(address, member(0), 1, timeout=0.3)
     assert type(caught.value) is NoConnection
-    assert 0.3 <= time.monotonic() - start < 2
+    assert time.monotonic() - start >= 0.3
 
 
 def _free_port() -> int:

@@ -90,8 +90,10 @@ def test_a_request_does_not_pass_for_its_own_reply() -> None:
 
 
 def test_strangers_are_not_remembered() -> None:
-    _, coordinator = acquainted()
+    worker, coordinator = acquainted()
     for number in range(100):
         with pytest.raises(Unproven):
             coordinator.open("Method", pb.Sealed(worker_nonce=bytes([number]) * 32, sequence=1))
-    assert len(coordinator._heard) == 0
+    assert coordinator.remembered == 0
+    coordinator.open("Method", worker.seal("Method", b""))
+    assert coordinator.remembered == 1

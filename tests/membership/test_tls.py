@@ -44,7 +44,7 @@ def join(coordinator: Coordinator, name: str, credentials: Credentials | None) -
         size=None,
         secret=SECRET,
         job=None,
-        timeout=20.0,
+        timeout=60,
         credentials=credentials,
     )
 
@@ -93,21 +93,20 @@ def test_a_certificate_that_the_coordinator_does_not_know(coordinator: Coordinat
 
 
 def test_a_rendezvous_that_is_over_says_so_to_those_with_certificates_too() -> None:
-    door = ClosedListener(resolve("127.0.0.1", 0)[0], "all have come")
-    host, port = door._listener.getsockname()
+    listener = ClosedListener(resolve("127.0.0.1", 0)[0], "all have come")
     try:
         with pytest.raises(Refused, match="is over: all have come"):
             register(
-                f"{host}:{port}",
+                listener.address,
                 member("m1"),
                 size=None,
                 secret=SECRET,
                 job=None,
-                timeout=20.0,
+                timeout=60,
                 credentials=tls_files.credentials("m1"),
             )
     finally:
-        door.close()
+        listener.close()
 
 
 def test_a_member_cannot_serve_in_the_coordinators_place(serve: Serve) -> None:

@@ -42,7 +42,7 @@ def join(coordinator: Coordinator, name: str, secret: bytes | Token, generation:
         size=None,
         secret=secret,
         job=None,
-        timeout=20,
+        timeout=60,
         generation=generation,
         run=coordinator.run if generation else b"",
     )
@@ -114,7 +114,7 @@ def test_its_holder_speaks_only_for_those_whom_it_let_in(coordinator: Coordinato
 def test_token_claim_that_was_refused_uses_nothing_up(coordinator: Coordinator) -> None:
     invitation = token(uses=1)
     with pytest.raises(Refused, match="expects a job of 3 ranks"):
-        register(coordinator.address, member("one"), size=3, secret=invitation, job=None, timeout=20)
+        register(coordinator.address, member("one"), size=3, secret=invitation, job=None, timeout=60)
     assert join(coordinator, "other", invitation).rank == 0
 
 
@@ -139,13 +139,13 @@ def test_launcher_with_a_token_keeps_the_leases_of_its_workers(
     beats = Heartbeats(coordinator.address, ["box/0", "box/1"], secret=secret, on_news=told.put, interval=0.05)
     beats.start()
     try:
-        assert told.get(timeout=20).generation == 0
+        assert told.get(timeout=60).generation == 0
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda name: join(coordinator, name, secret), ["box/0", "box/1"]))
-        news = [told.get(timeout=20) for _ in range(40)]  # 2 s at least
+        news = [told.get(timeout=60) for _ in range(40)]  # 2 s at least
         assert (news[-1].generation, news[-1].evicted, news[-1].size) == (1, (), 2)
         beats.gone(["box/1"])
-        while not (latest := told.get(timeout=20)).evicted:
+        while not (latest := told.get(timeout=60)).evicted:
             pass
         assert latest.evicted == ("box/1",)
     finally:
@@ -169,6 +169,6 @@ def test_a_worker_node_takes_one_from_the_environment(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GRADWIRE_TOKEN", tokens.make(SECRET, job="mine", expires_in=60))
-    with gw.WorkerNode(coordinator.address, "guest", timeout=20) as node:
+    with gw.WorkerNode(coordinator.address, "guest", timeout=60) as node:
         assert node.rank == 0
         assert node.healthy(30)

@@ -25,4 +25,4 @@ def test_core_by_itself() -> None:
     environ = os.environ | {"PATH": path}
     done = subprocess.run([SCRIPT], env=environ, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "tiny_calls" in done.stdout
+    assert "all_reduce_of_8_bytes_repeated" in done.stdout

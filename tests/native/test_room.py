@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -22,7 +20,6 @@ from gradwire.topology import Topology
 native = pytest.importorskip("gradwire._native", reason="the native core is not built")
 from gradwire.executors.native import SHARED_TILE_BYTES, staging_bytes  # noqa: E402
 
-HEADER = Path(__file__).parents[2] / "native" / "memory.hpp"
 DTYPE = parse_dtype("bfloat16")  # its partial results take twice its bytes
 COUNT = 10 << 20  # more tiles than are in flight
 COLLECTIVES = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "gather", "scatter", "all_to_all")
@@ -44,7 +41,7 @@ def needed(wave: Wave, neighbours: set[int], held: bool) -> tuple[int, int]:
 @pytest.mark.parametrize("hosts", HOSTS)
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_waves_fit(hosts: str, collective: str) -> None:
-    entries = int(re.findall(r"LANE_ENTRIES = (\d+)", HEADER.read_text("utf-8"))[0])
+    entries = native.LANE_ENTRIES
     topology, size = Topology.of(list(hosts)), len(hosts)
     tile = SHARED_TILE_BYTES if len(set(hosts)) == 1 else TILE_BYTES
     for algorithm in algorithms(collective):

@@ -22,6 +22,8 @@ def names_in(body: list[ast.stmt]) -> set[str]:
             names.add(node.name)
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             names.add(node.target.id)
+        elif isinstance(node, ast.Assign):
+            names.update(target.id for target in node.targets if isinstance(target, ast.Name))
     return {name for name in names if not name.startswith("_")}
 
 

@@ -20,7 +20,7 @@ from support import tls_files
 from support.in_process import Journal
 from support.in_process import journal_fixture as journal_fixture
 
-LONG = 10.0
+LONG = 60.0
 
 
 @pytest.fixture

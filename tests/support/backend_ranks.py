@@ -13,8 +13,6 @@ import torch.distributed as dist
 
 from support.processes import StartJob
 
-VERY_LONG = 100.0  # seconds: a bound for what takes a few, on a machine that is busy
-
 
 def meet(file: str, backend: str = "gradwire", seconds: float = 60.0) -> tuple[int, int]:
     """In a rank: meet the others in this file; returns the rank, and how many there are."""
@@ -31,7 +29,7 @@ def environ_of(size: int) -> Callable[[int], dict[str, str]]:
 def run(job: StartJob, body: Callable[..., None], size: int, place: Path) -> list[dict[str, Any]]:
     """What each rank of a job told before it ended well."""
     with job(body, size, str(place / "store"), environ=environ_of(size)) as ranks:
-        told = [rank.hear(VERY_LONG) for rank in ranks]
+        told = [rank.hear() for rank in ranks]
         for rank in ranks:
             assert rank.ended() == 0, rank.output()
     return told

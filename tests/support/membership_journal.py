@@ -22,7 +22,7 @@ class Journal(logging.Handler):
             self.lines.append(record.getMessage())
             self._changed.notify_all()
 
-    def wait_for(self, pattern: str, times: int = 1, timeout: float = 10.0) -> None:
+    def wait_for(self, pattern: str, times: int = 1, timeout: float = 60.0) -> None:
         with self._changed:
             if not self._changed.wait_for(lambda: self.count(pattern) >= times, timeout):
                 raise AssertionError(f"{pattern!r} was not logged {times} times: {self.lines}")

@@ -2,7 +2,9 @@
 
 A job of fresh interpreters spends a second on imports. Here one process (the zygote) has imported everything and forks
 a child for each rank; the child then runs a function of the test's own module and ends as any Python program does,
-with its exit handlers. Each rank leads a process group, so that what it forks ends with the test too.
+with its exit handlers. Each rank leads a process group, so that what it forks ends with the test too. Waiting for a
+rank has no limit of its own: pytest's timeout ends a test that hangs, and `start_job` then adds the stacks of all
+threads of all ranks that still run to the error.
 
     def reduces(here: Here) -> None:                      # runs in the rank
         group = gw.init()
@@ -17,10 +19,12 @@ from __future__ import annotations
 
 import array
 import contextlib
+import gc
 import importlib.util
 import inspect
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -35,7 +39,6 @@ from typing import IO, Any, Protocol
 
 import pytest
 
-LONG = 30.0  # seconds: a bound for what takes milliseconds, on a machine that is busy
 LARGEST = 1 << 20
 MAIN = "import sys; sys.path.insert(0, sys.argv[1]); from support import processes; processes.breed(int(sys.argv[2]))()"
 
@@ -93,13 +96,9 @@ class Rank:
         self._line = line
         self._output = output
 
-    def hear(self, seconds: float = LONG) -> dict[str, Any]:
+    def hear(self) -> dict[str, Any]:
         """The next thing it tells."""
-        self._line.settimeout(seconds)
-        try:
-            data = self._line.recv(LARGEST)
-        except TimeoutError:
-            raise AssertionError(f"rank {self.number} said nothing for {seconds:g} s:\n{self.output()}") from None
+        data = self._line.recv(LARGEST)
         if not data:
             raise AssertionError(f"rank {self.number} ended without a word:\n{self.output()}")
         facts: dict[str, Any] = json.loads(data)
@@ -118,14 +117,12 @@ class Rank:
         os.kill(self.pid, number)
         return now
 
-    def ended(self, seconds: float = LONG) -> int:
+    def ended(self) -> int:
         """Wait for its end: the exit code, or minus the signal."""
-        status = self._zygote.status(self.pid, seconds)
-        assert status is not None, f"rank {self.number} did not end in {seconds:g} s:\n{self.output()}"
-        return status
+        return self._zygote.status(self.pid)
 
     def running(self) -> bool:
-        return self._zygote.status(self.pid, 0.0) is None
+        return self._zygote.running(self.pid)
 
     def output(self) -> str:
         """What it has printed."""
@@ -136,7 +133,7 @@ class Rank:
         if self.pid:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
-            self._zygote.status(self.pid, LONG)
+            self._zygote.status(self.pid)
         self._line.close()
         self._output.close()
 
@@ -184,10 +181,26 @@ def start_job(
         try:
             yield ranks
         except BaseException as error:
+            _end_with_stacks(ranks)
             for rank in ranks:
                 if text := rank.output().strip():
                     error.add_note(f"rank {rank.number} printed:\n{text}")
             raise
+
+
+def _end_with_stacks(ranks: list[Rank]) -> None:
+    """End those that still run, with the stacks of all their threads in their output.
+
+    faulthandler writes them on SIGABRT, whatever the interpreter is doing. It is off late in the interpreter's
+    finalization: a rank that still ran and shows no stack was past its last exit handler.
+    """
+    running = [rank for rank in ranks if rank.running()]
+    for number in (signal.SIGABRT, signal.SIGCONT):  # a stopped process handles no signal before it continues
+        for rank in running:
+            with contextlib.suppress(ProcessLookupError):
+                rank.signal(number)
+    for rank in running:
+        rank.ended()
 
 
 def _end_all(ranks: list[Rank]) -> None:
@@ -222,18 +235,22 @@ class Zygote:
                 [json.dumps(request).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors.tobytes())]
             )
         while not rank.pid:
-            rank.pid = self._news(LONG).get("started", 0)
+            rank.pid = self._news(None).get("started", 0)
         return rank
 
-    def status(self, pid: int, seconds: float) -> int | None:
-        deadline = time.monotonic() + seconds
+    def status(self, pid: int) -> int:
+        """Wait for the end of a rank: its exit code, or minus the signal."""
         while pid not in self._ended:
-            left = max(0.0, deadline - time.monotonic())
-            if not self._news(left) and not left:
-                return None
+            self._news(None)
         return self._ended[pid]
 
-    def _news(self, seconds: float) -> dict[str, int]:
+    def running(self, pid: int) -> bool:
+        while self._news(0.0):
+            pass
+        return pid not in self._ended
+
+    def _news(self, seconds: float | None) -> dict[str, int]:
+        """What the zygote reports next; nothing if there is no report after these seconds."""
         if not select.select([self._line], [], [], seconds)[0]:
             return {}
         news: dict[str, int] = json.loads(self._line.recv(LARGEST) or b"{}")
@@ -244,11 +261,7 @@ class Zygote:
 
     def stop(self) -> None:
         self._line.close()
-        try:
-            self._process.wait(LONG)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._process.wait()
 
 
 @pytest.fixture(scope="session", name="zygote")
@@ -284,6 +297,7 @@ def breed(descriptor: int) -> Callable[[], object]:
     import gradwire.membership.client.requests
     import gradwire.membership.coordinator.service  # noqa: F401 — all that a rank would spend its first second on
 
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a rank that is ended by SIGABRT leaves no core file
     line = socket.socket(fileno=descriptor)
     children: dict[int, int] = {}
     while True:
@@ -350,5 +364,7 @@ def _find(file: str, name: str) -> Callable[..., object]:
         module = importlib.util.module_from_spec(spec)
         sys.modules[file] = module
         spec.loader.exec_module(module)
+        # Otherwise a rank with torch collects all that it was forked with at its end, which takes a second of a core.
+        gc.freeze()
     found: Callable[..., object] = getattr(module, name)
     return found

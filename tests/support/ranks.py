@@ -13,6 +13,8 @@ from typing import Protocol, TypeVar
 import gradwire as gw
 from gradwire.errors import GradwireError
 
+HANG_SECONDS = 100.0  # what takes milliseconds hangs if it takes longer, however busy the machine is
+
 
 class Abortable(Protocol):
     def abort(self, reason: str) -> object: ...
@@ -23,7 +25,7 @@ T = TypeVar("T")
 Groups = TypeVar("Groups", bound=Sequence[gw.Group])
 
 
-def run_ranks(groups: Sequence[G], fn: Callable[[G], T], *, timeout: float = 30.0) -> list[T]:
+def run_ranks(groups: Sequence[G], fn: Callable[[G], T], *, timeout: float = HANG_SECONDS) -> list[T]:
     """Run fn(group) for each group in a thread of its own; return the results in the order of the groups.
 
     If ranks fail, the exception that was raised first is raised here, with the others as notes. The group of a rank
@@ -74,7 +76,7 @@ def closing(groups: Groups) -> Iterator[Groups]:
 
 def eventually(condition: Callable[[], bool]) -> bool:
     """For what nobody tells: asks again and again, but not for ever."""
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + HANG_SECONDS
     while not condition():
         if time.monotonic() > deadline:
             return False

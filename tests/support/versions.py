@@ -1,4 +1,5 @@
-"""Other versions of gradwire for tests: copies of the package, changed a little, or a revision from the history.
+"""Other versions of gradwire for tests: copies of the package, changed a little, a revision from the history, or an
+interpreter of its own that imports one.
 
 A copy takes the place of the installed package in every process that finds `Version.environ` in its environment, in the
 workers of a launcher too.
@@ -11,7 +12,9 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tarfile
+import venv
 from pathlib import Path
 
 import gradwire
@@ -76,3 +79,19 @@ def from_history(folder: Path, revision: str) -> Version | None:
         files.extractall(folder, filter="data")
     (folder / "src" / "gradwire").rename(folder / "gradwire")
     return Version(folder, native=False)
+
+
+def interpreter(folder: Path, *sources: Path) -> Path:
+    """The Python of a new virtual environment, which imports from these folders first, then what this one has."""
+    venv.create(folder, with_pip=False, symlinks=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    installed = [path for path in sys.path if path.endswith("-packages")] if sources else []
+    (packages / "sources.pth").write_text("".join(f"{path}\n" for path in [*sources, *installed]))
+    return folder / "bin" / "python"
+
+
+def fake_package(folder: Path, code: str) -> Path:
+    """A package called gradwire with nothing but this code; the folder to import it from."""
+    (folder / "gradwire").mkdir(parents=True)
+    (folder / "gradwire" / "__init__.py").write_text(code)
+    return folder

@@ -62,7 +62,7 @@ def trains_both_ways(here: Here, folder: str) -> None:
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_weights_equal_those_of_torch_on_gloo(size: int, job: StartJob, tmp_path: Path) -> None:
     with job(trains_both_ways, size, str(tmp_path)) as ranks:
-        told = [rank.hear(100) for rank in ranks]
+        told = [rank.hear() for rank in ranks]
         assert [rank.ended() for rank in ranks] == [0] * size
     for algorithm in ALGORITHMS:
         assert max(rank[algorithm][0] for rank in told) <= 1e-6, algorithm

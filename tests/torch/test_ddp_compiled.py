@@ -54,7 +54,7 @@ def trains_compiled(here: Here) -> None:
 
 def test_compiled_between_processes(job: StartJob) -> None:
     with job(trains_compiled, 2) as ranks:
-        plain, compiled = ([rank.hear(200)["gradients"] for rank in ranks] for _ in range(2))
+        plain, compiled = ([rank.hear()["gradients"] for rank in ranks] for _ in range(2))
         for rank in ranks:
             assert rank.ended() == 0, rank.output()
     assert plain[0] == plain[1]

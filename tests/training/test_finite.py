@@ -17,9 +17,9 @@ def mode_fixture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
 def test_one_bad_element_is_found_anywhere(dtype: str) -> None:
-    array = np.ones(3 * finite._CHUNK // 2, parse_dtype(dtype).storage)
+    array = np.ones(3 * finite.CHUNK // 2, parse_dtype(dtype).storage)
     assert finite.all_finite(array)
-    for at in (0, finite._CHUNK - 1, finite._CHUNK, -1):
+    for at in (0, finite.CHUNK - 1, finite.CHUNK, -1):
         for bad in (np.nan, np.inf, -np.inf):
             spoiled = array.copy()
             spoiled[at] = bad
@@ -36,6 +36,6 @@ def test_nothing_is_finite_and_a_copy_may_be_of_its_own_memory() -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
 def test_squares_add_up_in_double(dtype: str) -> None:
-    array = np.full(2 * norms._CHUNK + 5, 3, parse_dtype(dtype).storage)
-    assert norms._squares(array) == 9 * array.size
-    assert norms._squares(np.full(2, 1e30, np.float32)) == pytest.approx(2e60)
+    array = np.full(2 * norms.CHUNK + 5, 3, parse_dtype(dtype).storage)
+    assert norms.squares(array) == 9 * array.size
+    assert norms.squares(np.full(2, 1e30, np.float32)) == pytest.approx(2e60)

@@ -55,7 +55,7 @@ def train(group: gw.Group, in_step: Callable[[gw.Elastic, gw.Step, gw.GradientSy
     return {
         "state": {name: one.tolist() for name, one in state.items()},
         "is": (run.group.size, run.group.generation),
-        "buckets": [list(bucket.views) for bucket in sync._buckets],
+        "buckets": sync.layout,
         "checks": checks,
         "digest": run.digest,
     }
@@ -121,7 +121,7 @@ def overlaps(here: Here) -> None:
                 sync.ready(name)
             sync.finish()
             wrong += sum(not (one == step + 0.5).all() for one in sync.gradients.values())
-        here.tell(wrong=wrong, buckets=len(sync._buckets))
+        here.tell(wrong=wrong, buckets=len(sync.layout))
 
 
 def test_between_processes(job: StartJob) -> None:

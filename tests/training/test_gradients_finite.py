@@ -113,13 +113,14 @@ def test_what_is_taken_from_an_address_is_looked_at(pair: list[gw.Group]) -> Non
 def test_more_than_the_caches_hold_is_taken_bit_for_bit_and_looked_at_too(count: int, bad: int | None) -> None:
     with gw.local_group(1)[0] as group:
         like = {"a": np.zeros(count, np.float32), "rest": np.zeros(9 << 18, np.float32)}
-        places = gw.GradientSync(group, like).places
+        sync = gw.GradientSync(group, like)
+        places = sync.places
         lying = np.random.default_rng(count).normal(size=count + 3).astype(np.float32)[3:]  # not at the start of a line
         if bad is not None:
             lying[bad] = np.nan
         assert places.take("a", lying.ctypes.data)
         assert ("a" in places.finite) == (bad is None)
-        assert np.array_equal(places._gradients["a"].view(np.uint32), lying.view(np.uint32))
+        assert np.array_equal(sync.gradients["a"].view(np.uint32), lying.view(np.uint32))
 
 
 @needs_core

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 import socket
 import threading
@@ -16,9 +17,11 @@ from gradwire.errors import Closed, NoConnection
 from gradwire.transports.base import Link, LinkClosed, Transport
 from gradwire.transports.local import Hub
 from gradwire.transports.tcp.transport import TcpTransport
+from support.ranks import eventually
 from support.tls_files import MEMBERS, credentials
 
-LONG = 10.0
+LONG = 60.0
+FOREVER = 10_000.0  # seconds: whatever waits for so long hangs
 
 
 def local(size: int) -> list[Transport]:
@@ -194,10 +197,8 @@ def test_whoever_waits_for_a_link_can_be_stopped(transports: list[Transport]) ->
     def stop() -> None:
         raise Closed("never mind")
 
-    began = time.monotonic()
     with pytest.raises(Closed, match="never mind"):
-        transports[0].accept(1, 9, deadline(), stop)
-    assert time.monotonic() - began < 2.0
+        transports[0].accept(1, 9, time.monotonic() + FOREVER, stop)
 
 
 def test_links_can_be_handed_over_as_they_come(transports: list[Transport]) -> None:
@@ -210,10 +211,8 @@ def test_links_can_be_handed_over_as_they_come(transports: list[Transport]) -> N
             taken.append(link.peer)
             changed.notify_all()
 
-    until = deadline()
     arrivals: Any = transports[0]
-    while arrivals.arrivals.refusal(1, 9) is None and time.monotonic() < until:
-        time.sleep(0.001)
+    assert eventually(lambda: arrivals.arrivals.refusal(1, 9) is not None)
     transports[0].adopt(9, take)
     transports[2].dial(0, 9, deadline())
     with changed:
@@ -223,23 +222,16 @@ def test_links_can_be_handed_over_as_they_come(transports: list[Transport]) -> N
 def test_a_bell_wakes_every_wait_until_it_is_silenced(transports: list[Transport]) -> None:
     one, _ = linked(transports)
     bell = transports[1].bell()
-    woken: list[float] = []
-
-    def wait() -> None:
-        transports[1].wait([one], [], bell, LONG)
-        woken.append(time.monotonic())
-
-    threads = [threading.Thread(target=wait) for _ in range(2)]
+    wait = functools.partial(transports[1].wait, [one], [], bell, FOREVER)
+    threads = [threading.Thread(target=wait, daemon=True) for _ in range(2)]
     for thread in threads:
         thread.start()
-    rung = time.monotonic()
     bell.ring()
     bell.ring()
     for thread in threads:
         thread.join(LONG)
-    assert len(woken) == 2
-    assert max(woken) - rung < 2.0
-    transports[1].wait([one], [], bell, LONG)  # still rung
+    assert not any(thread.is_alive() for thread in threads)
+    transports[1].wait([one], [], bell, FOREVER)  # still rung
     bell.silence()
     began = time.monotonic()
     transports[1].wait([one], [], bell, 0.05)
@@ -275,21 +267,14 @@ def test_a_link_closed_here_can_be_made_anew(transports: list[Transport]) -> Non
 
 def test_closing_a_link_wakes_whoever_waits_for_it_here_and_there(transports: list[Transport]) -> None:
     one, two = linked(transports)
-    times: dict[str, float] = {}
-
-    def wait(name: str, transport: Transport, link: Link, bell: Any) -> None:
-        transport.wait([link], [], bell, LONG)
-        times[name] = time.monotonic()
-
     threads = [
-        threading.Thread(target=wait, args=("here", transports[1], one, transports[1].bell())),
-        threading.Thread(target=wait, args=("there", transports[0], two, transports[0].bell())),
+        threading.Thread(target=transport.wait, args=([link], [], transport.bell(), FOREVER), daemon=True)
+        for transport, link in ((transports[1], one), (transports[0], two))
     ]
     for thread in threads:
         thread.start()
         thread.join(0.02)
-    closed = time.monotonic()
     one.close()
     for thread in threads:
         thread.join(LONG)
-    assert max(times.values()) - closed < 2.0
+    assert not any(thread.is_alive() for thread in threads)

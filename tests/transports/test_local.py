@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import pytest
 
 from gradwire.transports import local
+from gradwire.transports.base import Link
 from gradwire.transports.local import Hub
 
 
@@ -69,10 +72,13 @@ def test_a_rank_that_is_taken_over_by_another_thread_in_time_lives(clock: Clock)
 
 def test_links_that_are_closed_are_forgotten() -> None:
     hub = Hub(2)
+    links: list[weakref.ref[Link]] = []
     for channel in range(5, 100):
         link = hub.transports[1].dial(0, channel, 0.0)
         other = hub.transports[0].accept(1, channel, 0.0)
         link.close()
         other.close()
-    assert not hub.transports[0]._links
-    assert not hub.transports[1]._links
+        links += [weakref.ref(link), weakref.ref(other)]
+    del link, other
+    gc.collect()
+    assert [link for link in links if link() is not None] == []

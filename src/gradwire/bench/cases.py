@@ -1,4 +1,5 @@
-"""What is measured. Sizes and bandwidths mean what they mean in nccl-tests, so that figures can be laid side by side.
+"""The cases that `gradwire bench` measures. Sizes and bandwidths are defined as in nccl-tests, so that figures can be
+compared.
 
 The size of a case is that of the largest buffer a rank holds: for all_gather the whole result, for reduce_scatter the
 whole input, for all_to_all what a rank sends in all. `count` is what a rank contributes or gets: a part of it there.

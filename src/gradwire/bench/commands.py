@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gradwire.bench import start
+from gradwire.bench import start_rank
+from gradwire.bench.installs import Install
 from gradwire.bench.rivals import Rival
+from gradwire.host import malloc
 from gradwire.launch import worker_setup
-from gradwire.launch.rendezvous import Rendezvous
+from gradwire.security.secret import TOKEN, new_token
 
-# Whoever starts a benchmark from within a job, or beside another MPI, does not make the ranks part of it.
+# Variables of a job around the benchmark, or of another MPI: with them the ranks would take part in that job.
 _FOREIGN = ("SLURM_", "PMI_", "PMIX_", "HYDI_", "OMPI_COMM_WORLD_", "TORCHELASTIC_")
 _FOREIGN_NAMES = {"OPAL_PREFIX", "I_MPI_ROOT", "MPI_HOME"}
 # One thread for arithmetic in each process.
@@ -27,55 +28,69 @@ class Command:
     environ: dict[str, str]
 
 
+@dataclass(frozen=True)
+class EngineSpec:
+    """An engine to measure, not started yet."""
+
+    name: str  # in tables and JSON
+    commands: Callable[[Path, dict[str, Any]], list[Command]]  # of the socket to connect to, and the ranks' options
+    facts: dict[str, str] = field(default_factory=dict)  # for the report, beside those that the engine gives
+    advice: str = ""  # for the error if it does not start
+
+
 def of_gradwire(
-    size: int, meeting_place: Path, options: Mapping[str, Any], environ: Mapping[str, str], meeting: Rendezvous
+    install: Install, size: int, socket_path: Path, options: Mapping[str, Any], environ: Mapping[str, str]
 ) -> list[Command]:
-    """One for each rank, started as `gradwire run` starts them."""
-    shared = worker_setup.shared_by_workers(
-        environ,
-        size,
-        coordinator=meeting.coordinator.address,
-        job=meeting.job,
-        token=meeting.token,
-        port=worker_setup.free_port(),
-    )
-    worker = [sys.executable, "-P", *_worker("gradwire", meeting_place, options)]
-    return [Command(worker, worker_setup.of_worker({**shared, **_ONE_THREAD}, rank)) for rank in range(size)]
+    """One for each rank, with the variables that every version of gradwire understands; rank 0 is the rendezvous."""
+    shared = {
+        **malloc.variables(environ, size),  # as `gradwire run` sets them
+        **install.environ(worker_setup.without_identity(_without_foreign(environ))),
+        **_ONE_THREAD,
+        TOKEN: new_token(),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(worker_setup.free_port()),
+    }
+    # -P: modules of gradwire.bench are not on the path of imports, where they could hide others.
+    arguments = [str(install.python), "-P", *_start("gradwire", socket_path, options)]
+    return [Command(arguments, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(size)]
 
 
 def of_rival(
     rival: Rival,
     python: Path,
     size: int,
-    meeting_place: Path,
+    socket_path: Path,
     options: Mapping[str, Any],
     environ: Mapping[str, str],
     cores: int,
 ) -> list[Command]:
     """One for each rank; for MPI a single one, of the mpiexec beside that Python."""
     crowded = size > cores
-    clean = {name: value for name, value in environ.items() if not _is_foreign(name)}
     settings = (*rival.variables, *(rival.crowded_variables if crowded else ()))
-    environ = {**clean, **_ONE_THREAD, "TMPDIR": str(meeting_place.parent), **dict(settings)}
-    # -I: nothing of the user's Python path gets between the engine and its own packages.
+    environ = {**_without_foreign(environ), **_ONE_THREAD, "TMPDIR": str(socket_path.parent), **dict(settings)}
+    # -I: the user's PYTHONPATH cannot hide the engine's own packages.
     if not rival.is_mpi:
         each = [{**options, "rank": rank} for rank in range(size)]
-        return [Command([str(python), "-I", *_worker(rival.name, meeting_place, one)], environ) for one in each]
+        return [Command([str(python), "-I", *_start(rival.name, socket_path, one)], environ) for one in each]
     mpiexec = [str(python.parent / "mpiexec"), *rival.arguments, *(rival.crowded if crowded else ()), "-n", str(size)]
-    return [Command([*mpiexec, str(python), "-I", *_worker(rival.name, meeting_place, options)], environ)]
+    return [Command([*mpiexec, str(python), "-I", *_start(rival.name, socket_path, options)], environ)]
 
 
 def settings_of(rival: Rival, size: int, cores: int) -> str:
-    """What was set beyond the engine's defaults, as one would type it."""
+    """Everything that was set beyond the engine's defaults, as on a command line."""
     crowded = size > cores
     variables = (*rival.variables, *(rival.crowded_variables if crowded else ()))
     arguments = (*rival.arguments, *(rival.crowded if crowded else ()))
     return " ".join([*(f"{name}={value}" for name, value in variables), *arguments])
 
 
-def _is_foreign(name: str) -> bool:
-    return name in _FOREIGN_NAMES or name.startswith(_FOREIGN)
+def _without_foreign(environ: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: value for name, value in environ.items() if name not in _FOREIGN_NAMES and not name.startswith(_FOREIGN)
+    }
 
 
-def _worker(name: str, meeting_place: Path, options: Mapping[str, Any]) -> list[str]:
-    return [start.__file__, name, str(meeting_place), json.dumps(options)]
+def _start(name: str, socket_path: Path, options: Mapping[str, Any]) -> list[str]:
+    return [start_rank.__file__, name, str(socket_path), json.dumps(options)]

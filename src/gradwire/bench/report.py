@@ -1,4 +1,4 @@
-"""From blocks to what people read: times, bandwidths, ratios; as a table and as JSON."""
+"""Reports of measured blocks: times, bandwidths and ratios, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from statistics import median
 from typing import Any
 
 from gradwire.bench.cases import Case, human
-from gradwire.bench.conductor import OURSELVES, Result
-from gradwire.bench.crew import Block
+from gradwire.bench.engine_processes import Block
+from gradwire.bench.installs import THIS
+from gradwire.bench.interleave import Result
 from gradwire.bench.rivals import RIVALS
 
 FASTEST_MPI = "fastest MPI"
+_SHARED_MEMORY_MPI = {name for name, rival in RIVALS.items() if rival.is_mpi and name != "openmpi-tcp"}
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,11 @@ def figures(result: Result) -> dict[str, Figures]:
 
 def ratios(result: Result) -> dict[str, Ratio]:
     """By rival; more than one MPI also give the one that did best against us."""
-    ours = result.blocks.get(OURSELVES)
+    ours = result.blocks.get(THIS)
     if ours is None:
         return {}
-    found = {name: Ratio.of(blocks, ours) for name, blocks in result.blocks.items() if name != OURSELVES}
-    shared_memory = [ratio for name, ratio in found.items() if RIVALS[name].is_mpi and name != "openmpi-tcp"]
+    found = {name: Ratio.of(blocks, ours) for name, blocks in result.blocks.items() if name != THIS}
+    shared_memory = [ratio for name, ratio in found.items() if name in _SHARED_MEMORY_MPI]
     if len(shared_memory) > 1:
         found[FASTEST_MPI] = min(shared_memory, key=lambda ratio: ratio.median)
     return found
@@ -89,15 +91,16 @@ def short(value: float) -> str:
     return f"{value:.{0 if value >= 100 else 2 if value >= 1 else 3}f}"
 
 
-def heading(*, compared: bool) -> list[str]:
-    """Two lines, as nccl-tests has them."""
+def heading(engines: Sequence[str]) -> list[str]:
+    """Two lines, as nccl-tests has them; a single engine needs no column for its name."""
     names = ("size", "count", "type", "redop", "time", "algbw", "busbw", "#wrong")
     units = ("(B)", "(elements)", "", "", "(us)", "(GB/s)", "(GB/s)", "")
-    first = _line("#", names, "engine" if compared else None, "rival ÷ gradwire (least … most)")
-    return [first, _line("#", units, None, "").rstrip()]
+    name = _name_column("engine", engines)
+    ratio = f"{name}rival ÷ gradwire (least … most)" if name else ""
+    return [f"{_columns('#', names)}{ratio}", _columns("#", units).rstrip()]
 
 
-def lines(result: Result, *, compared: bool) -> Iterator[str]:
+def lines(result: Result, engines: Sequence[str]) -> Iterator[str]:
     """A line for each engine."""
     case, against = result.case, ratios(result)
     for name, one in figures(result).items():
@@ -105,16 +108,20 @@ def lines(result: Result, *, compared: bool) -> Iterator[str]:
         cells = (str(case.nbytes), str(case.count), case.dtype, case.op, *measured)
         ratio = against.get(name)
         text = f"{short(ratio.median):>8}  ({short(ratio.least)} … {short(ratio.most)})" if ratio else ""
-        yield _line("", cells, name if compared else None, text)
+        yield f"{_columns('', cells)}{_name_column(name, engines)}{text}".rstrip()
     for name, reason in result.unsupported.items():
         yield f"#  {name}: {reason}"
 
 
-def _line(mark: str, cells: Sequence[str], engine: str | None, ratio: str) -> str:
+def _columns(mark: str, cells: Sequence[str]) -> str:
     widths = (12, 12, 11, 7, 12, 9, 9, 8)
     text = "".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-    text = mark + text[len(mark) :]
-    return text if engine is None else f"{text}  {engine:<12}{ratio}".rstrip()
+    return mark + text[len(mark) :]
+
+
+def _name_column(name: str, engines: Sequence[str]) -> str:
+    """As wide as the longest name needs it."""
+    return "" if len(engines) == 1 else "  " + name.ljust(max(12, 1 + max(map(len, engines))))
 
 
 def summary(results: Sequence[Result]) -> dict[str, dict[str, dict[int, float]]]:
@@ -130,12 +137,13 @@ def summary_lines(results: Sequence[Result]) -> Iterator[str]:
     """How many times as fast as each rival gradwire is: a row for each, a column for each size, then their mean."""
     for collective, rivals in summary(results).items():
         sizes = sorted({size for row in rivals.values() for size in row})
+        width = max(30, 1 + max(map(len, rivals)))
         yield "#"
         columns = "".join(human(size).rjust(9) for size in sizes)
-        yield f"# {collective + ', times as fast as':<32}{columns}{'geo. mean':>11}"
+        yield f"# {(collective + ', times as fast as').ljust(width + 2)}{columns}{'geo. mean':>11}"
         for name, row in rivals.items():
             cells = "".join((short(row[size]) if size in row else "—").rjust(9) for size in sizes)
-            yield f"#   {name:<30}{cells}{short(geometric_mean(list(row.values()))):>11}"
+            yield f"#   {name.ljust(width)}{cells}{short(geometric_mean(list(row.values()))):>11}"
 
 
 # ── as JSON ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,4 +1,4 @@
-"""The other engines: what to install for each, where, and how their ranks are started.
+"""The other engines by name: what to install for each, where, and how their ranks are started.
 
 Each has an environment of its own below the user's cache directory, made when `gradwire bench --install` asks for it
 and never otherwise. Gloo is also found where gradwire itself runs, if torch is there.
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from gradwire.errors import ConfigError, TransportError
 
-_DONE = "installed.json"  # written last: an environment without it is half made
+_DONE = "installed.json"  # written last: an environment without it is not complete
 
 
 @dataclass(frozen=True)
@@ -92,13 +92,29 @@ INSTALLABLE = sorted({rival.environment for rival in RIVALS.values()})
 
 def parse(text: str, known: Sequence[str]) -> list[str]:
     """Names with commas between them, each once."""
-    names = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    names = _words(text, known)
     for name in names:
         if name not in known:
             raise ConfigError(f"{name!r} is not one of {', '.join(known)}")
-    if not names:
-        raise ConfigError(f"no name given; there are {', '.join(known)}")
     return names
+
+
+def parse_against(text: str) -> list[str]:
+    """Names of rivals and paths of interpreters, with commas between them, each once; paths are made absolute."""
+    found = []
+    for word in _words(text, list(RIVALS)):
+        path = os.path.abspath(os.path.expanduser(word))
+        if word not in RIVALS and os.sep not in word and not os.path.exists(path):
+            raise ConfigError(f"{word!r} is not one of {', '.join(RIVALS)}, nor the path of a Python interpreter")
+        found.append(word if word in RIVALS else path)
+    return list(dict.fromkeys(found))
+
+
+def _words(text: str, known: Sequence[str]) -> list[str]:
+    words = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    if not words:
+        raise ConfigError(f"no name given; there are {', '.join(known)}")
+    return words
 
 
 # ── where ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -122,44 +138,47 @@ def find(rival: Rival, environ: Mapping[str, str]) -> Path:
 
 
 def _is_made(place: Path, rival: Rival) -> bool:
-    """Whether the environment is whole, and made as it would be made now."""
+    """Whether the environment is complete, and made with the packages that it would get now."""
     try:
         made = json.loads((place / _DONE).read_text())
     except (OSError, ValueError):
         return False
-    return bool(made == _recipe(rival)) and (place / "bin" / "python").exists()
+    return bool(made == recipe(rival)) and (place / "bin" / "python").exists()
 
 
-def _recipe(rival: Rival) -> dict[str, object]:
+def recipe(rival: Rival) -> dict[str, object]:
+    """What a complete environment of this rival was made with."""
     return {"python": list(sys.version_info[:2]), "packages": list(rival.packages)}
 
 
 # ── how to get it ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def install(name: str, environ: Mapping[str, str], tell: Callable[[str], None]) -> Path:
-    """Make the environment of that name, unless it is there already. Whatever pip says goes to `tell`, line by line."""
+def install(name: str, environ: Mapping[str, str], progress: Callable[[str], None]) -> Path:
+    """Make the environment of that name, unless it is complete. The output of pip goes to `progress`, line by line."""
     rival = next(rival for rival in RIVALS.values() if rival.environment == name)
     place = folder(environ) / name
     with _alone(place):
         if _is_made(place, rival):
-            tell(f"{rival.title} is installed already, in {place}")
+            progress(f"{rival.title} is installed already, in {place}")
             return place
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(place)
-        tell(f"making an environment in {place}")
-        _run([sys.executable, "-m", "venv", str(place)], f"cannot make an environment in {place}", tell)
+        progress(f"making an environment in {place}")
+        run_reporting([sys.executable, "-m", "venv", str(place)], f"cannot make an environment in {place}", progress)
         python = str(place / "bin" / "python")
         pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "--progress-bar=off"]
-        _run([*pip, *rival.packages], f"cannot install {rival.title}", tell)
-        _run([python, "-I", "-c", f"import {rival.module}"], f"{rival.title} was installed but does not load", tell)
-        (place / _DONE).write_text(json.dumps(_recipe(rival)))
+        run_reporting([*pip, *rival.packages], f"cannot install {rival.title}", progress)
+        run_reporting(
+            [python, "-I", "-c", f"import {rival.module}"], f"{rival.title} was installed but does not load", progress
+        )
+        (place / _DONE).write_text(json.dumps(recipe(rival)))
     return place
 
 
 @contextlib.contextmanager
 def _alone(place: Path) -> Iterator[None]:
-    """One at a time: another process may be at it."""
+    """Hold the lock of an environment: another process may be making it."""
     with contextlib.ExitStack() as stack:
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -171,7 +190,8 @@ def _alone(place: Path) -> Iterator[None]:
         yield
 
 
-def _run(command: list[str], problem: str, tell: Callable[[str], None]) -> None:
+def run_reporting(command: list[str], problem: str, progress: Callable[[str], None]) -> None:
+    """Run a command. Its output goes to `progress`; `TransportError` with the last lines if it fails."""
     last: deque[str] = deque(maxlen=15)
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
@@ -179,7 +199,7 @@ def _run(command: list[str], problem: str, tell: Callable[[str], None]) -> None:
         try:
             for line in process.stdout or ():
                 last.append(line.rstrip())
-                tell(line.rstrip()[:100])
+                progress(line.rstrip()[:100])
         except BaseException:
             process.kill()
             raise

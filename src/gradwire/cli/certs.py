@@ -1,4 +1,4 @@
-"""`gradwire certs`: an authority and certificates for the members of a job."""
+"""`gradwire certs`: makes a certificate authority and certificates for the members of a job."""
 
 from __future__ import annotations
 

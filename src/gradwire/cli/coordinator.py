@@ -1,4 +1,4 @@
-"""`gradwire coordinator`: the coordinator of a job, by itself."""
+"""`gradwire coordinator`: runs the coordinator of a job as a process of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gradwire invite`: a join token, which lets somebody into a job without telling them its secret."""
+"""`gradwire invite`: makes a join token, which admits processes to a job without giving them its secret."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gradwire join`: bring workers to a job that already runs, from this machine or another."""
+"""`gradwire join`: starts workers for a job that already runs, from this machine or another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `gradwire run` and `gradwire join` share: options, signals, and how the end is told."""
+"""What `gradwire run` and `gradwire join` share: options, signals, and the report at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gradwire run`: start the workers of a job on this machine and see them through."""
+"""`gradwire run`: starts the workers of a job on this machine and waits for them."""
 
 from __future__ import annotations
 

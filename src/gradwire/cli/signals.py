@@ -1,4 +1,4 @@
-"""What signals mean to commands that have started processes."""
+"""How commands that have started processes react to signals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gradwire tune`: measure this machine's links, so that algorithms are chosen by what things cost here."""
+"""`gradwire tune`: measures this machine's links, so that algorithms are chosen by their cost here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gradwire.errors import GradwireError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from gradwire.bench.tuning import Measured
+    from gradwire.bench.link_costs import Measured
     from gradwire.collectives import Table
 
 SHOWN = (8, 4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 64 << 20)
@@ -81,7 +81,7 @@ def tune(ranks: int, show: bool, dry_run: bool, output: Path | None, as_json: bo
 
 
 def _measure(ranks: int, console: Console) -> list[Measured]:
-    from gradwire.bench.tuning import measure
+    from gradwire.bench.link_costs import measure
 
     measured = []
     for kind in ("tcp", "shm"):

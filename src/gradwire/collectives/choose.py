@@ -1,4 +1,4 @@
-"""Which algorithm runs a collective, and its schedule.
+"""Chooses the algorithm of a collective by price, and builds its schedule.
 
 The choice follows from the collective, the bytes, the topology and a table that the ranks have agreed on: it is the
 same on all of them.

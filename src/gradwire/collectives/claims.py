@@ -1,4 +1,4 @@
-"""What a schedule may claim beyond being right, and the rules that prove it.
+"""Properties that a schedule may state beyond being correct, and the rules that prove them.
 
 The native executor's memory safety depends on these claims, so they are fields of a schedule and proved like the rest
 of it. The rules are sufficient, not necessary: a schedule that breaks one is refused the claim, whatever else it does.

@@ -1,4 +1,4 @@
-"""Making larger phases of smaller ones: other names, one after the other, side by side.
+"""Combines phases of schedules: renamed segments and ranks, one after the other, side by side.
 
 What a phase claims (`one_shot`, `mirrored`) does not pass on to what is made of it.
 """

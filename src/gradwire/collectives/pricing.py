@@ -1,4 +1,4 @@
-"""What a schedule should take, in seconds, given what a round, a message and a byte cost on the links it uses.
+"""Predicts the seconds that a schedule takes, from the cost of a round, a message and a byte on the links it uses.
 
 The model is plain on purpose: it has to rank algorithms, not to foretell times. Rounds follow one another, a round
 lasts as long as its busiest rank or wire, and the ranks of a host share one wire to other hosts. A round that uses two

@@ -1,4 +1,4 @@
-"""The words that every collective is written in.
+"""The terms in which every collective is written: slices, operations, rounds, programs, schedules.
 
 A schedule gives each rank a program: a sequence of rounds, each a handful of operations on slices of segments. It
 knows nothing of counts, dtypes or transports, so what is proved of it once holds for all of them.

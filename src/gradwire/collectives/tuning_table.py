@@ -1,4 +1,4 @@
-"""The table that algorithms are chosen by, in a file: what `gradwire tune` has measured here.
+"""The tuning table: link costs by which algorithms are chosen, in the file that `gradwire tune` writes.
 
 Anything may be in that file. What is not exactly a table is refused with a reason, and the defaults serve instead.
 """

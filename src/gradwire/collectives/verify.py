@@ -1,4 +1,4 @@
-"""Proves a schedule right, whatever the counts, dtypes and links.
+"""Proves that a schedule is correct, for all counts, dtypes and links.
 
 All ranks' programs are run on symbols: a place holds the ordered expression of what would be there. What is proved:
 

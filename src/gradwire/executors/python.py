@@ -26,14 +26,14 @@ _NOTHING = np.empty(0, np.uint8)
 _NO_CONTEXT = contextlib.nullcontext()
 
 
-class Patience(Protocol):
-    """What an executor asks when it can do nothing: how to wait, and what to raise when waiting is in vain."""
+class WaitStrategy(Protocol):
+    """How an executor waits while it cannot progress, and which errors it raises."""
 
     def wait(self, reads: Iterable[Link], writes: Iterable[Link]) -> None:
         """Return when there may be something to do; raise when the group broke or the time is over."""
 
     def look(self) -> float:
-        """As `wait`, by one that has waited already: the seconds until it should ask again."""
+        """Check what `wait` checks, without waiting; returns the seconds after which to check again."""
 
     def lost(self, peer: int) -> BaseException:
         """The link to a world rank ended: the error to raise."""
@@ -51,7 +51,7 @@ class Idle(NamedTuple):
 
 
 class CallHeader:
-    """The music sheet of one call: which group and which of its calls a message belongs to."""
+    """The header fields that all messages of one call share: the group, and the call's number and fingerprint."""
 
     __slots__ = ("fingerprint", "generation", "group", "job", "rank", "sequence")
 
@@ -103,22 +103,28 @@ class PythonExecutor:
         self._scratch = _NOTHING
 
     def run(
-        self, plan: Plan, x: Array, out: Array, sheet: CallHeader, patience: Callable[[], Patience], awake_for: float
+        self,
+        plan: Plan,
+        x: Array,
+        out: Array,
+        call: CallHeader,
+        wait_strategy: Callable[[], WaitStrategy],
+        spin_seconds: float,
     ) -> None:
-        """Carry the plan out: read x, leave the result in out (which may be x); `awake_for`: seconds in which
-        it may poll before it sleeps."""
-        waits, spin, spin_until = patience(), min(SPIN_SECONDS, awake_for), 0.0
+        """Run the plan: read x, leave the result in out (which may be x). A wait polls for `spin_seconds` at most
+        before it sleeps."""
+        waits, spin, spin_until = wait_strategy(), min(SPIN_SECONDS, spin_seconds), 0.0
         with numerics.quiet() if plan.reduces else _NO_CONTEXT:
-            for idle in self.steps(plan, x, out, sheet, waits):
+            for idle in self.steps(plan, x, out, call, waits):
                 now = time.monotonic()
                 if idle.passes == 1:
                     spin_until = now + spin
                 if now >= spin_until:
                     waits.wait(idle.reads, idle.writes)
 
-    def steps(self, plan: Plan, x: Array, out: Array, sheet: CallHeader, patience: Patience) -> Iterator[Idle]:
-        """As `run`, by one who waits in a way of its own: asked to go on, it goes as far as it gets."""
-        run = _Run(self, plan, x, out, sheet, patience)
+    def steps(self, plan: Plan, x: Array, out: Array, call: CallHeader, waits: WaitStrategy) -> Iterator[Idle]:
+        """The same for a caller that waits in its own way: runs until nothing can progress, then yields."""
+        run = _Run(self, plan, x, out, call, waits)
         for wave in plan.waves():
             yield from run.wave(wave)
 
@@ -137,12 +143,12 @@ class _Run:
     """One execution of a plan."""
 
     def __init__(
-        self, executor: PythonExecutor, plan: Plan, x: Array, out: Array, sheet: CallHeader, patience: Patience
+        self, executor: PythonExecutor, plan: Plan, x: Array, out: Array, call: CallHeader, waits: WaitStrategy
     ) -> None:
         self._executor = executor
         self._plan = plan
-        self._sheet = sheet
-        self._patience = patience
+        self._call = call
+        self._waits = waits
         scratch = _NOTHING
         if plan.scratch_count:
             scratch_type = plan.dtype.accumulator if plan.reduces else plan.dtype.storage
@@ -165,7 +171,7 @@ class _Run:
 
     def _messages_out(self, wave: Wave) -> dict[Link, list[memoryview | bytes]]:
         sending: dict[Link, list[memoryview | bytes]] = {}
-        rank, link, header = self._sheet.rank, self._executor._link, self._sheet.header
+        rank, link, header = self._call.rank, self._executor._link, self._call.header
         for peers, pieces, nbytes, tile, number in wave.sends:
             head = header(rank, tile, number, nbytes)
             body = self._views(pieces)
@@ -175,7 +181,7 @@ class _Run:
 
     def _messages_in(self, wave: Wave, staging: memoryview) -> dict[Link, list[_Arrival]]:
         receiving: dict[Link, list[_Arrival]] = {}
-        header, link = self._sheet.header, self._executor._link
+        header, link = self._call.header, self._executor._link
         for index, (peer, pieces, staged, nbytes, tile, number) in enumerate(wave.receives):
             if staged >= 0:
                 views = [staging[staged : staged + HEADER_BYTES + nbytes]]
@@ -225,7 +231,7 @@ class _Run:
         try:
             sent = link.send(views)
         except LinkClosed:
-            raise self._patience.lost(link.peer) from None
+            raise self._waits.lost(link.peer) from None
         if sent:
             self._executor.sent += sent
             sending[link] = views = after(views, sent)
@@ -241,13 +247,13 @@ class _Run:
             try:
                 got = link.receive(arrival.views)
             except LinkClosed:
-                raise self._patience.lost(link.peer) from None
+                raise self._waits.lost(link.peer) from None
             if not got:
                 break
             total += got
             before, arrival.got = arrival.got, arrival.got + got
             if before < HEADER_BYTES <= arrival.got and arrival.head != arrival.expected:
-                raise self._patience.mismatch(link.peer, bytes(arrival.head))
+                raise self._waits.mismatch(link.peer, bytes(arrival.head))
             if arrival.got < arrival.nbytes:
                 arrival.views = after(arrival.views, got)
                 break

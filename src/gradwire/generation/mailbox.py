@@ -242,7 +242,11 @@ class Mailbox:
     # -- arriving (the reading thread) --------------------------------------------------------------------------------
 
     def overfull(self, world: int) -> bool:
-        return self._kept.get(world, 0) > MAX_KEPT
+        return self.kept_bytes(world) > MAX_KEPT
+
+    def kept_bytes(self, world: int) -> int:
+        """Bytes that messages of this peer take up while no `recv` has asked for them."""
+        return self._kept.get(world, 0)
 
     def begin(self, world: int, header: Header) -> memoryview:
         """Memory for a payload that is about to arrive; `WireError` for one that nobody expects."""

@@ -28,6 +28,7 @@ log = logging.getLogger("gradwire")
 
 GOODBYE_SECONDS = 2.0
 CUT_SECONDS = 0.05  # between two looks whether this rank is to be cut off from others
+MAX_PASSES = 64  # over one link in a turn: a peer that sends without end must not hold up the others and the clock
 CONTROL_READ_AHEAD = 4096  # control messages are small and few, but there is a reader for each peer
 
 
@@ -252,8 +253,9 @@ class ServiceThread:
 
     def _pump(self, reader: Reader) -> None:
         try:
-            while reader.pump() and reader.more and self._may_read(reader):
-                pass
+            for _ in range(MAX_PASSES):
+                if not (reader.pump() and reader.more and self._may_read(reader)):
+                    break
         except LinkClosed:
             self._end_of_link(reader.link)
         except OSError as error:

@@ -7,6 +7,7 @@ point_to_point      send, recv, sendrecv and copy, outside that order
 registered_memory   arrays in memory that ranks share
 stream              `Stream`: the same collectives, queued
 group               `Group`
+internals           `GroupInternals`: what other packages use of a group beyond its public calls
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from gradwire.group.point_to_point import PointToPoint, PointToPointCalls
 from gradwire.group.registered_memory import empty
 from gradwire.group.runner import CollectiveRunner
 from gradwire.group.stream import Stream
+from gradwire.group.work import bounded
 from gradwire.liveness.call_log import call_site
 from gradwire.liveness.verdict import Finding
 from gradwire.operations import Capabilities, Operation
@@ -51,8 +52,7 @@ class Group(PointToPointCalls):
         self._topology = _restricted(generation.identity.topology, self._members)
         channel = fingerprint("collective", identity)
         self._runner = CollectiveRunner(generation, identity, channel, self._members, self._topology, timeout)
-        post = PointToPoint(generation, identity, self._runner.rank, self._members)
-        super().__init__(post, self._runner.rank, len(self._members), timeout)
+        super().__init__(PointToPoint(generation, identity, self._runner.rank, self._members))
         self._subgroups: dict[tuple[int, ...], Group] = {}
         self._instances: dict[tuple[int, ...], int] = {}
         self._lock = threading.Lock()
@@ -105,14 +105,16 @@ class Group(PointToPointCalls):
         return self._runner.bytes_sent
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "broken" if not self._generation.control.sound else "open"
-        return f"<gradwire.Group rank {self.rank} of {self.size}, generation {self.generation}, {state}>"
+        return f"<gradwire.Group {self._runner}>"
 
     # -- beginning and end --------------------------------------------------------------------------------------------
 
     @property
     def _closed(self) -> bool:
         return self._runner.closed or self._generation.closed
+
+    def _seconds(self, timeout: float | None) -> float:
+        return bounded(timeout) or self._runner.timeout
 
     def __enter__(self) -> Group:
         return self
@@ -205,7 +207,7 @@ class Group(PointToPointCalls):
         >>> with gw.init() as group: group.all_reduce(2.5)
         2.5
         """
-        done = self._runner.fast_path.all_reduce(x, op, out, algorithm, timeout)
+        done = self._runner.fast_path.all_reduce(x, op, None, out, algorithm, timeout)
         return done if done is not None else self._now(operations.all_reduce(x, op, out, algorithm), timeout)
 
     def broadcast(self, x: Any, root: int = 0, *, algorithm: str = "auto", timeout: float | None = None) -> Any:
@@ -215,7 +217,7 @@ class Group(PointToPointCalls):
         >>> with gw.init() as group: group.broadcast(np.ones(2), root=0)
         array([1., 1.])
         """
-        done = self._runner.fast_path.broadcast(x, root, algorithm, timeout)
+        done = self._runner.fast_path.broadcast(x, None, root, None, algorithm, timeout)
         if done is not None:
             return done
         return self._now(operations.broadcast(x, root, self.size, self.rank, algorithm), timeout)
@@ -247,7 +249,7 @@ class Group(PointToPointCalls):
         >>> with gw.init() as group: group.all_gather(np.zeros((2, 3))).shape
         (2, 3)
         """
-        done = self._runner.fast_path.all_gather(x, out, algorithm, timeout)
+        done = self._runner.fast_path.all_gather(x, None, None, out, algorithm, timeout)
         return done if done is not None else self._now(operations.all_gather(x, out, algorithm), timeout)
 
     def gather(self, x: Any, root: int = 0, *, algorithm: str = "auto", timeout: float | None = None) -> Array | None:
@@ -278,7 +280,9 @@ class Group(PointToPointCalls):
         >>> with gw.init() as group: group.reduce_scatter(np.arange(3), counts=[3])
         array([0, 1, 2])
         """
-        done = self._runner.fast_path.reduce_scatter(x, op, counts, out, algorithm, timeout)
+        done = None
+        if counts is None:
+            done = self._runner.fast_path.reduce_scatter(x, op, None, out, algorithm, timeout)
         if done is None:
             done = self._now(operations.reduce_scatter(x, op, counts, out, self.size, self.rank, algorithm), timeout)
         return done
@@ -339,7 +343,7 @@ class Group(PointToPointCalls):
         >>> import gradwire as gw
         >>> with gw.init() as group: group.barrier()
         """
-        if self._runner.fast_path.barrier(algorithm, timeout) is None:
+        if self._runner.fast_path.barrier(None, None, None, None, algorithm, timeout) is None:
             self._now(operations.barrier(algorithm), timeout)
 
     def broadcast_value(self, value: Any = None, root: int = 0, *, timeout: float | None = None) -> Any:
@@ -370,7 +374,7 @@ class Group(PointToPointCalls):
         >>> with gw.init() as group: group.stream().all_reduce(np.ones(2)).wait()
         array([1., 1.])
         """
-        return Stream(self)
+        return Stream(self._runner)
 
     def subgroup(self, ranks: Iterable[int]) -> Group:
         """The group of some of these ranks, numbered anew in ascending order; only they call it. Made once and kept.
@@ -386,7 +390,7 @@ class Group(PointToPointCalls):
             if known is not None and not known._closed:
                 return known
             instance = self._instances[wanted] = self._instances.get(wanted, 0) + 1
-            group = self._subgroups[wanted] = self._form(wanted, instance, self._timeout)
+            group = self._subgroups[wanted] = self._form(wanted, instance, self._runner.timeout)
             return group
 
     def _form(self, ranks: Sequence[int], instance: int, timeout: float) -> Group:
@@ -395,7 +399,7 @@ class Group(PointToPointCalls):
         identity = group_identity(self._identity, ranks, instance)
         group = Group(self._generation, [self._members[rank] for rank in ranks], identity, timeout)
         try:
-            group._runner.dial(time.monotonic() + max(timeout, self._timeout))
+            group._runner.dial(time.monotonic() + max(timeout, self._runner.timeout))
         except BaseException:
             group.close()
             raise

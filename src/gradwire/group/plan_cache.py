@@ -1,4 +1,5 @@
-"""What a group's calls come down to: a schedule for each shape, chosen by price, and a plan for this rank; kept."""
+"""The plans of a group: a schedule chosen by price for each shape of call and bound to this rank; the last ones are
+cached."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ from gradwire.executors.python import after
 from gradwire.generation.generation import Generation
 from gradwire.generation.mailbox import COPY_TAG, Offer, Request
 from gradwire.generation.waiting import ANSWER_SECONDS, POLL_SECONDS, Slowness
-from gradwire.group.work import bounded
 from gradwire.liveness.verdict import Finding
 from gradwire.operations.types import check_rank
 from gradwire.transports.base import MESSAGE_CHANNEL, LinkClosed
@@ -51,6 +51,11 @@ class PointToPoint:
     group: int
     rank: int
     members: Sequence[int]
+
+    @property
+    def changed(self) -> threading.Condition:
+        """Notified when a message has come, gone or been asked for, and when the generation ends."""
+        return self.generation.mailbox.changed
 
     def send(self, data: memoryview, dst: int, tag: int, timeout: float, operation: str = "send") -> None:
         """Deliver bytes: at once up to the eager bound, else when the receiver has a buffer for them."""
@@ -90,7 +95,7 @@ class PointToPoint:
             with changed:
                 if outbox.full:
                     changed.wait(min(0.25, max(0.0, deadline - time.monotonic())))
-            self._check_peer(dst, operation)
+            self._check_reachable(dst, operation)
             if time.monotonic() >= deadline:
                 raise Timeout(
                     f"{operation} to rank {dst} waited {timeout:g} s: it takes no messages off its link",
@@ -157,7 +162,7 @@ class PointToPoint:
                 if offer.accepted or (now >= deadline and mailbox.withdraw(offer)):
                     return
                 mailbox.changed.wait(_pause(now, deadline, slowness))
-            self._check_peer(dst, operation)
+            self._check_reachable(dst, operation)
             self._tell_if_slow(slowness, f"in {operation} to rank {dst}: it has not called recv", [dst])
 
     def _tell(self, outbox: Outbox, dst: int, operation: str, message: bytes) -> None:
@@ -199,7 +204,7 @@ class PointToPoint:
             while not outbox.hold():
                 with changed:
                     changed.wait(0.01)  # messages that wait are flushed by the service thread
-                self._check_peer(dst, operation)
+                self._check_reachable(dst, operation)
                 if time.monotonic() >= deadline:
                     return False
         except LinkClosed:
@@ -209,7 +214,7 @@ class PointToPoint:
     def _await_room(self, outbox: Outbox, dst: int, deadline: float, timeout: float, operation: str) -> None:
         generation = self.generation
         generation.transport.wait((), (outbox.link,), generation.alarm, 0.25)
-        self._check_peer(dst, operation)
+        self._check_reachable(dst, operation)
         if time.monotonic() >= deadline:
             raise self._stalled(dst, timeout, operation)
 
@@ -296,7 +301,16 @@ class PointToPoint:
         if not self.generation.control.open(self.group):
             raise Closed("the group is closed", operation=operation)
 
-    def _check_peer(self, dst: int, operation: str) -> None:
+    def check_peer(self, rank: int) -> int:
+        """The number of another rank of this group; `InvalidRank` for everything else."""
+        number = check_rank(rank, len(self.members))
+        if number == self.rank:
+            raise InvalidRank(
+                f"rank {number} is this rank itself: there is nobody to talk to", rank=number, peer=number
+            )
+        return number
+
+    def _check_reachable(self, dst: int, operation: str) -> None:
         self._check(operation, f" during {operation}")
         if self._absent(dst):
             raise self._gone(dst, operation)
@@ -323,11 +337,10 @@ MAX_TAG = (1 << 62) - 1
 class PointToPointCalls:
     """The part of a group that two ranks use without the others."""
 
-    def __init__(self, post: PointToPoint, rank: int, size: int, timeout: float) -> None:
-        self._post = post
-        self._rank = rank
-        self._size = size
-        self._timeout = timeout
+    def __init__(self, point_to_point: PointToPoint) -> None:
+        self._point_to_point = point_to_point
+        self._rank = point_to_point.rank
+        self._size = len(point_to_point.members)
 
     def send(self, x: Any, dst: int, tag: int = 0, timeout: float | None = None) -> None:
         """Send the bytes of x to a rank. Up to 64 KiB return at once; longer ones wait for the matching `recv`.
@@ -339,8 +352,8 @@ class PointToPointCalls:
         (0, array([0, 1, 2]))
         >>> one.close(); two.close()
         """
-        peer = self._peer(dst)
-        self._post.send(raw(view(x, writable=False).load()), peer, checked_tag(tag), self._seconds(timeout))
+        peer = self._point_to_point.check_peer(dst)
+        self._point_to_point.send(raw(view(x, writable=False).load()), peer, checked_tag(tag), self._seconds(timeout))
 
     def recv(self, x: Any, src: int | None = None, tag: int = 0, timeout: float | None = None) -> int:
         """Receive into x from a rank (None: anyone) and return who sent it; a `recv` that timed out can be repeated.
@@ -353,12 +366,12 @@ class PointToPointCalls:
         (0, array([1., 1., 1.]))
         >>> one.close(); two.close()
         """
-        source = None if src is None else self._peer(src)
+        source = None if src is None else self._point_to_point.check_peer(src)
         if self._size == 1:
             raise InvalidRank("this rank is alone: nobody can send it anything")
         target = view(x, writable=True)
-        request = self._post.post_request(raw(target.flat), source, checked_tag(tag))
-        sender = self._post.finish_request(request, self._seconds(timeout))
+        request = self._point_to_point.post_request(raw(target.flat), source, checked_tag(tag))
+        sender = self._point_to_point.finish_request(request, self._seconds(timeout))
         target.store()
         return sender
 
@@ -373,19 +386,19 @@ class PointToPointCalls:
         array([1., 1., 1.])
         >>> one.close(); two.close()
         """
-        to, source = self._peer(dst), self._peer(src)
+        to, source = self._point_to_point.check_peer(dst), self._point_to_point.check_peer(src)
         seconds = self._seconds(timeout)
         given, target = view(x, writable=False), view(y, writable=True)
         if arrays.overlap(given, target):
             raise ArrayError("y overlaps x: it would be overwritten while it is sent")
         deadline = time.monotonic() + seconds
-        request = self._post.post_request(raw(target.flat), source, checked_tag(tag))
+        request = self._point_to_point.post_request(raw(target.flat), source, checked_tag(tag))
         try:
-            self._post.send(raw(given.load()), to, checked_tag(tag), seconds, "sendrecv")
+            self._point_to_point.send(raw(given.load()), to, checked_tag(tag), seconds, "sendrecv")
         except BaseException:
-            self._post.cancel_request(request)
+            self._point_to_point.cancel_request(request)
             raise
-        self._post.finish_request(request, seconds, "sendrecv", deadline)
+        self._point_to_point.finish_request(request, seconds, "sendrecv", deadline)
         target.store()
 
     def copy(self, x: Any, y: Any, src: int, dst: int, timeout: float | None = None) -> None:
@@ -404,23 +417,16 @@ class PointToPointCalls:
             _copy_here(x, y)
         elif self._rank == src:
             source = view(x, writable=False)
-            self._post.send(raw(source.load()), dst, copy_tag(source.dtype), seconds, "copy")
+            self._point_to_point.send(raw(source.load()), dst, copy_tag(source.dtype), seconds, "copy")
         elif self._rank == dst:
             target = view(y, writable=True)
-            request = self._post.post_request(raw(target.flat), src, copy_tag(target.dtype))
-            self._post.finish_request(request, seconds, "copy")
+            request = self._point_to_point.post_request(raw(target.flat), src, copy_tag(target.dtype))
+            self._point_to_point.finish_request(request, seconds, "copy")
             target.store()
 
     def _seconds(self, timeout: float | None) -> float:
-        return bounded(timeout) or self._timeout
-
-    def _peer(self, rank: int) -> int:
-        number = check_rank(rank, self._size)
-        if number == self._rank:
-            raise InvalidRank(
-                f"rank {number} is this rank itself: there is nobody to talk to", rank=number, peer=number
-            )
-        return number
+        """The timeout of a call, or the group's if it has none."""
+        raise NotImplementedError
 
 
 def copy_tag(dtype: DType) -> int:

@@ -1,4 +1,4 @@
-"""Arrays in memory that ranks share."""
+"""`group.empty`: arrays in memory that the ranks of a host share."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class CollectiveRunner:
         self._channel = channel
         self._topology = topology
         self._links: dict[int, Link] = {}
-        self._sheet = CallHeader(generation.identity.job, generation.identity.number, identity, self.rank)
+        self._call = CallHeader(generation.identity.job, generation.identity.number, identity, self.rank)
         self._executor: PythonExecutor | NativeExecutor = PythonExecutor(self._links.__getitem__)
         self._connected = self.size == 1
         self._plans = PlanCache(generation, topology, self.rank, self.size)
@@ -107,6 +107,12 @@ class CollectiveRunner:
         self._awake_for = 0.0
         generation.control.watch(self.calls)
         generation.groups.add(self)
+
+    def __str__(self) -> str:
+        """The group as its `repr` shows it."""
+        generation = self.generation
+        state = "closed" if self.closed or generation.closed else "broken" if not generation.control.sound else "open"
+        return f"rank {self.rank} of {self.size}, generation {generation.identity.number}, {state}"
 
     @property
     def is_native(self) -> bool:
@@ -166,7 +172,7 @@ class CollectiveRunner:
         generation, shared = self.generation, self.generation.shared
         if not self.is_native:
             return
-        executor = NativeExecutor(self._sheet, self.size, cast(Descriptor, generation.alarm))
+        executor = NativeExecutor(self._call, self.size, cast(Descriptor, generation.alarm))
         for rank, link in self._links.items():
             executor.connect(rank, self.members[rank], link)  # type: ignore[arg-type]
         if shared is not None and self.shares_memory:
@@ -176,17 +182,17 @@ class CollectiveRunner:
         awake_for = AWAKE if generation.transport.cores >= 1 else 0.0
         turns, ring = cast(Any, self._turns), cast(Any, self.calls.ring)  # the core's, since it is available
         self.fast_path = FastPath(
-            native_core.native.Desk(
-                executor.engine,
-                turns,
-                ring,
-                self.size,
-                self._resume,
-                self._complete,
-                self._wake,
-                vars(events),
-                call_log.inside,
-                awake_for,
+            native_core.native.FastPath(
+                engine=executor.engine,
+                turns=turns,
+                calls=ring,
+                size=self.size,
+                resume=self._resume,
+                complete_gather=self._complete_gather,
+                wake=self._wake,
+                subscribers=events.subscribers,
+                library_paths=call_log.inside,
+                spin_seconds=awake_for,
             )
         )
         generation.on_halt(self.fast_path.halt)
@@ -294,7 +300,7 @@ class CollectiveRunner:
         went_well = work.run(body, first_error=not self._failed)
         self._failed = self._failed or not went_well
         self._next()
-        work._call_back()
+        work.call_back()
 
     def _next(self) -> None:
         with self._turn:
@@ -361,17 +367,17 @@ class CollectiveRunner:
         if not self.generation.control.sound:
             self.generation.control.called(time.monotonic())
             self.check(name)
-        sheet = self._sheet
-        sheet.sequence = sequence
-        sheet.fingerprint = plan.description.fingerprint
-        patience = partial(OperationWait, self.generation, self.calls, name, sequence, timeout)
-        self._executor.run(plan, x, out, sheet, patience, self._awake_for)
+        call = self._call
+        call.sequence = sequence
+        call.fingerprint = plan.description.fingerprint
+        waits = partial(OperationWait, self.generation, self.calls, name, sequence, timeout)
+        self._executor.run(plan, x, out, call, waits, self._awake_for)
         self.calls.finished = sequence
         if known is None and form is not None:
-            self.fast_path.learn(*form, plan)
+            self.fast_path.add_plan(*form, plan)
 
-    def _resume(self, status: int, operation: str, sequence: int) -> None:
-        """Go on with a call that was made at the fast_path and is not done yet."""
+    def _resume(self, status: Any, operation: str, sequence: int) -> None:
+        """Continue a call of the fast path that is not done yet; `status` is the core's."""
         assert isinstance(self._executor, NativeExecutor)
         try:
             self._executor.finish(status, OperationWait(self.generation, self.calls, operation, sequence, self.timeout))
@@ -381,8 +387,8 @@ class CollectiveRunner:
             self.generation.interrupt(operation, error)
             raise
 
-    def _complete(self, x: Any, rows: list[int], out: Any, sequence: int) -> Any:
-        """Go on with an all_gather that was begun at the fast_path."""
+    def _complete_gather(self, x: Any, rows: list[int], out: Any, sequence: int) -> Any:
+        """Exchange the rows of an all_gather whose first half, the numbers of rows, ran on the fast path."""
         called = self.calls.ring.call(sequence)
         assert called is not None
         return settled(self._run(all_gather_rows(x, rows, out), self.timeout, called[2:]))

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gradwire import operations
 from gradwire.arrays import Counts
 from gradwire.errors import Timeout
+from gradwire.group.runner import CollectiveRunner
 from gradwire.group.work import Work, bounded
 from gradwire.liveness.call_log import call_site
 from gradwire.operations import Operation
-
-if TYPE_CHECKING:
-    from gradwire.group.group import Group
 
 CROWDED = 64  # works that a stream keeps before it looks which of them are done
 
@@ -33,17 +31,20 @@ class Stream:
     array([2, 2])
     """
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    def __init__(self, runner: CollectiveRunner) -> None:
+        """For `Group.stream`, which makes streams."""
+        self._runner = runner
         self._lock = threading.Lock()
         self._works: list[Work] = []  # those that synchronize() still has to look at
         self._crowded = CROWDED
 
     def __repr__(self) -> str:
-        return f"<gradwire.Stream of {self._group!r}, {sum(not work.done for work in self._works)} pending>"
+        pending = sum(not work.done for work in self._works)
+        return f"<gradwire.Stream of <gradwire.Group {self._runner}>, {pending} pending>"
 
-    def _later(self, operation: Operation, timeout: float | None) -> Work:
-        work = self._group._runner.later(operation, self._group._seconds(timeout), call_site())
+    def _queue(self, operation: Operation, timeout: float | None) -> Work:
+        runner = self._runner
+        work = runner.later(operation, bounded(timeout) or runner.timeout, call_site())
         with self._lock:
             self._works.append(work)
             if len(self._works) >= self._crowded:  # of those that went well there is nothing more to say
@@ -65,7 +66,7 @@ class Stream:
             works = list(self._works)
         if works:
             works[-1].hurry(here=deadline is None)
-        late = next((work for work in works if not work._done.wait(_left(deadline))), None)
+        late = next((work for work in works if not work.has_ended(_left(deadline))), None)
         ended = {work for work in works if work.done}
         first = next((work._error for work in works if work in ended and work._error is not None), None)
         if late is not None and first is None:
@@ -90,7 +91,7 @@ class Stream:
         >>> with gw.init() as group: group.stream().all_reduce(np.ones(2), op="mean").wait()
         array([1., 1.])
         """
-        return self._later(operations.all_reduce(x, op, out, algorithm), timeout)
+        return self._queue(operations.all_reduce(x, op, out, algorithm), timeout)
 
     def broadcast(self, x: Any, root: int = 0, *, algorithm: str = "auto", timeout: float | None = None) -> Work:
         """`Group.broadcast`, queued.
@@ -99,8 +100,8 @@ class Stream:
         >>> with gw.init() as group: group.stream().broadcast(np.ones(2), root=0).wait()
         array([1., 1.])
         """
-        group = self._group
-        return self._later(operations.broadcast(x, root, group.size, group.rank, algorithm), timeout)
+        runner = self._runner
+        return self._queue(operations.broadcast(x, root, runner.size, runner.rank, algorithm), timeout)
 
     def reduce(
         self,
@@ -118,8 +119,8 @@ class Stream:
         >>> with gw.init() as group: group.stream().reduce(np.ones(2), root=0).wait()
         array([1., 1.])
         """
-        group = self._group
-        return self._later(operations.reduce(x, op, root, out, group.size, group.rank, algorithm), timeout)
+        runner = self._runner
+        return self._queue(operations.reduce(x, op, root, out, runner.size, runner.rank, algorithm), timeout)
 
     def all_gather(self, x: Any, *, out: Any = None, algorithm: str = "auto", timeout: float | None = None) -> Work:
         """`Group.all_gather`, queued.
@@ -128,7 +129,7 @@ class Stream:
         >>> with gw.init() as group: group.stream().all_gather(np.ones((2, 3))).wait().shape
         (2, 3)
         """
-        return self._later(operations.all_gather(x, out, algorithm), timeout)
+        return self._queue(operations.all_gather(x, out, algorithm), timeout)
 
     def gather(self, x: Any, root: int = 0, *, algorithm: str = "auto", timeout: float | None = None) -> Work:
         """`Group.gather`, queued.
@@ -137,7 +138,7 @@ class Stream:
         >>> with gw.init() as group: group.stream().gather(np.ones((2, 3))).wait().shape
         (2, 3)
         """
-        return self._later(operations.gather(x, root, self._group.size, algorithm), timeout)
+        return self._queue(operations.gather(x, root, self._runner.size, algorithm), timeout)
 
     def reduce_scatter(
         self,
@@ -155,8 +156,8 @@ class Stream:
         >>> with gw.init() as group: group.stream().reduce_scatter(np.ones(2)).wait()
         array([1., 1.])
         """
-        group = self._group
-        return self._later(operations.reduce_scatter(x, op, counts, out, group.size, group.rank, algorithm), timeout)
+        runner = self._runner
+        return self._queue(operations.reduce_scatter(x, op, counts, out, runner.size, runner.rank, algorithm), timeout)
 
     def scatter(
         self,
@@ -173,8 +174,8 @@ class Stream:
         >>> with gw.init() as group: group.stream().scatter(np.ones(2)).wait()
         array([1., 1.])
         """
-        group = self._group
-        return self._later(operations.scatter(x, root, counts, group.size, group.rank, algorithm), timeout)
+        runner = self._runner
+        return self._queue(operations.scatter(x, root, counts, runner.size, runner.rank, algorithm), timeout)
 
     def all_to_all(
         self,
@@ -191,8 +192,8 @@ class Stream:
         >>> with gw.init() as group: group.stream().all_to_all(np.ones(2)).wait()
         array([1., 1.])
         """
-        operation = operations.all_to_all(x, send_counts, recv_counts, self._group.size, algorithm)
-        return self._later(operation, timeout)
+        operation = operations.all_to_all(x, send_counts, recv_counts, self._runner.size, algorithm)
+        return self._queue(operation, timeout)
 
     def all_reduce_named(
         self, tensors: dict[str, Any], op: str = "sum", *, algorithm: str = "auto", timeout: float | None = None
@@ -203,7 +204,7 @@ class Stream:
         >>> with gw.init() as group: group.stream().all_reduce_named({"w": np.ones(2)}).wait()
         {'w': array([1., 1.])}
         """
-        return self._later(operations.all_reduce_named(tensors, op, algorithm), timeout)
+        return self._queue(operations.all_reduce_named(tensors, op, algorithm), timeout)
 
     def barrier(self, *, algorithm: str = "auto", timeout: float | None = None) -> Work:
         """`Group.barrier`, queued.
@@ -211,7 +212,7 @@ class Stream:
         >>> import gradwire as gw
         >>> with gw.init() as group: group.stream().barrier().wait()
         """
-        return self._later(operations.barrier(algorithm), timeout)
+        return self._queue(operations.barrier(algorithm), timeout)
 
 
 def _left(deadline: float | None) -> float | None:

@@ -113,6 +113,10 @@ class Work:
                 raise
             log.exception("a callback of %s failed", self.operation)
 
+    def has_ended(self, within: float | None) -> bool:
+        """Whether it is done in so many seconds, well or badly; None waits without a limit. Raises nothing."""
+        return self._done.wait(within)
+
     def heed(self) -> BaseException | None:
         """The error, if there is one; from now on somebody knows of it."""
         self._heeded = True
@@ -132,8 +136,8 @@ class Work:
             self._done.set()
         return goes_on
 
-    def _call_back(self) -> None:
-        """Tell those who wanted to know that it is done."""
+    def call_back(self) -> None:
+        """Call the callbacks of a work that is done, each once."""
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             self._call(callback)

@@ -1,4 +1,4 @@
-"""What this machine is, what of it this process may use, and what its other processes do."""
+"""This machine: its identity, the CPUs and memory that this process may use, and the states of other processes."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def usable_cores() -> float:
         cores = len(os.sched_getaffinity(0))
     except AttributeError:  # not Linux
         cores = os.cpu_count() or 1
-    return min(cores, _quota())
+    return min(cores, core_quota())
 
 
 @functools.cache  # files are read; a container's limit that is changed counts for processes that start later
-def _quota(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
+def core_quota(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
     """The smallest limit of this process's control groups, in cores; infinite where there is none."""
     quota = math.inf
     with contextlib.suppress(OSError, ValueError):

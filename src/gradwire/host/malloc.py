@@ -1,4 +1,4 @@
-"""What becomes of the memory that a training step frees: it is kept for the next one.
+"""Settings of malloc that keep the memory a training step frees for the next step.
 
 Left to itself glibc gives large blocks back to the system, which clears them page by page when they are taken again:
 with gradients of 100 MB that can be a third of a step. All ranks of a host together keep an eighth of its memory at
@@ -55,13 +55,13 @@ def keep(topology: Topology, rank: int) -> None:
 def about_to_free(nbytes: int) -> None:
     """An aligned block of so many bytes, in this thread: its hole should be as large as it was."""
     if nbytes >= _LARGE and _flushes_tcache:
-        native_core.native.join_slivers(_FRAGMENT)
+        native_core.native.flush_tcache(_FRAGMENT)
 
 
 def between_passes() -> None:
     """A forward or a backward pass is over: no piece of memory that it left in the cache should part larger ones."""
     if _flushes_tcache:
-        native_core.native.join_slivers(_PIECE)
+        native_core.native.flush_tcache(_PIECE)
 
 
 def _kept(environ: Mapping[str, str], ranks: int) -> int:

@@ -1,4 +1,4 @@
-"""The native core, if it is there; and if not, why: in words for users, from what the installation recorded.
+"""Loads the native core, or says for users why it is missing, from what the installation recorded.
 
 `gradwire --version` prints it.
 """

@@ -1,4 +1,4 @@
-"""What users call."""
+"""The functions of `gw.jax` that users call."""
 
 from __future__ import annotations
 

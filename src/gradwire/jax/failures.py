@@ -1,4 +1,4 @@
-"""Errors on their way out of a compiled program, which turns them into text."""
+"""Carries typed errors out of compiled JAX programs, which turn them into text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exchange itself, on arrays as NumPy sees them; called from plain Python and by compiled programs alike."""
+"""The all-reduce of trees on NumPy arrays, called from plain Python and from compiled programs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from gradwire import operations
 from gradwire.arrays import Array
 from gradwire.errors import ConfigError, NotFinite
 from gradwire.group import Group
+from gradwire.group.internals import GroupInternals
 from gradwire.group.runner import Site
 from gradwire.jax import failures, trees
-from gradwire.operations.types import settled
 from gradwire.training.finite import all_finite, faults
 
 
@@ -43,7 +43,7 @@ def reduced(
     group = group_of(source)
     results = trees.copied(group, arrays)
     operation = operations.all_reduce_named(dict(zip(names, results, strict=True)), op, "auto")
-    settled(group._runner.now(operation, group._seconds(None), site))
+    GroupInternals(group).run(operation, site=site)
     # A NaN or Inf of any rank is still there in the sum, on all ranks alike: nothing more need be exchanged to see it.
     if check_finite and op in ("sum", "mean") and not all(map(_finite, results)):
         raise _blame(group, names, arrays)

@@ -1,4 +1,4 @@
-"""Trees as the state of an elastic run."""
+"""`gw.jax.State`: trees as the state of an elastic run."""
 
 from __future__ import annotations
 

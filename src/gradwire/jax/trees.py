@@ -1,4 +1,4 @@
-"""Trees of arrays as the wire has them: named leaves in NumPy's hands, and jax arrays again."""
+"""Between JAX trees and the named NumPy arrays that gradwire exchanges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who am I, and where do the ranks of this job meet?
+"""`JobConfig`: rank, size, address and other settings of this process, from arguments, variables and launchers.
 
 `resolve` answers from three layers: the arguments, then `GRADWIRE_*`, then the variables of the launcher that started
 this process (see `environments/`). An argument always wins over a variable. Every error says which argument or variable

@@ -6,7 +6,6 @@ import logging
 import secrets
 import time
 
-from gradwire.errors import InvalidSize
 from gradwire.generation.generation import Generation
 from gradwire.group import Group
 from gradwire.host import native_core
@@ -72,8 +71,6 @@ def local_group(n: int) -> list[Group]:
     [3, 3]
     >>> for group in groups: group.close()
     """
-    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-        raise InvalidSize(f"a group of {n!r} ranks: there must be at least 1")
     from gradwire.job.thread_job import ThreadJob  # and with them the coordinator's state machine
 
     return ThreadJob(DEFAULT_TIMEOUT).begin(n)

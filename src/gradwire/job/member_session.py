@@ -21,6 +21,7 @@ from gradwire.errors import ConfigError, GradwireError
 from gradwire.generation import handshake
 from gradwire.generation.generation import Generation
 from gradwire.group import Group
+from gradwire.group.internals import GroupInternals
 from gradwire.host import machine, native_core
 from gradwire.identity import Identity
 from gradwire.job import process_hooks
@@ -150,7 +151,9 @@ class MemberSession:
             deadline = min(deadline, time.monotonic() + request.within)
         try:
             group = process_hooks.meet([generation], config.timeout, deadline)[0]
-            handshake.agree(generation, config.transport, deadline, meanwhile=lambda: group._runner.dial(deadline))
+            handshake.agree(
+                generation, config.transport, deadline, meanwhile=lambda: GroupInternals(group).connect(deadline)
+            )
         except BaseException as error:
             unreachable = frozenset(generation.unreachable())
             known = self._protocol.is_known_to_others(error)

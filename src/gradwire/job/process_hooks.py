@@ -15,6 +15,7 @@ from gradwire.collectives import tuning_table
 from gradwire.errors import Broken, Closed
 from gradwire.generation.generation import Generation
 from gradwire.group import WORLD, Group
+from gradwire.group.internals import GroupInternals
 from gradwire.liveness.verdict import Finding
 
 _live: weakref.WeakSet[Generation] = weakref.WeakSet()
@@ -32,7 +33,7 @@ def keep(group: Group) -> Group:
 
 def current() -> Group | None:
     """The group that this process is in by `init`, if it is still open."""
-    return None if _current is None or _current._closed else _current
+    return None if _current is None or GroupInternals(_current).is_closed else _current
 
 
 def start(generations: Sequence[Generation], timeout: float, deadline: float) -> list[Group]:
@@ -40,7 +41,7 @@ def start(generations: Sequence[Generation], timeout: float, deadline: float) ->
     groups = meet(generations, timeout, deadline)
     with _or_give_up(generations):
         for group in groups:
-            group._runner.dial(deadline)
+            GroupInternals(group).connect(deadline)
         if len(generations) == generations[0].identity.size:  # all ranks are here, and have nothing to settle
             table = tuning_table.load(os.environ)
             for generation in generations:

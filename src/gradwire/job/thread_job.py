@@ -8,17 +8,19 @@ import os
 import secrets
 import threading
 import time
+from collections.abc import Callable
 
 from gradwire.collectives import tuning_table
-from gradwire.errors import Refused, Timeout
+from gradwire.errors import InvalidSize, Refused, Timeout
 from gradwire.generation.generation import Generation
 from gradwire.group import Group
+from gradwire.group.internals import GroupInternals
 from gradwire.identity import Identity, new_run
 from gradwire.job import process_hooks
 from gradwire.membership.coordinator.state_machine import Membership
 from gradwire.membership.types import Assembly, Claim, Member, News, Refusal
 from gradwire.topology import Topology
-from gradwire.transports.local import Hub
+from gradwire.transports.local import Hub, LocalTransport
 
 LOOK_SECONDS = 0.05  # between two looks at who is left
 MOST = 1024
@@ -27,8 +29,10 @@ MOST = 1024
 class ThreadJob:
     """What the members share: the real state machine of memberships, and a hub for each generation."""
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, on_call: Callable[[str, LocalTransport], None] | None = None) -> None:
+        """`on_call` gets a member's id and transport at the beginning of each call that the member makes."""
         self._timeout = timeout
+        self._on_call = on_call
         self._run = new_run()
         self._changed = threading.Condition()
         self._hubs: dict[int, Hub] = {}
@@ -38,6 +42,8 @@ class ThreadJob:
 
     def begin(self, n: int) -> list[Group]:
         """The groups of the first generation."""
+        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+            raise InvalidSize(f"a group of {n!r} ranks: there must be at least 1")
         self._membership = Membership(
             "threads", self._run, start=n, minimum=1, maximum=MOST, lease=math.inf, settle=0.01
         )
@@ -56,7 +62,11 @@ class ThreadJob:
     def _next(self, generation: Generation, timeout: float) -> Group:
         ids = generation.member_ids
         present = self._present.get(ids[generation.identity.rank])
-        if present is not None and present.generation > generation.identity.number and not present._closed:
+        if (
+            present is not None
+            and present.generation > generation.identity.number
+            and not GroupInternals(present).is_closed
+        ):
             return present  # who asks late gets the present one
         lost = tuple(ids[rank] for rank in sorted(generation.unreachable()))
         generation.belongings = [one for one in generation.belongings if not isinstance(one, _Leave)]
@@ -89,16 +99,26 @@ class ThreadJob:
 
     def _generation(self, assembly: Assembly) -> Generation:
         members = assembly.members
-        hub = self._hubs.setdefault(assembly.generation, Hub(len(members)))
+        ids = tuple(member.id for member in members)
+        hub = self._hubs.setdefault(assembly.generation, self._hub(ids))
         names = tuple(f"rank {rank} (a thread of this process)" for rank in range(len(members)))
         identity = Identity(assembly.run, assembly.generation, assembly.rank, names, Topology.single(len(members)))
-        ids = tuple(member.id for member in members)
         generation = Generation(identity, hub.transports[assembly.rank], ids)
         generation.table = self._table
         generation.succeed = self._next
         generation.belongings.append(_Leave(self, ids[assembly.rank]))
         generation.news = self._news
         return generation
+
+    def _hub(self, ids: tuple[str, ...]) -> Hub:
+        on_call = self._on_call
+        if on_call is None:
+            return Hub(len(ids))
+        return Hub(len(ids), lambda transport: on_call(ids[transport.rank], transport))
+
+    def present(self, member: str) -> Group | None:
+        """The group of a member's latest generation, if that is not the first one."""
+        return self._present.get(member)
 
     def leave(self, member: str) -> None:
         """A member has closed its group for good."""

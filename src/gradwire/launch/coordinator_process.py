@@ -1,4 +1,4 @@
-"""Keeps the coordinator of an elastic job running: a process of its own, started anew on its journal when it dies.
+"""Runs the coordinator of an elastic job in a process of its own, and restarts it on its journal when it dies.
 
 It stands beside the workers and not in the supervisor, so that it can be killed on purpose, and so that the threads of
 gRPC do not share a process with the supervision. It comes back at the same port, where everybody looks for it.

@@ -1,4 +1,4 @@
-"""Starting threads and processes without being interrupted in the middle."""
+"""Defers signals while threads and processes are started, so that no start is interrupted halfway."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the members of an elastic job meet: here, at a coordinator that we keep, or at somebody else's."""
+"""Where the members of an elastic job meet: at a coordinator that this launcher starts, or at one elsewhere."""
 
 from __future__ import annotations
 

@@ -25,10 +25,10 @@ RESUME_SECONDS = 5.0  # seconds for a frozen worker to thaw; it may then join ag
 class StoppedWorkers:
     """Tell it again and again who stands still; it tells who is not worth waiting for.
 
-    >>> frozen = Frozen()
-    >>> frozen.lost(1, paused=True, generation=3, alone=False, now=10.0)
+    >>> stopped = StoppedWorkers()
+    >>> stopped.lost(1, paused=True, generation=3, alone=False, now=10.0)
     False
-    >>> frozen.lost(1, paused=True, generation=4, alone=False, now=15.0)
+    >>> stopped.lost(1, paused=True, generation=4, alone=False, now=15.0)
     True
     """
 

@@ -62,7 +62,7 @@ def launch(fn: Callable[..., T], n: int, args: Sequence[Any] = ()) -> list[T]:
 
 @contextlib.contextmanager
 def _payload(fn: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[int]:
-    """The call in a nameless file, as `child.py` reads it."""
+    """The call in a nameless file, as `worker_main.py` reads it."""
     surroundings = {"path": [entry for entry in sys.path if isinstance(entry, str)], "argv": sys.argv}
     fd = os.memfd_create("gradwire-call")
     try:
@@ -103,7 +103,7 @@ def _sent_by_value(fn: Callable[..., Any]) -> Iterator[None]:
     while isinstance(fn, functools.partial):
         fn = fn.func
     module = sys.modules.get(getattr(fn, "__module__", None) or "")
-    if module is None or _is_importable(module) or module.__name__ in cloudpickle.list_registry_pickle_by_value():
+    if module is None or is_importable(module) or module.__name__ in cloudpickle.list_registry_pickle_by_value():
         yield
         return
     cloudpickle.register_pickle_by_value(module)
@@ -113,7 +113,7 @@ def _sent_by_value(fn: Callable[..., Any]) -> Iterator[None]:
         cloudpickle.unregister_pickle_by_value(module)
 
 
-def _is_importable(module: ModuleType) -> bool:
+def is_importable(module: ModuleType) -> bool:
     """Whether `import` would find the same file again in a fresh process with our `sys.path`."""
     file = getattr(module, "__file__", None)
     if file is None or module.__name__ == "__main__":  # built in; or always sent by value

@@ -1,4 +1,4 @@
-"""The folder of a run's logs: one launcher at a time writes there, and finds nothing of an earlier run.
+"""The log folder of a run: one launcher at a time writes there, and files of earlier runs are moved aside.
 
 L/worker-0.log  coordinator.log  coordinator.journal …   the present run, or the last one
 L/earlier-1/  earlier-2/ …                               the runs before it, in order

@@ -1,4 +1,4 @@
-"""What the workers print: read as it comes, kept in a log for each, shown on the screen.
+"""Output of the workers: read as it comes, written to a log for each, shown on the screen.
 
 One thread does it all, apart from the supervision: a screen that stands still (a paused terminal, a full pipe) holds up
 the workers' printing, never the news of a failure or the stopping.

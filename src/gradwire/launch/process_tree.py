@@ -1,4 +1,4 @@
-"""The processes of a worker, and ending them all.
+"""All processes that a worker has started, and how they are ended.
 
 Each worker leads a session of its own, so whatever it starts (data loaders, shells) can be found and ended with it. A
 process that moves to a session of its own has left on purpose and is left alone.

@@ -1,4 +1,4 @@
-"""Where the workers of a launched job meet: a coordinator in the supervisor's process, and a secret for this job."""
+"""The rendezvous of a job of fixed size: a coordinator in the supervisor's process, and a secret for this job."""
 
 from __future__ import annotations
 

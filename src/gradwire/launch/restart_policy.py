@@ -1,4 +1,4 @@
-"""Whether a job goes on without a worker, replaces it, or has failed. Pure.
+"""Decides whether a job goes on without a worker, replaces it, or has failed. Pure.
 
 In a job whose members are fixed, any failure ends it.
 
@@ -18,7 +18,7 @@ import enum
 
 _HEALTHY = 10.0  # seconds of life after which earlier deaths are forgotten
 _BEGUN = 1.0  # likewise for one that was killed
-_FIRST, _LONGEST = 1.0, 30.0  # seconds that a worker is waited for which has died young twice, and again and again
+FIRST_DELAY, LONGEST_DELAY = 1.0, 30.0  # seconds before a worker that died young twice, or many times, is replaced
 
 
 class Fate(enum.Enum):
@@ -66,7 +66,9 @@ class Restarts:
     job only if nobody went on without it; and an error counts against the job only if nobody recovered from it.
     """
 
-    def __init__(self, *, minimum: int, restarts: int = 0, fixed: bool = False) -> None:
+    def __init__(
+        self, *, minimum: int, restarts: int = 0, fixed: bool = False, first_delay: float = FIRST_DELAY
+    ) -> None:
         self.fixed = fixed  # the members of the job, so that each is needed to the end
         self.minimum = minimum
         self.restarts = restarts
@@ -77,7 +79,9 @@ class Restarts:
         self.stopping = False  # the job is told to end: nobody is replaced
         self.living: set[int] = set()
         self.coming = 0  # replacements that are yet to be started
-        self._backoffs: dict[int, Backoff] = collections.defaultdict(lambda: Backoff(first=_FIRST, longest=_LONGEST))
+        self._backoffs: dict[int, Backoff] = collections.defaultdict(
+            lambda: Backoff(first=first_delay, longest=LONGEST_DELAY)
+        )
         self.finished = 0  # since the members last regrouped
         self.errors: list[int] = []  # likewise: whose failures nobody got over
         self._regrouped = float("-inf")

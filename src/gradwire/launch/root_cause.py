@@ -1,4 +1,4 @@
-"""Which of several failures was the first that no other one explains. Pure: endings in, a verdict and its text out."""
+"""Finds the first failure that no other failure explains. Pure: endings in, a verdict and its text out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the lines of all workers are shown: prefixed by whose, on a terminal with the unfinished one at the bottom."""
+"""Shows the lines of all workers with a prefix; on a terminal the unfinished line stays at the bottom."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How workers are made to stop: by firmer and firmer signals. Pure; the time is an argument.
+"""Stops workers by increasingly forceful signals: which one is due when. Pure; the time is an argument.
 
 >>> escalation = StopEscalation(grace=3, kill_after=10)
 >>> escalation.failed(now=100)

@@ -1,9 +1,9 @@
 """Starts the workers of a job, watches over them, and ends them together.
 
-When one fails, `restarts.py` decides: the job goes on without it, or replaces it, or has failed. Then the others get a
-grace in which they notice by themselves (their collectives raise) and can save what they want; then SIGTERM, and later
-SIGKILL. Whatever a worker has started ends with it. If the supervisor's own process is killed, its guard ends the
-workers.
+When one fails, `restart_policy` decides: the job goes on without it, or replaces it, or has failed. Then the others get
+a grace period in which they notice by themselves (their collectives raise) and can save what they want; then SIGTERM,
+and later SIGKILL. Whatever a worker has started ends with it. If the supervisor's own process is killed, its guard ends
+the workers.
 
 The watching is done by one thread, the printing by another (see `output.py`); the caller only starts, waits and stops.
 """

@@ -1,8 +1,8 @@
-"""The first code in a worker: wait for the word to start, run what is asked, tell the supervisor how it ended.
+"""The first code in a worker process: waits for the start signal, runs the task, reports its end to the supervisor.
 
-    python child.py CHANNEL script PATH ARGS…     as `python PATH ARGS…` would
-    python child.py CHANNEL module NAME ARGS…     as `python -m NAME ARGS…` would
-    python child.py CHANNEL function PAYLOAD      a pickled call; the result goes back
+    python worker_main.py CHANNEL script PATH ARGS…     as `python PATH ARGS…` would
+    python worker_main.py CHANNEL module NAME ARGS…     as `python -m NAME ARGS…` would
+    python worker_main.py CHANNEL function PAYLOAD      a pickled call; the result goes back
 
 CHANNEL and PAYLOAD are inherited file descriptors. Started by path and with hardly an import: a script finds loaded
 what plain Python would have loaded (so it can still set variables before it imports NumPy).

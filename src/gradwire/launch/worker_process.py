@@ -1,4 +1,4 @@
-"""One worker as the supervisor sees it: a process that leads a session, the channel to it, what came back over that."""
+"""One worker as the supervisor sees it: its process, the channel to it, and the result that came back."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ from gradwire.launch.restart_policy import Fate
 from gradwire.launch.root_cause import Ending, Report
 
 _LAST_STEPS = 2.0  # seconds from an uncaught exception to the exit, before it counts as hanging
-_LEFTOVERS = 1.0  # seconds for what a worker leaves behind (multiprocessing's resource tracker) to end by itself
-_UNKILLABLE = 5.0  # seconds more, after which a process that hangs in the kernel is left to it
 _CHUNK = 1 << 20  # bytes taken for a message at first; as many again whenever they have come
 _UNKNOWN = 255  # the exit code of a process that somebody else has reaped
 
 
 @dataclass(frozen=True)
 class Task:
-    """What every worker of a job runs: the arguments of `child.py` after the channel."""
+    """What every worker of a job runs: the arguments of `worker_main.py` after the channel."""
 
     arguments: tuple[str, ...]
     inherited: tuple[int, ...] = ()  # file descriptors that the arguments name
@@ -47,8 +45,19 @@ class Worker:
     """
 
     def __init__(
-        self, number: int, task: Task, environ: Mapping[str, str], out: int, err: int, noun: str = "rank"
+        self,
+        number: int,
+        task: Task,
+        environ: Mapping[str, str],
+        out: int,
+        err: int,
+        noun: str = "rank",
+        *,
+        leftover_seconds: float = 1.0,
+        unkillable_seconds: float = 5.0,
     ) -> None:
+        """What the process leaves behind (multiprocessing's resource tracker) has `leftover_seconds` to end, and is
+        killed then. What hangs in the kernel `unkillable_seconds` after it was killed is left there."""
         self.number = number
         self.noun = noun
         self.began = time.monotonic()
@@ -58,11 +67,13 @@ class Worker:
         self.exception: bytearray | None = None  # pickled, where the report's exception could be
         self.ending: Ending | None = None
         self.gone = False  # it and all that it started
+        self._leftover_seconds = leftover_seconds
+        self._unkillable_seconds = unkillable_seconds
         self._returns = task.returns
         self._told: float | None = None
         self._killed: float | None = None
         self._channel, theirs = socket.socketpair()
-        self._messages = _Messages(self._channel)
+        self._messages = MessageReader(self._channel)
         try:
             with theirs:
                 self._process = subprocess.Popen(
@@ -140,7 +151,7 @@ class Worker:
             return
         if self.ending is None:
             status = self._status()
-            if self._killed is not None and now >= self._killed + _UNKILLABLE:
+            if self._killed is not None and now >= self._killed + self._unkillable_seconds:
                 status = status or -signal.SIGKILL  # it hangs in the kernel (a driver, a file server): left to it
             self._listen()
             if status is not None:
@@ -171,8 +182,8 @@ class Worker:
         return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
 
     def _sweep(self, since_exit: float) -> None:
-        if not process_tree.is_empty(self.pid) and since_exit < _LEFTOVERS + _UNKILLABLE:
-            if since_exit >= _LEFTOVERS:
+        if not process_tree.is_empty(self.pid) and since_exit < self._leftover_seconds + self._unkillable_seconds:
+            if since_exit >= self._leftover_seconds:
                 process_tree.kill(self.pid)
             return
         self.gone = True
@@ -199,14 +210,14 @@ class Worker:
     def close(self) -> None:
         """Reap it and close all descriptors; when it is gone."""
         with contextlib.suppress(subprocess.TimeoutExpired):  # one that cannot even be killed
-            self._process.wait(_LEFTOVERS)
+            self._process.wait(self._leftover_seconds)
         self._channel.close()
         if self._exit_fd is not None:
             os.close(self._exit_fd)
             self._exit_fd = None
 
 
-class _Messages:
+class MessageReader:
     """Cuts what arrives on a channel into messages. Programs that write into descriptors they do not know may write
     there too: no length is believed before the bytes have come, and after nonsense nothing more is heard."""
 

@@ -169,7 +169,7 @@ class WorkerSetup(Protocol):
         """When there will be, if nobody wakes the supervisor before."""
 
     def disturb(self, action: str, workers: Sequence[Worker]) -> str:
-        """Do on purpose what `chaos.py` calls a cut, its healing or a restart of the coordinator; say what was done."""
+        """Carry out a cut, its healing or a restart of the coordinator for `fault_injection`; returns what was done."""
 
     def stop(self) -> None:
         """The workers are gone; what else was started is told to end."""

@@ -1,4 +1,4 @@
-"""Beats as they come over links, and those of links that were admitted inside TLS: tokens that need no encryption.
+"""Heartbeats on links: as frames, or as one-time tokens on links that were admitted inside TLS.
 
 Both ends of such a link have a key that nobody else has. From it follow two endless sequences of tokens, one for each
 direction. A beat is the next token of its sequence, and the receiver compares it with its own: nobody without the key

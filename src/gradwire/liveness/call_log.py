@@ -1,4 +1,4 @@
-"""What this rank has called, in order: enough to name a disagreement, cheap enough to keep always.
+"""The log of this rank's calls: enough to name a disagreement between ranks, cheap enough to be always on.
 
 Each group has one log. A call has a sequence number, a fingerprint of its meaning, and the place in the user's code it
 came from, kept as (code object, instruction) and turned into file:line only when an error needs it. `chain` folds

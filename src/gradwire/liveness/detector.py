@@ -1,4 +1,4 @@
-"""Who has been silent for too long: times of beats come in, suspects come out.
+"""Decides which ranks have been silent for too long: heartbeat times in, suspects out. Pure.
 
 Pure. A rank beats every 50 ms, by a thread that needs nothing of the interpreter. How long it may be silent follows
 from how regular it was: min(max(floor, median + k·MAD of its intervals), 0.6 s). A rank on another host has a fixed

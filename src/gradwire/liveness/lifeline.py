@@ -1,14 +1,14 @@
-"""The lifeline: this rank's beats, and its ear for those of the others.
+"""The lifeline: sends this rank's heartbeats and receives those of the others.
 
     ranks that share memory     beat in it: a word behind the directory of their arena
     other ranks                 beat over a link of their own: each pair of up to 32 ranks, beyond that ring neighbours
 
-A native thread beats (native/lifeline.hpp): it says that the process runs, whatever its interpreter does; beats.py says
-how that goes with TLS. Without the core the service thread beats, slowly, and such a rank may be silent for 10 s. Who
-beats but does not come is stuck, not lost. The service thread looks every 0.1 s whom it heard; `Detector` decides who
-is silent for too long. On one host the end of a process is seen as well (a pidfd, as a link on which nothing comes but
-the end), in milliseconds. Between hosts silence may be the network's: the deadline is longer there, and all ranks of a
-job use the longest that any of them has in `GRADWIRE_PEER_TIMEOUT`.
+A native thread beats (native/lifeline.hpp): it shows that the process runs, whatever its interpreter does.
+`beat_messages` has the form of beats under TLS. Without the core the service thread beats, slowly, and such a rank
+may be silent for 10 s. Who beats but does not come is stuck, not lost. The service thread looks every 0.1 s whom it
+heard; `Detector` decides who is silent for too long. On one host the end of a process is seen as well (a pidfd, as a
+link on which nothing comes but the end), in milliseconds. Between hosts silence may be the network's: the deadline is
+longer there, and all ranks of a job use the longest that any of them has in `GRADWIRE_PEER_TIMEOUT`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What broke this generation, decided once and alike on all ranks.
+"""Decides what broke a generation, once and equally on all ranks. Pure.
 
 Pure: findings and the time come in, what to tell the peers and in the end one error come out. A first finding opens a
 short window in which others may arrive (several ranks die at once; a rank that aborts also closes its links), then

@@ -1,4 +1,4 @@
-"""At the address of an embedded coordinator, when all have come: whoever still knocks is told that it is over.
+"""Listens at the address of an embedded coordinator that has finished, and tells late callers so.
 
 Rank 0 stops its coordinator as soon as the job is complete: no gRPC in a process that trains and forks. Without anybody
 at the door, a second process of some rank, or one of another job with the same port, would knock until its deadline.
@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 
-from gradwire.membership.endpoints import Endpoint
+from gradwire.membership.endpoints import Endpoint, join
 from gradwire.security.admission import printable
 from gradwire.transports.fork_safe_sockets import Sockets
 
@@ -45,6 +45,12 @@ class ClosedListener:
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="gradwire-door", daemon=True)
         self._thread.start()
+
+    @property
+    def address(self) -> str:
+        """Where it listens: "host:port", or "[host]:port" for an IPv6 address."""
+        host, port = self._listener.getsockname()[:2]
+        return join(host, port)
 
     def close(self) -> None:
         """Give the address up."""

@@ -1,4 +1,4 @@
-"""Between the protocol's messages and our own types. Whatever does not make sense raises `Malformed`."""
+"""Converts between the protocol's messages and our own types; what makes no sense raises `Malformed`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gRPC, imported so that it does not chat.
+"""Imports gRPC so that it prints nothing to stderr.
 
 While a coordinator serves in a process, gRPC prints a line to stderr at every fork ("skipping fork() handlers"), and a
 data loader forks a lot. What it prints is decided by a variable that it reads when it is imported.

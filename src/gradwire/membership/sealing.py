@@ -98,6 +98,11 @@ class CoordinatorSeal:
         self._heard: OrderedDict[bytes, int] = OrderedDict()
         self._lock = threading.Lock()
 
+    @property
+    def remembered(self) -> int:
+        """How many workers' last sequence numbers it holds."""
+        return len(self._heard)
+
     def meet(self, request: pb.HelloRequest) -> pb.HelloReply:
         """Answer a worker that proves the secret; `Unproven` otherwise, and strangers get no proof to guess from."""
         key = self._key_for(request.ticket)

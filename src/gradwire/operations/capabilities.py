@@ -1,4 +1,4 @@
-"""What can be asked of a group before calling it."""
+"""`Capabilities`: what a group can do, to be asked before calling it."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def all_reduce(x: Any, op: str, out: Any, algorithm: str) -> Operation:
     source, target, result = _destination(source, x, out)
     check_reduction(op, source.dtype)
     shape = Shape("all_reduce", source.dtype, source.flat.size, op, None, algorithm)
-    form = CallKey("all_reduce", source.dtype, op, source.flat.size) if algorithm == "auto" else None
+    form = CallKey("all_reduce", source.dtype, op, None, source.flat.size) if algorithm == "auto" else None
 
     def body(exchange: Exchange) -> Any:
         exchange(shape, source.load(), target.flat, form)
@@ -66,7 +66,7 @@ def broadcast(x: Any, root: int, size: int, rank: int, algorithm: str) -> Operat
     root = check_root(root, size)
     source = view(x, writable=rank != root)
     shape = Shape("broadcast", source.dtype, source.flat.size, None, root, algorithm)
-    form = CallKey("broadcast", source.dtype, root, source.flat.size) if algorithm == "auto" else None
+    form = CallKey("broadcast", source.dtype, None, root, source.flat.size) if algorithm == "auto" else None
 
     def body(exchange: Exchange) -> Any:
         if rank == root:

@@ -1,4 +1,4 @@
-"""All-reduce of a map of arrays: small ones side by side in one exchange, large ones where they are."""
+"""All-reduce of a dict of arrays: small ones packed into one exchange, large ones in place."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def all_gather(x: Any, out: Any, algorithm: str) -> Operation:
     check_algorithm("all_gather", algorithm)
     source = _rows(x)
     room = _room(source, out)
-    form = CallKey("all_gather", source.dtype, row=source.tail) if algorithm == "auto" else None
+    form = CallKey("all_gather", source.dtype, row_shape=source.tail) if algorithm == "auto" else None
 
     def body(exchange: Exchange) -> Any:
         call = f"all_gather({source.text()}{algorithm_text(algorithm)})"
@@ -148,7 +148,7 @@ def _gather_rows(exchange: Exchange, source: _Rows, rows: Sequence[int], room: _
     counts = tuple(n * source.width for n in rows)
     call = f"all_gather({source.text()}{algorithm_text(algorithm)})"
     shape = Shape("all_gather", source.dtype, counts, None, None, algorithm, call)
-    form = CallKey("all_gather_rows", source.dtype, None, tuple(rows), source.tail) if algorithm == "auto" else None
+    form = CallKey("all_gather", source.dtype, None, None, tuple(rows), source.tail) if algorithm == "auto" else None
     if room is not None and room.elements == sum(counts):
         return room.filled(lambda flat: exchange(shape, source.view.load(), flat, form))
     result = _joined(source.dtype, sum(rows), source.tail)
@@ -208,7 +208,7 @@ def reduce_scatter(x: Any, op: str, counts: Counts | None, out: Any, size: int, 
         raise ArrayError(f"out is {room}, and this rank's part {source.text(parts[rank])}")
     shape = Shape("reduce_scatter", source.dtype, elements, op, None, algorithm)
     evenly = counts is None and algorithm == "auto"
-    form = CallKey("reduce_scatter", source.dtype, op, sum(elements)) if evenly else None
+    form = CallKey("reduce_scatter", source.dtype, op, None, sum(elements)) if evenly else None
 
     def body(exchange: Exchange) -> Any:
         if room is not None:

@@ -1,4 +1,4 @@
-"""The words that operations are written in, and the checks that all of them need."""
+"""The types that operations are written in (`Shape`, `Exchange`, `Operation`), and checks that all of them need."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class Shape(NamedTuple):
 
 
 class CallKey(NamedTuple):
-    """What tells calls of a kind, if all of them mean the same exchange: the core makes such calls the short way.
+    """The arguments of a call, if all calls with these arguments mean the same exchange: they can take the fast path.
 
-    `how` is the op or the root, `counts` the number of elements or all ranks' rows, `row` the shape of a row where it
-    matters.
+    `counts` is the number of elements or, where arrays are joined, all ranks' rows; `row_shape` matters only there.
     """
 
-    operation: str
+    collective: str
     dtype: DType | None
-    how: str | int | None = None
+    op: str | None = None
+    root: int | None = None
     counts: int | tuple[int, ...] = 0
-    row: tuple[int, ...] = ()
+    row_shape: tuple[int, ...] = ()
 
 
 class Exchange(Protocol):

@@ -1,4 +1,4 @@
-"""JSON-like values. One that cannot be sent is an error on all ranks, which stay in step: nobody waits in vain."""
+"""Collectives on JSON-like values. A value that cannot be sent is an error on all ranks, and the group stays usable."""
 
 from __future__ import annotations
 

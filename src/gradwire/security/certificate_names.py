@@ -1,4 +1,4 @@
-"""Who a certificate speaks for: the URI `gradwire://JOB/MEMBER` among its alternative names.
+"""The job and member that a certificate stands for: the URI `gradwire://JOB/MEMBER` among its alternative names.
 
 A certificate is for one job and one member of it. It covers the member of that name and those below it: a host's
 certificate, for "host-a", covers its workers "host-a/0", "host-a/1" …

@@ -1,4 +1,4 @@
-"""Log lines about refused callers, limited so that a flood of callers does not become a flood of lines."""
+"""Rate-limited log lines about refused callers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What keeps two processes from speaking TLS, found by trying: gRPC only says that the socket was closed."""
+"""Finds out by trying why two processes cannot speak TLS: gRPC only reports that the socket was closed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Join tokens: an invitation to one job, for some time and some processes, that does not give the job's secret away.
+"""Join tokens: invitations to one job, limited in time and uses, that do not reveal the job's secret.
 
     gwj1.TICKET.KEY     the ticket is public: the job, when it expires, for how many, and a random number
                         the key is derived from the job's secret and the ticket

@@ -36,7 +36,7 @@ class Disagreed(Exception):
 
 
 class Collectives:
-    """What one rank calls in one generation; it is its executor's patience, too."""
+    """What one rank calls in one generation; it is its executor's wait strategy, too."""
 
     def __init__(self, process: Process, control: Control, assembly: Assembly, links: Mapping[int, End]) -> None:
         self._process = process
@@ -45,7 +45,7 @@ class Collectives:
         self._topology = Topology.of([member.host for member in assembly.members])
         self._calls = CallLog(WORLD, range(len(assembly.members)))
         self._executor = PythonExecutor(links.__getitem__)
-        self._sheet = CallHeader(JOB, assembly.generation, WORLD, assembly.rank)
+        self._call = CallHeader(JOB, assembly.generation, WORLD, assembly.rank)
         control.watch(self._calls)
 
     def run(self, collective: str, algorithm: str, x: Array, out: Array, op: str | None = None) -> Program:
@@ -53,10 +53,10 @@ class Collectives:
         yield from self.check(collective)
         plan = _plan(collective, algorithm, self._rank, self._topology, dtype_of(x), op, x.size)
         sequence = self._calls.record(plan.description, SITE)
-        self._sheet.sequence, self._sheet.fingerprint = sequence, plan.description.fingerprint
+        self._call.sequence, self._call.fingerprint = sequence, plan.description.fingerprint
         try:
             last_look = False
-            for _ in self._executor.steps(plan, x, out, self._sheet, self):
+            for _ in self._executor.steps(plan, x, out, self._call, self):
                 if last_look:
                     yield from self.check(collective)
                 last_look = not self._control.sound  # what has arrived is still taken
@@ -94,7 +94,7 @@ class Collectives:
 
     def mismatch(self, peer: int, header: bytes) -> BaseException:
         try:
-            sequence = min(self._sheet.sequence, max(1, parse(header).sequence))
+            sequence = min(self._call.sequence, max(1, parse(header).sequence))
             self._control.report(disagreement(self._calls, sequence), self._process.now)
         except WireError:
             self._control.lost(peer, self._process.now, "sent nonsense")

@@ -26,7 +26,10 @@ import pytest
 
 from gradwire.errors import ConfigError, GradwireError
 from gradwire.group import Group
-from gradwire.job.init import local_group
+from gradwire.group.internals import GroupInternals
+from gradwire.job.config import DEFAULT_TIMEOUT
+from gradwire.job.thread_job import ThreadJob
+from gradwire.transports.local import LocalTransport
 
 LAST_CALL = 12  # the latest call at which a drawn fault happens
 LONGEST_SECONDS = 0.2  # that a drawn rank is slow for
@@ -66,10 +69,11 @@ class Run:
 
 @dataclass
 class _Rank:
-    """One rank: its group, and the faults that still wait for it."""
+    """One rank: its first group, and the faults that still wait for it."""
 
     number: int
-    group: Group  # of the present generation
+    job: ThreadJob
+    first: Group
     faults: dict[int, Fault]
     calls: int = 0
     result: Any = None
@@ -77,32 +81,26 @@ class _Rank:
     thread: threading.Thread = field(init=False)
 
     def start(self, fn: Callable[[Group], Any]) -> None:
-        self.trouble(self.group)
         self.thread = threading.Thread(target=self.run, args=(fn,), name=f"rank {self.number}", daemon=True)
         self.thread.start()
 
-    def trouble(self, group: Group) -> Group:
-        """Let the faults happen in this generation and in those that follow."""
-        self.group, generation = group, group._generation
-        touch, succeed = generation.transport.touch, generation.succeed
+    @property
+    def group(self) -> Group:
+        """The group of the present generation."""
+        return self.job.present(GroupInternals(self.first).member_id) or self.first
 
-        def touched() -> None:  # each call of this rank begins there, before anything is sent
-            touch()
-            self.calls += 1
-            fault = self.faults.get(self.calls)
-            if fault is not None:
-                self.suffer(fault)
+    def called(self, transport: LocalTransport) -> None:
+        """A call of this rank begins."""
+        self.calls += 1
+        fault = self.faults.get(self.calls)
+        if fault is not None:
+            self.suffer(fault, transport)
 
-        generation.transport.touch = touched  # type: ignore[method-assign]
-        if succeed is not None:
-            generation.succeed = lambda present, timeout: self.trouble(succeed(present, timeout))
-        return group
-
-    def suffer(self, fault: Fault) -> None:
+    def suffer(self, fault: Fault, transport: LocalTransport) -> None:
         if fault.kind == "slow":
             time.sleep(fault.seconds)
         elif fault.kind == "die":
-            self.group._generation.transport.close()  # as the system does with what a dead process had open
+            transport.close()  # as the system does with what a dead process had open
             raise Died(str(fault))
         else:
             raise RuntimeError(str(fault))
@@ -139,11 +137,7 @@ class Ranks:
         Whoever is not done in `timeout` seconds is shown with its stack, as an `AssertionError`.
         """
         chosen = tuple(faults) if seed is None else (*faults, *self.draw(seed, n))
-        groups = local_group(n)
-        ranks = [
-            _Rank(number, group, {fault.call: fault for fault in chosen if fault.rank == number})
-            for number, group in enumerate(groups)
-        ]
+        ranks = _ranks(n, chosen)
         try:
             for rank in ranks:
                 rank.start(fn)
@@ -193,6 +187,15 @@ class Ranks:
             seconds = round(random.uniform(0.01, LONGEST_SECONDS), 2) if kind == "slow" else 0.0
             faults.append(Fault(kind, rank, random.randint(1, LAST_CALL), seconds))  # type: ignore[arg-type]
         return tuple(sorted(faults, key=lambda fault: fault.rank))
+
+
+def _ranks(n: int, faults: Sequence[Fault]) -> list[_Rank]:
+    by_member: dict[str, _Rank] = {}
+    job = ThreadJob(DEFAULT_TIMEOUT, lambda member, transport: by_member[member].called(transport))
+    for number, group in enumerate(job.begin(n)):
+        own = {fault.call: fault for fault in faults if fault.rank == number}
+        by_member[GroupInternals(group).member_id] = _Rank(number, job, group, own)
+    return list(by_member.values())
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What a simulated job is like, drawn from its seed."""
+"""The size, timings and faults of a simulated job, drawn from its seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model holds beside its parameters (running means, counters): everybody takes rank 0's."""
+"""Buffers of a model (running means, counters): all ranks take those of rank 0."""
 
 from __future__ import annotations
 

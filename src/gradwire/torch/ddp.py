@@ -19,8 +19,8 @@ from gradwire.torch.model_guard import Parts, trained
 from gradwire.torch.reducer import Reducer
 from gradwire.torch.views import as_array
 from gradwire.training import agreement_check, weights
+from gradwire.training.bucket_reduction import Compression
 from gradwire.training.contract import broadcast_named
-from gradwire.training.gradients import Compression
 
 if TYPE_CHECKING:
     from gradwire.training.elastic import Elastic

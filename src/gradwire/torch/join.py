@@ -1,4 +1,4 @@
-"""Ranks that run out of data before others."""
+"""`DistributedDataParallel.join`: ranks that run out of data before others."""
 
 from __future__ import annotations
 

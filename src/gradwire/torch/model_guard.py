@@ -1,4 +1,4 @@
-"""What a model consists of, looked at before each forward: has somebody changed it since it was wrapped?"""
+"""Notices, before each forward, when a wrapped model has been changed since it was wrapped."""
 
 from __future__ import annotations
 

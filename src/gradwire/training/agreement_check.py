@@ -1,4 +1,4 @@
-"""What ranks must have in common before they exchange tensors by name, and who does not."""
+"""Compares what ranks must have in common before they exchange tensors by name, and names the rank that differs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where gradients go: copied there, and looked at on the way."""
+"""Copies gradients into buckets, and checks on the way whether they are finite."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ class Places:
                 return False
             array = self._gradients[name].reshape(-1)
             streams = self._many and array.nbytes >= _LARGE
-            known = self._known[name] = native_core.native.Place(dtype_of(array).code, array.view(np.uint8), streams)
-        found: bool | None = known.take(address)
+            dtype = native_core.native.DType[dtype_of(array).name]
+            known = self._known[name] = native_core.native.BucketSlot(dtype, array.view(np.uint8), streams)
+        found: bool | None = known.copy_from(address)
         self._found(name, found)
         return found is not None
 

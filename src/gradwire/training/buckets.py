@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,8 @@ from gradwire import arrays
 from gradwire.arrays import Array, DType, check_reduction
 from gradwire.errors import ArrayError, ConfigError, UnsupportedOp
 from gradwire.group import Group
+from gradwire.group.internals import GroupInternals
+from gradwire.training.bucket_writer import Places
 
 ALIGNMENT = 64  # bytes: each gradient begins on a cache line, whatever lies before it
 
@@ -79,9 +81,9 @@ def _casts(given: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
     return given == wanted or np.can_cast(given, wanted, "same_kind")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Bucket:
-    """Some tensors in one flat array; `missing` are those whose gradient is not complete yet."""
+    """Some tensors in one flat array."""
 
     index: int
     dtype: DType
@@ -89,11 +91,7 @@ class Bucket:
     flat: Array
     places: dict[str, slice]  # of each tensor in the flat array
     contents: str  # in words, and a digest: ranks whose buckets differ find out at the first one
-    views: dict[str, Array] = field(init=False)
-    missing: set[str] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.views = {tensor.name: self.flat[self.places[tensor.name]].reshape(tensor.shape) for tensor in self.tensors}
+    views: dict[str, Array]  # of each tensor, in its shape
 
     def clear_gaps(self) -> None:
         """Zeros between the tensors again: nobody writes there but compressions that write in blocks."""
@@ -145,15 +143,46 @@ def _bucket(group: Group, index: int, part: Sequence[Tensor]) -> Bucket:
         at += _room(tensor)
     digest = xxhash.xxh3_64_hexdigest("\n".join(map(str, part)).encode())
     contents = f"{len(part)} tensors from {part[0].name!r} to {part[-1].name!r}, {digest[:8]}"
-    return Bucket(index, dtype, tuple(part), flat, places, contents)
+    views = {tensor.name: flat[places[tensor.name]].reshape(tensor.shape) for tensor in part}
+    return Bucket(index, dtype, tuple(part), flat, places, contents, views)
+
+
+class BucketSet:
+    """The gradients of all tensors, in buckets in the memory of one group, in one order.
+
+    Another group, or another order, takes another set; it can begin with the contents of the one `before`.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        tensors: Mapping[str, Tensor],
+        order: Sequence[str],
+        sizes: tuple[int, int],
+        before: BucketSet | None = None,
+    ) -> None:
+        self.group = group
+        self.order = tuple(order)
+        self.names = frozenset(tensors)
+        self.numbers = {name: number for number, name in enumerate(tensors)}
+        self.buckets = make(group, [tensors[name] for name in order], *sizes)
+        self.home = {tensor.name: bucket for bucket in self.buckets for tensor in bucket.tensors}
+        self.gradients: dict[str, Array] = {name: self.home[name].views[name] for name in tensors}
+        self.places = Places(self.gradients)
+        if before is not None:
+            for name, view in before.gradients.items():
+                self.gradients[name][...] = view
+
+    @property
+    def flats(self) -> list[Array]:
+        """The memory of all buckets."""
+        return [bucket.flat for bucket in self.buckets]
 
 
 def _zeros(group: Group, count: int, dtype: DType) -> Array:
     """Zeros in the group's memory, which is fresh and so takes no room before it is written."""
     flat = group.empty(count, dtype.storage)
-    shared = group._generation.shared
-    is_shared = shared is not None and shared.own.offset_of(flat.ctypes.data, flat.nbytes) is not None
-    return flat if is_shared else np.zeros(count, dtype.storage)
+    return flat if GroupInternals(group).is_shared(flat) else np.zeros(count, dtype.storage)
 
 
 def check_bytes(name: str, nbytes: Any) -> int:

@@ -1,4 +1,4 @@
-"""The contract: all replicas hold the same bits. Begin alike, check it now and then, and name who differs."""
+"""The contract that all replicas hold the same bits: equal starts, checks at intervals, and the rank that differs."""
 
 from __future__ import annotations
 

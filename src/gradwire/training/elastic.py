@@ -19,8 +19,8 @@ from gradwire.errors import (
     ReplicasDiverged,
     Timeout,
 )
-from gradwire.generation.generation import Generation
 from gradwire.group import Group
+from gradwire.group.internals import GroupInternals
 from gradwire.job import init, process_hooks
 from gradwire.training import transfer
 from gradwire.training.commit_rules import Settlement, has_joiners
@@ -132,7 +132,7 @@ class Elastic:
         last = whole("total", total) - 1
         while True:
             drive(self._protocol.begin(), self._replica.perform)
-            self.group._generation.finished = self.completed >= last
+            GroupInternals(self.group).mark_finished(self.completed >= last)
             if self.completed >= last:
                 return
             step = Step(self, self.completed + 1)
@@ -142,7 +142,7 @@ class Elastic:
 
     def finish(self) -> None:
         """All work is done, before the last step: nobody joins the job any more. All ranks call it at the same step."""
-        self.group._generation.finished = True
+        GroupInternals(self.group).mark_finished(True)
 
     def when_cut_short(self, undo: Callable[[], None]) -> None:
         """Call this when a step has broken, before ranks look whose state is still that of the last completed step.
@@ -168,12 +168,12 @@ class Elastic:
     @property
     def fence(self) -> Fence:
         """The token of the present generation of this run, by which writers of checkpoints are ordered."""
-        identity = self.group._generation.identity
+        identity = GroupInternals(self.group).identity
         return Fence(identity.run, identity.number)
 
     def _end(self, index: int) -> None:
         """The body of a step has ended here: take the vote, and let in members that wait."""
-        if not self.group._closed:  # else the program has left
+        if not GroupInternals(self.group).is_closed:  # else the program has left
             drive(self._protocol.end(index), self._replica.perform)
 
     def _recover(self, error: Broken) -> None:
@@ -218,17 +218,17 @@ class _Replica:
         return list(self._state.digests().items())
 
     def others_wait(self) -> bool:
-        return has_joiners(self.group._generation.news(), self.group.generation)
+        return has_joiners(GroupInternals(self.group).news(), self.group.generation)
 
     def can_recover(self, error: Broken) -> bool:
         if not isinstance(error, (PeerLost, Aborted, Timeout)) or not self.group.capabilities.recovers:
             return False
-        control = self.group._generation.control
-        own = isinstance(error, Aborted) and error.culprit == control.rank and not control.given_up
-        return not control.sound and not own
+        internals = GroupInternals(self.group)
+        own = isinstance(error, Aborted) and error.culprit == self.rank and not internals.is_left_behind
+        return internals.is_broken and not own
 
     def begun_runs(self, number: int) -> int:
-        return _begun_runs(self.group._generation, number)
+        return _begun_runs(GroupInternals(self.group), number)
 
     def leave(self) -> None:
         self.group.close()
@@ -241,7 +241,7 @@ class _Replica:
             case Vote(ballot):
                 return group.all_reduce(ballot, op="max")
             case Gather(value, operation):
-                return group._generation.control_gather.tell_all(value, operation, group._timeout)
+                return GroupInternals(group).gather(value, operation)
             case GatherDigests(digests):
                 return group.all_gather_values(digests)
             case HandOver():
@@ -264,7 +264,8 @@ class _Replica:
         log.warning("waiting: %d of at least %d members are here", self.size, wanted)
 
     def begins(self) -> None:
-        self.group._generation.stranger = self.group._generation.joined
+        internals = GroupInternals(self.group)
+        internals.mark_without_state(internals.has_joined)
 
     def decided(self, settlement: Settlement) -> None:
         """Nothing to do."""
@@ -273,7 +274,7 @@ class _Replica:
         """Nothing to do."""
 
     def committed(self, version: tuple[int, int]) -> None:
-        self.group._generation.stranger = False
+        GroupInternals(self.group).mark_without_state(False)
 
     def diverged(self, error: ReplicasDiverged) -> None:
         log.error("%s", error)
@@ -290,10 +291,9 @@ class _Replica:
         log.warning("generation %d of %d members goes on after %.2f s", self.generation, self.size, took)
 
 
-def _begun_runs(generation: Generation, number: int) -> int:
+def _begun_runs(internals: GroupInternals, number: int) -> int:
     """How many runs this member has begun, with this one; `number` if that was counted already, in another job run."""
-    identity = generation.identity
-    member = identity.job, (generation.member_ids or identity.names)[identity.rank]
+    member = internals.identity.job, internals.member_id
     _RUNS[member] = max(_RUNS.get(member, 0), number) if number else _RUNS.get(member, 0) + 1
     return number or _RUNS[member]
 

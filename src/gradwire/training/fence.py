@@ -1,4 +1,4 @@
-"""Fences: which of two writers of a checkpoint is the later one, and a file that an earlier one cannot overwrite."""
+"""Fences: order the writers of a checkpoint, and keep an earlier writer from overwriting a later one's file."""
 
 from __future__ import annotations
 

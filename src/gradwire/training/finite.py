@@ -1,4 +1,4 @@
-"""Whether arrays hold nothing but numbers: in the core, without the interpreter's lock, or by NumPy."""
+"""Checks whether arrays hold only finite numbers: in the core without the GIL, or by NumPy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gradwire.errors import NotFinite
 from gradwire.group import Group
 from gradwire.host import native_core
 
-_CHUNK = 1 << 16  # elements that NumPy looks at in one go: what it makes of them stays in the cache
+CHUNK = 1 << 16  # elements that NumPy looks at in one go: what it makes of them stays in the cache
 
 
 def all_finite(array: Array) -> bool:
@@ -21,8 +21,8 @@ def all_finite(array: Array) -> bool:
     """
     flat = array.reshape(-1)
     if native_core.available():
-        return native_core.native.all_finite(arrays.dtype_of(flat).code, flat.view(np.uint8))
-    return all(bool(np.isfinite(flat[at : at + _CHUNK]).all()) for at in range(0, flat.size, _CHUNK))
+        return native_core.native.all_finite(native_core.native.DType[arrays.dtype_of(flat).name], flat.view(np.uint8))
+    return all(bool(np.isfinite(flat[at : at + CHUNK]).all()) for at in range(0, flat.size, CHUNK))
 
 
 def copy_finite(to: Array, source: Array) -> bool | None:
@@ -35,7 +35,8 @@ def copy_finite(to: Array, source: Array) -> bool | None:
     if native_core.available() and source.flags.c_contiguous and source.dtype == to.dtype and source.size:
         one, other = to.reshape(-1), source.reshape(-1)
         if not np.may_share_memory(one, other):
-            return native_core.native.copy_finite(arrays.dtype_of(one).code, one.view(np.uint8), other.view(np.uint8))
+            dtype = native_core.native.DType[arrays.dtype_of(one).name]
+            return native_core.native.copy_finite(dtype, one.view(np.uint8), other.view(np.uint8))
     np.copyto(to, source, casting="same_kind")
     return None
 

@@ -1,4 +1,4 @@
-"""Which samples a rank sees: disjoint, complete, and a function of numbers alone.
+"""`Sampler`: which samples a rank sees. Disjoint, complete, and a function of numbers alone.
 
 An epoch has one order of all samples, and the sample at position p of it belongs to rank p mod size. Batch k of an
 epoch is positions k·B … (k+1)·B - 1, whoever computes them. So the shares of two ranks differ by at most one sample, in

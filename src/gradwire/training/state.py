@@ -1,4 +1,4 @@
-"""The state that replicas keep alike, taken apart: a skeleton of plain values, and the arrays in it.
+"""Replicated state taken apart: a skeleton of plain values, and the arrays in it.
 
 A state is a dict of arrays, or anything with `state_dict` and `load_state_dict` (models, optimizers), or a
 dict of such. Arrays may be NumPy's or those of any library that knows DLPack. The skeleton is JSON: nothing that comes

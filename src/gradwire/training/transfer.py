@@ -1,4 +1,4 @@
-"""State on its way from one rank to others: in chunks, in a group of their own, and checked at the end."""
+"""Transfers state from one rank to others: in chunks, in a group of their own, digest-checked."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from gradwire import arrays
 from gradwire.arrays import Array
 from gradwire.errors import StateLost
 from gradwire.group import Group
+from gradwire.group.internals import GroupInternals
 from gradwire.training.state import MAX_SKELETON, State, digest_of, memory_for
 
 CHUNK = 16 << 20  # of many takers: they pass a large message on while it comes
@@ -23,8 +24,8 @@ def hand_over(group: Group, state: State, giver: int, takers: Sequence[int], dig
     With `overwrite` a taker may lose its own state when this breaks.
     """
     members = sorted([giver, *takers])
-    root, round_of_settling = members.index(giver), group._generation.control_gather.rounds
-    with contextlib.closing(group._form(members, -round_of_settling, group._timeout)) as circle:
+    root, internals = members.index(giver), GroupInternals(group)
+    with contextlib.closing(internals.form(members, -internals.gathers)) as circle:
         if group.rank == giver:
             return _give(circle, state, root)
         return _take(circle, state, root, giver, digest, overwrite)

@@ -1,4 +1,4 @@
-"""Means in which ranks count by their samples: for gradients, and for the loss that is reported."""
+"""Means weighted by each rank's number of samples: for gradients and for reported losses."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from gradwire import arrays
 from gradwire.arrays import Array
 from gradwire.errors import ArrayError, Closed, ConfigError, PeerLost
 from gradwire.group import Group
+from gradwire.group.internals import GroupInternals
 from gradwire.training import agreement_check
 
 ROUND_BYTES = 16 << 20  # of weights that are shared at once, by all ranks together
@@ -102,7 +103,7 @@ class ShardedOptimizer(Generic[O]):
         if unknown := [name for name in gradients if name not in self._weights]:
             raise ConfigError(f"a gradient of {unknown[0]!r}, of which there are no weights")
         try:
-            self.group._runner.check("ShardedOptimizer.step")
+            GroupInternals(self.group).check("ShardedOptimizer.step")
             self.optimizer.step({name: gradients[name] for name in self._kept if gradients.get(name) is not None})
             self._check_kept()
             for names in self._rounds:

@@ -1,4 +1,4 @@
-"""What a transport is: a maker of links, and a way to wait for them.
+"""The interfaces of a transport: it makes links, and waits for them.
 
 A link is a non-blocking, ordered, duplex stream of bytes to one peer on one channel. A channel is a number that both
 ends know: each group's collectives have one, so have control messages and point-to-point messages, and none can

@@ -1,4 +1,4 @@
-"""Sockets of this process that forked children must not keep: each is on record before any fork can copy it."""
+"""Sockets that forked children close at once: each is recorded before any fork can copy it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole messages over a link, for the channels that one thread reads for everybody (control, point to point)."""
+"""Whole messages over a link, for channels that the service thread reads (control, point to point)."""
 
 from __future__ import annotations
 
@@ -45,6 +45,11 @@ class FrameReader:
         self._payload = memoryview(b"")
         self._filled = 0
         self.more = False  # the last pass took all it had room for, so there may be more
+
+    @property
+    def missing(self) -> int:
+        """How many bytes of the present frame's payload have not arrived."""
+        return len(self._payload) - self._filled
 
     def pump(self) -> int:
         """Take in what has arrived, as far as one pass goes; the number of bytes. `LinkClosed` at the end."""
@@ -94,7 +99,7 @@ class FrameReader:
         if self._header is None or self._filled < len(self._payload):
             return False
         header, payload = self._header, self._payload
-        self._header, self._payload = None, memoryview(b"")
+        self._header, self._payload, self._filled = None, memoryview(b""), 0
         self._sink.finish(self.link, header, payload)
         return True
 

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: bounded byte pipes in memory, no sockets, the errors of the real thing."""
+"""Ranks as threads of one process: bounded byte pipes in memory, with the errors of real links."""
 
 from __future__ import annotations
 
@@ -13,10 +13,18 @@ PIPE_BYTES = 256 * 1024
 DEAD_AFTER = 0.5  # seconds without a living thread after which a rank that is waited for counts as dead
 
 
-class Hub:
-    """The ground that the ranks of one process share: a lock for all their pipes, and a condition for each rank."""
+def ignore(transport: LocalTransport) -> None:
+    """Nothing happens when a rank makes a call."""
 
-    def __init__(self, size: int) -> None:
+
+class Hub:
+    """The ground that the ranks of one process share: a lock for all their pipes, and a condition for each rank.
+
+    `on_call` gets a rank's transport at the beginning of each call that the rank makes, before anything is sent.
+    """
+
+    def __init__(self, size: int, on_call: Callable[[LocalTransport], None] = ignore) -> None:
+        self.on_call = on_call
         self.lock = threading.Lock()
         self.activity = [threading.Condition(self.lock) for _ in range(size)]
         self.transports = [LocalTransport(self, rank) for rank in range(size)]
@@ -144,6 +152,7 @@ class LocalTransport:
         current = threading.current_thread()
         if current not in self._threads:
             self._threads = (*(thread for thread in self._threads if thread.is_alive()), current)
+        self._hub.on_call(self)
 
     def gone(self, peer: int) -> bool:
         return self._hub.transports[peer]._dead()

@@ -37,7 +37,7 @@ class Mismatch(Exception):
     """The peer says something else."""
 
 
-class WaitHandler:
+class NoWaiting:
     """Never waits: all that ever comes is there."""
 
     def wait(self, reads: Iterable[Link], writes: Iterable[Link]) -> None:
@@ -85,7 +85,7 @@ class Line:
     def close(self) -> None: ...
 
 
-def header(rank: int) -> CallHeader:
+def call_header(rank: int) -> CallHeader:
     one = CallHeader(JOB, GENERATION, GROUP, rank)
     one.sequence, one.fingerprint = SEQUENCE, FINGERPRINT
     return one
@@ -111,11 +111,11 @@ def executed(kind: str, algorithm: str, data: bytes) -> tuple[str, bytes]:
         if kind == "native":
             from gradwire.executors.native import NativeExecutor
 
-            executor = NativeExecutor(header(0), 2, alarm)
+            executor = NativeExecutor(call_header(0), 2, alarm)
             executor.connect(1, 1, line)
         x, out = np.arange(COUNT), np.zeros(COUNT, np.int64)
         try:
-            executor.run(plan(0, algorithm), x, out, header(0), WaitHandler, False)
+            executor.run(plan(0, algorithm), x, out, call_header(0), NoWaiting, False)
         except Lost:
             return "lost", b""
         except Mismatch as error:
@@ -143,12 +143,14 @@ def recorded(algorithm: str) -> bytes:
             said.extend(b"".join(map(bytes, buffers))[:sent])
             return sent
 
-    class Waiting(WaitHandler):
+    class Waiting(NoWaiting):
         def wait(self, reads: Iterable[Link], writes: Iterable[Link]) -> None: ...
 
     def play(rank: int, line: Line) -> None:
         executor = PythonExecutor({1 - rank: line}.__getitem__)
-        executor.run(plan(rank, algorithm), np.arange(COUNT), np.zeros(COUNT, np.int64), header(rank), Waiting, False)
+        executor.run(
+            plan(rank, algorithm), np.arange(COUNT), np.zeros(COUNT, np.int64), call_header(rank), Waiting, False
+        )
 
     with mine, theirs:
         mine.setblocking(False)
@@ -181,10 +183,10 @@ def read_memory(data: bytes) -> bool:
         region = int.from_bytes(data[1:9], "little") or RESERVED
         _write(theirs, 16 * (GROUP % SLOTS), struct.pack("<QQ", GROUP, region))
         _write(theirs, RESERVED + 64, data[17 : 17 + LANE_BYTES - 64])
-        executor = NativeExecutor(header(0), 2, alarm)
+        executor = NativeExecutor(call_header(0), 2, alarm)
         executor.connect(1, 1, mine)
         executor.share(own, {1: theirs})
-        _write(own, executor._region[0] + LANE_BYTES, data[9:17])
+        _write(own, RESERVED + LANE_BYTES, data[9:17])
         guard = np.full(count + 2 * 64, 0x77, np.int64)
         x, out = np.zeros(count, np.int64), guard[64:-64]
         if inside:
@@ -195,7 +197,7 @@ def read_memory(data: bytes) -> bool:
         assert (guard[:64] == 0x77).all()
         assert (guard[-64:] == 0x77).all()
         assert (x == 1).all()
-        return bool(status == 0)
+        return status.name == "DONE"
 
 
 def _lowered(algorithm: str, count: int) -> Any:

@@ -8,7 +8,7 @@ import socket
 from fuzz.target import Target, encoded
 from gradwire.launch.root_cause import Report
 from gradwire.launch.worker_main import EXCEPTION, REPORT, RESULT
-from gradwire.launch.worker_process import _Messages
+from gradwire.launch.worker_process import MessageReader
 
 MOST = 64 << 10
 
@@ -21,7 +21,7 @@ def listen(data: bytes) -> bool:
         mine.setblocking(False)
         theirs.send(data[:MOST] or b"E")
         theirs.shutdown(socket.SHUT_WR)
-        messages = _Messages(mine)
+        messages = MessageReader(mine)
         reports: list[Report] = []
         for kind, body in messages.receive():
             assert kind in (EXCEPTION, REPORT, RESULT)

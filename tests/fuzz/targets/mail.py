@@ -79,7 +79,7 @@ class Harness:
     def _due(self, on: int) -> int:
         """How many bytes of a payload are still to come on a link."""
         reader = self.readers[on % len(self.readers)]
-        return 0 if reader is None else max(0, len(reader._payload) - reader._filled)
+        return 0 if reader is None else reader.missing
 
     def _arrive(self, on: int, data: bytes) -> None:
         on %= len(self.readers)
@@ -109,7 +109,7 @@ class Harness:
             self._end(request)
         for target, content in self.returned:
             assert target == content, "the program's memory was written after it had it back"
-        assert self.mailbox._kept.get(PEER, 0) <= MAX_KEPT + MIB
+        assert self.mailbox.kept_bytes(PEER) <= MAX_KEPT + MIB
 
 
 def play(data: bytes) -> bool:

@@ -8,18 +8,16 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from typing import Any
 
 from hypothesis import strategies as st
 
 from fuzz.target import VALUES, Target, altered, encoded
 from gradwire.operations import values
-from gradwire.transports.shm import shared_memory
 from gradwire.transports.shm.arena import RESERVED, SEALS
+from gradwire.transports.shm.shared_memory import GREETING, Sharing, abstract_address
 from support import neighbours
 
 NEIGHBOURS = (1, 2)
-GREETING = shared_memory._GREETING
 
 
 def _memory(nbytes: int, seals: int = SEALS) -> int:
@@ -70,7 +68,8 @@ def _open_memory() -> int:
 
 def knock(data: bytes) -> bool:
     """Visitors, a few bytes each: what they hand over, whether they know the token, and their greeting."""
-    with contextlib.closing(shared_memory._Door(0)) as door:
+    with Sharing(0, ["host"] * 3, True) as sharing:
+        name, token = sharing.offer() or ("", "")
         genuine = set()
         each = 2 + GREETING.size
         for start in range(0, len(data) - 1, each):
@@ -78,18 +77,22 @@ def knock(data: bytes) -> bool:
             said = bytes(greeting)
             if knows & 1 and len(said) == GREETING.size:
                 peer, _, started = GREETING.unpack(said)
-                said = GREETING.pack(peer, door._token, started)
+                said = GREETING.pack(peer, bytes.fromhex(token), started)
                 if thing % len(THINGS) == 0:
                     genuine.add(GREETING.unpack(said)[0])
-            _visit(door, said, THINGS[thing % len(THINGS)]())
-        door.answer(NEIGHBOURS)
-        assert set(door.peers) == genuine & set(NEIGHBOURS)
-        return len(door.peers) == len(NEIGHBOURS)
+            _visit(name, said, THINGS[thing % len(THINGS)]())
+        complete = sharing.answer([True] * 3)
+        shared, _ = sharing.keep([True] * 3)
+        assert shared is not None
+        shared.close()
+        assert set(shared.peers) == genuine & set(NEIGHBOURS)
+        assert complete == (len(shared.peers) == len(NEIGHBOURS))
+        return complete
 
 
-def _visit(door: Any, said: bytes, things: list[int]) -> None:
+def _visit(name: str, said: bytes, things: list[int]) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as visitor:
-        visitor.connect(shared_memory._address(door._name))
+        visitor.connect(abstract_address(name))
         with contextlib.suppress(OSError):  # more than a packet holds
             socket.send_fds(visitor, [said], things)
     for thing in things:

@@ -74,8 +74,8 @@ def settle(data: bytes) -> bool:
     try:
         entry = handshake.Entry.of(1, told, _IDENTITY)
         BeatCapability.from_wire(entry.nature)
-        handshake._table(entry.table)
-    except ConfigError:
+        tuning_table.decode(entry.table)
+    except (ConfigError, ValueError):
         return False
     return True
 

@@ -18,10 +18,11 @@ def news(generation: int, joiners: int = 0, evicted: tuple[str, ...] = (), check
 @pytest.fixture
 def ends() -> Iterator[tuple[NewsWriter, NewsReader]]:
     writer = NewsWriter("box/1")
-    reader = NewsReader.from_environ({NEWS: writer.variable})
+    theirs = os.dup(writer.theirs)  # one process plays both sides here
+    reader = NewsReader.from_environ({NEWS: f"{theirs}:{os.fstat(theirs).st_ino}"})
     assert reader is not None
+    writer.handed_over()
     yield writer, reader
-    writer._theirs = -1  # one process plays both sides here, and the reader has taken it over
     writer.close()
     reader.close()
 

@@ -42,6 +42,7 @@ class Speaker:
         self.served = threading.Semaphore(0)
         self._line, self._unasked = line, unasked
         self._listener = socket.create_server(("127.0.0.1", port))
+        self.port = int(self._listener.getsockname()[1])
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -195,10 +196,9 @@ def test_member_at_its_deadline_quotes_the_impostor() -> None:
     seal = WorkerSeal(SECRET)
     seal.meet(CoordinatorSeal(SECRET).meet(seal.hello()))
     speaker = Speaker(0, b"")
-    address = f"127.0.0.1:{speaker._listener.getsockname()[1]}"
+    address = f"127.0.0.1:{speaker.port}"
     speaker.close()
-    port = int(address.rpartition(":")[2])
-    denying = Statuses(port, grpc.StatusCode.PERMISSION_DENIED)
+    denying = Statuses(speaker.port, grpc.StatusCode.PERMISSION_DENIED)
     try:
         with pytest.raises(NoConnection, match=r"without proof: .* refused this worker: go away") as caught:
             asking(address, seal, 1, timeout=0.5).result(LONG)

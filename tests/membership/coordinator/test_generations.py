@@ -75,7 +75,7 @@ def test_a_newcomer_is_announced_and_joins_with_the_next_generation(elastic: Coo
     order = ids(assembled(elastic, "abc")[0])
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
     newcomer = joining(elastic, "late", waiting=said.put)
-    assert said.get(timeout=10).startswith("generation 1 is at work with 3 members; ")
+    assert said.get(timeout=30).startswith("generation 1 is at work with 3 members; ")
     assert heartbeat(elastic.address, order, secret=SECRET) == News(1, 1, (), None)
     again = [joining(elastic, name, generation=1) for name in order]
     assert ids(newcomer.result(30)) == [*order, "late"]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
 import pytest
 from google.protobuf.wrappers_pb2 import Int32Value, StringValue
 
-from gradwire.membership.coordinator import health
-from gradwire.membership.coordinator.health import MEMBERSHIP, NOT_SERVING, SERVICE_UNKNOWN, SERVING
+from gradwire.membership.coordinator.health import MEMBERSHIP, NOT_SERVING, SERVICE_UNKNOWN, SERVING, Health
 from gradwire.membership.coordinator.service import Coordinator
 
 Serve = Callable[..., Coordinator]
@@ -33,7 +34,7 @@ def check(channel: Any, service: str) -> int:
         request_serializer=StringValue.SerializeToString,
         response_deserializer=Int32Value.FromString,
     )
-    return int(ask(StringValue(value=service), timeout=10).value)
+    return int(ask(StringValue(value=service), timeout=30).value)
 
 
 def watch(channel: Any, service: str) -> Any:
@@ -52,32 +53,52 @@ def test_check(channel: Any) -> None:
     assert caught.value.code() == grpc.StatusCode.NOT_FOUND
 
 
-def test_watch_tells_of_each_change_until_the_end(coordinator: Coordinator, channel: Any) -> None:
+def test_watch_of_a_coordinator_that_stops_ends_with_not_serving(coordinator: Coordinator, channel: Any) -> None:
     known, unknown = watch(channel, MEMBERSHIP), watch(channel, "something.else")
     assert (next(known).value, next(unknown).value) == (SERVING, SERVICE_UNKNOWN)
-    coordinator._health.set(False)
-    assert next(known).value == NOT_SERVING
-    coordinator._health.set(True)
-    assert next(known).value == SERVING
     coordinator.stop()
     assert [one.value for one in known] == [NOT_SERVING]
     assert list(unknown) == []
 
 
-def test_watchers_that_went_away_make_room(channel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "_WATCHERS", 1)
-    first = watch(channel, "")
-    next(first)
-    with pytest.raises(grpc.RpcError) as caught:
-        next(watch(channel, ""))
-    assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-    first.cancel()
-    while True:  # the coordinator hears of it on its own time
-        try:
-            assert next(watch(channel, "")).value == SERVING
-        except grpc.RpcError:
-            continue
-        break
+@contextlib.contextmanager
+def answering(health: Health) -> Iterator[Any]:
+    """A channel to a server that offers nothing but this."""
+    with ThreadPoolExecutor(4) as pool:
+        server = grpc.server(pool)
+        server.add_generic_rpc_handlers((health.handler(),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield channel
+        health.close()
+        server.stop(None).wait()
+
+
+def test_watch_reports_each_change() -> None:
+    health = Health()
+    with answering(health) as channel:
+        seen = watch(channel, MEMBERSHIP)
+        assert next(seen).value == NOT_SERVING
+        for serving, expected in ((True, SERVING), (False, NOT_SERVING)):
+            health.set(serving)
+            assert next(seen).value == expected
+
+
+def test_watch_beyond_the_limit_is_refused_until_a_watcher_leaves() -> None:
+    with answering(Health(most_watchers=1)) as channel:
+        first = watch(channel, "")
+        next(first)
+        with pytest.raises(grpc.RpcError) as caught:
+            next(watch(channel, ""))
+        assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        first.cancel()
+        while True:  # the server learns of it later
+            try:
+                assert next(watch(channel, "")).value == NOT_SERVING
+            except grpc.RpcError:
+                continue
+            break
 
 
 def test_the_package_that_is_made_for_it_understands_it(channel: Any) -> None:

@@ -7,7 +7,6 @@ import queue
 import secrets
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -22,6 +21,7 @@ from gradwire.membership import Member
 from gradwire.membership.client.requests import register
 from gradwire.membership.closed_listener import told_at
 from gradwire.membership.coordinator import servicer
+from gradwire.membership.coordinator.connection_limits import Limits
 from gradwire.membership.coordinator.service import Coordinator
 from gradwire.membership.endpoints import Endpoint
 from gradwire.membership.sealing import CoordinatorSeal, WorkerSeal
@@ -112,11 +112,13 @@ def test_heartbeats_of_a_stream_are_proven_one_by_one(stub: Any) -> None:
     assert status(lambda: next(stub.Heartbeats(iter([unary])))) == grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_a_stream_that_says_nothing_is_ended(stub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servicer, "_SILENCE", 0.0)
+def test_heartbeats_stream_without_a_heartbeat_is_ended(serve: Serve) -> None:
+    coordinator = serve(1, limits=Limits(seconds_between_heartbeats=0.0))
     never: queue.SimpleQueue[pb.Sealed | None] = queue.SimpleQueue()
-    assert status(lambda: next(stub.Heartbeats(iter(never.get, None)))) == grpc.StatusCode.CANCELLED
-    never.put(None)
+    with grpc.insecure_channel(coordinator.address) as channel:
+        stub = rpc.MembershipStub(channel)  # type: ignore[no-untyped-call]
+        assert status(lambda: next(stub.Heartbeats(iter(never.get, None)))) == grpc.StatusCode.CANCELLED
+        never.put(None)
 
 
 def test_streams_of_strangers_leave_room_for_workers(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +131,7 @@ def test_streams_of_strangers_leave_room_for_workers(serve: Serve, monkeypatch: 
         codes: queue.SimpleQueue[grpc.StatusCode] = queue.SimpleQueue()
         for stream in streams:
             stream.add_done_callback(lambda call: codes.put(call.code()))
-        assert codes.get(timeout=10) == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert codes.get(timeout=60) == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert join(coordinator.address) == 0
         for stream in streams:
             stream.cancel()
@@ -266,8 +268,7 @@ def test_who_says_little_at_a_time_is_not_listened_to_for_ever() -> None:
 
         speaker = threading.Thread(target=drip)
         speaker.start()
-        began = time.monotonic()
         assert told_at(Endpoint("127.0.0.1", listener.getsockname()[1]), 0.3) is None
-        assert time.monotonic() - began < 10
+        assert speaker.is_alive(), "it was listened to for all that it says"
         over.set()
         speaker.join()

@@ -146,9 +146,11 @@ def test_what_was_saved_survives_a_kill(tmp_path: Path, durable: bool) -> None:
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_who_needs_no_durable_journal_does_not_wait_for_the_disk(tmp_path: Path, durable: bool) -> None:
-    with Journal(tmp_path / "journal", durable=durable) as journal:
-        (waits,) = journal._db.execute("PRAGMA synchronous").fetchone()
+def test_journal_waits_for_the_disk_only_if_it_is_durable(
+    tmp_path: Path, databases: list[sqlite3.Connection], durable: bool
+) -> None:
+    with Journal(tmp_path / "journal", durable=durable):
+        (waits,) = databases[-1].execute("PRAGMA synchronous").fetchone()
     assert bool(waits) is durable
 
 
@@ -215,21 +217,24 @@ def test_a_journal_that_cannot_be_opened(tmp_path: Path) -> None:
             Journal(path)
 
 
-def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+def test_save_to_a_file_that_cannot_be_written_raises(tmp_path: Path, databases: list[sqlite3.Connection]) -> None:
     path = sound(tmp_path / "journal")
     with Journal(path) as journal:
-        journal._db.execute("PRAGMA query_only = ON")
+        databases[-1].execute("PRAGMA query_only = ON")
         with pytest.raises(JournalError, match="it cannot be written: check its permissions"):
             journal.save([], grown(elastic(), 3).snapshot())
 
 
-def test_a_full_disk_is_an_error_and_keeps_what_was_saved(tmp_path: Path) -> None:
+def test_save_to_a_full_disk_raises_and_keeps_earlier_entries(
+    tmp_path: Path, databases: list[sqlite3.Connection]
+) -> None:
     path, state = tmp_path / "journal", grown(elastic(), 2)
     much = [Change("came", 2, "a", "x" * 1000, lasting=False)] * 100
     with Journal(path) as journal:
         journal.save([], state.snapshot())
         before = state.snapshot()
-        journal._db.execute(f"PRAGMA max_page_count = {journal._number('PRAGMA page_count') + 2}")
+        (pages,) = databases[-1].execute("PRAGMA page_count").fetchone()
+        databases[-1].execute(f"PRAGMA max_page_count = {pages + 2}")
         with pytest.raises(JournalError, match="its disk is full: make room and start the coordinator again"):
             journal.save(much, grown(state, 3).snapshot())
         assert journal.load() == before

@@ -250,7 +250,7 @@ class AnyHistory(RuleBasedStateMachine):
 
     @invariant()
     def nobody_waits_elsewhere_while_at_work(self) -> None:
-        roster = self.state._roster
+        roster = self.state.roster
         assert not roster.line.keys() & roster.live().keys()
         assert roster.back.keys() <= roster.live().keys()
 

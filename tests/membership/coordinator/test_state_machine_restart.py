@@ -71,14 +71,14 @@ def test_the_restarted_one_answers_as_the_old_one_would_have(before: list, after
     job, twin = Job(), Job()
     for event in before:
         assert job.play(*event) == twin.play(*event)
-    assume(not job.state.waiting or not job.state._roster.rests_until())  # a restart forgets who was to rest
+    assume(not job.state.waiting or not job.state.roster.rests_until())  # a restart forgets who was to rest
     twin.state = Membership.restore(json.loads(json.dumps(twin.state.snapshot())), twin.now)
-    line = job.state._roster.line.keys()
+    line = job.state.roster.line.keys()
     for name in sorted(twin.claims, key=lambda name: name not in line):  # members may complete the next generation
         twin.ask(name, set())
         job.ask(name, set())
     assert job.settle() == twin.settle()
-    assume(not job.state._roster.rests_until())
+    assume(not job.state.roster.rests_until())
     for event in after:
         assert job.play(*event) == twin.play(*event)
         assert job.settle() == twin.settle()

@@ -114,7 +114,7 @@ def hooked(here: Here, file: str) -> None:
 @pytest.mark.slow
 def test_hooks_that_compress_give_what_they_give_on_gloo(job: StartJob, tmp_path: Path) -> None:
     with job(hooked, SIZE, str(tmp_path / "store"), environ=environ) as ranks:
-        told = [rank.hear(VERY_LONG) for rank in ranks]
+        told = [rank.hear() for rank in ranks]
         for rank in ranks:
             assert rank.ended() == 0, rank.output()
     for name, (_, _, tolerance, times) in HOOKS.items():
@@ -152,7 +152,7 @@ def dies_between(here: Here, file: str) -> None:
 def test_a_rank_that_dies_between_two_calls_of_a_hook_is_named_by_the_others(job: StartJob, tmp_path: Path) -> None:
     with job(dies_between, SIZE, str(tmp_path / "store"), environ=environ) as ranks:
         for rank in (ranks[0], ranks[2]):
-            told = rank.hear(VERY_LONG)
+            told = rank.hear()
             assert (told["error"], told["culprit"]) == ("PeerLost", 1), told["text"]
             assert rank.ended() == 0, rank.output()
         assert ranks[1].ended() == -SIGKILL

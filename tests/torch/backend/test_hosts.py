@@ -77,7 +77,7 @@ def trains(here: Here, store: str) -> Any:
 def trained(job: StartJob, store: Path, environ: Environ) -> dict[str, Any]:
     """What all ranks tell alike."""
     with job(trains, SIZE, f"file://{store}", environ=environ) as ranks:
-        told = [rank.hear(VERY_LONG) for rank in ranks]
+        told = [rank.hear() for rank in ranks]
     assert all(one == told[0] for one in told)
     return told[0]
 
@@ -126,7 +126,7 @@ def test_hosts_are_told_what_they_lack(
     environ = on_hosts(2, **given | certificates)
     with job(fails, SIZE, f"file://{tmp_path / 'store'}", environ=environ) as ranks:
         for rank in ranks:
-            told = rank.hear(VERY_LONG)
+            told = rank.hear()
             assert told["error"] == error
             assert missing in told["text"]
 
@@ -166,7 +166,7 @@ def trusting(hosts: Hosts, **given: str) -> Environ:
 def test_two_networks_train_what_one_host_does(job: StartJob, hosts: Hosts, tmp_path: Path, encrypted: bool) -> None:
     environ = secured(hosts) if encrypted else trusting(hosts, GRADWIRE_INSECURE="1")
     with job(trains_until_one_is_lost, SIZE, hosts.pids, environ=environ) as ranks:
-        told = [rank.hear(VERY_LONG) for rank in ranks]
+        told = [rank.hear() for rank in ranks]
         assert all(one == told[0] for one in told)
         assert told[0]["hosts"] == [[0, 1], [2, 3]]
         assert told[0]["encrypted"] == encrypted

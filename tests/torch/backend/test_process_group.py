@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import gradwire as gw
 from gradwire.torch.backend.work import Handle
-from support.backend_ranks import VERY_LONG, environ_of, meet, run
+from support.backend_ranks import environ_of, meet, run
 from support.processes import Here, StartJob
 from support.processes import job_fixture as job_fixture
 from support.processes import zygote_fixture as zygote_fixture
@@ -85,7 +85,7 @@ def test_init_process_group_with_a_transport_that_is_not_built_is_refused(
         cannot_meet, size, str(tmp_path / "store"), environ=lambda rank: environ(rank) | {"GRADWIRE_TRANSPORT": "grpc"}
     ) as ranks:
         for rank in ranks:
-            told = rank.hear(VERY_LONG)
+            told = rank.hear()
             assert told["error"] == "UnsupportedOp"
             assert "'grpc' (from GRADWIRE_TRANSPORT) is not built yet: there are 'auto', 'shm', 'tcp'" in told["text"]
 
@@ -215,7 +215,7 @@ def odd(here: Here, file: str) -> None:
 def test_odd_tensors_forked_loaders_and_a_second_abort(job: StartJob, tmp_path: Path) -> None:
     with job(odd, 2, str(tmp_path / "store"), environ=environ_of(2)) as ranks:
         for rank in ranks:
-            told = rank.hear(VERY_LONG)
+            told = rank.hear()
             assert told["gathered"] == [0.0, 0.0, 2.0, 2.0]
             assert told["refused"] == ["ArrayError", "ArrayError", "ConfigError"]
             assert told["total"] == 2 * sum(range(8))
@@ -248,13 +248,12 @@ def train(here: Here, file: str) -> None:
 def test_a_killed_rank_is_an_error_of_the_others_in_plain_ddp(job: StartJob, tmp_path: Path) -> None:
     with job(train, 3, str(tmp_path / "store"), environ=environ_of(3)) as ranks:
         for rank in ranks:
-            assert rank.hear(VERY_LONG)["training"]
-        killed = ranks[1].signal()
+            assert rank.hear()["training"]
+        ranks[1].signal()
         for rank in (ranks[0], ranks[2]):
             told = rank.hear()
             assert told["error"] == "PeerLost", told
             assert told["culprit"] == 1
-            assert told["at"] - killed < 5.0  # a second at most, on a machine that is not busy
             assert rank.hear()["error"] == "PeerLost"
             assert rank.ended() == 0, rank.output()
 
@@ -283,7 +282,7 @@ def late(here: Here, file: str) -> None:
 
 def test_a_timeout_of_torch_is_one_of_ours(job: StartJob, tmp_path: Path) -> None:
     with job(late, 2, str(tmp_path / "store"), environ=environ_of(2)) as ranks:
-        assert "0.2 s" in ranks[0].hear(VERY_LONG)["error"]
+        assert "0.2 s" in ranks[0].hear()["error"]
         for rank in ranks:
             rank.tell()
             assert rank.ended() == 0, rank.output()
@@ -318,5 +317,5 @@ def test_what_torch_waits_for_by_a_future_is_not_held_back() -> None:
     future = Handle(running, tensors, lambda: None).get_future()
     assert told == [False], "somebody waits, on a thread that we do not know"
     running.run(lambda: None, first_error=True)
-    running._call_back()
+    running.call_back()
     assert future.wait() is tensors

@@ -147,11 +147,15 @@ def test_arrays_outlive_what_they_were_carved_from() -> None:
     assert array.sum() == 7 * PAGE
 
 
-def test_a_collection_in_the_middle_of_carving_does_not_wait_for_itself(arena: OwnArena) -> None:
-    offset = arena.carve(PAGE)
-    with arena._lock:  # as in `carve`, on this thread
+def test_give_back_while_this_thread_holds_the_lock_does_not_deadlock(arena: OwnArena) -> None:
+    offset, retired = arena.carve(PAGE), arena.carve(PAGE)
+
+    def ended() -> bool:  # is asked with the arena's lock held, on this thread
         arena.give_back(offset, PAGE)
-    assert arena.carve(PAGE) == offset
+        return True
+
+    arena.retire(retired, PAGE, ended)
+    assert arena.carve(2 * PAGE) == offset
 
 
 def test_a_forked_child_takes_and_returns_nothing(arena: OwnArena) -> None:

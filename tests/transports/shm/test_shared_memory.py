@@ -129,7 +129,7 @@ def test_processes_of_another_user_get_nothing(monkeypatch: pytest.MonkeyPatch) 
 
 
 def greeting(rank: int, token: str, started: int = 0) -> bytes:
-    return shared_memory._GREETING.pack(rank, bytes.fromhex(token), started)
+    return shared_memory.GREETING.pack(rank, bytes.fromhex(token), started)
 
 
 def unsealed() -> int:
@@ -171,9 +171,9 @@ def test_strangers_at_the_door_change_nothing(stranger: str) -> None:
     def knock(offers: Offers) -> None:  # before the neighbours do
         for rank, (name, token) in enumerate(offers):
             for _ in range(3):
-                line = shared_memory._unix_socket()
+                line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 lines.append(line)
-                line.connect(shared_memory._address(name))
+                line.connect(shared_memory.abstract_address(name))
                 data, memory = STRANGERS[stranger](1 - rank, token)
                 held = [make() for make in memory]
                 if data:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gradwire.bench.cases import ROOT, Case
-from gradwire.bench.engines import Array, Call, Unsupported
+from gradwire.bench.engines.base import Array, Call, Unsupported
 
 _DTYPES = {"float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64"}
 _OPS = {"sum": "SUM", "min": "MIN", "max": "MAX", "prod": "PRODUCT"}
@@ -35,7 +35,7 @@ class Gloo:
     def array(self, count: int, dtype: np.dtype[Any]) -> Array:
         return np.empty(count, dtype)
 
-    def ready(self, case: Case, x: Array, out: Array) -> Call:
+    def prepare(self, case: Case, x: Array, out: Array) -> Call:
         dist, root = self._dist, self.rank == ROOT
         given, taken = self._tensor(x), self._tensor(out)
         op = getattr(dist.ReduceOp, _OPS[case.op]) if case.kind.reduces else None

@@ -1,4 +1,4 @@
-"""gradwire's own collectives."""
+"""gradwire, through its public API alone: the install may be of another version than this file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gradwire.bench.cases import ROOT, Case
-from gradwire.bench.engines import Array, Call, Unsupported
+from gradwire.bench.engines.base import Array, Call, Unsupported
 
 
 class Gradwire:
@@ -24,15 +24,19 @@ class Gradwire:
         self._registered = options["registered"]
 
     def check(self, case: Case) -> None:
+        if not hasattr(self._group, case.collective):
+            raise Unsupported(f"this version of gradwire has no {case.collective}")
+        if self._algorithm == "auto":
+            return
         table = self._group.capabilities.algorithms
         known = table.get(case.collective, ())
-        if self._algorithm != "auto" and case.collective in table and self._algorithm not in known:
+        if case.collective in table and self._algorithm not in known:
             raise Unsupported(f"{case.collective} has no algorithm {self._algorithm!r}; it has {', '.join(known)}")
 
     def array(self, count: int, dtype: np.dtype[Any]) -> Array:
         return self._group.empty(count, dtype) if self._registered else np.empty(count, dtype)
 
-    def ready(self, case: Case, x: Array, out: Array) -> Call:
+    def prepare(self, case: Case, x: Array, out: Array) -> Call:
         # Defaults are left out, as in a user's program.
         options: dict[str, Any] = {"algorithm": self._algorithm} if self._algorithm != "auto" else {}
         if case.kind.reduces and case.op != "sum":

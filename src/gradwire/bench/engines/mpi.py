@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gradwire.bench.cases import ROOT, Case
-from gradwire.bench.engines import Array, Call, Unsupported
+from gradwire.bench.engines.base import Array, Call, Unsupported
 
 _LEVELS = ("single", "funneled", "serialized", "multiple")  # in the order of their numbers, everywhere
 _OPS = {"sum": "SUM", "min": "MIN", "max": "MAX", "prod": "PROD"}
@@ -41,7 +41,7 @@ class Mpi:
     def array(self, count: int, dtype: np.dtype[Any]) -> Array:
         return np.empty(count, dtype)
 
-    def ready(self, case: Case, x: Array, out: Array) -> Call:
+    def prepare(self, case: Case, x: Array, out: Array) -> Call:
         comm, root = self._comm, self.rank == ROOT
         given, taken = _known(x), _known(out)
         op = getattr(self._mpi, _OPS[case.op]) if case.kind.reduces else None

@@ -1,4 +1,4 @@
-"""What a launcher's variables say, with the name of the variable that said it."""
+"""The settings found in a launcher's variables, each with the variable it came from."""
 
 from __future__ import annotations
 

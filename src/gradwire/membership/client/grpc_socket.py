@@ -1,4 +1,4 @@
-"""gRPC calls on a socket of our own: HTTP/2 by h2, and not a thread.
+"""gRPC calls on a socket of our own: HTTP/2 by h2, without threads.
 
 A process that trains forks data loaders at any time. gRPC's own client does not bear that: its threads outlive each
 call, and a fork beside them can crash the child, and the parent too. Here a call is some bytes sent and some awaited.

@@ -1,4 +1,4 @@
-"""A launcher's side of the lease: one stream to the coordinator that speaks for all workers of its host."""
+"""Heartbeats of a launcher: one stream to the coordinator for all workers of its host."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A worker inherits the reading end and asks it when it suits (`NewsReader.latest` never waits); so it needs no connection
 to the coordinator, and no thread, to learn that somebody wants to join. The same pipe tells it of links that are to be
-cut on purpose (see `launch/chaos.py`).
+cut on purpose (see `launch/fault_injection.py`).
 
 `GRADWIRE_NEWS` holds the descriptor's number and the pipe's inode: programs that the worker starts inherit the variable
 without the descriptor, and its number may then be a file of theirs.

@@ -1,4 +1,4 @@
-"""A worker's side of the coordinator: to register, to take leave, to say that it lives, to take part in checkpoints.
+"""A worker's requests to the coordinator: register, leave, heartbeat, checkpoint.
 
 Each is one short conversation. Nothing of gRPC is held between two of them: a process that trains may fork at any time.
 """
@@ -45,7 +45,6 @@ from gradwire.security.credentials import Credentials
 
 log = logging.getLogger("gradwire.membership")
 
-_TELL_AFTER = 5.0  # seconds of waiting that are worth a line in the log
 _MOST_LOST = 1024  # members that one can complain of; the leases of others, if lost, run out
 
 # By process and id: the session under which this process registered, which later generations are asked for under too.
@@ -69,14 +68,15 @@ def register(
     credentials: Credentials | None = None,
     waiting: Callable[[str], None] | None = None,
     seal: WorkerSeal | None = None,
+    log_after: float = 5.0,
 ) -> Assembly:
     """Register at the coordinator and wait for the next generation.
 
     `secret` is the job's, here and below, or a join token. `generation` is the last one that this member was in (0: a
     newcomer), `run` its run, and `lost` the ids of its members that this one could not reach. `transport` is what this
     member can use to exchange data with others, empty if it brings its own data plane. While it waits, `waiting` is
-    called with the reason, whenever that changes. A caller that registers again passes the same `seal`: then the two
-    have met.
+    called with the reason, whenever that changes; after `log_after` seconds, and then after twice that time each, it is
+    logged. A caller that registers again passes the same `seal`: then the two have met.
 
     Raises `NoConnection` if nobody answers, `Refused` with the coordinator's reason, `Timeout` naming the ranks that
     did not come, and `ConfigError` for an address that cannot be. Whoever fails gives its place back.
@@ -101,7 +101,7 @@ def register(
     room = BYTES_PER_MEMBER * ((size or LARGEST_JOB) + 64)
     with Conversation(address, secret, timeout, seal=seal, credentials=credentials, largest_reply=room) as coordinator:
         try:
-            return _wait_for_all(coordinator, claim, waiting)
+            return _wait_for_all(coordinator, claim, waiting, log_after)
         except NoConnection:  # also when refused: there is no place to give back, or nobody to give it to
             raise
         except BaseException:
@@ -224,10 +224,11 @@ def _unregister(coordinator: Conversation, member: Member, finished: bool = Fals
     return _answer(coordinator, pb.UnregisterWorkerReply, "UnregisterWorker", request.SerializeToString()).known
 
 
-def _wait_for_all(coordinator: Conversation, claim: Claim, tell: Callable[[str], None] | None) -> Assembly:
+def _wait_for_all(
+    coordinator: Conversation, claim: Claim, tell: Callable[[str], None] | None, log_after: float
+) -> Assembly:
     request = claim_to_wire(claim)
-    start = time.monotonic()
-    tell_after, told = _TELL_AFTER, ""
+    start, told = time.monotonic(), ""
     while True:
         request.patience_ms = max(0, round(1000 * min(HOLD_SECONDS, coordinator.left)))
         reply = _answer(coordinator, pb.RegisterWorkerReply, "RegisterWorker", request.SerializeToString())
@@ -246,9 +247,9 @@ def _wait_for_all(coordinator: Conversation, claim: Claim, tell: Callable[[str],
                 operation="rendezvous",
                 seconds=coordinator.timeout,
             )
-        if waited >= tell_after:
+        if waited >= log_after:
             log.warning("%.0f s at the rendezvous %s: %s", waited, coordinator.address, reason)
-            tell_after *= 2
+            log_after *= 2
         time.sleep(max(0.0, min(reply.waiting.again_after_ms / 1000, coordinator.left)))
 
 

@@ -1,4 +1,4 @@
-"""The lease of a lone worker: a thread that says once a second that it lives, where no launcher does."""
+"""The lease of a worker without a launcher: a thread that sends a heartbeat every second."""
 
 from __future__ import annotations
 

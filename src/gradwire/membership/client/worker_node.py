@@ -1,4 +1,4 @@
-"""A worker as its coordinator knows it, for programs that bring their own data plane and need only the membership."""
+"""`WorkerNode`: membership alone, for programs that bring their own data plane."""
 
 from __future__ import annotations
 

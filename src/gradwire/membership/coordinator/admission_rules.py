@@ -1,4 +1,4 @@
-"""Admission rules: what a job and a claim must be like, and which claims are in the way of other members."""
+"""Admission rules: what a job and a claim must be like, and which claims conflict with other members."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Coordinated checkpoints: begun for an epoch of training, complete when every live worker has reported."""
+"""Coordinated checkpoints: started for an epoch of training, complete when every live worker has reported."""
 
 from __future__ import annotations
 

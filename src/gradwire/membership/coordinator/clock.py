@@ -1,4 +1,4 @@
-"""The time of a state machine that may itself be paused."""
+"""The clock of a state machine whose own process may be paused."""
 
 from __future__ import annotations
 

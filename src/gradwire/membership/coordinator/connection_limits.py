@@ -1,4 +1,4 @@
-"""Which connections to the coordinator stay open, and for how long: a pure state machine.
+"""Decides which connections to the coordinator stay open, and for how long. Pure.
 
 A connection is *waiting* until the server is given its bytes, then *unproven*, and *proven* from the first request on
 it that proves the job's secret. Few connections are unproven at a time, so that strangers cannot use up the server,
@@ -34,6 +34,7 @@ class Limits:
     seconds_between_replacements: float = 0.02  # … at a time: to begin the calls of a connection costs milliseconds
     seconds_to_wait: float = 30.0
     seconds_between_proofs: float = 30.0  # members prove themselves with each request, at least every 4 s
+    seconds_between_heartbeats: float = 10.0  # of one stream; a launcher sends one each second
 
 
 class Reason(Enum):

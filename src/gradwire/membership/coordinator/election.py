@@ -1,4 +1,4 @@
-"""Who is in a generation, and in which order: pure functions."""
+"""Selects the members of a generation and their order. Pure functions."""
 
 from __future__ import annotations
 

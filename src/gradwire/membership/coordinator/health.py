@@ -1,4 +1,4 @@
-"""The standard health check, `grpc.health.v1`: of a coordinator, for whoever watches over services.
+"""The standard health check `grpc.health.v1` of a coordinator.
 
 Its two messages have one field each, and look on the wire exactly like protobuf's own wrappers of a string and of a
 number. So no further package is needed, and none is in the way of the one that an application may use.
@@ -18,7 +18,6 @@ SERVING, NOT_SERVING, SERVICE_UNKNOWN = 1, 2, 3
 MEMBERSHIP = "gradwire.membership.v1.Membership"
 _NAME = "grpc.health.v1.Health"
 _KNOWN = ("", MEMBERSHIP)  # "" is the server as a whole
-_WATCHERS = 16  # each holds a thread
 
 
 class Health:
@@ -27,7 +26,9 @@ class Health:
     A connection on which nothing proves the secret is closed after some seconds, so those who watch ask anew.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_watchers: int = 16) -> None:
+        """Each watcher holds a thread of the server; beyond `most_watchers` they are refused."""
+        self._most_watchers = most_watchers
         self._status = NOT_SERVING
         self._changed = threading.Condition()
         self._watchers = 0
@@ -64,8 +65,8 @@ class Health:
 
     def _watch(self, request: StringValue, context: Any) -> Iterator[Int32Value]:
         with self._changed:
-            if self._watchers >= _WATCHERS:
-                context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{_WATCHERS} others watch already")
+            if self._watchers >= self._most_watchers:
+                context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{self._most_watchers} others watch already")
             self._watchers += 1
         try:
             yield from self._statuses(request.value in _KNOWN, context)

@@ -1,4 +1,4 @@
-"""The coordinator's journal: an SQLite file from which a restarted coordinator goes on.
+"""The coordinator's journal: an SQLite file from which a restarted coordinator resumes.
 
     state         one row: the snapshot, but for the members
     generations   the members of each generation, written once; the last few are kept

@@ -2,7 +2,7 @@
 
 gRPC's server does not limit how many connections it holds, for how long and from where: clients that prove nothing
 could use it up. So it listens on a socket that only this process can reach, and a thread here connects clients to it,
-within the limits of limits.py. TLS is between the client and gRPC; this passes on bytes without reading them.
+within the limits of `connection_limits`. TLS is between the client and gRPC; this passes on bytes without reading them.
 
 gRPC knows the connections from here by the names of their sockets. By that name the coordinator finds out where a call
 comes from, and reports which connections have proved the job's secret.

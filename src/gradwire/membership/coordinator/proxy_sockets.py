@@ -1,4 +1,4 @@
-"""What the coordinator's front needs of the system: a socket that only this process can reach, and enough descriptors.
+"""System resources of the proxy: a socket that only this process can reach, and enough descriptors.
 
 Both are undone by `close`; a forked child calls `abandon`.
 """

@@ -1,4 +1,4 @@
-"""Where everybody is: the present generation, those who are back from it, and the line. No rules, only moves."""
+"""Where each member is: in the present generation, back from it, or waiting to join. Moves only, no rules."""
 
 from __future__ import annotations
 

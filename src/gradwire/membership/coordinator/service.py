@@ -87,6 +87,7 @@ class Coordinator:
             vouched=self._objection,
             proved=lambda caller: caller.proved(),
             failed=self._failed,
+            seconds_between_heartbeats=limits.seconds_between_heartbeats,
         )
         self._named = job is not None or credentials is not None
         self._journal_file, self._durable, self._journal = journal, durable, contextlib.ExitStack()

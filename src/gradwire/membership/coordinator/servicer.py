@@ -51,7 +51,6 @@ THREADS = HELD + STREAMS + STRANGERS + 32
 _LONGEST_HOLD = 1.0  # seconds
 _LONGEST_PAUSE = 4.0  # seconds; a place lapses after 5
 _PAUSE_PER_WAITING = 0.002  # seconds between two questions of a worker that is not held, times those that wait
-_SILENCE = 10.0  # seconds after which a stream is cut; a launcher speaks once a second
 _USUAL = ("came", "formed", "returned", "left", "checkpoint")  # changes that are nobody's loss
 
 T = TypeVar("T")
@@ -68,9 +67,11 @@ class CoordinatorServicer(rpc.MembershipServicer):
         vouched: Callable[[Any, Iterable[str]], str | None] = lambda context, names: None,
         proved: Callable[[Any], None] = lambda context: None,
         failed: Callable[[JournalError], None] = lambda error: None,
+        seconds_between_heartbeats: float = 10.0,
     ) -> None:
         """`vouched` tells why a caller may not speak for members; `proved` is called with the context of each call that
         proves the job's secret; `failed` hears that the journal cannot be written, after which nobody is told anything.
+        A stream without a heartbeat for `seconds_between_heartbeats` is ended.
         """
         self._rules = CallRules(membership, self._save, self._report)
         self._seal = seal
@@ -78,6 +79,7 @@ class CoordinatorServicer(rpc.MembershipServicer):
         self._vouched = vouched
         self._proved = proved
         self._failed = failed
+        self._seconds_between_heartbeats = seconds_between_heartbeats
         self._replies = Replies()
         self._refusals = RefusalLog(log)
         self._lock = threading.Lock()
@@ -173,7 +175,8 @@ class CoordinatorServicer(rpc.MembershipServicer):
                     with contextlib.suppress(JournalError):  # `_save` has reported it
                         self._rules.tick(now)
                     due = self.membership.due()
-                for stream in [stream for stream in self._streams if now - stream.heard > _SILENCE]:
+                oldest = now - self._seconds_between_heartbeats
+                for stream in [stream for stream in self._streams if stream.heard < oldest]:
                     stream.context.cancel()
                 pause = 1.0 if due is None else min(1.0, max(0.005, due - now))
                 self._stirred.wait(pause if due is not None or self._streams else None)

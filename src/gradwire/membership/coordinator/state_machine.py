@@ -71,6 +71,11 @@ class Membership:
         return self._roster.members
 
     @property
+    def roster(self) -> Roster:
+        """Where each member is; to be read, never changed."""
+        return self._roster
+
+    @property
     def waiting(self) -> int:
         """How many wait."""
         return len(self._roster.back) + len(self._roster.line)

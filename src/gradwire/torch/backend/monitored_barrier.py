@@ -1,4 +1,4 @@
-"""torch's monitored barrier: rank 0 hears from all ranks, and says who has not come. The group stays usable."""
+"""torch's monitored barrier: rank 0 hears from all ranks and names the missing ones. The group stays usable."""
 
 from __future__ import annotations
 

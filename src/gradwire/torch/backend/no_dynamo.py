@@ -1,4 +1,4 @@
-"""Keeps torch.compile out of a process group: what happens here is no part of a model.
+"""Keeps torch.compile out of the code of a process group.
 
 `torch.compiler.disable` does that too, but imports all of the compiler when it decorates, and wraps each call.
 """

@@ -1,4 +1,4 @@
-"""send and recv as torch wants them: handles of messages that are on their way."""
+"""send and recv of torch.distributed: handles of messages that are on their way."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from gradwire.arrays import raw, view
 from gradwire.errors import Timeout
 from gradwire.generation.waiting import POLL_SECONDS
 from gradwire.group import Group
-from gradwire.group.point_to_point import checked_tag
+from gradwire.group.internals import GroupInternals
+from gradwire.group.point_to_point import PointToPoint, checked_tag
 from gradwire.torch.backend.tensors import array_of
 from gradwire.torch.backend.work import seconds, settle
 
@@ -24,7 +25,8 @@ class Message(TorchWork):  # type: ignore[misc]
 
     def __init__(self, group: Group, tensors: Any) -> None:
         super().__init__()
-        self._group = group
+        self._internals = GroupInternals(group)
+        self._messages = self._internals.point_to_point
         self._tensors = tensors
         self._lock = threading.Lock()
         self._ended = False
@@ -101,8 +103,8 @@ class Message(TorchWork):  # type: ignore[misc]
 class SendWorker:
     """A thread for all messages of a group that wait for their receivers; there is none while there are none."""
 
-    def __init__(self, group: Group) -> None:
-        self._post = group._post
+    def __init__(self, messages: PointToPoint) -> None:
+        self._changed = messages.changed
         self._waiting: list[Sending] = []
         self._lock = threading.Lock()
 
@@ -114,15 +116,15 @@ class SendWorker:
         if first:
             threading.Thread(target=self._run, name="gradwire-messages", daemon=True).start()
         else:  # its receiver may have been quicker
-            self._post.generation.mailbox.wake_waits()
+            with self._changed:
+                self._changed.notify_all()
 
     def _run(self) -> None:
-        changed = self._post.generation.mailbox.changed
         while True:
-            with changed:
+            with self._changed:
                 due = [one for one in list(self._waiting) if one.due]
                 if not due:
-                    changed.wait(POLL_SECONDS)
+                    self._changed.wait(POLL_SECONDS)
             for one in due:
                 one.deliver()
             with self._lock:
@@ -140,18 +142,19 @@ class Sending(Message):
     def __init__(self, group: Group, tensor: Any, dst: int, tag: int) -> None:
         super().__init__(group, [tensor])
         self._flat = view(array_of(tensor), writable=False).load()
-        peer, number = group._peer(dst), checked_tag(tag)
-        self._promised = group._post.begin_send(raw(self._flat), peer, number, group._timeout, waits=False)
+        messages, number = self._messages, checked_tag(tag)
+        peer, timeout = messages.check_peer(dst), self._internals.timeout
+        self._promised = messages.begin_send(raw(self._flat), peer, number, timeout, waits=False)
         if self._promised is None:
             self._ended = True
         else:  # the receiver must not wait for this rank to wait
-            _SEND_WORKERS.setdefault(group, SendWorker(group)).see_through(self)
+            _SEND_WORKERS.setdefault(group, SendWorker(messages)).see_through(self)
 
     @property
     def due(self) -> bool:
         """Whether there is something to do for it that nobody does; or nothing any more."""
         assert self._promised is not None
-        return self._ended or (not self._lock.locked() and self._group._post.due(self._promised))
+        return self._ended or (not self._lock.locked() and self._messages.due(self._promised))
 
     def deliver(self) -> None:
         """For the send worker, who has other messages: callbacks of a future may wait for one of those."""
@@ -164,7 +167,7 @@ class Sending(Message):
 
     def _finish(self, timeout: float | None) -> int:
         assert self._promised is not None
-        self._group._post.finish_send(self._promised, timeout)
+        self._messages.finish_send(self._promised, timeout)
         return -1
 
 
@@ -174,11 +177,11 @@ class Receiving(Message):
     def __init__(self, group: Group, tensor: Any, src: int | None, tag: int) -> None:
         super().__init__(group, [tensor])
         self._target = view(array_of(tensor), writable=True)
-        source = None if src is None else group._peer(src)
-        self._request = group._post.post_request(raw(self._target.flat), source, checked_tag(tag))
+        source = None if src is None else self._messages.check_peer(src)
+        self._request = self._messages.post_request(raw(self._target.flat), source, checked_tag(tag))
 
     def _finish(self, timeout: float | None) -> int:
-        sender = self._group._post.finish_request(self._request, timeout or self._group._timeout)
+        sender = self._messages.finish_request(self._request, timeout or self._internals.timeout)
         self._target.store()
         return sender
 

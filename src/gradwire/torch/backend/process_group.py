@@ -22,12 +22,11 @@ from torch.distributed import ProcessGroup
 from gradwire import operations
 from gradwire.errors import InvalidSize, UnsupportedOp
 from gradwire.group import Group
+from gradwire.group.internals import GroupInternals
 from gradwire.host import malloc
 from gradwire.job.config import TRANSPORT, resolve
-from gradwire.liveness.call_log import call_site
 from gradwire.operations import Exchange, Operation
 from gradwire.operations.preallocated import Strip, all_gather_into, all_to_all_into, gather_into, scatter_into
-from gradwire.operations.types import settled
 from gradwire.torch.backend import reductions, sparse, store_rendezvous
 from gradwire.torch.backend.monitored_barrier import monitored_barrier
 from gradwire.torch.backend.no_dynamo import no_dynamo
@@ -57,7 +56,7 @@ def create(options: Any, backend_options: Any) -> GradwireProcessGroup:
 def _world() -> GradwireProcessGroup | None:
     """torch's default group, if it is one of ours and goes on: new groups are then parts of it."""
     world = dist.group.WORLD
-    return world if isinstance(world, GradwireProcessGroup) and not world.group._closed else None
+    return world if isinstance(world, GradwireProcessGroup) and not world._internals.is_closed else None
 
 
 class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
@@ -66,6 +65,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
     def __init__(self, store: Any, group: Group) -> None:
         super().__init__(group.rank, group.size)
         self.group = group
+        self._internals = GroupInternals(group)
         self._store = store
         self._rank, self._size = group.rank, group.size
         self._name = self._description = ""
@@ -107,13 +107,13 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
         return False
 
     def _get_sequence_number_for_group(self) -> int:
-        return self.group._runner.calls.sequence
+        return self._internals.calls_made
 
     def _set_sequence_number_for_group(self) -> None:
         """Both sides of a call know its number anyway."""
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self.group._timeout = self.group._runner.timeout = timeout.total_seconds()
+        self._internals.set_timeout(timeout.total_seconds())
 
     _set_default_timeout = set_timeout
 
@@ -132,13 +132,11 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
     # -- running ------------------------------------------------------------------------------------------------------
 
     def _run(self, operation: Operation, options: Any, tensors: Any) -> Done | Handle:
-        limit = None if options is None else seconds(options.timeout)
-        timeout = limit or self.group._timeout
-        runner = self.group._runner
+        timeout = None if options is None else seconds(options.timeout)
         if options is not None and not options.asyncOp:
-            settled(runner.now(operation, timeout, call_site()))
+            self._internals.run(operation, timeout)
             return Done(tensors)
-        return Handle(runner.later(operation, timeout, call_site()), tensors, runner.check)
+        return Handle(self._internals.queue(operation, timeout), tensors, self._internals.check)
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
@@ -324,7 +322,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
 
     @no_dynamo
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        limit = self.group._timeout if timeout is None else timeout.total_seconds()
+        limit = self._internals.timeout if timeout is None else timeout.total_seconds()
         monitored_barrier(self.group, limit, everybody=wait_all_ranks)
 
     # -- messages -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Reducing collectives with torch's reduce ops, some of which ours do not have by themselves."""
+"""Reducing collectives with torch's reduce ops, some of which are composed of ours."""
 
 from __future__ import annotations
 

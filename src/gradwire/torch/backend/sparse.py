@@ -1,4 +1,4 @@
-"""All-reduce of sparse tensors: everybody's indices and values are gathered and added up, on each rank alike."""
+"""All-reduce of sparse tensors: indices and values of all ranks are gathered and added up on each rank."""
 
 from __future__ import annotations
 

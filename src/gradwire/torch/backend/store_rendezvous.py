@@ -10,6 +10,7 @@ from typing import Any
 
 from gradwire.errors import NoConnection
 from gradwire.group import Group
+from gradwire.group.internals import GroupInternals
 from gradwire.host import machine
 from gradwire.job import init
 from gradwire.job.address import Address
@@ -52,7 +53,7 @@ def meet(store: Any, rank: int, size: int, timeout: float) -> Group:
 
 def part(world: Group, ranks: Sequence[int], name: str, times: int, timeout: float) -> Group:
     """A group of some ranks of the world, in this order; the name and how often it was used tell it from others."""
-    return world._form(tuple(ranks), fingerprint("torch", name, times), timeout)
+    return GroupInternals(world).form(tuple(ranks), fingerprint("torch", name, times), timeout)
 
 
 class _Board:

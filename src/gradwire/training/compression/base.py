@@ -1,4 +1,4 @@
-"""What compressions have in common: one call on a group or a stream, and what each bucket has not sent yet."""
+"""What all compressions share: one call on a group or a stream, and the residual of each bucket."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from gradwire.arrays import Array
 from gradwire.errors import ArrayError, ConfigError
 from gradwire.executors import numerics
 from gradwire.group import Group
+from gradwire.group.internals import GroupInternals, queue_on
 from gradwire.group.stream import Stream
 from gradwire.host import native_core
 from gradwire.operations import Exchange, Operation
@@ -68,8 +69,8 @@ class Compression:
         """
         operation = self.operation(bucket, scale)
         if isinstance(through, Stream):
-            return through._later(operation, timeout)
-        return through._now(operation, timeout)
+            return queue_on(through, operation, timeout)
+        return GroupInternals(through).run(operation, timeout)
 
     def reset(self) -> None:
         """Forget what was not sent: the next bucket is the first, as in a new generation.

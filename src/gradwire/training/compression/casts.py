@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from gradwire import arrays
 from gradwire.arrays import Array, bfloat16
 from gradwire.host import native_core
 from gradwire.training.compression.rounding import Rounding
@@ -40,14 +39,16 @@ class _Cast(Rounding):
     def _narrow(self, wire: Array, x: Array) -> None:
         if native_core.available() and x.dtype == np.float32:
             kernels = native_core.native.kernels
-            kernels.finish(kernels.builds()[-1], arrays.parse_dtype(self.half).code, 0, wire, x, 0)
+            dtype, op = native_core.native.DType[self.half.name], native_core.native.ReduceOp.sum
+            kernels.finish(kernels.builds()[-1], dtype, op, wire, x, 0)
         else:
             np.copyto(wire.view(self.half), x, casting="unsafe")
 
     def _decode(self, wire: Array, out: Array) -> None:
         if native_core.available() and out.dtype == np.float32:
             kernels = native_core.native.kernels
-            kernels.fold(kernels.builds()[-1], arrays.parse_dtype(self.half).code, 0, out, [(wire, False)])
+            dtype, op = native_core.native.DType[self.half.name], native_core.native.ReduceOp.sum
+            kernels.fold(kernels.builds()[-1], dtype, op, out, [(wire, False)])
         else:
             np.copyto(out, wire.view(self.half))
 

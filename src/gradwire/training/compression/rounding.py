@@ -1,4 +1,4 @@
-"""Compressions that write every element in fewer bits, and how they travel.
+"""Compressions that write every element in fewer bits, and how their results are exchanged.
 
     1  a rank adds what it kept to its values, rounds them, and keeps the difference
     2  all_to_all: each rank gets everybody's part of the bucket that is its own

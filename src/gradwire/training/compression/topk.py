@@ -1,4 +1,4 @@
-"""Only the largest values of a bucket, with their places; the others wait until they have grown."""
+"""TopK: only the largest values of a bucket are sent, with their positions; the others accumulate in the residual."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arenas: memory with an address in this process that other processes map too."""
+"""Arenas: memory files that this process and others map."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class OwnArena(Arena):
             return
         nbytes = _pages(nbytes)
         if self._left:
-            native_core.native.map_jointly(self.address, self.descriptor, offset, nbytes)
+            native_core.native.map_shared(self.address, self.descriptor, offset, nbytes)
         try:
             self._map.madvise(mmap.MADV_REMOVE, offset, nbytes)
         except OSError:  # some sandboxes cannot
@@ -138,7 +138,7 @@ class OwnArena(Arena):
                 return
             self._left = True  # first: a second time would bring back what others have written
             self._take_back()
-            if not native_core.native.map_alone(self.address, self.descriptor, _joined(self._arrays)):
+            if not native_core.native.map_private(self.address, self.descriptor, _joined(self._arrays)):
                 log.warning("no memory to copy shared arrays to: a rank that was given up may still write into them")
 
     def offset_of(self, address: int, nbytes: int) -> int | None:

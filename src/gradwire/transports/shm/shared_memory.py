@@ -1,4 +1,4 @@
-"""Memory that ranks of one host share: found by sharing it, not by guessing.
+"""Shares memory between the ranks of one host. Which ranks can is found by trying.
 
 Each rank has one arena: a nameless, sparse file in memory (memfd) that its peers map once. Its descriptor is passed
 over a Unix socket in the abstract namespace, to processes of the same user only, which show a token that travelled
@@ -29,7 +29,7 @@ __all__ = ["Arena", "OwnArena", "PidfdLink", "SharedMemory", "Sharing"]
 TOKEN_BYTES = 16
 WAITING = 4096  # connections that may wait to be looked at; strangers' among them
 CONNECT_SECONDS = 10.0  # a Unix socket connects at once, unless strangers crowd the door
-_GREETING = struct.Struct(f"<I{TOKEN_BYTES}sQ")  # rank, token, when the process started
+GREETING = struct.Struct(f"<I{TOKEN_BYTES}sQ")  # sent with an arena: rank, token, when the process started
 _CREDENTIALS = struct.Struct("3i")
 _OFFER = re.compile(rf"[0-9a-f]{{{2 * TOKEN_BYTES}}}")
 
@@ -151,7 +151,7 @@ class _Door:
             self._listener = self._sockets.enter_context(_unix_socket())
             # Names of abstract sockets are for everybody to see; the token is not.
             self._name = secrets.token_hex(TOKEN_BYTES)
-            self._listener.bind(_address(self._name))
+            self._listener.bind(abstract_address(self._name))
             self._listener.listen(WAITING)
             trouble.pop_all()
 
@@ -168,9 +168,9 @@ class _Door:
                 name, token = _checked_offer(offers[peer])
                 sock = self._sockets.enter_context(_unix_socket())
                 sock.settimeout(max(0.001, deadline - time.monotonic()))
-                sock.connect(_address(name))
+                sock.connect(abstract_address(name))
                 _check_user(sock)
-                greeting = _GREETING.pack(self.rank, token, _started(os.getpid()))
+                greeting = GREETING.pack(self.rank, token, _started(os.getpid()))
                 socket.send_fds(sock, [greeting], [self.arena.descriptor])
         except (OSError, ValueError):
             return False
@@ -192,11 +192,11 @@ class _Door:
                 self._admit(sock, pid, neighbours)
 
     def _admit(self, sock: socket.socket, pid: int, neighbours: Sequence[int]) -> None:
-        greeting, descriptors, flags, _ = socket.recv_fds(sock, _GREETING.size + 1, 1, socket.MSG_CMSG_CLOEXEC)
+        greeting, descriptors, flags, _ = socket.recv_fds(sock, GREETING.size + 1, 1, socket.MSG_CMSG_CLOEXEC)
         try:
-            if len(greeting) != _GREETING.size or len(descriptors) != 1 or flags & socket.MSG_CTRUNC:
+            if len(greeting) != GREETING.size or len(descriptors) != 1 or flags & socket.MSG_CTRUNC:
                 raise ValueError("not a neighbour's greeting")
-            peer, token, started = _GREETING.unpack(greeting)
+            peer, token, started = GREETING.unpack(greeting)
             if not secrets.compare_digest(token, self._token) or peer not in neighbours or peer in self.peers:
                 raise ValueError("not a neighbour")
             _check_arena(descriptors[0])
@@ -240,7 +240,8 @@ def _unix_socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def _address(name: str) -> str:
+def abstract_address(name: str) -> str:
+    """The address of the Unix socket that a rank offers under this name."""
     return f"\0gradwire-{name}"
 
 

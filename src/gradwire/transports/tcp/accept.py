@@ -1,4 +1,4 @@
-"""The door of a TCP rank: strangers are heard with patience that is bounded in bytes, number and time.
+"""The listening side of TCP: admits peers, within limits on bytes, number and time for callers not yet admitted.
 
 One thread runs every admission at once, TLS handshakes too, so a slow or silent stranger delays nobody. Nothing from a
 stranger is stored beyond the frames of an admission and of a bounded handshake, and of too many strangers the one that

@@ -1,4 +1,4 @@
-"""The side of a connection that dials: it connects, speaks TLS if there are credentials, and asks to be admitted."""
+"""The connecting side of TCP: connects, speaks TLS if there are credentials, and asks for admission."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A link over a connected TCP socket, with what the kernel is told about it."""
+"""A link over a connected TCP socket, and its socket options."""
 
 from __future__ import annotations
 

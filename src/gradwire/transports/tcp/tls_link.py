@@ -1,4 +1,4 @@
-"""TLS over a socket that does not block: the handshake in pieces, then links whose bytes nobody else reads or changes.
+"""TLS over a non-blocking socket: the handshake in steps, then encrypted links.
 
 OpenSSL works in memory here (`ssl.SSLObject`), and this module moves its bytes. So the socket stays the one that forked
 children drop, a slow handshake waits for nobody, and a lifeline's link can leave TLS when it is admitted.
@@ -79,10 +79,14 @@ class TlsStream:
 
     def identity(self) -> str:
         """Whom the other side's certificate speaks for; ValueError if that is nobody of a gradwire job."""
+        return identity_of(self.peer_certificate())
+
+    def peer_certificate(self) -> bytes:
+        """The certificate that the other side has shown (DER); ValueError if there is none."""
         certificate = self._tls.getpeercert(binary_form=True)
         if certificate is None:
             raise ValueError("it has shown no certificate")
-        return identity_of(certificate)
+        return certificate
 
     # -- bytes --------------------------------------------------------------------------------------------------------
 
@@ -208,6 +212,11 @@ class TlsLink(TcpLink):
     def pending(self) -> bool:
         """Whether there is something to receive that no poll will tell."""
         return self._stream.pending
+
+    @property
+    def peer_certificate(self) -> bytes:
+        """The certificate that the peer has shown (DER)."""
+        return self._stream.peer_certificate()
 
     def send(self, buffers: Sequence[Buffer]) -> int:
         try:

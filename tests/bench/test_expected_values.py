@@ -9,7 +9,7 @@ import pytest
 
 from gradwire.arrays import parse_dtype
 from gradwire.bench.cases import COLLECTIVES, ITEMSIZE, Case
-from gradwire.bench.values import CYCLE, ROW, Array, Values
+from gradwire.bench.expected_values import CYCLE, ROW, Array, Values
 
 SIZE = 3
 MOVING = [name for name, kind in COLLECTIVES.items() if not kind.reduces and name != "barrier"]
@@ -57,7 +57,7 @@ def of_all_ranks(case: Case, iteration: int) -> tuple[list[Values], list[Array |
 
 @pytest.mark.parametrize("count", [1, 2, ROW, 2 * ROW + 17])
 @pytest.mark.parametrize("collective", MOVING + REDUCING)
-def test_right_results_are_right_and_wrong_ones_wrong(collective: str, count: int) -> None:
+def test_values_count_only_wrong_elements(collective: str, count: int) -> None:
     case = Case(collective, "float32", "sum" if collective in REDUCING else "none", count, SIZE)
     values, results = of_all_ranks(case, iteration=4)
     for one, result in zip(values, results, strict=True):
@@ -75,12 +75,12 @@ def test_right_results_are_right_and_wrong_ones_wrong(collective: str, count: in
 
 
 @pytest.mark.parametrize(("dtype", "op"), [(dtype, op) for dtype in ITEMSIZE for op in sorted(parse_dtype(dtype).ops)])
-def test_numbers_are_exact_in_every_dtype(dtype: str, op: str) -> None:
+def test_values_are_exact_in_every_dtype_and_op(dtype: str, op: str) -> None:
     values, results = of_all_ranks(Case("all_reduce", dtype, op, 100, SIZE), 0)
     assert [one.wrong(result, 0) for one, result in zip(values, results, strict=True)] == [0] * SIZE
 
 
-def test_ranks_and_iterations_differ() -> None:
+def test_values_differ_between_ranks_and_iterations() -> None:
     case = Case("sendrecv", "int8", "none", 100, SIZE)
     seen = set()
     for rank in range(SIZE):

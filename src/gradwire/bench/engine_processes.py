@@ -1,4 +1,4 @@
-"""All ranks of one engine: started, asked for blocks, ended whatever happens."""
+"""All ranks of one engine: started, asked for blocks, and ended in every case."""
 
 from __future__ import annotations
 
@@ -10,77 +10,75 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from gradwire.bench.cases import Case
-from gradwire.bench.commands import Command
-from gradwire.bench.line import StartingLine
-from gradwire.bench.worker import remove
+from gradwire.bench.commands import Command, EngineSpec
+from gradwire.bench.engines.base import Unsupported
+from gradwire.bench.rank_process import remove
+from gradwire.bench.start_barrier import StartBarrier
 from gradwire.errors import TransportError, WorkerFailed
 from gradwire.launch import process_tree
 
-PATIENCE = 300.0  # seconds for a start or a block before it counts as hung
-_END = 5.0  # seconds to end after the last block
-_GRACE = 3.0  # seconds more after SIGTERM: mpiexec has files to remove
-_LAST_LINES = 20  # of what the ranks printed, when something went wrong
+_ANSWER_TIMEOUT = 300.0  # seconds for a start or a block
+_END_TIMEOUT = 5.0  # seconds to end after the last block
+_TERM_TIMEOUT = 3.0  # seconds more after SIGTERM: mpiexec has files to remove
+_LAST_LINES = 20  # of the ranks' output, in an error
 _LONGEST_PATH = 107  # of a Unix socket
-
-# What to start, given the place where the ranks shall connect and their options.
-Maker = Callable[[Path, dict[str, Any]], list[Command]]
-
-
-class Unsupported(Exception):
-    """The engine has no such case."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """What one block came to, in microseconds."""
+    """The measurement of one block, in microseconds."""
 
     us: float  # from the last rank's call to the last rank's return, median
     longest_us: float  # of the longest call, waiting for others included, median
     wrong: int
     iterations: int
-    pace: float  # seconds for an iteration with everything around it
+    pace: float  # seconds for an iteration, with writing and checking the arrays
 
 
-class Crew:
-    """Starts what `commands` says, watches it, and ends it as a context manager."""
+class EngineProcesses:
+    """Starts the processes of an engine and talks to its ranks; as a context manager it ends them."""
 
-    def __init__(self, name: str, size: int, folder: Path, commands: Maker) -> None:
-        self.name, self.size = name, size
-        self.about: dict[str, Any] = {}  # what the engine says of itself
-        self._folder = folder / name
-        self._commands = commands
+    def __init__(self, spec: EngineSpec, size: int, folder: Path) -> None:
+        self.name, self.size = spec.name, size
+        self.about: dict[str, Any] = {}  # facts for the report, known after the start
+        self._spec, self._folder = spec, folder
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[_Channel] = []
         self._segments: list[str] = []
         self._request: dict[str, Any] | None = None  # the last one
 
-    # ── beginning ────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── start ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def start(self) -> None:
         """Return when all ranks have joined each other."""
         self._folder.mkdir(mode=0o700)
-        meeting_place, line = self._folder / "meet", self._folder / "line"
-        if len(os.fsencode(meeting_place)) > _LONGEST_PATH:
-            raise TransportError(f"{meeting_place} is too long a path for a socket: let TMPDIR name a shorter one")
-        StartingLine.draw(line, self.size)
-        options = {"size": self.size, "line": str(line), "store": str(self._folder / "store")}
+        socket_path, barrier = self._folder / "socket", self._folder / "barrier"
+        if len(os.fsencode(socket_path)) > _LONGEST_PATH:
+            raise TransportError(f"{socket_path} is too long a path for a socket: set TMPDIR to a shorter one")
+        StartBarrier.create(barrier, self.size)
+        options = {"size": self.size, "barrier": str(barrier), "store": str(self._folder / "store")}
+        try:
+            self._start_ranks(socket_path, options)
+            hellos = self._answers("start")
+        except WorkerFailed as error:
+            raise WorkerFailed("\n".join(filter(None, [str(error), self._spec.advice]))) from error
+        self._segments = [path for hello in hellos for path in hello.pop("segments")]
+        self.about = {**hellos[0], **self._spec.facts}
+
+    def _start_ranks(self, socket_path: Path, options: dict[str, Any]) -> None:
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(str(meeting_place))
+            listener.bind(str(socket_path))
             listener.listen(self.size)
             with open(self._log, "wb") as log:
-                for command in self._commands(meeting_place, options):
+                for command in self._spec.commands(socket_path, options):
                     self._processes.append(self._started(command, log.fileno()))
             self._accept(listener)
-        hellos = self._answers("start")
-        self._segments = [path for hello in hellos for path in hello.pop("segments")]
-        self.about = hellos[0]
 
     @property
     def _log(self) -> Path:
@@ -95,14 +93,14 @@ class Crew:
                 stderr=log,
                 env=command.environ,
                 cwd=self._folder,
-                start_new_session=True,  # the terminal's Ctrl-C is for us, who end them
+                start_new_session=True,  # Ctrl-C reaches only the benchmark, which then ends the ranks
             )
         except OSError as error:
             raise WorkerFailed(f"{self.name}: cannot start {command.arguments[0]}: {error.strerror}") from error
 
     def _accept(self, listener: socket.socket) -> None:
         listener.settimeout(0.1)
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + _ANSWER_TIMEOUT
         while len(self._channels) < self.size:
             try:
                 self._channels.append(_Channel(listener.accept()[0]))
@@ -114,10 +112,10 @@ class Crew:
     # ── blocks ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def block(self, case: Case, iterations: int) -> Block:
-        """Measure; `Unsupported` if the engine has no such case."""
+        """Measure a block; `Unsupported` if the engine cannot run the case."""
         self._request = {"case": case.as_dict(), "iterations": iterations}
         for channel in self._channels:
-            channel.say(self._request)
+            channel.send(self._request)
         answers = self._answers(f"{case.collective} of {case.nbytes} bytes")
         for answer in answers:
             if "unsupported" in answer:
@@ -125,18 +123,18 @@ class Crew:
         return block_of(answers, case)
 
     def _answers(self, doing: str) -> list[dict[str, Any]]:
-        """One message of every rank; the first that complains or ends instead, or a silence, is an error."""
+        """One message of every rank. `WorkerFailed` if one reports an error, ends, or does not answer in time."""
         answers: dict[int, dict[str, Any]] = {}
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + _ANSWER_TIMEOUT
         with selectors.DefaultSelector() as selector:
             for number, channel in enumerate(self._channels):
                 selector.register(channel.socket, selectors.EVENT_READ, number)
             while len(answers) < self.size:
                 ready = selector.select(max(0.0, deadline - time.monotonic()))
                 if not ready:
-                    raise self._failure(f"no answer within {PATIENCE:.0f} s ({doing})")
+                    raise self._failure(f"no answer within {_ANSWER_TIMEOUT:.0f} s ({doing})")
                 for key, _ in ready:
-                    message = self._channels[key.data].hear()
+                    message = self._channels[key.data].receive()
                     if message is not None:
                         selector.unregister(key.fileobj)
                         answers[key.data] = self._checked(message, doing)
@@ -162,25 +160,25 @@ class Crew:
 
     # ── end ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> EngineProcesses:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for channel in self._channels:
-            # A block under way is finished first, so that every engine can end as it should; and if an interrupt kept
-            # it from some ranks, the others would wait for them.
-            if channel.said is not self._request:
-                channel.say(self._request)
-            channel.say({})
+            # Ranks finish the current block first, so that the engine can close. If an interrupt came before all of
+            # them had the request, the others would wait for the rest, so it is sent now.
+            if channel.sent is not self._request:
+                channel.send(self._request)
+            channel.send({})
         try:
-            self._wait(_END)
+            self._wait(_END_TIMEOUT)
             self._signal(signal.SIGTERM)
-            self._wait(_GRACE)
-        finally:  # a second Ctrl-C comes here too
+            self._wait(_TERM_TIMEOUT)
+        finally:  # after a second Ctrl-C too
             for channel in self._channels:
-                channel.socket.close()  # which also ends ranks that are in no session of ours
+                channel.socket.close()  # ends ranks outside our sessions too: MPICH's have their own
             for process in self._processes:
                 process_tree.kill(process.pid)
                 process.wait()
@@ -203,16 +201,16 @@ class _Channel:
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
-        self.said: dict[str, Any] | None = None  # last
+        self.sent: dict[str, Any] | None = None  # the last message
         self._buffer = bytearray()
 
-    def say(self, message: dict[str, Any] | None) -> None:
-        self.said = message
-        with contextlib.suppress(OSError):  # it has ended, which reading will tell
+    def send(self, message: dict[str, Any] | None) -> None:
+        self.sent = message
+        with contextlib.suppress(OSError):  # the rank has ended; receive() reports it
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
-    def hear(self) -> dict[str, Any] | None:
-        """The next message if it has come, {} if none ever will, None if some of it is still missing."""
+    def receive(self) -> dict[str, Any] | None:
+        """The next message; {} if the rank has closed the connection; None if the message is not complete yet."""
         try:
             chunk = self.socket.recv(1 << 20)
         except ConnectionResetError:
@@ -227,13 +225,13 @@ class _Channel:
 
 
 def block_of(answers: list[dict[str, Any]], case: Case) -> Block:
-    """What the ranks measured, put together; all their clocks are one."""
+    """The block from the measurements of all ranks, which share one clock."""
     import numpy as np
 
     begins, ends = (np.array([answer[key] for answer in answers]) for key in ("begins", "ends"))
     wrong = sum(answer["wrong"] for answer in answers)
     if case.collective == "barrier":
-        wrong += int(np.count_nonzero(ends.min(axis=0) < begins.max(axis=0)))  # somebody did not wait for all
+        wrong += int(np.count_nonzero(ends.min(axis=0) < begins.max(axis=0)))  # a rank did not wait for all
     iterations = begins.shape[1]
     return Block(
         us=float(np.median(ends.max(axis=0) - begins.max(axis=0))) / 1000,

@@ -9,10 +9,9 @@
 
 namespace gradwire {
 
-// memmove, without its worst case. Where the target lies 1 … 31 bytes behind the source, counted within a page, the string
-// instruction that it uses for more than a few KiB takes each store for one that the next loads depend on, and is three
-// to four times slower. That is no rare case: memory that processes share begins at a page, and what malloc got from the
-// system 16 bytes behind one.
+// memmove without its worst case. If the target's offset within a page is 1 to 31 bytes above the source's, the string
+// instruction that memmove uses beyond a few KiB treats each store as a dependency of the next loads, and is three to four
+// times slower. The case is common: shared memory begins at a page, and a large malloc block 16 bytes after one.
 inline void copy_bytes(void* to, const void* from, std::size_t nbytes) {
     constexpr std::size_t FEW = 2048, PAGE = 4096, TOO_NEAR = 32, BLOCK = 128;
     const std::size_t ahead = (reinterpret_cast<std::uintptr_t>(to) - reinterpret_cast<std::uintptr_t>(from)) % PAGE;
@@ -32,8 +31,8 @@ inline void copy_bytes(void* to, const void* from, std::size_t nbytes) {
     std::memcpy(target + done, source + done, nbytes - done);
 }
 
-// A copy that passes the caches by, whole lines at a time: nothing is read only to be overwritten, and nothing is driven out.
-// Who is told of it afterwards, by a store with release, sees all of it.
+// Copies whole cache lines with non-temporal stores: no line is read before it is overwritten, and none is evicted. The fence
+// at the end lets a following release store publish the bytes.
 inline void stream_bytes(void* to, const void* from, std::size_t nbytes) {
 #if defined(__SSE2__)
     constexpr std::size_t LINE_BYTES = 64;

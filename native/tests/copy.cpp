@@ -1,8 +1,8 @@
-// Copies, wherever source and target lie within their pages.
+// Copies at every relative page offset of source and target.
 #include <vector>
 
 #include "check.hpp"
-#include "copying.hpp"
+#include "copy.hpp"
 
 using namespace gradwire;
 
@@ -10,7 +10,7 @@ namespace {
 
 constexpr std::size_t PAGE = 4096;
 
-void every_byte_arrives_and_no_other_is_touched() {
+void copy_at_any_page_offset_writes_exactly_its_bytes() {
     std::vector<std::byte> source(4 * PAGE), target(4 * PAGE), expected;
     Random random(1);
     for (std::byte& one : source) one = std::byte(random.below(256));
@@ -29,7 +29,7 @@ void every_byte_arrives_and_no_other_is_touched() {
         }
 }
 
-void what_overlaps_arrives_whole() {
+void copy_of_overlapping_memory_keeps_all_bytes() {
     for (const std::size_t ahead : {16ul, PAGE + 16}) {
         std::vector<std::byte> memory(6 * PAGE);
         Random random(2);
@@ -43,6 +43,6 @@ void what_overlaps_arrives_whole() {
 }  // namespace
 
 int main() {
-    RUN(every_byte_arrives_and_no_other_is_touched);
-    RUN(what_overlaps_arrives_whole);
+    RUN(copy_at_any_page_offset_writes_exactly_its_bytes);
+    RUN(copy_of_overlapping_memory_keeps_all_bytes);
 }

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from gradwire.bench.tuning import PROBES, SIZES, Timing, fit
+from gradwire.bench.link_costs import PROBES, SIZES, Timing, fit
 from gradwire.collectives import DEFAULTS, Constants, Table, build, choose
 from gradwire.collectives.pricing import price
 from gradwire.topology import Topology
@@ -27,7 +27,7 @@ def timings(constants: Constants, ranks: int, noise: float) -> list[Timing]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_times_by_the_model_are_explained(ranks: int) -> None:
+def test_fit_of_times_by_the_model_finds_its_constants(ranks: int) -> None:
     constants, misfit = fit("tcp", timings(HERE, ranks, noise=0), ranks)
     assert misfit < 1.05
     assert constants.staged == 0.0
@@ -39,7 +39,7 @@ def test_times_by_the_model_are_explained(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("noise", [0, 0.2])
-def test_choices_follow(ranks: int, noise: float) -> None:
+def test_fit_of_times_leads_to_nearly_the_best_choices(ranks: int, noise: float) -> None:
     constants, _ = fit("tcp", timings(HERE, ranks, noise), ranks)
     topology = Topology.single(ranks)
     true, fitted = (replace(DEFAULTS, tcp=one) for one in (HERE, constants))
@@ -52,7 +52,7 @@ def seconds(algorithm: str, nbytes: int, topology: Topology, table: Table) -> fl
     return price(build("all_reduce", algorithm, topology.size), topology, nbytes, table.tcp, table.net)
 
 
-def test_absurd_times_give_a_table_nevertheless() -> None:
+def test_fit_of_absurd_times_gives_bounded_constants() -> None:
     for absurd in (1e-12, 100.0):
         rows = [Timing(timing.algorithm, timing.nbytes, absurd) for timing in timings(HERE, 2, noise=0)]
         constants, _ = fit("shm", rows, 2)

@@ -117,7 +117,7 @@ def _iterations(group: Any, algorithm: str, x: npt.NDArray[np.float32]) -> int:
 
 
 def _block(group: Any, algorithm: str, x: npt.NDArray[np.float32], iterations: int) -> float:
-    """Seconds for one, of many in a row: an all-reduce ends when everybody is there, so they keep in step."""
+    """Seconds for one of many in a row: an all-reduce ends only when all ranks have called it, so they stay in step."""
     group.barrier()
     begin = time.perf_counter()
     for _ in range(iterations):

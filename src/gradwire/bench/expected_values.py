@@ -97,7 +97,7 @@ class Values:
     def _same(self, x: Array, expected: Array) -> Any:
         if self.case.op != "mean":
             return x == expected
-        # Engines may divide by n or multiply by 1/n: that much difference is nobody's fault.
+        # Engines may divide by n or multiply by 1/n: that much difference is not an error.
         wide = np.complex128 if self.dtype.kind == "c" else np.float64
         x, expected = np.asarray(x).astype(wide), np.asarray(expected).astype(wide)
         return np.abs(x - expected) <= np.abs(expected) * (4 * _epsilon(self.dtype))

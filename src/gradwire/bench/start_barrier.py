@@ -1,4 +1,7 @@
-"""The starting line: a barrier in shared memory that belongs to no engine, so that nobody's barrier colours a start."""
+"""The barrier before every iteration: counters in shared memory, the same for all engines.
+
+An engine's own barrier would release its ranks in its own pattern, and so influence when its calls begin.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ from pathlib import Path
 _CACHE_LINE = 64
 
 
-class StartingLine:
-    """A counter for each rank. It yields while it waits: there may be more ranks than cores."""
+class StartBarrier:
+    """A counter for each rank. Waiting yields the core: there may be more ranks than cores."""
 
     def __init__(self, path: str, rank: int, size: int) -> None:
         with open(path, "r+b") as file:
@@ -21,11 +24,12 @@ class StartingLine:
         self._round = 0
 
     @staticmethod
-    def draw(path: Path, size: int) -> None:
+    def create(path: Path, size: int) -> None:
+        """The file that the ranks map."""
         path.write_bytes(bytes(size * _CACHE_LINE))
 
     def wait(self) -> None:
-        """Until all ranks are here. Whoever started the ranks ends them if one never comes."""
+        """Return when all ranks have called it. It has no timeout: the benchmark ends the ranks if one is missing."""
         self._round = number = self._round + 1
         counters = self._counters
         counters[self._own] = number

@@ -1,0 +1,133 @@
+"""The order of measurements: blocks of the engines take turns.
+
+A block is some iterations of one case with one engine. On a shared machine absolute times vary by a factor of five
+within a minute: only what was measured side by side can be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol
+
+from gradwire.bench import commands, installs
+from gradwire.bench.cases import Case
+from gradwire.bench.commands import Command, EngineSpec
+from gradwire.bench.engine_processes import Block, EngineProcesses
+from gradwire.bench.engines.base import Unsupported
+from gradwire.bench.installs import Install
+from gradwire.bench.rivals import RIVALS, find
+from gradwire.host.machine import usable_cores
+
+PILOT_ITERATIONS = 3  # their time decides how many fit into a block
+MIN_ITERATIONS, MAX_ITERATIONS = 3, 2000  # in a block whose length is given in seconds
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to measure."""
+
+    ranks: int
+    against: tuple[str, ...] = ()  # names of rivals, and paths of interpreters that have another gradwire
+    transport: str | None = None
+    algorithm: str = "auto"
+    registered: bool = False
+    mpi_threads: str = "multiple"
+    blocks: int = 9
+    iterations: int | None = None  # in a block; or as many as fit into
+    seconds: float = 0.2
+
+
+class MeasuredEngine(Protocol):
+    """The part of `EngineProcesses` that `measure_case` uses."""
+
+    name: str
+
+    def block(self, case: Case, iterations: int) -> Block: ...
+
+
+@dataclass
+class Result:
+    """All blocks of one case."""
+
+    case: Case
+    blocks: dict[str, list[Block]] = field(default_factory=dict)  # by engine; equally many, measured in turns
+    unsupported: dict[str, str] = field(default_factory=dict)  # by engine, why
+
+
+def turns(names: Sequence[str], number: int) -> list[str]:
+    """The order in round `number`. Each engine has each place equally often, so that a drift favours none.
+
+    >>> ["".join(turns("abc", number)) for number in range(6)]
+    ['abc', 'bca', 'cab', 'cba', 'acb', 'bac']
+    """
+    shift = number % len(names)
+    order = [*names[shift:], *names[:shift]]
+    return order if number // len(names) % 2 == 0 else order[::-1]
+
+
+def measure_case(engines: Sequence[MeasuredEngine], case: Case, plan: Plan) -> Result:
+    """Measure one case. Without a number of iterations, each engine does as many as fit into the seconds of a block."""
+    result = Result(case)
+    counts: dict[str, int] = {}
+    by_name = {engine.name: engine for engine in engines}
+    for engine in engines:
+        try:
+            pilot = engine.block(case, PILOT_ITERATIONS)
+        except Unsupported as reason:
+            result.unsupported[engine.name] = str(reason)
+            continue
+        fitting = max(MIN_ITERATIONS, min(MAX_ITERATIONS, int(plan.seconds / pilot.pace)))
+        counts[engine.name] = plan.iterations or fitting
+        result.blocks[engine.name] = []
+    for number in range(plan.blocks if counts else 0):
+        for name in turns(list(counts), number):
+            result.blocks[name].append(by_name[name].block(case, counts[name]))
+    return result
+
+
+@contextmanager
+def started_engines(
+    plan: Plan, environ: Mapping[str, str], progress: Callable[[str], None]
+) -> Iterator[list[EngineProcesses]]:
+    """The ranks of all engines, ready and idle; this gradwire's first. They have ended when the context ends."""
+    progress("looking for the engines")
+    specs = _specs(plan, environ)  # raises before anything is started
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="gradwire-bench-")))
+        engines = []
+        for number, spec in enumerate(specs):
+            progress(f"starting {plan.ranks} ranks of {spec.name}")
+            engines.append(stack.enter_context(EngineProcesses(spec, plan.ranks, folder / str(number))))
+            engines[-1].start()
+        yield engines
+
+
+def _specs(plan: Plan, environ: Mapping[str, str]) -> list[EngineSpec]:
+    cores = int(usable_cores())
+    chosen = {"transport": plan.transport, "algorithm": plan.algorithm, "registered": plan.registered}
+    others = installs.find([path for path in plan.against if path not in RIVALS], environ)
+
+    def gradwire_ranks(install: Install, socket_path: Path, options: dict[str, Any]) -> list[Command]:
+        return commands.of_gradwire(install, plan.ranks, socket_path, {**options, **chosen}, environ)
+
+    def rival_ranks(name: str, python: Path, socket_path: Path, options: dict[str, Any]) -> list[Command]:
+        options = {**options, "mpi_threads": plan.mpi_threads}
+        return commands.of_rival(RIVALS[name], python, plan.ranks, socket_path, options, environ, cores)
+
+    specs = [EngineSpec(installs.THIS, partial(gradwire_ranks, installs.this_install()))]
+    for name in plan.against:
+        if name in RIVALS:
+            ranks = partial(rival_ranks, name, find(RIVALS[name], environ))
+            specs.append(EngineSpec(name, ranks, {"settings": commands.settings_of(RIVALS[name], plan.ranks, cores)}))
+        else:
+            other = others[name]
+            advice = f"see whether that install works by itself: {other.python} -m gradwire bench --sizes 8"
+            ranks = partial(gradwire_ranks, other)
+            specs.append(EngineSpec(other.name, ranks, {"python": str(other.python)}, advice))
+    # An interpreter that was given twice, by its own path and by its folder's, is measured once.
+    return list({spec.name: spec for spec in specs}.values())
