@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import gradwire as gw
-from gradwire.generation import generation
+from gradwire.generation import connection
 from gradwire.job.member_session import MemberSession
 from gradwire.launch.worker_setup import free_port
 from gradwire.transports.tcp import dial
@@ -186,7 +186,7 @@ def test_two_jobs_at_once_never_meet(job: StartJob, static: Callable[..., Enviro
 def dies_after_registering(here: Here, victim: int) -> None:
     if os.environ["RANK"] == str(victim):
         MemberSession._assemble = lambda *_: os._exit(7)  # type: ignore[method-assign]
-    dial.REFUSING_SECONDS = generation.EXPECTED_SECONDS = 1.0
+    dial.REFUSING_SECONDS = connection.EXPECTED_SECONDS = 1.0
     joins(here)
 
 

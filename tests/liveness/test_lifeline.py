@@ -325,7 +325,7 @@ def test_one_that_is_ignored_is_lost_although_it_beats(harness: Harness) -> None
 def test_who_has_left_is_not_missed(harness: Harness) -> None:
     harness.lifeline.expect([harness.nature] * 3)
     now = time.monotonic()
-    harness.control.hear(2, b'{"t":"bye"}', now)
+    harness.control.receive(2, b'{"t":"bye"}', now)
     for _ in range(40):
         now += LOOK_SECONDS
         assert hears(harness, 0, now)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import gradwire as gw
-from gradwire.job.thread_job import ThreadJob
+from gradwire.job.init import thread_job
 from support.ranks import eventually, run_ranks
 
 Old = TypeVar("Old")
@@ -24,7 +24,7 @@ class Joiner(Generic[New]):
     def __init__(self, live: Callable[[gw.Group], New], others: int = 2) -> None:
         self._live = live
         self._others = others
-        self._threads = ThreadJob(30.0)
+        self._threads = thread_job(30.0)
         self._called = threading.Event()
         self._results: list[New] = []
 
@@ -34,7 +34,7 @@ class Joiner(Generic[New]):
     def let_in(self) -> None:
         """Returns when it asks to join: the next vote takes it in."""
         self.call()
-        assert eventually(lambda: self._threads._news().joiners == 1)
+        assert eventually(lambda: self._threads.news().joiners == 1)
 
     def run(self, old: Callable[[gw.Group], Old]) -> tuple[list[Old], New]:
         """What the others return, and what the newcomer does."""

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 
 from gradwire.drive import drive
 from gradwire.errors import ConfigError, GradwireError
-from gradwire.generation import handshake
+from gradwire.generation.elastic_membership import ElasticMembership
+from gradwire.generation.establish import Endpoint
 from gradwire.generation.generation import Generation
 from gradwire.group import Group
-from gradwire.group.internals import GroupInternals
 from gradwire.host import machine, native_core
 from gradwire.identity import Identity
 from gradwire.job import process_hooks
@@ -53,15 +53,18 @@ TELL_SECONDS = 5.0  # between two lines about what a member waits for
 
 Agree = Callable[[str | None, float], str]
 """The address at which the ranks meet, from the one that offers it, within so many seconds."""
+Connect = Callable[[Endpoint, JobConfig, float], Group]
+"""Connects this rank with the others before a deadline, and returns the group of all."""
 
 
 class MemberSession:
     """What stays the same from one generation to the next: the member's id, the coordinator, the secret."""
 
-    def __init__(self, config: JobConfig, agree: Agree | None = None) -> None:
+    def __init__(self, config: JobConfig, connect: Connect, agree: Agree | None = None) -> None:
         """`agree` is how ranks tell each other where to meet, where the address in the configuration is taken."""
         assert config.address is not None
         self.config = config
+        self._connect = connect
         self._address = config.address
         self._agree = agree or self._agree_under_torchrun
         if config.address_taken:  # by torchrun's store, through which the ranks agree on another port
@@ -118,9 +121,11 @@ class MemberSession:
 
     def _leave(self, generation: Generation) -> Callable[[], None]:
         """Remember for the coordinator whom this process could not reach; what this returns ends the generation."""
-        stood_still = generation.lifeline.standstill.lately(time.monotonic())
-        self._protocol.leave(generation.unreachable(), stranger=generation.stranger, stood_still=stood_still)
-        generation.belongings = [one for one in generation.belongings if not isinstance(one, _Leave)]
+        membership, stood_still = generation.membership, generation.lifeline.standstill.lately(time.monotonic())
+        stranger = membership is not None and membership.lacks_state
+        self._protocol.leave(generation.failure.unreachable(), stranger=stranger, stood_still=stood_still)
+        if membership is not None:
+            membership.go_on()
         return generation.close
 
     # -- what the protocol asks for -----------------------------------------------------------------------------------
@@ -137,42 +142,29 @@ class MemberSession:
 
     def set_up(self, request: SetUp, transport: TcpTransport, deadline: float) -> Group | Failure:
         """The group of a generation, when its members are connected."""
-        config = self.config
         try:
-            generation = self._assemble(request.assembly, transport)
+            endpoint = self._assemble(request.assembly, transport, request.joined)
         except GradwireError as error:
             transport.close()
             return Failure(error)
-        generation.joined = request.joined
-        generation.belongings += self._closed_listeners()
-        if config.elastic:
-            self._make_elastic(generation)
         if request.within is not None:
             deadline = min(deadline, time.monotonic() + request.within)
         try:
-            group = process_hooks.meet([generation], config.timeout, deadline)[0]
-            handshake.agree(
-                generation, config.transport, deadline, meanwhile=lambda: GroupInternals(group).connect(deadline)
-            )
+            return self._connect(endpoint, self.config, deadline)
         except BaseException as error:
-            unreachable = frozenset(generation.unreachable())
-            known = self._protocol.is_known_to_others(error)
-            generation.close(None if known else process_hooks.giving_up(generation, error))
             if isinstance(error, GradwireError):
-                return Failure(error, unreachable)
+                membership = endpoint.membership
+                return Failure(error, frozenset() if membership is None else membership.unreachable)
             raise
-        if config.elastic:  # not before: one that does not come about is no reason to leave the job
-            generation.belongings.append(_Leave(self, generation))
-        return group
 
     def new_transport(self) -> TcpTransport:
         return TcpTransport(_own_address(self._address), self._credentials)
 
-    def _make_elastic(self, generation: Generation) -> None:
-        generation.succeed = self.next
+    def _elastic_membership(self, joined: bool) -> ElasticMembership:
+        """How this member gets to the generation after the one that it has registered for."""
         if self._news is not None:
-            generation.news, generation.cuts = self._own_news(self._news.latest), self._news.cuts
-            return
+            news, cuts = self._own_news(self._news.latest), self._news.cuts
+            return ElasticMembership(self.next, self.give_up, joined=joined, news=news, cuts=cuts)
         if self._lease is None:  # nobody speaks for this worker
             from gradwire.membership.client.worker_lease import Lease
 
@@ -182,7 +174,8 @@ class MemberSession:
             self._lease.start()
         lease = self._lease
         lease.enter(self._protocol.run)
-        generation.news = self._own_news(lambda: lease.news)
+        news = self._own_news(lambda: lease.news)
+        return ElasticMembership(self.next, self.give_up, joined=joined, news=news)
 
     def _own_news(self, latest: Callable[[], News | None]) -> Callable[[], News | None]:
         """The latest news, unless it is of another run."""
@@ -288,7 +281,7 @@ class MemberSession:
 
     # -- becoming a generation ----------------------------------------------------------------------------------------
 
-    def _assemble(self, assembly: Assembly, transport: TcpTransport) -> Generation:
+    def _assemble(self, assembly: Assembly, transport: TcpTransport, joined: bool) -> Endpoint:
         members = assembly.members
         topology = Topology.of([member.host for member in members])
         places = [_place_of(rank, member) for rank, member in enumerate(members)]
@@ -305,7 +298,8 @@ class MemberSession:
         names = tuple(str(member) for member in members)
         identity = Identity(assembly.run, assembly.generation, assembly.rank, names, topology)
         ids = tuple(member.id for member in members)
-        return Generation(identity, transport, ids, self.config.peer_timeout)
+        membership = self._elastic_membership(joined) if self.config.elastic else None
+        return Endpoint(identity, transport, ids, membership, tuple(self._closed_listeners()))
 
     def _link_key(self, assembly: Assembly) -> bytes:
         if isinstance(self._secret, bytes):
@@ -338,19 +332,6 @@ class _Joining:
                     raise error
                 log.warning("generation %d did not come about: %s", generation, error)
         return None
-
-
-class _Leave:
-    """Ends with a member's last generation."""
-
-    def __init__(self, session: MemberSession, generation: Generation) -> None:
-        self._session, self._generation = session, generation
-
-    def close(self) -> None:
-        self._session.give_up(self._generation.finished)
-
-    def abandon(self) -> None:
-        """A forked child has no part in the job."""
 
 
 def _place_of(rank: int, member: Member) -> Address:

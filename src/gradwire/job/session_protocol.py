@@ -111,10 +111,6 @@ class SessionProtocol:
             return error.peer not in (None, self.rank)
         return isinstance(error, Broken | NoConnection) and not isinstance(error, Refused)
 
-    def is_known_to_others(self, error: BaseException) -> bool:
-        """Whether the other members find out for themselves why the set-up failed here."""
-        return isinstance(error, UnsupportedOp) or (self.elastic and isinstance(error, ConfigError))
-
     def leave(self, unreachable: Iterable[int], *, stranger: bool, stood_still: bool) -> None:
         """The present generation ends, for the next one. `unreachable` are the ranks that this member itself found to
         be lost. It is a stranger as long as it has not got the state of the training."""

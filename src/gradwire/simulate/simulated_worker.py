@@ -16,6 +16,7 @@ import numpy as np
 
 from gradwire.arrays import raw
 from gradwire.errors import Broken, GradwireError, NoConnection, Refused, ReplicasDiverged, StateLost
+from gradwire.generation.establish import is_known_to_others
 from gradwire.identity import PROTOCOL
 from gradwire.job import session_protocol
 from gradwire.job.session_protocol import SET_UP_SECONDS, Failure, Past, Register, Repeat, SessionProtocol, SetUp
@@ -240,7 +241,7 @@ class Worker(Listener):
             yield from rank.connect(self.now + (within or SET_UP_SECONDS))
         except GradwireError as error:
             unreachable = frozenset(rank.control.complaints)
-            if not isinstance(error, Broken) and not self._session.is_known_to_others(error):
+            if not isinstance(error, Broken) and not is_known_to_others(error, elastic=True):
                 rank.give_up(str(error))
             rank.close()
             self._rank = None

@@ -264,8 +264,7 @@ class _Replica:
         log.warning("waiting: %d of at least %d members are here", self.size, wanted)
 
     def begins(self) -> None:
-        internals = GroupInternals(self.group)
-        internals.mark_without_state(internals.has_joined)
+        GroupInternals(self.group).begin_settling()
 
     def decided(self, settlement: Settlement) -> None:
         """Nothing to do."""
@@ -274,7 +273,7 @@ class _Replica:
         """Nothing to do."""
 
     def committed(self, version: tuple[int, int]) -> None:
-        GroupInternals(self.group).mark_without_state(False)
+        GroupInternals(self.group).settled()
 
     def diverged(self, error: ReplicasDiverged) -> None:
         log.error("%s", error)
