@@ -16,8 +16,11 @@ _LARGE = 32 << 10  # bytes of one
 
 
 class BucketWriter:
-    """Writes gradients to their places in buckets. Those in `finite` are not looked at again before they leave; so whoever
-    changes them in another way says so."""
+    """Writes gradients to their places in buckets, and looks on the way whether they are finite.
+
+    Those in `finite` are not looked at again before they leave. Code that changes one in another way calls
+    `look_again`.
+    """
 
     def __init__(self, gradients: Mapping[str, Array]) -> None:
         self._gradients = gradients
