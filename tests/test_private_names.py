@@ -93,11 +93,11 @@ def test_module_uses_no_private_name_of_another_package(file: Path) -> None:
     assert not reached(parsed(file), own)
 
 
-@pytest.mark.parametrize("package", ["training", "torch", "jax"])
-def test_training_and_adapters_see_groups_only_by_calls_and_group_internals(package: str) -> None:
+@pytest.mark.parametrize("package", ["job", "training", "torch", "jax", "simulate", "bench"])
+def test_package_sees_groups_only_by_their_calls_and_group_internals(package: str) -> None:
+    hidden = {"parts_of", "GroupParts"} | ({"Generation"} if package not in ("job", "simulate") else set())
     for file in (SOURCE / package).rglob("*.py"):
-        taken = {node.name for node in ast.walk(parsed(file)) if isinstance(node, ast.alias)}
-        assert not taken & {"parts_of", "GroupParts", "Generation"}, file.name
+        assert not hidden & {node.name for node in ast.walk(parsed(file)) if isinstance(node, ast.alias)}, file.name
 
 
 TEST_FILES = sorted(TESTS.rglob("*.py"))
