@@ -79,14 +79,7 @@ def test_package_docstring_lists_each_of_its_modules_once(package: Path) -> None
     assert set(listed) == built(package)
 
 
-# Still to be taken apart.
-TANGLED = (
-    "gradwire.generation.",
-    "gradwire.torch.join",
-)
-
-
-@pytest.mark.parametrize("file", [f for f in FILES if not f"{dotted(f)}.".startswith(TANGLED)], ids=dotted)
+@pytest.mark.parametrize("file", FILES, ids=dotted)
 def test_module_imports_only_from_modules_listed_above_it(file: Path) -> None:
     own = dotted(file).split(".")
     for line, name in imports(file.read_text("utf-8"), NAMES):

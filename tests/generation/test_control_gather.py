@@ -124,15 +124,15 @@ def test_words_out_of_turn_are_nonsense(numbers: list[int]) -> None:
         control = group._generation.control
         *first, last = [json.dumps({"t": "tell", "n": number, "o": "init", "v": None}).encode() for number in numbers]
         for word in first:
-            control.hear(1, word, 0.0)
+            control.receive(1, word, 0.0)
         with pytest.raises(ValueError, match="out of turn"):
-            control.hear(1, last, 0.0)
+            control.receive(1, last, 0.0)
 
 
 @pytest.mark.parametrize("message", [{}, {"n": 1, "v": 2}, {"n": "1", "o": "", "v": 2}, {"n": 1, "o": 3, "v": 2}])
 def test_words_that_lack_something_are_malformed(message: dict[str, Any]) -> None:
     with gw.local_group(2)[0] as group, pytest.raises(ValueError, match="malformed"):
-        group._generation.control.hear(1, json.dumps({"t": "tell", **message}).encode(), 0.0)
+        group._generation.control.receive(1, json.dumps({"t": "tell", **message}).encode(), 0.0)
 
 
 def test_a_rank_that_is_interrupted_while_it_waits_is_an_error_of_who_comes_later(
@@ -156,15 +156,12 @@ def test_a_rank_that_is_interrupted_while_it_waits_is_an_error_of_who_comes_late
 def test_a_rank_that_is_interrupted_before_it_has_told_is_an_error_of_who_waits() -> None:
     def body(group: gw.Group) -> None:
         control = group._generation.control
-        tell = control.tell_all
 
-        def ctrl_c(message: dict[str, Any]) -> None:
-            if message["t"] == "tell":
-                raise KeyboardInterrupt
-            tell(message)
+        def ctrl_c(*_: object) -> None:
+            raise KeyboardInterrupt
 
         if group.rank == 0:
-            control.tell_all = ctrl_c  # type: ignore[method-assign]
+            control.share = ctrl_c  # type: ignore[method-assign, assignment]
         with pytest.raises(KeyboardInterrupt if group.rank == 0 else Aborted):
             tell_all(group, None)
         assert not control.sound

@@ -82,8 +82,7 @@ def test_a_time_out_of_one_rank_breaks_all(groups: list[gw.Group]) -> None:
 
 def announced(group: gw.Group) -> bool:
     """Whether the others know how far this rank has got in the group; the parley's rounds are told as well."""
-    with group._generation.control._lock:
-        return WORLD in group._generation.control._sent
+    return group._generation.control.announced(WORLD) > 0
 
 
 def waits_for_rank_1(here: Here, how: str, seconds: float) -> None:

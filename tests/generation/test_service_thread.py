@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-from typing import Any
 
 import numpy as np
 import pytest
@@ -39,14 +37,13 @@ def test_an_offer_accepted_while_the_generation_breaks_blocks_neither(monkeypatc
         assert in_control.wait(LONG)
         return True
 
-    def told(*_: Any) -> None:  # the control calls this with its lock held
+    def halt() -> None:  # the control calls this with its lock held
         in_control.set()
         assert in_mailbox.wait(LONG)
-        control.report(Finding("aborted", "on purpose", 0), time.monotonic())
 
     def break_up() -> None:
-        control.told = told
-        control.hear(1, json.dumps({"t": "tell", "n": 1, "o": "test", "v": None}).encode(), time.monotonic())
+        one._generation.failure.on_halt(halt)
+        control.report(Finding("aborted", "on purpose", 0), time.monotonic())
 
     accepting, breaking = (threading.Thread(target=act, daemon=True) for act in (accept, break_up))
     monkeypatch.setattr(Outbox, "full", property(full))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import gradwire as gw
+from gradwire.group.internals import GroupInternals
 from support.in_process import groups_fixture as groups_fixture
 from support.processes import Here, StartJob
 from support.processes import job_fixture as job_fixture
@@ -18,7 +19,7 @@ from support.processes import zygote_fixture as zygote_fixture
 from support.ranks import eventually, run_ranks
 
 WAITS = {
-    "gradwire.liveness.control.BEHIND_SECONDS": 5.0,
+    "gradwire.liveness.control_protocol.BEHIND_SECONDS": 5.0,
     "gradwire.liveness.verdict.CALLS_SECONDS": 10.0,
     "gradwire.group.group.CONFER_SECONDS": 20.0,
 }
@@ -109,7 +110,7 @@ def goes_wrong(group: gw.Group, call: Call) -> gw.CollectiveMismatch:
     """Make a call, and further ones until one raises: a rank that only sends learns of it a little later."""
     with pytest.raises(gw.CollectiveMismatch) as told:
         call(group)
-        assert eventually(lambda: not group._generation.control.sound)
+        assert eventually(lambda: GroupInternals(group).is_broken)
         group.barrier()
     return told.value
 
@@ -143,7 +144,7 @@ def test_two_roots_that_both_send_and_never_receive_are_found(groups: list[gw.Gr
                 group.recv(ones(), src=(group.rank + 1) % group.size)
             elif after == "send":
                 group.send(ones(1 << 20), dst=(group.rank + 1) % group.size)
-            assert eventually(lambda: not group._generation.control.sound)
+            assert eventually(lambda: GroupInternals(group).is_broken)
             group.barrier()
         return told.value
 
@@ -315,7 +316,7 @@ def disagrees(here: Here, difference: str) -> None:
     usual, odd, _ = DIFFERENCES[difference]
     try:
         (odd if group.rank == 1 else usual)(group)
-        assert eventually(lambda: not group._generation.control.sound)
+        assert eventually(lambda: GroupInternals(group).is_broken)
         group.barrier()
     except gw.GradwireError as error:
         here.tell_error(error)

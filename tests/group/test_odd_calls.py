@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import gradwire as gw
+from gradwire.group.internals import GroupInternals
 from support.crews import crew_of
 from support.ranks import eventually, run_ranks
 
@@ -77,7 +78,7 @@ def test_a_callback_may_wait_for_a_later_work_while_the_program_is_in_a_call() -
         stream.all_reduce(1.0).add_done_callback(callback)
 
         def add() -> None:
-            if eventually(lambda: group._runner._turns.issued == 2):  # the program is in its barrier
+            if eventually(lambda: GroupInternals(group).calls_made == 2):  # the program is in its barrier
                 later.append(stream.all_reduce(2.0))
                 queued.set()
 

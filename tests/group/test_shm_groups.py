@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import gradwire as gw
+from gradwire.group.internals import GroupInternals, parts_of
 from gradwire.host import native_core
 from gradwire.transports.shm.arena import RESERVED
 from support.processes import Here, StartJob, place
@@ -24,14 +25,14 @@ MIB = 1 << 20
 
 def sees_others(here: Here) -> None:
     group = gw.init()
-    shared = group._generation.shared
+    shared = parts_of(group).generation.shared
     assert shared is not None
     here.tell(
         able=[group.capabilities.transport, group.capabilities.registered],
-        sharing=group._generation.sharing,
+        sharing=parts_of(group).generation.sharing,
         peers=sorted(shared.peers),
         watched=sorted(shared.pidfds),
-        calls=group._runner.calls.sequence,
+        calls=GroupInternals(group).calls_made,
     )
     x = group.empty(1000, "int64")
     x[:] = np.arange(1000) * (group.rank + 1)
@@ -66,10 +67,10 @@ def shares_with(here: Here, hosts: list[str], transports: list[str]) -> None:
     except gw.UnsupportedOp as error:
         here.tell_error(error)
         return
-    shared = group._generation.shared
+    shared = parts_of(group).generation.shared
     inner = group.subgroup([0, 1]) if rank < 2 else None
     here.tell(
-        sharing=group._generation.sharing,
+        sharing=parts_of(group).generation.sharing,
         peers=sorted(shared.peers) if shared else None,
         transports=[one.capabilities.transport for one in (group, inner) if one],
         sum=int(group.all_reduce(np.ones(5, np.int32))[0]),
@@ -204,10 +205,10 @@ def leaves_first(here: Here) -> None:
         inner.broadcast(x)
         inner.close()
     group.barrier()
-    shared = group._generation.shared
+    shared = parts_of(group).generation.shared
     assert shared is not None
     shared.own.sweep()
-    here.tell(sum=x.sum().item(), kept=len(shared.own._retired))
+    here.tell(sum=x.sum().item(), kept=shared.own.retired)
 
 
 def test_who_closes_a_group_first_leaves_its_messages_to_be_found(job: StartJob) -> None:
@@ -226,7 +227,7 @@ def forks_with_arrays(here: Here) -> None:
         group.empty(1000)[:] = -1
         os._exit(0)
     status = os.waitpid(child, 0)[1]
-    shared = group._generation.shared
+    shared = parts_of(group).generation.shared
     assert shared is not None
     here.tell(status=status, sum=x.sum().item(), offset=shared.own.offset_of(x.ctypes.data, x.nbytes))
     group.barrier()

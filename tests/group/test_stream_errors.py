@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import gradwire as gw
+from gradwire.group.internals import queue_on
+from gradwire.operations import Declined, Operation
 from support.in_process import SOON, end_progress
 from support.in_process import every_pair_fixture as every_pair_fixture
 from support.ranks import run_ranks
@@ -48,7 +50,7 @@ def test_an_error_that_nobody_waits_for_is_logged_once(pair: list[gw.Group], cap
     stream = pair[0].stream()
     work = [stream.all_reduce(np.ones(2)) for _ in range(3)][-1]
     pair[1].abort("rank 1 had enough")
-    assert work._done.wait(SOON)
+    assert work.has_ended(SOON)
     with caplog.at_level(logging.ERROR, "gradwire"):
         del stream, work
         end_progress(pair[0])
@@ -115,13 +117,17 @@ def test_the_collectives_own_timeout_ends_a_wait_without_one(pair: list[gw.Group
 def test_an_error_before_a_late_work_is_not_lost(pair: list[gw.Group]) -> None:
     """synchronize() that runs out of time still raises the error it has found, and keeps what is not done."""
     stream = pair[0].stream()
-    failed, late = gw.Work("all_reduce"), gw.Work("barrier")
-    failed.run(lambda: 1 / 0, first_error=True)
-    stream._works.extend([failed, late])
-    with pytest.raises(ZeroDivisionError):
+    proceed = threading.Event()
+    declined = Declined(gw.ArrayError("there is nothing to send"))
+    failed = queue_on(stream, Operation("all_reduce", lambda exchange: declined))
+    late = queue_on(stream, Operation("barrier", lambda exchange: proceed.wait(SOON)))
+    assert failed.has_ended(SOON)
+    with pytest.raises(gw.ArrayError, match="nothing to send"):
         stream.synchronize(0.01)
     with pytest.raises(gw.Timeout, match="1 of 1 works"):
         stream.synchronize(0.01)
+    proceed.set()
+    assert late.wait(SOON)
 
 
 def test_every_synchronize_waits_for_all(pair: list[gw.Group]) -> None:
@@ -155,7 +161,7 @@ def test_a_call_that_was_declined_hides_no_later_failure(
     run_ranks(pair, program)
     work = pair[0].stream().barrier()
     pair[1].abort("rank 1 had enough")
-    assert work._done.wait(SOON)
+    assert work.has_ended(SOON)
     with caplog.at_level(logging.ERROR, "gradwire"):
         del work
         end_progress(pair[0])

@@ -10,6 +10,7 @@ import pytest
 
 import gradwire as gw
 from gradwire.group import runner
+from gradwire.group.internals import GroupInternals, parts_of
 from gradwire.operations import Operation
 from support.crews import TRANSPORTS
 from support.in_process import SOON
@@ -23,7 +24,7 @@ def ranks(transport: str, cores: float = 0.0) -> list[gw.Group]:
     """Two that have met, since only then they know whether they share memory."""
     groups = TRANSPORTS[transport](gw.Topology.single(2))
     for group in groups:
-        group._generation.transport.cores = cores
+        parts_of(group).generation.transport.cores = cores
     run_ranks(groups, lambda group: group.barrier())
     return groups
 
@@ -130,11 +131,11 @@ def test_for_who_waits_some_time_only_another_thread_does_it(pair: list[gw.Group
 def test_who_waits_for_what_another_has_begun_is_not_kept_from_the_rest(pair: list[gw.Group]) -> None:
     """Of three works the first is being done by somebody else, and the last is waited for."""
     one, two = pair
-    stream = one.stream()
+    stream, made = one.stream(), GroupInternals(one).calls_made
     works = [stream.all_reduce(number) for number in range(3)]
     first = threading.Thread(target=works[0].wait)
     first.start()
-    assert eventually(lambda: len(one._runner._queue) == 2)
+    assert eventually(lambda: GroupInternals(one).calls_made == made + 1)
     last = threading.Thread(target=works[2].wait)
     last.start()
     assert [two.all_reduce(number) for number in range(3)] == [0, 2, 4]
@@ -157,8 +158,7 @@ def test_an_interrupt_reaches_the_thread_that_it_is_meant_for(pair: list[gw.Grou
     def interrupted(exchange: object) -> None:
         raise KeyboardInterrupt
 
-    runner = pair[0]._runner
-    runner.later(Operation("all_reduce", interrupted), SOON, (test_closing_ends_what_is_held_back.__code__, 1))
+    GroupInternals(pair[0]).queue(Operation("all_reduce", interrupted), SOON)
     with pytest.raises(KeyboardInterrupt):
         pair[0].stream().all_reduce(1).wait()
 

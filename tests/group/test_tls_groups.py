@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
 import gradwire as gw
-from gradwire.generation import handshake
+from gradwire.group.internals import parts_of
 from gradwire.host import native_core
 from gradwire.topology import Topology
-from support.crews import TIMEOUT, tcp_ranks
+from support.crews import agreed, tcp_endpoints
 from support.ranks import run_ranks
 
 needs_core = pytest.mark.skipif(not native_core.available(), reason="only the core reads shared memory")
@@ -25,10 +24,8 @@ def ranks() -> Iterator[Make]:
     made: list[gw.Group] = []
 
     def make(hosts: str) -> list[gw.Group]:
-        groups = tcp_ranks(Topology.of(list(hosts)), tls=True)
+        groups = agreed(tcp_endpoints(Topology.of(list(hosts)), tls=True))
         made.extend(groups)
-        deadline = time.monotonic() + TIMEOUT
-        run_ranks(groups, lambda group: handshake.agree(group._generation, "auto", deadline), timeout=TIMEOUT)
         return groups
 
     yield make
@@ -52,7 +49,7 @@ def test_ranks_of_one_host_share_memory_as_without_tls(ranks: Make) -> None:
     groups = ranks("aaa")
     assert [(group.capabilities.native, group.capabilities.transport) for group in groups] == [(True, "shm")] * 3
     assert run_ranks(groups, sums) == [[6.0] * 4] * 3
-    assert all(group._runner.shares_memory for group in groups)
+    assert all(parts_of(group).runner.shares_memory for group in groups)
 
 
 @needs_core
@@ -60,7 +57,7 @@ def test_a_group_of_several_hosts_uses_python_and_its_neighbours_among_themselve
     groups = ranks("aab")
     assert [group.capabilities.native for group in groups] == [False] * 3
     assert run_ranks(groups, sums) == [[6.0] * 4] * 3
-    assert not any(group._runner.shares_memory for group in groups)
+    assert not any(parts_of(group).runner.shares_memory for group in groups)
 
     def beside(group: gw.Group) -> list[float]:
         if group.rank == 2:
@@ -68,7 +65,7 @@ def test_a_group_of_several_hosts_uses_python_and_its_neighbours_among_themselve
         neighbours = group.subgroup([0, 1])
         assert neighbours.capabilities.native
         found = sums(neighbours)
-        assert neighbours._runner.shares_memory
+        assert parts_of(neighbours).runner.shares_memory
         return found
 
     assert run_ranks(groups, beside) == [[3.0] * 4, [3.0] * 4, []]
@@ -77,7 +74,7 @@ def test_a_group_of_several_hosts_uses_python_and_its_neighbours_among_themselve
 def test_a_peer_whose_links_end_is_lost(ranks: Make) -> None:
     groups = ranks("ab")
     run_ranks(groups, lambda group: group.barrier())
-    groups[1]._generation.transport.close()
+    parts_of(groups[1]).generation.transport.close()
     with pytest.raises(gw.PeerLost, match="rank 1") as told:
         groups[0].all_reduce(np.ones(50_000, np.float32))
     assert told.value.culprit == 1

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import gradwire as gw
-from gradwire.generation import generation
+from gradwire.generation import connection
 from gradwire.launch.worker_setup import free_port
 from gradwire.transports.tcp import dial
 from gradwire.transports.tcp.transport import TcpTransport
@@ -184,7 +184,7 @@ def test_init_two_jobs_at_once_never_meet(job: StartJob, static: Callable[..., E
 def dies_after_registering(here: Here, victim: int) -> None:
     if os.environ["RANK"] == str(victim):
         TcpTransport.assemble = lambda *_, **__: os._exit(7)  # type: ignore[method-assign]
-    dial.REFUSING_SECONDS = generation.EXPECTED_SECONDS = 1.0
+    dial.REFUSING_SECONDS = connection.EXPECTED_SECONDS = 1.0
     joins(here)
 
 

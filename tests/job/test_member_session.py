@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from gradwire.errors import ConfigError, NoConnection, Timeout
-from gradwire.generation import handshake
-from gradwire.generation.generation import Generation
+from gradwire.generation.elastic_membership import ElasticMembership
+from gradwire.generation.establish import Endpoint
 from gradwire.job import process_hooks
 from gradwire.job.address import Address
 from gradwire.job.config import JobConfig
@@ -28,13 +28,10 @@ class Harness:
         self.left: list[Any] = []
         self.patience: list[float] = []
         self._endings, self._numbers = list(endings), numbers
-        self._made: list[Generation] = []
         patch.setenv("GRADWIRE_TOKEN", "a token for this test only")
         patch.setattr(requests, "register", self._register)
         patch.setattr(requests, "unregister", lambda *place, **facts: self.left.append(facts))
-        patch.setattr(process_hooks, "meet", self._start)
         patch.setattr(process_hooks, "keep", lambda group: group)
-        patch.setattr(handshake, "agree", lambda *_, **__: None)
         patch.setattr("gradwire.membership.client.worker_lease.Lease.start", lambda lease: None)
 
     def _register(self, address: str, member: Member, **facts: Any) -> Assembly:
@@ -43,20 +40,24 @@ class Harness:
         mine = Member(member.id, 0, member.host, member.hostname, member.pid, member.address)
         return Assembly("job", next(self._numbers), 0, (mine, other), bytes(16))
 
-    def _start(self, generations: list[Generation], timeout: float, deadline: float) -> list[Generation]:
+    def connect(self, endpoint: Endpoint, config: JobConfig, deadline: float) -> Any:
+        """Plays `connect_member`; what it returns in place of a group is the endpoint."""
         self.patience.append(deadline)
+        endpoint.transport.close()
         if self._endings:
-            generations[0].close()
+            if endpoint.membership is not None:
+                endpoint.membership.set_up_failed(())
             raise self._endings.pop(0)
-        return generations
+        return endpoint
 
-    def take(self, deadline: float) -> Generation:
-        """The generation that comes about in the end; it is closed, and nobody is told."""
+    def take(self, deadline: float) -> ElasticMembership:
+        """The membership in the generation that comes about in the end; it is closed."""
         config = JobConfig(elastic=True, served=True, address=Address("127.0.0.1", 9), size=None, rank=None)
-        generation: Any = MemberSession(config).take(deadline)
+        endpoint: Any = MemberSession(config, self.connect).take(deadline)
         assert self.left == [], "a generation that did not come about is no reason to leave the job"
-        generation.close()
-        return generation  # type: ignore[no-any-return]
+        membership: ElasticMembership = endpoint.membership
+        membership.close()
+        return membership
 
 
 def silent() -> NoConnection:
@@ -107,11 +108,11 @@ def test_agreed_address_beyond_this_machine_needs_what_a_configured_one_needs(
     harness = Harness(monkeypatch, numbers=iter((1,)))
     config = JobConfig(address=Address("127.0.0.1", 1), size=2, rank=1, address_taken=True)
     with pytest.raises(ConfigError, match=r"192\.0\.2\.1:29500 is beyond this machine, and links are not encrypted"):
-        MemberSession(config, lambda offered, timeout: "192.0.2.1:29500").take(1e9)
+        MemberSession(config, harness.connect, lambda offered, timeout: "192.0.2.1:29500").take(1e9)
     monkeypatch.delenv("GRADWIRE_TOKEN")
     insecure = dataclasses.replace(config, insecure=True)
     with pytest.raises(ConfigError, match="a job that reaches beyond this machine needs a secret"):
-        MemberSession(insecure, lambda offered, timeout: "192.0.2.1:29500").take(1e9)
+        MemberSession(insecure, harness.connect, lambda offered, timeout: "192.0.2.1:29500").take(1e9)
     assert harness.asked == []
-    MemberSession(config, lambda offered, timeout: "127.0.0.1:29500").take(1e9).close()
+    MemberSession(config, harness.connect, lambda offered, timeout: "127.0.0.1:29500").take(1e9)
     assert len(harness.asked) == 1

@@ -1,4 +1,4 @@
-"""Control: several ranks' ends of the protocol, wired together without links, threads or a clock."""
+"""The control protocol: several ranks' sides, wired together without links, threads or a clock; and its edge."""
 
 from __future__ import annotations
 
@@ -13,36 +13,76 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.errors import Broken
-from gradwire.liveness.call_log import KEPT, CallDescription, CallLog, call_site
-from gradwire.liveness.control import ANNOUNCE_SECONDS, BEHIND_SECONDS, Control
+from gradwire.liveness.call_log import KEPT, Call, CallDescription, CallLog, call_site
+from gradwire.liveness.control import Control
+from gradwire.liveness.control_messages import (
+    CallsReport,
+    FindingReport,
+    GatherValue,
+    Goodbye,
+    Message,
+    Position,
+    PositionQuery,
+    Progress,
+    VerdictReport,
+    decode,
+    encode,
+)
+from gradwire.liveness.control_protocol import (
+    ANNOUNCE_SECONDS,
+    BEHIND_SECONDS,
+    AskPositions,
+    Break,
+    Called,
+    ControlProtocol,
+    Event,
+    Found,
+    Leaving,
+    Linked,
+    Lost,
+    Missed,
+    Received,
+    Send,
+    Tick,
+    Unwatched,
+    Watched,
+)
 from gradwire.liveness.verdict import SETTLE_SECONDS, Finding
 
 WORLD = 1
 DUE = SETTLE_SECONDS + 0.001
 
 
+def names(size: int) -> list[str]:
+    return [f"rank {rank} (host h{rank}, pid {rank})" for rank in range(size)]
+
+
 class Ranks:
-    """Controls whose messages lie in a queue until they are delivered; ranks can be cut off and lose what is theirs."""
+    """Protocols whose messages lie in a queue until they are delivered; what is sent to dead ranks is lost."""
 
     def __init__(self, size: int) -> None:
         self.now = 1000.0
         self.sent: deque[tuple[int, int, bytes]] = deque()
         self.broke = [0] * size
         self.dead: set[int] = set()
-        names = [f"rank {rank} (host h{rank}, pid {rank})" for rank in range(size)]
-        self.controls = [Control(rank, names, 5, self._poster(rank), self._breaker(rank)) for rank in range(size)]
+        self.controls = [ControlProtocol(rank, names(size), 5) for rank in range(size)]
         self.logs = [CallLog(WORLD, range(size)) for _ in range(size)]
-        for control, log in zip(self.controls, self.logs, strict=True):
-            control.watch(log)
+        for rank, log in enumerate(self.logs):
+            self.handle(rank, Watched(log))
 
-    def _poster(self, source: int) -> Callable[[int, bytes], None]:
-        return lambda target, payload: self.sent.append((source, target, payload))
+    def handle(self, rank: int, event: Event) -> None:
+        """Let an event happen to a rank, and carry out what its protocol wants."""
+        for instruction in self.controls[rank].handle(event, self.now):
+            match instruction:
+                case Send(peers, message):
+                    self.sent.extend((rank, peer, encode(message)) for peer in peers)
+                case Break():
+                    self.broke[rank] += 1
 
-    def _breaker(self, rank: int) -> Callable[[], None]:
-        def broke() -> None:
-            self.broke[rank] += 1
-
-        return broke
+    def receive(self, rank: int, source: int, payload: bytes) -> None:
+        message = decode(payload, len(self.controls))
+        if message is not None:
+            self.handle(rank, Received(source, message))
 
     def deliver(self, *, to: set[int] | None = None) -> None:
         kept: deque[tuple[int, int, bytes]] = deque()
@@ -53,20 +93,20 @@ class Ranks:
             if to is not None and target not in to:
                 kept.append((source, target, payload))
                 continue
-            self.controls[target].hear(source, payload, self.now)
+            self.receive(target, source, payload)
         self.sent = kept
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
-        for rank, control in enumerate(self.controls):
+        for rank in range(len(self.controls)):
             if rank not in self.dead:
-                control.tick(self.now)
+                self.handle(rank, Tick())
 
     def kill(self, rank: int, seen_by: set[int] | None = None) -> None:
         self.dead.add(rank)
-        for other, control in enumerate(self.controls):
+        for other in range(len(self.controls)):
             if other not in self.dead and (seen_by is None or other in seen_by):
-                control.lost(rank, self.now)
+                self.handle(other, Lost(rank))
 
     def errors(self) -> dict[int, Broken]:
         living = [rank for rank in range(len(self.controls)) if rank not in self.dead]
@@ -106,7 +146,7 @@ def test_a_survivor_that_settles_and_ends_first_is_not_named() -> None:
     ranks.kill(2, seen_by={0})
     ranks.deliver(to={3})
     ranks.now += DUE
-    ranks.controls[0].tick(ranks.now)  # rank 0 settles, raises, and calls os._exit
+    ranks.handle(0, Tick())  # rank 0 settles, raises, and calls os._exit
     ranks.deliver()  # a link delivers all that was sent before it ends
     ranks.kill(0)
     ranks.deliver()
@@ -116,7 +156,7 @@ def test_a_survivor_that_settles_and_ends_first_is_not_named() -> None:
 
 def test_a_goodbye_makes_the_end_of_a_link_mean_nothing() -> None:
     ranks = Ranks(3)
-    ranks.controls[1].goodbye()
+    ranks.handle(1, Leaving())
     ranks.deliver()
     ranks.kill(1)
     assert ranks.controls[0].sound
@@ -126,11 +166,11 @@ def test_a_goodbye_makes_the_end_of_a_link_mean_nothing() -> None:
 
 def test_who_needs_a_rank_that_left_breaks_it_for_all() -> None:
     ranks = Ranks(3)
-    ranks.controls[1].goodbye()
+    ranks.handle(1, Leaving())
     ranks.deliver()
     ranks.kill(1)
-    ranks.controls[2].missed(1, ranks.now)
-    ranks.controls[2].missed(0, ranks.now)  # who has not left is not missed
+    ranks.handle(2, Missed(1))
+    ranks.handle(2, Missed(0))  # who has not left is not missed
     ranks.deliver()
     ranks.pass_time(DUE)
     assert {(error.culprit, str(error)) for error in ranks.errors().values()} == {
@@ -140,7 +180,7 @@ def test_who_needs_a_rank_that_left_breaks_it_for_all() -> None:
 
 def test_an_abort_is_graver_than_the_losses_it_causes() -> None:
     ranks = Ranks(3)
-    ranks.controls[1].report(Finding("aborted", "KeyError: 'x'", 1), ranks.now)
+    ranks.handle(1, Found(Finding("aborted", "KeyError: 'x'", 1)))
     ranks.deliver()
     ranks.kill(1)
     ranks.deliver()
@@ -152,9 +192,9 @@ def test_an_abort_is_graver_than_the_losses_it_causes() -> None:
 def test_a_rank_that_was_given_up_learns_it_and_misleads_nobody() -> None:
     """Rank 0 gave rank 2 up and closed its link; rank 2 must not report rank 0 as lost to rank 1."""
     ranks = Ranks(3)
-    ranks.controls[0].lost(2, ranks.now, "sent nonsense")
+    ranks.handle(0, Lost(2, "sent nonsense"))
     ranks.deliver(to={2})
-    ranks.controls[2].lost(0, ranks.now)
+    ranks.handle(2, Lost(0))
     ranks.deliver()
     ranks.pass_time(DUE)
     errors = ranks.errors()
@@ -165,9 +205,9 @@ def test_a_rank_that_was_given_up_learns_it_and_misleads_nobody() -> None:
 
 def test_a_link_that_is_made_late_is_told_what_happened_before() -> None:
     ranks = Ranks(3)
-    ranks.controls[0].lost(1, ranks.now)
+    ranks.handle(0, Lost(1))
     ranks.sent.clear()  # there was no link to rank 2 yet
-    ranks.controls[0].introduce(2)
+    ranks.handle(0, Linked(2))
     ranks.deliver()
     assert not ranks.controls[2].sound
 
@@ -242,7 +282,7 @@ def test_who_is_about_to_make_the_disputed_call_makes_it_first() -> None:
     ranks.deliver()
     assert not ranks.controls[0].settled, "rank 2 may be just about to call"
     ranks.call(2, "broadcast")
-    ranks.controls[2].called(ranks.now)
+    ranks.handle(2, Called())
     ranks.deliver()
     assert {error.culprit for error in ranks.errors().values()} == {0}
 
@@ -261,8 +301,8 @@ def test_who_does_not_come_is_shown_as_such() -> None:
 
 def test_closed_groups_are_not_compared() -> None:
     ranks = Ranks(2)
-    ranks.controls[0].unwatch(ranks.logs[0])
-    assert not ranks.controls[0].open(WORLD)
+    ranks.handle(0, Unwatched(ranks.logs[0]))
+    assert ranks.controls[0].watches(WORLD) is None
     disagree(ranks, "all_reduce", "broadcast")
     ranks.pass_time(0.1)
     ranks.deliver()
@@ -272,28 +312,106 @@ def test_closed_groups_are_not_compared() -> None:
 # -- questions --------------------------------------------------------------------------------------------------------
 
 
-def test_positions_are_asked_for_and_answered() -> None:
+def test_position_query_is_answered_with_the_last_call() -> None:
     ranks = Ranks(3)
     disagree(ranks, "barrier", "barrier", "")
-    assert ranks.controls[0].positions(ranks.logs[0], 0.01) == {}
+    ranks.handle(0, AskPositions(ranks.logs[0]))
+    assert [ranks.controls[0].position(WORLD, peer) for peer in (1, 2)] == [None, None]
     ranks.deliver()
-    found = ranks.controls[0]._positions
-    assert (found[WORLD, 1].sequence, found[WORLD, 2].sequence) == (1, 0)
-    assert found[WORLD, 1].last.startswith("barrier() #1 at test_control.py:")
-    assert found[WORLD, 2].last == "none"
+    one, two = (ranks.controls[0].position(WORLD, peer) for peer in (1, 2))
+    assert one is not None
+    assert two is not None
+    assert (one.sequence, two.sequence) == (1, 0)
+    assert one.last.startswith("barrier() #1 at test_control.py:")
+    assert two.last == "none"
 
 
-def test_whoever_waits_settles_the_verdict_itself_if_no_thread_does() -> None:
-    ranks = Ranks(2)
-    ranks.controls[0].report(Finding("aborted", "no", 0), time.monotonic())
-    assert ranks.controls[0].settle(60.0)
+# -- messages ---------------------------------------------------------------------------------------------------------
+
+CALL = Call(3, 0xEF, "barrier()", "train.py:3", ("w: float32[4]",))
+
+
+@pytest.mark.parametrize(
+    ("message", "payload"),
+    [
+        (
+            FindingReport(Finding("lost", "died", 2)),
+            (
+                '{"t":"finding","finding":{"kind":"lost","reason":"died","culprit":2,"seconds":null,"operation":null,'
+                '"group":0,"sequence":0}}'
+            ),
+        ),
+        (
+            VerdictReport(Finding("timeout", "late", None, 0.5, "barrier")),
+            (
+                '{"t":"verdict","finding":{"kind":"timeout","reason":"late","culprit":null,"seconds":0.5,'
+                '"operation":"barrier","group":0,"sequence":0}}'
+            ),
+        ),
+        (
+            CallsReport(WORLD, (0, 2), (CALL,)),
+            (
+                '{"t":"calls","g":1,"among":[0,2],"calls":[{"sequence":3,"fingerprint":239,"what":"barrier()",'
+                '"site":"train.py:3","items":["w: float32[4]"]}]}'
+            ),
+        ),
+        (Goodbye(), '{"t":"bye"}'),
+        (Progress(WORLD, 7, 99), '{"t":"at","g":1,"s":7,"c":99}'),
+        (PositionQuery(WORLD), '{"t":"where","g":1}'),
+        (Position(WORLD, 7, 6, "barrier() #7"), '{"t":"here","g":1,"s":7,"f":6,"last":"barrier() #7"}'),
+        (GatherValue(4, "init", [1, None]), '{"t":"tell","n":4,"o":"init","v":[1,null]}'),
+    ],
+    ids=lambda case: type(case).__name__ if not isinstance(case, str) else "",
+)
+def test_message_has_the_bytes_of_the_wire_format_and_is_read_back(message: Message, payload: str) -> None:
+    assert encode(message) == payload.encode()
+    assert decode(payload.encode(), 3) == message
+
+
+def test_message_of_a_later_version_is_ignored() -> None:
+    assert decode(b'{"t":"of a later version"}', 3) is None
+
+
+# -- the edge: threads that wait --------------------------------------------------------------------------------------
+
+
+def edge(post: Callable[[int, bytes], None] = lambda peer, payload: None) -> Control:
+    return Control(0, names(2), 5, post, lambda: None)
+
+
+def test_control_that_is_asked_for_positions_returns_answers_that_arrive_meanwhile() -> None:
+    asked: list[bytes] = []
+
+    def answer(peer: int, payload: bytes) -> None:
+        asked.append(payload)
+        control.receive(peer, encode(Position(WORLD, 2, 1, "barrier() #2")), 0.0)
+
+    control, log = edge(answer), CallLog(WORLD, range(2))
+    control.watch(log)
+    assert control.positions(log, 60.0) == {1: Position(WORLD, 2, 1, "barrier() #2")}
+    assert asked == [encode(PositionQuery(WORLD))]
+
+
+def test_control_without_answers_returns_no_positions() -> None:
+    control, log = edge(), CallLog(WORLD, range(2))
+    control.watch(log)
+    assert control.positions(log, 0.01) == {}
+
+
+def test_thread_that_waits_for_the_verdict_decides_it_if_no_other_thread_does() -> None:
+    control = edge()
+    control.report(Finding("aborted", "no", 0), time.monotonic())
+    assert control.settle(60.0)
+
+
+# -- what peers may send ----------------------------------------------------------------------------------------------
 
 
 @given(st.binary(max_size=200) | st.text(max_size=60).map(str.encode))
 def test_random_words_are_refused_or_ignored(words: bytes) -> None:
     ranks = Ranks(2)
     try:
-        ranks.controls[0].hear(1, words, ranks.now)
+        ranks.receive(0, 1, words)
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
         return
     assert ranks.controls[0].sound
@@ -315,7 +433,7 @@ def test_known_messages_with_random_fields_are_refused_or_understood(kind: str, 
     ranks = Ranks(2)
     ranks.call(0, "barrier")
     with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError, AttributeError):
-        ranks.controls[0].hear(1, json.dumps({**fields, "t": kind}).encode(), ranks.now)
+        ranks.receive(0, 1, json.dumps({**fields, "t": kind}).encode())
     ranks.pass_time(1.0)  # whatever was believed must not trip anything later
     ranks.pass_time(1.0)
     if not ranks.controls[0].sound:
@@ -326,5 +444,5 @@ def test_known_messages_with_random_fields_are_refused_or_understood(kind: str, 
 @pytest.mark.parametrize("size", [2, 5])
 def test_goodbyes_reach_everybody_else(size: int) -> None:
     ranks = Ranks(size)
-    ranks.controls[0].goodbye()
+    ranks.handle(0, Leaving())
     assert [(source, target) for source, target, _ in ranks.sent] == [(0, rank) for rank in range(1, size)]

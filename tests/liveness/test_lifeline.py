@@ -326,7 +326,7 @@ def test_lifeline_ignored_rank_is_lost_although_it_beats(harness: Harness) -> No
 def test_lifeline_rank_that_left_is_not_missed(harness: Harness) -> None:
     harness.lifeline.expect([harness.nature] * 3)
     now = time.monotonic()
-    harness.control.hear(2, b'{"t":"bye"}', now)
+    harness.control.receive(2, b'{"t":"bye"}', now)
     for _ in range(40):
         now += LOOK_SECONDS
         assert hears(harness, 0, now)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import gradwire as gw
+from gradwire.group.internals import GroupInternals
 from gradwire.topology import Topology
 from support.crews import TRANSPORTS, Crew, crew_of
 
@@ -98,11 +99,11 @@ def test_nonsense_is_refused_and_the_group_goes_on(
     three: Crew, call: Callable[[gw.Group], Any], kind: type[Exception], words: str
 ) -> None:
     def program(group: gw.Group) -> Any:
-        before = group._runner.calls.sequence
+        before = GroupInternals(group).calls_made
         with pytest.raises(kind, match=words) as caught:
             call(group)
         assert isinstance(caught.value, gw.GradwireError)
-        assert group._runner.calls.sequence == before  # nothing was called, so nothing was sent
+        assert GroupInternals(group).calls_made == before  # nothing was called, so nothing was sent
         return group.all_reduce(1)
 
     assert three.run(program) == [3, 3, 3]
@@ -236,7 +237,7 @@ def test_an_empty_map_is_a_call_too(three: Crew) -> None:
         empty: dict[str, Any] = {}
         assert group.all_reduce_named(empty) is empty
         assert group.stream().all_reduce_named({}).wait() == {}
-        return group._runner.calls.sequence
+        return GroupInternals(group).calls_made
 
     assert len(set(three.run(program))) == 1
 

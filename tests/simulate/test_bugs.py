@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gradwire.liveness.control import Control
+from gradwire.liveness.control_protocol import ControlProtocol, Event, Instruction, Leaving
 from gradwire.membership.coordinator import admission_rules, state_machine
 from gradwire.membership.coordinator.roster import Roster
 from gradwire.security.tokens import Gate
@@ -78,7 +78,12 @@ def a_vote_does_not_wait_for_all(patch: pytest.MonkeyPatch) -> None:
 
 
 def nobody_says_goodbye(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Control, "goodbye", lambda control: None)
+    handle = ControlProtocol.handle
+
+    def silent(control: ControlProtocol, event: Event, now: float) -> Sequence[Instruction]:
+        return () if isinstance(event, Leaving) else handle(control, event, now)
+
+    patch.setattr(ControlProtocol, "handle", silent)
 
 
 def a_member_of_another_run_is_let_in(patch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ A transport joins the conformance suite by joining `TRANSPORTS`: a function from
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import secrets
 import sys
@@ -13,19 +14,21 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from gradwire.collectives import tuning_table
 from gradwire.errors import GradwireError
-from gradwire.generation import handshake
-from gradwire.generation.generation import Generation
+from gradwire.generation.establish import Endpoint
 from gradwire.group import Group
 from gradwire.host import native_core
 from gradwire.identity import Identity
-from gradwire.job import process_hooks
+from gradwire.job.config import JobConfig
+from gradwire.job.init import connect_in_process, connect_member
 from gradwire.topology import Topology
+from gradwire.transports.base import Transport
 from gradwire.transports.local import Hub
 from gradwire.transports.tcp.transport import TcpTransport
-from support.ranks import run_ranks
 from support.tls_files import MEMBERS, credentials
 
 T = TypeVar("T")
@@ -34,45 +37,54 @@ TIMEOUT = 60.0
 
 def local_ranks(topology: Topology) -> list[Group]:
     """As `gw.local_group`, but on several hosts if wanted."""
-    transports = Hub(topology.size).transports
-    return _connected(topology, transports, secrets.token_bytes(8))
+    return _connected(_endpoints(topology, Hub(topology.size).transports))
 
 
-def tcp_ranks(topology: Topology, tls: bool = False) -> list[Group]:
+def tcp_ranks(topology: Topology) -> list[Group]:
     """As `gw.loopback_pair`, but any number of ranks: real sockets between threads of one process."""
+    return _connected(tcp_endpoints(topology))
+
+
+def tls_ranks(topology: Topology) -> list[Group]:
+    """The same with certificates."""
+    groups = _connected(tcp_endpoints(topology, tls=True))
+    assert not any(group.capabilities.native for group in groups)
+    return groups
+
+
+def shm_ranks(topology: Topology) -> list[Group]:
+    """Ranks of one host share memory, those of different hosts use sockets."""
+    groups = agreed(tcp_endpoints(topology))
+    assert all(group.capabilities.registered for group in groups if _has_neighbours(group))
+    return groups
+
+
+def tcp_endpoints(topology: Topology, tls: bool = False) -> list[Endpoint]:
+    """Ranks with sockets, before they are connected."""
     run, key = secrets.token_bytes(16), secrets.token_bytes(32)
     members = MEMBERS[: topology.size]
     transports = [TcpTransport("127.0.0.1", credentials(member) if tls else None) for member in members]
     addresses = [transport.address for transport in transports]
     for rank, transport in enumerate(transports):
         transport.assemble(rank=rank, addresses=addresses, job=run, generation=1, key=key, cores=0.0, members=members)
-    return _connected(topology, transports, run)
+    return _endpoints(topology, transports, run)
 
 
-def tls_ranks(topology: Topology) -> list[Group]:
-    """The same with certificates."""
-    groups = tcp_ranks(topology, tls=True)
-    assert not any(group.capabilities.native for group in groups)
-    return groups
+def agreed(endpoints: Sequence[Endpoint]) -> list[Group]:
+    """Connect ranks as those of several processes are: they agree on who shares memory, and beat."""
+    config, deadline = JobConfig(timeout=TIMEOUT), time.monotonic() + TIMEOUT
+    with ThreadPoolExecutor(len(endpoints)) as threads:
+        return list(threads.map(lambda endpoint: connect_member(endpoint, config, deadline), endpoints))
 
 
-def _connected(topology: Topology, transports: Sequence[Any], run: bytes) -> list[Group]:
+def _endpoints(topology: Topology, transports: Sequence[Transport], run: bytes | None = None) -> list[Endpoint]:
     names = tuple(f"rank {rank} (a thread of this test)" for rank in range(topology.size))
-    number = int.from_bytes(run[:8], "little")
-    generations = [
-        Generation(Identity(number.to_bytes(16, "little"), 1, rank, names, topology), transport)
-        for rank, transport in enumerate(transports)
-    ]
-    return process_hooks.start(generations, TIMEOUT, time.monotonic() + TIMEOUT)
+    run = run or secrets.token_bytes(16)
+    return [Endpoint(Identity(run, 1, rank, names, topology), transport) for rank, transport in enumerate(transports)]
 
 
-def shm_ranks(topology: Topology) -> list[Group]:
-    """Ranks of one host share memory, those of different hosts use sockets."""
-    groups = tcp_ranks(topology)
-    deadline = time.monotonic() + TIMEOUT
-    run_ranks(groups, lambda group: handshake.agree(group._generation, "auto", deadline), timeout=TIMEOUT)
-    assert all(group._runner.shares_memory for group in groups if _has_neighbours(group))
-    return groups
+def _connected(endpoints: Sequence[Endpoint]) -> list[Group]:
+    return connect_in_process(endpoints, tuning_table.load(os.environ), TIMEOUT, time.monotonic() + TIMEOUT)
 
 
 def _has_neighbours(group: Group) -> bool:
@@ -119,9 +131,8 @@ class Crew:
         """What links ranks of one host, among these."""
         chosen = range(self.size) if ranks is None else ranks
         hosts = [self.topology.host_of(rank) for rank in chosen]
-        return (
-            "shm" if any(group._generation.shared for group in self.groups) and len(set(hosts)) < len(hosts) else "tcp"
-        )
+        sharing = any(group.capabilities.registered for group in self.groups)
+        return "shm" if sharing and len(set(hosts)) < len(hosts) else "tcp"
 
     @property
     def topology(self) -> Topology:

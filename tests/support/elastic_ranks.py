@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import gradwire as gw
-from gradwire.job.thread_job import ThreadJob
+from gradwire.job.init import thread_job
 from support.ranks import eventually, run_ranks
 
 Old = TypeVar("Old")
@@ -24,7 +24,7 @@ class Joiner(Generic[New]):
     def __init__(self, live: Callable[[gw.Group], New], others: int = 2) -> None:
         self._live = live
         self._others = others
-        self._threads = ThreadJob(30.0)
+        self._threads = thread_job(30.0)
         self._called = threading.Event()
         self._results: list[New] = []
 

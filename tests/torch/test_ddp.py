@@ -53,7 +53,7 @@ def test_gradients_are_held_once_where_they_are_exchanged() -> None:
             ddp.zero_grad(set_to_none=set_to_none)
             step(ddp, 0, group.rank)
             for name, parameter in ddp.named_parameters():
-                place = ddp._reducer.sync.gradients[name]
+                place = ddp.reducer.sync.gradients[name]
                 assert parameter.grad.data_ptr() == place.__array_interface__["data"][0]
                 assert parameter.grad.stride() == parameter.stride()
 

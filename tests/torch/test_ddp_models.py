@@ -46,7 +46,7 @@ def test_tied_weights_have_one_gradient() -> None:
         for _ in range(2):
             ddp.zero_grad()
             step(ddp, 0, group.rank)
-        return gradients(ddp.module), list(ddp._reducer.sync.gradients)
+        return gradients(ddp.module), list(ddp.reducer.sync.gradients)
 
     of_ranks = run_ranks(gw.local_group(2), train)
     assert_same_bits([found for found, _ in of_ranks])
@@ -60,7 +60,7 @@ def test_frozen_layers_have_no_place_and_are_found_when_they_thaw() -> None:
         model[2].requires_grad_(False)
         ddp = DDP(model, group)
         step(ddp, 0, group.rank)
-        assert "2.weight" not in ddp._reducer.sync.gradients
+        assert "2.weight" not in ddp.reducer.sync.gradients
         found = gradients(model)
         model[0].requires_grad_(False)  # freezing more is fine
         ddp.zero_grad()

@@ -344,7 +344,7 @@ def test_a_model_that_is_let_go_is_freed() -> None:
         model = mlp()
         ddp = DDP(model, group)
         step(ddp, 0, 0)
-        gone = weakref.ref(ddp), weakref.ref(ddp._reducer)
+        gone = weakref.ref(ddp), weakref.ref(ddp.reducer)
         del ddp
         gc.collect()
         assert [one() for one in gone] == [None, None]

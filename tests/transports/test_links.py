@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 import socket
 import threading
@@ -221,9 +222,8 @@ def test_adopt_hands_over_earlier_and_later_links(transports: list[Transport]) -
 def test_bell_wakes_every_wait_until_it_is_silenced(transports: list[Transport]) -> None:
     one, _ = linked(transports)
     bell = transports[1].bell()
-    threads = [
-        threading.Thread(target=transports[1].wait, args=([one], [], bell, FOREVER), daemon=True) for _ in range(2)
-    ]
+    wait = functools.partial(transports[1].wait, [one], [], bell, FOREVER)
+    threads = [threading.Thread(target=wait, daemon=True) for _ in range(2)]
     for thread in threads:
         thread.start()
     bell.ring()

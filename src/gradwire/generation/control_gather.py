@@ -1,8 +1,8 @@
-"""What all ranks of a generation tell each other outside of any group: who they are, and where they stand.
+"""All ranks of a generation exchange small values outside of any group: who they are, and where they stand.
 
-Everybody's value goes to everybody over the control links, which are there before anything else is; so this needs no
-links of its own, no memory and no schedule. Rounds are numbered, and one is over when all have told. They are on record
-like calls: a rank that does not come is named, and so are ranks that speak of different things.
+Each rank's value goes to all others over the control links, which are there before anything else is; so this needs no
+links of its own, no memory and no schedule. Rounds are numbered, and one is over when all values are there. They are in
+a log of calls: a rank that does not come is named, and so are ranks that exchange different things.
 """
 
 from __future__ import annotations
@@ -13,116 +13,130 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gradwire.errors import Broken, Closed, InvalidSize
+from gradwire.generation.failure_path import FailurePath
 from gradwire.generation.waiting import LAST_WORDS_SECONDS, OperationWait
 from gradwire.liveness.call_log import CallDescription, CallLog, call_site
-from gradwire.liveness.control import disagreement
+from gradwire.liveness.verdict import disagreement
 from gradwire.wire import MAX_CONTROL, fingerprint
 
-if TYPE_CHECKING:
-    from gradwire.generation.generation import Generation
-
-PARLEY = 2  # as a group; the first one is the world
+GATHERS = 2  # as a group; the first one is the world
 ENVELOPE_BYTES = 256  # of a control message, around a value
 
-Word = tuple[str, Any]  # of what, and the value
+Contribution = tuple[str, Any]  # the operation, and the value
+
+
+class GatherRounds:
+    """The values that have arrived, by round and rank; any thread may add and await them."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.calls = CallLog(GATHERS, range(size))
+        self.changed = threading.Condition()
+        self._arrived: dict[int, dict[int, Contribution]] = {}
+
+    def begin(self, rank: int, operation: str, value: Any) -> tuple[int, dict[int, Contribution]]:
+        """Begin the next round with this rank's value: its number, and the values as they arrive."""
+        meaning = CallDescription(operation, f"{operation}()", fingerprint("parley", operation))  # as the wire has it
+        with self.changed:
+            number = self.calls.record(meaning, call_site())
+            arrived = self._arrived.setdefault(number, {})
+            arrived[rank] = operation, value
+        return number, arrived
+
+    def receive(self, peer: int, number: int, operation: str, value: Any) -> None:
+        """A rank has sent its value: of this round, or, if it has everybody's, of the next; ValueError otherwise."""
+        with self.changed:
+            begun = self.calls.sequence
+            expected = max(begun, self.calls.finished + 1) <= number <= begun + 1
+            if not expected or peer in self._arrived.get(number, {}):
+                raise ValueError(f"it sends a value of round {number} out of turn, this is round {begun}")
+            arrived = self._arrived.setdefault(number, {})
+            arrived[peer] = operation, value
+            if len(arrived) == self.size:  # nobody waits for less
+                self.changed.notify_all()
+
+    def end(self, number: int) -> None:
+        """A round is over on this rank."""
+        self.calls.finished = number
+        with self.changed:
+            del self._arrived[number]
+
+    def wake(self) -> None:
+        """Let threads that wait look around: the generation has broken or ended."""
+        with self.changed:
+            self.changed.notify_all()
 
 
 class ControlGather:
     """This rank's part in the rounds; one at a time."""
 
-    def __init__(self, generation: Generation) -> None:
-        self._generation = generation
-        self._size = generation.identity.size
-        self._calls = CallLog(PARLEY, range(self._size))
-        self._told: dict[int, dict[int, Word]] = {}  # by round and rank
-        self._changed = threading.Condition()
-        generation.control.watch(self._calls, announced=False)
-        generation.control.told = self._hear
+    def __init__(self, failure: FailurePath, rounds: GatherRounds) -> None:
+        self._failure = failure
+        self._rounds = rounds
+        failure.control.watch(rounds.calls, announced=False)
 
     @property
     def rounds(self) -> int:
         """How many have begun; the same on all ranks that have come as far."""
-        return self._calls.sequence
+        return self._rounds.calls.sequence
 
     def tell_all(self, value: Any, operation: str, timeout: float) -> list[Any]:
         """Everybody's value, by rank; all call it together. `operation` is what errors call it."""
         return self.tell(value, operation, timeout)()
 
     def tell(self, value: Any, operation: str, timeout: float) -> Callable[[], list[Any]]:
-        """The same, for one who has something to do meanwhile: what this returns waits for the others."""
-        generation = self._generation
-        rank, control = generation.identity.rank, generation.control
-        if generation.closed:  # before any lock: in a forked child nobody may be there to release it
-            generation.check(operation)
+        """The same, for a caller that has something to do meanwhile: what this returns waits for the others."""
+        failure, control = self._failure, self._failure.control
+        if failure.closed:  # before any lock: in a forked child nobody may be there to release it
+            failure.check(operation)
         if len(json.dumps(value)) > MAX_CONTROL - ENVELOPE_BYTES:
             raise InvalidSize(f"{operation} cannot tell all ranks so much: more than {MAX_CONTROL} bytes")
-        meaning = CallDescription(operation, f"{operation}()", fingerprint("parley", operation))
-        with self._changed:
-            number = self._calls.record(meaning, call_site())
-            told = self._told.setdefault(number, {})
-            told[rank] = operation, value
+        number, arrived = self._rounds.begin(failure.identity.rank, operation, value)
         with self._or_break(operation):
             if not control.sound:
                 control.called(time.monotonic())
-                generation.check(operation)
-            control.tell_all({"t": "tell", "n": number, "o": operation, "v": value})
-        return partial(self._heard, number, told, OperationWait(generation, self._calls, operation, number, timeout))
+                failure.check(operation)
+            control.share(number, operation, value)
+        wait = OperationWait(failure, self._rounds.calls, operation, number, timeout)
+        return partial(self._collect, number, arrived, wait)
 
     @contextlib.contextmanager
     def _or_break(self, operation: str) -> Iterator[None]:
-        """Whatever goes wrong in a round, others wait for this rank: then nobody can go on."""
+        """Whatever goes wrong in a round, others wait for this rank: then no rank can go on."""
         try:
             yield
         except (Broken, Closed):
             raise
         except BaseException as error:
-            self._generation.interrupt(operation, error)
+            self._failure.interrupt(operation, error)
             raise
 
-    def _heard(self, number: int, told: dict[int, Word], watch: OperationWait) -> list[Any]:
-        with self._or_break(watch.operation):
-            self._await(told, watch)
-        self._calls.finished = number
-        with self._changed:
-            del self._told[number]
-        if len({operation for operation, _ in told.values()}) > 1:
-            self._generation.control.report(disagreement(self._calls, number), time.monotonic())
-            raise watch.broken()
-        return [told[peer][1] for peer in range(self._size)]
+    def _collect(self, number: int, arrived: dict[int, Contribution], wait: OperationWait) -> list[Any]:
+        with self._or_break(wait.operation):
+            self._await(arrived, wait)
+        self._rounds.end(number)
+        if len({operation for operation, _ in arrived.values()}) > 1:
+            self._failure.control.report(disagreement(self._rounds.calls, number), time.monotonic())
+            raise wait.broken()
+        return [arrived[peer][1] for peer in range(self._rounds.size)]
 
-    def _await(self, told: dict[int, Word], watch: OperationWait) -> None:
-        generation = self._generation
+    def _await(self, arrived: dict[int, Contribution], wait: OperationWait) -> None:
+        failure, size, changed = self._failure, self._rounds.size, self._rounds.changed
         gone: set[int] = set()
         while True:
-            left = {peer for peer in range(self._size) if generation.control.has_left(peer)} | gone
-            missing = [peer for peer in range(self._size) if peer not in told]
+            left = {peer for peer in range(size) if failure.control.has_left(peer)} | gone
+            missing = [peer for peer in range(size) if peer not in arrived]
             if not missing:
                 return
             if lost := left.intersection(missing):
-                raise watch.lost(min(lost))
-            pause = watch.look()
-            gone = {peer for peer in missing if generation.transport.gone(peer)}
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: len(told) == self._size or generation.closed or not generation.control.sound,
+                raise wait.lost(min(lost))
+            pause = wait.look()
+            gone = {peer for peer in missing if failure.transport.gone(peer)}
+            with changed:
+                changed.wait_for(
+                    lambda: len(arrived) == size or failure.closed or not failure.control.sound,
                     LAST_WORDS_SECONDS if gone else pause,
                 )
-
-    def _hear(self, peer: int, number: int, operation: str, value: Any) -> None:
-        """A rank has told something: of this round, or, having heard everybody, of the next."""
-        with self._changed:
-            rounds = self._calls.sequence
-            if not max(rounds, self._calls.finished + 1) <= number <= rounds + 1 or peer in self._told.get(number, {}):
-                raise ValueError(f"it tells of round {number} out of turn, this is round {rounds}")
-            told = self._told.setdefault(number, {})
-            told[peer] = operation, value
-            if len(told) == self._size:  # nobody waits for less
-                self._changed.notify_all()
-
-    def wake(self) -> None:
-        """Let who waits look around: the generation has broken or ended."""
-        with self._changed:
-            self._changed.notify_all()

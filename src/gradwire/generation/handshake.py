@@ -1,5 +1,5 @@
-"""What the ranks of a job settle before its first call: the table that algorithms are chosen by, who shares memory, and
-how each shows that it lives."""
+"""What ranks in several processes agree on before the first call: the table that algorithms are chosen by, which ranks
+share memory, and how each shows that it lives."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from gradwire.collectives import Table, tuning_table
 from gradwire.errors import ConfigError, UnsupportedOp
-from gradwire.generation.generation import Generation
+from gradwire.generation.connection import Connection
 from gradwire.host import native_core
 from gradwire.identity import PROTOCOL, Identity
 from gradwire.liveness.lifeline import BeatCapability
-from gradwire.transports.shm.shared_memory import Sharing
+from gradwire.transports.shm.shared_memory import SharedMemory, Sharing
 
 
 class Entry(NamedTuple):
@@ -45,41 +45,56 @@ class Entry(NamedTuple):
         )
 
 
-def agree(
-    generation: Generation, transport: str, deadline: float, meanwhile: Callable[[], None] = lambda: None
-) -> None:
-    """Settle everything; all ranks of the job call it together, before they use the generation.
+class Agreement(NamedTuple):
+    """What all ranks of a generation know when it begins."""
 
-    `meanwhile` is something to do while the others' first words are on their way.
+    table: Table  # by which algorithms are chosen
+    shared: SharedMemory | None  # with the other ranks on this rank's host
+    sharing: tuple[bool, ...]  # by world rank: whether it shares memory with the others on its host
+
+
+def agree(
+    connection: Connection,
+    wanted_transport: str,
+    peer_timeout: float,
+    deadline: float,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> Agreement:
+    """Agree on everything; all ranks of the job call it together, when they have control links.
+
+    `meanwhile` is something to do while the others' first messages are on their way.
     """
-    identity = generation.identity
-    table = tuning_table.load(os.environ) if identity.rank == 0 else None
+    identity = connection.identity
     if identity.size == 1:
-        generation.table = table or generation.table
         meanwhile()
-        return
+        return Agreement(tuning_table.load(os.environ), None, (False,))
+    table = tuning_table.load(os.environ) if identity.rank == 0 else None
 
     def tell(value: Any) -> Callable[[], list[Any]]:
-        return generation.control_gather.tell(value, "init", max(0.1, deadline - time.monotonic()))
+        return connection.control_gather.tell(value, "init", max(0.1, deadline - time.monotonic()))
 
     encoded = table and tuning_table.encode(table)
-    own = BeatCapability.own(generation.peer_timeout)
+    own = BeatCapability.own(peer_timeout)
     hosts = [identity.topology.host_of(rank) for rank in range(identity.size)]
-    with Sharing(identity.rank, hosts, transport != "tcp" and native_core.available()) as sharing:
-        hear = tell(list(Entry(PROTOCOL, identity.run.hex(), transport, encoded, own.to_wire(), sharing.offer())))
+    with Sharing(identity.rank, hosts, wanted_transport != "tcp" and native_core.available()) as offers:
+        first = Entry(PROTOCOL, identity.run.hex(), wanted_transport, encoded, own.to_wire(), offers.offer())
+        hear = tell(list(first))
         meanwhile()
         entries = [Entry.of(rank, told, identity) for rank, told in enumerate(hear())]
-        generation.table = _table(entries[0].table)
-        hear = tell(sharing.dial([entry.offer for entry in entries], deadline))
-        generation.begin_to_beat(own, sharing.arena)
-        complete = sharing.answer(hear())
-        generation.share_memory(*sharing.keep(tell(complete)()))
-    _check_wishes(generation, [entry.wish for entry in entries])
-    generation.connect_lifeline(deadline)
-    if len(identity.topology.hosts) > 1 or not all(generation.sharing):  # then somebody has links to make
+        agreed_table = _table(entries[0].table)
+        hear = tell(offers.dial([entry.offer for entry in entries], deadline))
+        connection.begin_to_beat(own, offers.arena)
+        complete = offers.answer(hear())
+        shared, sharing = offers.keep(tell(complete)())
+        if shared is not None:
+            connection.share_memory(shared)
+    _check_wanted(sharing, [entry.wish for entry in entries])
+    connection.connect_lifeline(shared, deadline)
+    if len(identity.topology.hosts) > 1 or not all(sharing):  # then some ranks have links to make
         tell(None)()
-    generation.lifeline.expect([BeatCapability.from_wire(entry.nature) for entry in entries])  # all beat
-    generation.service.wake()
+    connection.service.lifeline.expect([BeatCapability.from_wire(entry.nature) for entry in entries])  # all beat
+    connection.service.wake()
+    return Agreement(agreed_table, shared, sharing)
 
 
 def _table(value: Any) -> Table:
@@ -90,9 +105,9 @@ def _table(value: Any) -> Table:
         raise ConfigError(f"rank 0's tuning cannot be used here, {error}: is it the same gradwire?", peer=0) from error
 
 
-def _check_wishes(generation: Generation, wishes: list[str]) -> None:
-    """Ranks that cannot or will not share memory go on with sockets, unless somebody insists."""
-    missing = [rank for rank, shares in enumerate(generation.sharing) if not shares]
+def _check_wanted(sharing: tuple[bool, ...], wishes: list[str]) -> None:
+    """Ranks that cannot or will not share memory go on with sockets, unless a rank insists on memory."""
+    missing = [rank for rank, shares in enumerate(sharing) if not shares]
     if "shm" in wishes and missing:  # an error on every rank, so that none has to guess why others left
         insisting = [rank for rank, wish in enumerate(wishes) if wish == "shm"]
         raise UnsupportedOp(

@@ -166,6 +166,11 @@ class Mailbox:
 
     # -- asking -------------------------------------------------------------------------------------------------------
 
+    @property
+    def waiting(self) -> int:
+        """How many requests have no message yet."""
+        return len(self._requests)
+
     def ask(self, request: Request) -> None:
         """Post a `recv`; it may be done at once."""
         with self.changed:

@@ -1,7 +1,7 @@
 """The links that one thread serves for everybody: control and point-to-point messages, and those of the lifeline.
 
 Any thread may post a message; what finds no room at once is flushed by the service thread, which also reads all links
-and gives control and lifeline their turns. What the end of a link means is decided by whoever the board belongs to.
+and gives control and lifeline their turns. What the end of a link means is decided by the failure path.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
+from gradwire.generation.control_gather import GatherRounds
+from gradwire.generation.failure_path import FailurePath
 from gradwire.generation.mailbox import IncomingMessage, Mailbox, MessageSink
 from gradwire.generation.waiting import LAST_WORDS_SECONDS
 from gradwire.identity import Identity
@@ -36,26 +38,23 @@ class ServiceThread:
     """This rank's served links, and whom their messages go to."""
 
     def __init__(
-        self,
-        identity: Identity,
-        transport: Transport,
-        broke: Callable[[], None],
-        ended: Callable[[Link], None],
-        cut_off: Callable[[], Iterable[int]],
+        self, identity: Identity, transport: Transport, rounds: GatherRounds, cut_off: Callable[[], Iterable[int]]
     ) -> None:
-        """`broke` is told once by the control, `ended` of each link that was closed; `cut_off` are the world ranks with
-        which links are to end on purpose."""
+        """`cut_off` are the world ranks with which links are to end on purpose."""
         self._identity = identity
         self._transport = transport
-        self._ended = ended
         self._cut_off = cut_off
-        self.control = Control(identity.rank, identity.names, identity.number, self._post_control, broke)
+        self.control = Control(
+            identity.rank, identity.names, identity.number, self._post_control, self._broke, rounds.receive
+        )
         self._control_sink = ControlSink(self.control, identity.check_header)
         host = identity.topology.host_of(identity.rank)
         remote = [peer for peer in range(identity.size) if identity.topology.host_of(peer) != host]
         beats = BeatSink(identity.check_header)
         self.lifeline = Lifeline(self.control, identity.frame(Kind.BEAT), beats, self._pump, remote)
         self.mailbox = Mailbox(self._accept_offer, self.wake)
+        wake_waits = (rounds.wake, self.mailbox.wake_waits)
+        self.failure = FailurePath(identity, transport, self.control, self.lifeline.alive, self.wake, wake_waits)
         self._mail_sink = MessageSink(self.mailbox, identity.check_header)
         self._bell = transport.bell()
         self._lock = threading.Lock()
@@ -85,6 +84,9 @@ class ServiceThread:
     def wake(self) -> None:
         """Let the service thread look around: something waits to be sent or decided."""
         self._bell.ring()
+
+    def _broke(self) -> None:
+        self.failure.halt()
 
     # -- links --------------------------------------------------------------------------------------------------------
 
@@ -148,7 +150,7 @@ class ServiceThread:
                     del self._outboxes[key]
         self.lifeline.end_of(link)
         link.close()
-        self._ended(link)
+        self.failure.link_ended(link)
         self.mailbox.wake_waits()
 
     def departed(self, peer: int) -> bool:

@@ -1,26 +1,22 @@
-"""The patience of one operation of a group: it waits, tells of long waits, and knows what to raise in the end."""
+"""How one operation of a group waits: it reports long waits, ends at its timeout, and finds the error to raise."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from gradwire.errors import Closed, GradwireError
+from gradwire.generation.failure_path import ANSWER_SECONDS, FailurePath
 from gradwire.liveness.call_log import CallLog
-from gradwire.liveness.control import Position, disagreement
-from gradwire.liveness.verdict import Finding
+from gradwire.liveness.control_messages import Position
+from gradwire.liveness.verdict import Finding, disagreement
+from gradwire.transports.base import Link
 from gradwire.wire import WireError, parse
-
-if TYPE_CHECKING:
-    from gradwire.generation.generation import Generation
-    from gradwire.transports.base import Link
 
 log = logging.getLogger("gradwire")
 
 SLOW_SECONDS = 5.0
-ANSWER_SECONDS = 0.3
 LAST_WORDS_SECONDS = 0.2  # in which messages that a rank sent before its end may still arrive
 POLL_SECONDS = 0.25  # between looks at what rings no bell: the end of an in-process rank's thread
 
@@ -39,8 +35,8 @@ class Slowness:
 class OperationWait:
     """What an executor asks while it can do nothing."""
 
-    def __init__(self, generation: Generation, calls: CallLog, operation: str, sequence: int, timeout: float) -> None:
-        self._generation = generation
+    def __init__(self, failure: FailurePath, calls: CallLog, operation: str, sequence: int, timeout: float) -> None:
+        self._failure = failure
         self._calls = calls
         self.operation = operation
         self.sequence = sequence
@@ -56,16 +52,16 @@ class OperationWait:
 
     def wait(self, reads: Iterable[Link], writes: Iterable[Link]) -> None:
         """Return when there may be something to do; raise when the group broke or the time is over."""
-        generation = self._generation
-        generation.transport.wait(reads, writes, generation.alarm, self._pause(time.monotonic()))
+        failure = self._failure
+        failure.transport.wait(reads, writes, failure.alarm, self._pause(time.monotonic()))
         self.look(reads, writes)
 
     def look(self, reads: Iterable[Link] = (), writes: Iterable[Link] = ()) -> float:
         """As `wait`, by one that has waited already: the seconds until it should ask again."""
-        generation = self._generation
-        if self._calls.closed or generation.closed:
+        failure = self._failure
+        if self._calls.closed or failure.closed:
             raise self.broken()
-        if not generation.control.sound:
+        if not failure.control.sound:
             # What has arrived is still taken: the call that others dispute may be the next one.
             if self._last_look:
                 raise self.broken()
@@ -74,15 +70,15 @@ class OperationWait:
         now = time.monotonic()
         slowness = self._begun(now)
         for link in {*reads, *writes}:
-            if generation.transport.gone(link.peer):
-                generation.control.lost(link.peer, now, "ended its thread")
+            if failure.transport.gone(link.peer):
+                failure.control.lost(link.peer, now, "ended its thread")
                 raise self.broken()
         if now >= self._deadline:
             raise self._timed_out()
         if now >= slowness.due:
             slowness.told(now)
             waited = now - slowness.began
-            rank = generation.identity.rank
+            rank = failure.identity.rank
             log.warning("rank %d has waited %.0f s%s: %s", rank, waited, self.during(), self._describe(self.late()))
         return self._pause(time.monotonic())
 
@@ -98,25 +94,25 @@ class OperationWait:
 
     def broken(self) -> GradwireError:
         """The error to raise when the group can no longer be used."""
-        if self._generation.closed or (self._calls.closed and self._generation.control.sound):
+        if self._failure.closed or (self._calls.closed and self._failure.control.sound):
             return Closed("the group was closed", operation=self.operation)
-        return self._generation.error(self.operation, self.during())
+        return self._failure.error(self.operation, self.during())
 
     def lost(self, peer: int) -> GradwireError:
         """The link to a world rank ended: the error to raise."""
         if self._calls.closed:
             return self.broken()
-        return self._generation.lost(peer, self.operation, self.during())
+        return self._failure.lost(peer, self.operation, self.during())
 
     def mismatch(self, peer: int, header: bytes) -> GradwireError:
         """A world rank sent something else than was expected: the error to raise."""
         now = time.monotonic()
         sequence = self._disputed(peer, header)
         if sequence is None:
-            self._generation.control.lost(peer, now, "sent nonsense")
+            self._failure.control.lost(peer, now, "sent nonsense")
         else:
-            self._generation.control.report(disagreement(self._calls, sequence), now)
-        self._generation.service.wake()
+            self._failure.control.report(disagreement(self._calls, sequence), now)
+        self._failure.wake()
         return self.broken()
 
     def _disputed(self, peer: int, header: bytes) -> int | None:
@@ -126,7 +122,7 @@ class OperationWait:
         except WireError as error:
             log.warning("rank %d sent nonsense: %s", peer, error)
             return None
-        identity = self._generation.identity
+        identity = self._failure.identity
         mine = self._calls.call(self.sequence)
         belongs = (seen.job, seen.generation, seen.group) == (identity.job, identity.number, self._calls.group)
         same_call = seen.sequence == self.sequence and mine is not None and seen.fingerprint == mine.fingerprint
@@ -137,8 +133,8 @@ class OperationWait:
 
     def late(self) -> list[tuple[int, Position | None]]:
         """Ranks that have not reached this call, as far as they answer; lowest first."""
-        positions = self._generation.control.positions(self._calls, ANSWER_SECONDS)
-        peers = [rank for rank in self._calls.members if rank != self._generation.identity.rank]
+        positions = self._failure.control.positions(self._calls, ANSWER_SECONDS)
+        peers = [rank for rank in self._calls.members if rank != self._failure.identity.rank]
         silent = [(rank, None) for rank in peers if rank not in positions]
         behind = [(rank, place) for rank, place in positions.items() if place.sequence < self.sequence]
         return sorted([*silent, *behind], key=lambda entry: entry[0])
@@ -149,8 +145,8 @@ class OperationWait:
         what = f"{self.operation} #{self.sequence} did not finish within its timeout of {self.timeout:g} s"
         reason = f"{what}: {self._describe(late)}"
         finding = Finding("timeout", reason[:4000], culprit, self.timeout, self.operation)
-        self._generation.control.report(finding, time.monotonic())
-        self._generation.service.wake()
+        self._failure.control.report(finding, time.monotonic())
+        self._failure.wake()
         return self.broken()
 
     def _describe(self, late: Sequence[tuple[int, Position | None]]) -> str:
@@ -164,9 +160,9 @@ class OperationWait:
             if place.finished < place.sequence:
                 return f"rank {rank} is alive but stuck in {place.last}"
             return f"rank {rank} is alive but stuck outside of any call, its last call was {place.last}"
-        if not self._generation.lifeline.alive(rank):
+        if not self._failure.alive(rank):
             return f"rank {rank} does not answer"
-        known = self._generation.control.last_heard(self._calls, rank)
+        known = self._failure.control.last_heard(self._calls, rank)
         last = f"{known.what} #{known.sequence}" if known is not None else "not told"
         why = "its interpreter does not run, as if a call into C held its lock"
         return f"rank {rank} is alive but stuck: {why}; its last call was {last}"

@@ -12,7 +12,7 @@ internals           `GroupInternals`: what other packages use of a group beyond 
 
 from __future__ import annotations
 
-from gradwire.group.group import WORLD, Group
+from gradwire.group.group import WORLD, Group, collective_channel
 from gradwire.operations import Capabilities
 
-__all__ = ["WORLD", "Capabilities", "Group"]
+__all__ = ["WORLD", "Capabilities", "Group", "collective_channel"]

@@ -23,10 +23,16 @@ from gradwire.liveness.verdict import Finding
 from gradwire.operations import Capabilities, Operation
 from gradwire.operations.types import check_rank, settled
 from gradwire.topology import Topology
+from gradwire.transports.base import Link
 from gradwire.wire import fingerprint, group_identity
 
 CONFER_SECONDS = 0.25  # that leaving `with group` may take to learn whether the last calls agreed
 WORLD = 1
+
+
+def collective_channel(identity: int) -> int:
+    """The channel of a group's collectives."""
+    return fingerprint("collective", identity)
 
 
 class Group(PointToPointCalls):
@@ -45,13 +51,20 @@ class Group(PointToPointCalls):
     array([0., 1., 2.])
     """
 
-    def __init__(self, generation: Generation, members: Sequence[int], identity: int, timeout: float) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        members: Sequence[int],
+        identity: int,
+        timeout: float,
+        links: Iterable[Link] = (),
+    ) -> None:
         self._generation = generation
         self._members = tuple(members)
         self._identity = identity
         self._topology = _restricted(generation.identity.topology, self._members)
-        channel = fingerprint("collective", identity)
-        self._runner = CollectiveRunner(generation, identity, channel, self._members, self._topology, timeout)
+        channel = collective_channel(identity)
+        self._runner = CollectiveRunner(generation, identity, channel, self._members, self._topology, timeout, links)
         super().__init__(PointToPoint(generation, identity, self._runner.rank, self._members))
         self._subgroups: dict[tuple[int, ...], Group] = {}
         self._instances: dict[tuple[int, ...], int] = {}
@@ -87,7 +100,7 @@ class Group(PointToPointCalls):
         sharing = self.size > 1 and len(self.topology.hosts) == 1 and all(map(generation.shares, self._members))
         transport = "shm" if sharing else generation.transport.name
         return Capabilities(
-            transport, self._runner.is_native, generation.shared is not None, generation.succeed is not None, table
+            transport, self._runner.is_native, generation.shared is not None, generation.membership is not None, table
         )
 
     @property
@@ -111,7 +124,7 @@ class Group(PointToPointCalls):
 
     @property
     def _closed(self) -> bool:
-        return self._runner.closed or self._generation.closed
+        return self._runner.closed or self._generation.failure.closed
 
     def _seconds(self, timeout: float | None) -> float:
         return bounded(timeout) or self._runner.timeout
@@ -127,8 +140,7 @@ class Group(PointToPointCalls):
             self.abort(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
         elif error is None and self.size > 1 and not self._closed:
             self._generation.control.confer(self._runner.calls, time.monotonic(), CONFER_SECONDS)
-            unseen = self._generation.unseen_mismatch()
-            self._generation.raised = self._generation.raised or unseen is not None
+            unseen = self._generation.failure.take_unseen_mismatch()
         self.close()
         if unseen is not None:
             raise unseen
@@ -180,14 +192,14 @@ class Group(PointToPointCalls):
         False
         """
         generation = self._generation
-        if generation.succeed is None:
+        if generation.membership is None:
             raise UnsupportedOp(
                 "this job's membership is fixed, so it cannot go on without a lost rank: start it again, with "
                 "`gradwire run --min … --max …` (or `gradwire coordinator` and GRADWIRE_ELASTIC=1)",
                 operation="recover",
             )
         self._end_subgroups()
-        successor: Group = generation.succeed(generation, self._seconds(timeout))
+        successor: Group = generation.membership.next_group(generation, self._seconds(timeout))
         return successor
 
     def _now(self, operation: Operation, timeout: float | None) -> Any:

@@ -89,10 +89,6 @@ class GroupInternals:
         """A group of these ranks, in this order; only they call it, with an instance number that is not used twice."""
         return self._group._form(ranks, instance, timeout or self.timeout)
 
-    def connect(self, deadline: float) -> None:
-        """Open the group's links to lower ranks; those to higher ranks are opened from there."""
-        self._runner.dial(deadline)
-
     def is_shared(self, array: Array) -> bool:
         """Whether an array lies in memory that this rank shares with others."""
         shared = self._generation.shared
@@ -142,17 +138,20 @@ class GroupInternals:
 
     def news(self) -> Any:
         """What the coordinator reported last, for example that members wait to join; None if there is none."""
-        return self._generation.news()
+        membership = self._generation.membership
+        return membership.news() if membership is not None else None
 
-    @property
-    def has_joined(self) -> bool:
-        """Whether this member was not in the generation before."""
-        return self._generation.joined
+    def begin_settling(self) -> None:
+        """The members are about to agree on a step to go on from; one that has joined needs its state first."""
+        if (membership := self._generation.membership) is not None:
+            membership.mark_without_state(membership.joined)
 
-    def mark_without_state(self, without: bool) -> None:
-        """Note whether this member still has to receive the state of the training."""
-        self._generation.stranger = without
+    def settled(self) -> None:
+        """This member has the state that all agreed on."""
+        if (membership := self._generation.membership) is not None:
+            membership.mark_without_state(False)
 
     def mark_finished(self, finished: bool) -> None:
         """Note whether the work of the job is done: a member that joined then would begin it anew."""
-        self._generation.finished = finished
+        if (membership := self._generation.membership) is not None:
+            membership.mark_finished(finished)

@@ -16,9 +16,10 @@ from gradwire import arrays
 from gradwire.arrays import DType, raw, view
 from gradwire.errors import ArrayError, Broken, Closed, GradwireError, InvalidRank, InvalidSize, PeerLost, Timeout
 from gradwire.executors.python import after
+from gradwire.generation.failure_path import ANSWER_SECONDS
 from gradwire.generation.generation import Generation
 from gradwire.generation.mailbox import COPY_TAG, Offer, Request
-from gradwire.generation.waiting import ANSWER_SECONDS, POLL_SECONDS, Slowness
+from gradwire.generation.waiting import POLL_SECONDS, Slowness
 from gradwire.liveness.verdict import Finding
 from gradwire.operations.types import check_rank
 from gradwire.transports.base import MESSAGE_CHANNEL, LinkClosed
@@ -84,7 +85,7 @@ class PointToPoint:
     def _outbox(self, dst: int, deadline: float, operation: str) -> Outbox:
         generation, world = self.generation, self.members[dst]
         return generation.service.message_outbox(
-            world, lambda: generation.connect(world, MESSAGE_CHANNEL, deadline, operation)
+            world, lambda: generation.connection.connect(world, MESSAGE_CHANNEL, deadline, operation)
         )
 
     def _send_eagerly(
@@ -189,7 +190,7 @@ class PointToPoint:
             raise
         except BaseException as error:
             if sum(map(len, parts)) < whole:  # half a payload is on its way: nothing else can follow it
-                self.generation.interrupt(operation, error)
+                self.generation.failure.interrupt(operation, error)
             raise
         finally:
             outbox.release()
@@ -213,7 +214,7 @@ class PointToPoint:
 
     def _await_room(self, outbox: Outbox, dst: int, deadline: float, timeout: float, operation: str) -> None:
         generation = self.generation
-        generation.transport.wait((), (outbox.link,), generation.alarm, 0.25)
+        generation.transport.wait((), (outbox.link,), generation.failure.alarm, 0.25)
         self._check_reachable(dst, operation)
         if time.monotonic() >= deadline:
             raise self._stalled(dst, timeout, operation)
@@ -223,7 +224,7 @@ class PointToPoint:
         reason = f"{operation} to rank {dst} did not finish in {timeout:g} s: it stopped reading"
         finding = Finding("timeout", reason, self.members[dst], timeout, operation)
         self.generation.control.report(finding, time.monotonic())
-        return self.generation.error(operation)
+        return self.generation.failure.error(operation)
 
     def post_request(self, target: memoryview, src: int | None, tag: int) -> Request:
         """Ask for a message without waiting for it."""
@@ -294,10 +295,10 @@ class PointToPoint:
 
     def _usable(self) -> bool:
         generation = self.generation
-        return not generation.closed and generation.control.sound and generation.control.open(self.group)
+        return not generation.failure.closed and generation.control.sound and generation.control.open(self.group)
 
     def _check(self, operation: str, during: str = "") -> None:
-        self.generation.check(operation, during)
+        self.generation.failure.check(operation, during)
         if not self.generation.control.open(self.group):
             raise Closed("the group is closed", operation=operation)
 
@@ -316,7 +317,7 @@ class PointToPoint:
             raise self._gone(dst, operation)
 
     def _gone(self, rank: int, operation: str) -> GradwireError:
-        error = self.generation.lost(self.members[rank], operation, f" during {operation}")
+        error = self.generation.failure.lost(self.members[rank], operation, f" during {operation}")
         if isinstance(error, PeerLost):
             error.peer = rank
         return error

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import CodeType
@@ -33,7 +33,7 @@ from gradwire.group.work import Work
 from gradwire.host import native_core
 from gradwire.liveness import call_log
 from gradwire.liveness.call_log import CallLog
-from gradwire.liveness.control import disagreement
+from gradwire.liveness.verdict import disagreement
 from gradwire.operations import CallKey, Operation, Shape, all_gather_rows
 from gradwire.operations.types import settled
 from gradwire.topology import Topology
@@ -80,8 +80,11 @@ class CollectiveRunner:
         members: Sequence[int],
         topology: Topology,
         timeout: float,
+        links: Iterable[Link] = (),
     ) -> None:
+        """`links` to lower ranks were dialled already, on this channel."""
         self.generation = generation
+        self._failure = generation.failure
         self.members = tuple(members)  # world ranks, by rank in the group
         self.rank = self.members.index(generation.identity.rank)
         self.size = len(self.members)
@@ -91,7 +94,7 @@ class CollectiveRunner:
         self.fast_path = NO_FAST_PATH
         self._channel = channel
         self._topology = topology
-        self._links: dict[int, Link] = {}
+        self._links = {self.members.index(link.peer): link for link in links}
         self._call = CallHeader(generation.identity.job, generation.identity.number, identity, self.rank)
         self._executor: PythonExecutor | NativeExecutor = PythonExecutor(self._links.__getitem__)
         self._connected = self.size == 1
@@ -106,19 +109,19 @@ class CollectiveRunner:
         self._failed = False
         self._awake_for = 0.0
         generation.control.watch(self.calls)
-        generation.groups.add(self)
+        generation.lifetime.add_group(self)
 
     def __str__(self) -> str:
         """The group as its `repr` shows it."""
-        generation = self.generation
-        state = "closed" if self.closed or generation.closed else "broken" if not generation.control.sound else "open"
-        return f"rank {self.rank} of {self.size}, generation {generation.identity.number}, {state}"
+        failure = self._failure
+        state = "closed" if self.closed or failure.closed else "open" if failure.control.sound else "broken"
+        return f"rank {self.rank} of {self.size}, generation {failure.identity.number}, {state}"
 
     @property
     def is_native(self) -> bool:
         """Whether the native core carries out this group's schedules. It does not speak TLS."""
         plain = not self._speaks_tls
-        return self.size > 1 and plain and native_core.available() and isinstance(self.generation.alarm, Descriptor)
+        return self.size > 1 and plain and native_core.available() and isinstance(self._failure.alarm, Descriptor)
 
     @property
     def _speaks_tls(self) -> bool:
@@ -142,7 +145,7 @@ class CollectiveRunner:
     def dial(self, deadline: float) -> None:
         """Open the links to the lower ranks; those of the higher ones come by themselves."""
         below = self.members[: self.rank]
-        self.generation.connect_all(below, self._channel, deadline, "subgroup", self._add_link)
+        self.generation.connection.connect_all(below, self._channel, deadline, "subgroup", self._add_link)
 
     def _add_link(self, link: Link) -> None:
         self._links[self.members.index(link.peer)] = link
@@ -172,7 +175,7 @@ class CollectiveRunner:
         generation, shared = self.generation, self.generation.shared
         if not self.is_native:
             return
-        executor = NativeExecutor(self._call, self.size, cast(Descriptor, generation.alarm))
+        executor = NativeExecutor(self._call, self.size, cast(Descriptor, generation.failure.alarm))
         for rank, link in self._links.items():
             executor.connect(rank, self.members[rank], link)  # type: ignore[arg-type]
         if shared is not None and self.shares_memory:
@@ -195,7 +198,7 @@ class CollectiveRunner:
                 spin_seconds=awake_for,
             )
         )
-        generation.on_halt(self.fast_path.halt)
+        generation.failure.on_halt(self.fast_path.halt)
 
     # -- order --------------------------------------------------------------------------------------------------------
 
@@ -212,7 +215,7 @@ class CollectiveRunner:
             except BaseException as error:  # Ctrl-C: this call will not be made, but others may already wait for it
                 self._skipped.add(ticket)
                 self._pass_skipped()
-                self.generation.interrupt(operation.name, error)
+                self._failure.interrupt(operation.name, error)
                 raise
         try:
             return self._run(operation, timeout, site)
@@ -278,8 +281,8 @@ class CollectiveRunner:
     def _hurry(self, work: Work, here: bool) -> None:
         """Somebody waits for this work. What is queued up to it is done here, where nobody has begun it: to wake
         another thread takes longer than most calls. Otherwise it is no longer held back."""
-        if self.generation.inherited:  # nobody may be there to release the lock
-            self.generation.check(work.operation)
+        if self._failure.inherited:  # nobody may be there to release the lock
+            self._failure.check(work.operation)
         with self._turn:
             self._step_aside()
         while here and not work.done and (queued := self._next_queued()) is not None:
@@ -322,13 +325,13 @@ class CollectiveRunner:
 
     def check(self, operation: str | None = None) -> None:
         """Raise if nothing can be called on this group any more."""
-        if self.closed and not self.generation.closed:
+        if self.closed and not self._failure.closed:
             raise Closed("the group is closed", operation=operation)
-        self.generation.check(operation)
+        self._failure.check(operation)
 
     def _check_open(self, operation: str) -> None:
         """Raise if the group is closed; whether it is broken is asked when the call is on record, for others to see."""
-        if self.closed or self.generation.closed:
+        if self.closed or self._failure.closed:
             self.check(operation)
 
     def _run(self, operation: Operation, timeout: float, site: Site, *, beside: bool = False) -> Any:
@@ -347,7 +350,7 @@ class CollectiveRunner:
             raise
         except BaseException as error:
             # Whatever it was, this rank stopped in the middle of something that others still wait for.
-            self.generation.interrupt(operation.name, error)
+            self._failure.interrupt(operation.name, error)
             raise
 
     # -- one schedule -------------------------------------------------------------------------------------------------
@@ -356,7 +359,7 @@ class CollectiveRunner:
         self, shape: Shape, x: Array, out: Array, form: CallKey | None, name: str, timeout: float, site: Site
     ) -> None:
         if not self._connected:
-            self._connect(OperationWait(self.generation, self.calls, name, self.calls.sequence + 1, timeout))
+            self._connect(OperationWait(self._failure, self.calls, name, self.calls.sequence + 1, timeout))
         known = self._plans.find(shape)
         plan = known or self._plans.make(shape)
         if x.size < plan.in_count or out.size < plan.out_count:  # the core would read and write beyond their ends
@@ -370,7 +373,7 @@ class CollectiveRunner:
         call = self._call
         call.sequence = sequence
         call.fingerprint = plan.description.fingerprint
-        waits = partial(OperationWait, self.generation, self.calls, name, sequence, timeout)
+        waits = partial(OperationWait, self._failure, self.calls, name, sequence, timeout)
         self._executor.run(plan, x, out, call, waits, self._awake_for)
         self.calls.finished = sequence
         if known is None and form is not None:
@@ -380,11 +383,11 @@ class CollectiveRunner:
         """Continue a call of the fast path that is not done yet; `status` is the core's."""
         assert isinstance(self._executor, NativeExecutor)
         try:
-            self._executor.finish(status, OperationWait(self.generation, self.calls, operation, sequence, self.timeout))
+            self._executor.finish(status, OperationWait(self._failure, self.calls, operation, sequence, self.timeout))
         except (Broken, Closed):
             raise
         except BaseException as error:
-            self.generation.interrupt(operation, error)
+            self._failure.interrupt(operation, error)
             raise
 
     def _complete_gather(self, x: Any, rows: list[int], out: Any, sequence: int) -> Any:
@@ -397,11 +400,11 @@ class CollectiveRunner:
         sequence = self.calls.sequence
         self.generation.control.report(disagreement(self.calls, sequence, reason), time.monotonic())
         self.generation.service.wake()
-        return OperationWait(self.generation, self.calls, name, sequence, timeout).broken()
+        return OperationWait(self._failure, self.calls, name, sequence, timeout).broken()
 
     def close(self) -> None:
         """End this group's links and thread; the generation goes on."""
-        if self.generation.inherited:  # a forked child has neither, and nobody may be there to release the lock
+        if self._failure.inherited:  # a forked child has neither, and nobody may be there to release the lock
             self.closed = self.calls.closed = True
             return
         with self._turn:
@@ -413,7 +416,7 @@ class CollectiveRunner:
         for link in list(self._links.values()):
             link.close()
         self.fast_path.halt()
-        self.generation.forget(self.fast_path.halt)
+        self._failure.forget_halt(self.fast_path.halt)
         self.fast_path = NO_FAST_PATH  # it refers to this runner
         if isinstance(self._executor, NativeExecutor):
             self._executor.close(lambda: self._turns.issued == self._turns.serving)

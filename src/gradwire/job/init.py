@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
+from gradwire.collectives import Table, tuning_table
+from gradwire.generation.establish import Endpoint, establish
 from gradwire.generation.generation import Generation
-from gradwire.group import Group
+from gradwire.group import WORLD, Group, collective_channel
 from gradwire.host import native_core
 from gradwire.identity import Identity, new_run
 from gradwire.job import process_hooks
-from gradwire.job.config import DEFAULT_TIMEOUT, resolve
-from gradwire.job.member_session import MemberSession
+from gradwire.job.config import DEFAULT_TIMEOUT, JobConfig, resolve
+from gradwire.job.member_session import Agree, MemberSession
 from gradwire.topology import Topology
 from gradwire.transports.tcp.transport import TcpTransport
+
+if TYPE_CHECKING:
+    from gradwire.job.thread_job import ThreadJob
+    from gradwire.transports.local import LocalTransport
 
 log = logging.getLogger("gradwire")
 
@@ -46,7 +55,7 @@ def init(
     deadline = time.monotonic() + config.timeout
     if native_core.native is None and (reason := native_core.why_pure()) and not native_core.is_unwanted():
         log.warning("collectives run in Python, which is slower: gradwire has no native core here, %s", reason)
-    return MemberSession(config).take(deadline)
+    return member_session(config).take(deadline)
 
 
 def alone(timeout: float) -> Group:
@@ -54,8 +63,9 @@ def alone(timeout: float) -> Group:
     from gradwire.transports.local import Hub
 
     identity = Identity(new_run(), 1, 0, ("rank 0 (this process)",), Topology.single(1))
-    generation = Generation(identity, Hub(1).transports[0])
-    return process_hooks.start([generation], timeout, time.monotonic() + timeout)[0]
+    endpoint = Endpoint(identity, Hub(1).transports[0])
+    table = tuning_table.load(os.environ)
+    return connect_in_process([endpoint], table, timeout, time.monotonic() + timeout)[0]
 
 
 def local_group(n: int) -> list[Group]:
@@ -71,9 +81,7 @@ def local_group(n: int) -> list[Group]:
     [3, 3]
     >>> for group in groups: group.close()
     """
-    from gradwire.job.thread_job import ThreadJob  # and with them the coordinator's state machine
-
-    return ThreadJob(DEFAULT_TIMEOUT).begin(n)
+    return thread_job(DEFAULT_TIMEOUT).begin(n)
 
 
 def loopback_pair() -> tuple[Group, Group]:
@@ -89,10 +97,50 @@ def loopback_pair() -> tuple[Group, Group]:
     run, key = new_run(), secrets.token_bytes(32)
     addresses = [transport.address for transport in transports]
     names = tuple(f"rank {rank} (this process, {host}:{port})" for rank, (host, port) in enumerate(addresses))
-    generations = []
+    endpoints = []
     for rank, transport in enumerate(transports):
         transport.assemble(rank=rank, addresses=addresses, job=run, generation=1, key=key, cores=0.0)
         identity = Identity(run, 1, rank, names, Topology.single(2))
-        generations.append(Generation(identity, transport))
-    one, two = process_hooks.start(generations, DEFAULT_TIMEOUT, time.monotonic() + DEFAULT_TIMEOUT)
+        endpoints.append(Endpoint(identity, transport))
+    table = tuning_table.load(os.environ)
+    one, two = connect_in_process(endpoints, table, DEFAULT_TIMEOUT, time.monotonic() + DEFAULT_TIMEOUT)
     return one, two
+
+
+# -- putting the parts together ---------------------------------------------------------------------------------------
+
+
+def member_session(config: JobConfig, agree: Agree | None = None) -> MemberSession:
+    """A session of this process in the job of a configuration."""
+    return MemberSession(config, connect_member, agree)
+
+
+def thread_job(timeout: float, on_call: Callable[[str, LocalTransport], None] | None = None) -> ThreadJob:
+    """A job whose members are threads of this process; `on_call` gets a member's id and transport at each call."""
+    from gradwire.job.thread_job import ThreadJob  # loads the coordinator's state machine
+
+    return ThreadJob(timeout, connect_in_process, on_call)
+
+
+def connect_member(endpoint: Endpoint, config: JobConfig, deadline: float) -> Group:
+    """Connect this process with all other ranks; the group of them."""
+    generations = establish(
+        [endpoint],
+        world_channel=collective_channel(WORLD),
+        deadline=deadline,
+        wanted_transport=config.transport,
+        peer_timeout=config.peer_timeout,
+        begun=process_hooks.track,
+    )
+    return _world(generations[0], config.timeout)
+
+
+def connect_in_process(endpoints: Sequence[Endpoint], table: Table, timeout: float, deadline: float) -> list[Group]:
+    """Connect ranks of this process, where all others are as well; the group of each."""
+    channel = collective_channel(WORLD)
+    generations = establish(endpoints, world_channel=channel, deadline=deadline, table=table, begun=process_hooks.track)
+    return [_world(generation, timeout) for generation in generations]
+
+
+def _world(generation: Generation, timeout: float) -> Group:
+    return Group(generation, range(generation.identity.size), WORLD, timeout, generation.world_links)

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from gradwire.errors import Broken, ConfigError, GradwireError, NoConnection, Refused, Timeout, UnsupportedOp
-from gradwire.generation import handshake
+from gradwire.generation.elastic_membership import ElasticMembership
+from gradwire.generation.establish import Endpoint
 from gradwire.generation.generation import Generation
 from gradwire.group import Group
-from gradwire.group.internals import GroupInternals
 from gradwire.host import machine, native_core
 from gradwire.identity import Identity
 from gradwire.job import process_hooks
@@ -51,15 +51,18 @@ TELL_SECONDS = 5.0  # between two lines about what a member waits for
 
 Agree = Callable[[str | None, float], str]
 """The address at which the ranks meet, from the one that offers it, within so many seconds."""
+Connect = Callable[[Endpoint, JobConfig, float], Group]
+"""Connects this rank with the others before a deadline, and returns the group of all."""
 
 
 class MemberSession:
     """What stays the same from one generation to the next: the member's id, the coordinator, the secret."""
 
-    def __init__(self, config: JobConfig, agree: Agree | None = None) -> None:
+    def __init__(self, config: JobConfig, connect: Connect, agree: Agree | None = None) -> None:
         """`agree` is how ranks tell each other where to meet, where the address in the configuration is taken."""
         assert config.address is not None
         self.config = config
+        self._connect = connect
         self._address = config.address
         self._agree = agree or self._agree_under_torchrun
         if config.address_taken:  # by torchrun's store, through which the ranks agree on another port
@@ -132,47 +135,37 @@ class MemberSession:
 
     def _leave(self, generation: Generation) -> Callable[[], None]:
         """Remember for the coordinator whom this process could not reach; what this returns ends the generation."""
-        lost = generation.unreachable()
+        lost = generation.failure.unreachable()
         self._lost = tuple(generation.member_ids[rank] for rank in sorted(lost))
-        self._stranger = generation.stranger
         self._stood_still = generation.lifeline.standstill.lately(time.monotonic())
-        generation.belongings = [one for one in generation.belongings if not isinstance(one, _Leave)]
+        if generation.membership is not None:
+            self._stranger = generation.membership.lacks_state
+            generation.membership.go_on()
         return generation.close
 
     def _take(self, deadline: float) -> Group:
-        config = self.config
         transport = TcpTransport(_own_address(self._address), self._credentials)
-        before = self._generation
         try:
-            generation = self._assemble(self._register(transport, deadline), transport)
+            endpoint = self._assemble(self._register(transport, deadline), transport)
         except BaseException:
             transport.close()
             raise
-        generation.joined = self._stranger or generation.identity.number > before + 1
-        generation.belongings += self._closed_listeners()
-        if config.elastic:
-            self._make_elastic(generation)
-            deadline = min(deadline, time.monotonic() + SET_UP_SECONDS)  # a frozen member must not hold up the others
+        if self.config.elastic:  # a frozen member must not hold up the others
+            deadline = min(deadline, time.monotonic() + SET_UP_SECONDS)
         try:
-            group = process_hooks.meet([generation], config.timeout, deadline)[0]
-            handshake.agree(
-                generation, config.transport, deadline, meanwhile=lambda: GroupInternals(group).connect(deadline)
-            )
+            return self._connect(endpoint, self.config, deadline)
         except BaseException as error:
-            self._stranger, self._stood_still = generation.joined, False
-            self._lost = tuple(generation.member_ids[rank] for rank in sorted(_out_of_reach(generation, error)))
-            known = isinstance(error, UnsupportedOp) or (config.elastic and isinstance(error, ConfigError))
-            generation.close(None if known else process_hooks.giving_up(generation, error))
+            if (membership := endpoint.membership) is not None:
+                self._stranger, self._stood_still = membership.joined, False
+                lost = _out_of_reach(membership.unreachable, error)
+                self._lost = tuple(endpoint.member_ids[rank] for rank in sorted(lost))
             raise
-        if config.elastic:  # not before: one that does not come about is no reason to leave the job
-            generation.belongings.append(_Leave(self, generation))
-        return group
 
-    def _make_elastic(self, generation: Generation) -> None:
-        generation.succeed = self.next
+    def _elastic_membership(self) -> ElasticMembership:
+        """How this member gets to the generation after the one that it has registered for."""
         if self._news is not None:
-            generation.news, generation.cuts = self._own_news(self._news.latest), self._news.cuts
-            return
+            news, cuts = self._own_news(self._news.latest), self._news.cuts
+            return ElasticMembership(self.next, self.give_up, joined=self._stranger, news=news, cuts=cuts)
         if self._lease is None:  # nobody speaks for this worker
             from gradwire.membership.client.worker_lease import Lease
 
@@ -182,7 +175,8 @@ class MemberSession:
             self._lease.start()
         lease = self._lease
         lease.enter(self._run)
-        generation.news = self._own_news(lambda: lease.news)
+        news = self._own_news(lambda: lease.news)
+        return ElasticMembership(self.next, self.give_up, joined=self._stranger, news=news)
 
     def _own_news(self, latest: Callable[[], News | None]) -> Callable[[], News | None]:
         """The latest news, unless it is of another run: whatever happens there, it does not concern this member."""
@@ -293,7 +287,7 @@ class MemberSession:
 
     # -- becoming a generation ----------------------------------------------------------------------------------------
 
-    def _assemble(self, assembly: Assembly, transport: TcpTransport) -> Generation:
+    def _assemble(self, assembly: Assembly, transport: TcpTransport) -> Endpoint:
         members = assembly.members
         self._stranger = self._stranger or assembly.generation > self._generation + 1
         self._generation, self._run, self._rank, self._lost = assembly.generation, assembly.run, assembly.rank, ()
@@ -312,7 +306,8 @@ class MemberSession:
         names = tuple(str(member) for member in members)
         identity = Identity(assembly.run, assembly.generation, assembly.rank, names, topology)
         ids = tuple(member.id for member in members)
-        return Generation(identity, transport, ids, self.config.peer_timeout)
+        membership = self._elastic_membership() if self.config.elastic else None
+        return Endpoint(identity, transport, ids, membership, tuple(self._closed_listeners()))
 
     def _place_of(self, rank: int, member: Member) -> Address:
         try:
@@ -328,21 +323,8 @@ class MemberSession:
         return assembly.link_key
 
 
-class _Leave:
-    """Ends with a member's last generation."""
-
-    def __init__(self, session: MemberSession, generation: Generation) -> None:
-        self._session, self._generation = session, generation
-
-    def close(self) -> None:
-        self._session.give_up(self._generation.finished)
-
-    def abandon(self) -> None:
-        """A forked child has no part in the job."""
-
-
-def _out_of_reach(generation: Generation, error: BaseException) -> set[int]:
-    """Whom this rank could not reach while the generation came together.
+def _out_of_reach(unreachable: frozenset[int], error: BaseException) -> frozenset[int]:
+    """The ranks that this one could not reach while the generation came together, given those that it knows of.
 
     A rank that refuses connections is dead, or has left for the next generation: others know. Silence is a complaint,
     and so is an entry that cannot be worked with.
@@ -354,7 +336,7 @@ def _out_of_reach(generation: Generation, error: BaseException) -> set[int]:
         silent = error.culprit
     elif isinstance(error, ConfigError | UnsupportedOp):
         silent = error.peer
-    return generation.unreachable() | (set() if silent is None else {silent})
+    return unreachable if silent is None else unreachable | {silent}
 
 
 def _logged(act: Callable[[], None]) -> Callable[[], None]:

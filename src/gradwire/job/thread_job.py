@@ -8,15 +8,17 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
-from gradwire.collectives import tuning_table
+from gradwire.collectives import Table, tuning_table
 from gradwire.errors import InvalidSize, Refused, Timeout
+from gradwire.generation.elastic_membership import ElasticMembership
+from gradwire.generation.establish import Endpoint
 from gradwire.generation.generation import Generation
 from gradwire.group import Group
 from gradwire.group.internals import GroupInternals
 from gradwire.identity import Identity, new_run
-from gradwire.job import process_hooks
 from gradwire.membership.coordinator.state_machine import Membership
 from gradwire.membership.types import Assembly, Claim, Member, News, Refusal
 from gradwire.topology import Topology
@@ -25,13 +27,19 @@ from gradwire.transports.local import Hub, LocalTransport
 LOOK_SECONDS = 0.05  # between two looks at who is left
 MOST = 1024
 
+Connect = Callable[[Sequence[Endpoint], Table, float, float], list[Group]]
+"""Connects ranks, with the tuning table, the timeout of their groups, and a deadline."""
+
 
 class ThreadJob:
     """What the members share: the real state machine of memberships, and a hub for each generation."""
 
-    def __init__(self, timeout: float, on_call: Callable[[str, LocalTransport], None] | None = None) -> None:
+    def __init__(
+        self, timeout: float, connect: Connect, on_call: Callable[[str, LocalTransport], None] | None = None
+    ) -> None:
         """`on_call` gets a member's id and transport at the beginning of each call that the member makes."""
         self._timeout = timeout
+        self._connect = connect
         self._on_call = on_call
         self._run = new_run()
         self._changed = threading.Condition()
@@ -52,8 +60,8 @@ class ThreadJob:
         for claim in claims:
             self._membership.register(claim, time.monotonic())
         assemblies = [self._membership.outcome(claim, time.monotonic()) for claim in claims]
-        generations = [self._generation(assembly) for assembly in assemblies if isinstance(assembly, Assembly)]
-        return process_hooks.start(generations, self._timeout, time.monotonic() + self._timeout)
+        endpoints = [self._endpoint(assembly) for assembly in assemblies if isinstance(assembly, Assembly)]
+        return self._connect(endpoints, self._table, self._timeout, time.monotonic() + self._timeout)
 
     def join(self) -> Group:
         """A member more, as soon as the others let it in."""
@@ -68,16 +76,22 @@ class ThreadJob:
             and not GroupInternals(present).is_closed
         ):
             return present  # who asks late gets the present one
-        lost = tuple(ids[rank] for rank in sorted(generation.unreachable()))
-        generation.belongings = [one for one in generation.belongings if not isinstance(one, _Leave)]
+        lost = tuple(ids[rank] for rank in sorted(generation.failure.unreachable()))
+        if generation.membership is not None:
+            generation.membership.go_on()
         generation.close()
         return self._take(ids[generation.identity.rank], generation.identity.number, lost, timeout)
 
     def _take(self, member: str, generation: int, lost: tuple[str, ...], timeout: float) -> Group:
         deadline = time.monotonic() + timeout
         assembly = self._registered(_member(member, None), generation, lost, deadline)
-        self._present[member] = process_hooks.start([self._generation(assembly)], self._timeout, deadline)[0]
-        return self._present[member]
+        try:
+            group = self._connect([self._endpoint(assembly)], self._table, self._timeout, deadline)[0]
+        except BaseException:
+            self.leave(member)
+            raise
+        self._present[member] = group
+        return group
 
     def _registered(self, member: Member, generation: int, lost: tuple[str, ...], deadline: float) -> Assembly:
         with self._changed:
@@ -97,18 +111,14 @@ class ThreadJob:
                     raise Timeout(f"no next generation came about: {outcome.reason}", operation="recover")
                 self._changed.wait(LOOK_SECONDS)
 
-    def _generation(self, assembly: Assembly) -> Generation:
+    def _endpoint(self, assembly: Assembly) -> Endpoint:
         members = assembly.members
         ids = tuple(member.id for member in members)
         hub = self._hubs.setdefault(assembly.generation, self._hub(ids))
         names = tuple(f"rank {rank} (a thread of this process)" for rank in range(len(members)))
         identity = Identity(assembly.run, assembly.generation, assembly.rank, names, Topology.single(len(members)))
-        generation = Generation(identity, hub.transports[assembly.rank], ids)
-        generation.table = self._table
-        generation.succeed = self._next
-        generation.belongings.append(_Leave(self, ids[assembly.rank]))
-        generation.news = self.news
-        return generation
+        membership = ElasticMembership(self._next, partial(self.leave, ids[assembly.rank]), news=self.news)
+        return Endpoint(identity, hub.transports[assembly.rank], ids, membership)
 
     def _hub(self, ids: tuple[str, ...]) -> Hub:
         on_call = self._on_call
@@ -120,7 +130,7 @@ class ThreadJob:
         """The group of a member's latest generation, if that is not the first one."""
         return self._present.get(member)
 
-    def leave(self, member: str) -> None:
+    def leave(self, member: str, finished: bool = False) -> None:
         """A member has closed its group for good."""
         self._present.pop(member, None)
         with self._changed:
@@ -128,22 +138,9 @@ class ThreadJob:
             self._changed.notify_all()
 
     def news(self) -> News:
-        """What the membership reports to members now."""
+        """What a coordinator would report: how many members there are, and how many wait to join."""
         with self._changed:
             return self._membership.beat((), time.monotonic())
-
-
-class _Leave:
-    """Ends with a member's last generation."""
-
-    def __init__(self, job: ThreadJob, member: str) -> None:
-        self._job, self._member = job, member
-
-    def close(self) -> None:
-        self._job.leave(self._member)
-
-    def abandon(self) -> None:
-        """A forked child has no part in the job."""
 
 
 def _member(identity: str, rank: int | None) -> Member:

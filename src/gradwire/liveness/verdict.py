@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from gradwire.errors import Aborted, Broken, CollectiveMismatch, PeerLost, Timeout
-from gradwire.liveness.call_log import Call
+from gradwire.liveness.call_log import Call, CallLog
 
 SETTLE_SECONDS = 0.03
 CALLS_SECONDS = 0.6
@@ -69,6 +69,13 @@ class Finding:
         if not well_formed:
             raise ValueError(f"malformed finding {str(fields)[:200]}")
         return finding
+
+
+def disagreement(calls: CallLog, sequence: int, reason: str = "ranks called different things") -> Finding:
+    """Ranks of a group called different things, at this call or before it."""
+    last = calls.last()
+    operation = last.what.partition("(")[0] if last else None
+    return Finding("mismatch", reason[:MAX_TEXT], None, None, operation, calls.group, sequence)
 
 
 class Verdict:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 
 from gradwire.arrays import Array, DType, dtype_of
 from gradwire.collectives import build
 from gradwire.executors.plan import Plan, even_bounds, ragged_bounds
 from gradwire.executors.python import CallHeader, PythonExecutor
-from gradwire.generation.waiting import ANSWER_SECONDS
+from gradwire.generation.failure_path import ANSWER_SECONDS
 from gradwire.group import WORLD
 from gradwire.liveness.call_log import CallDescription, CallLog, call_site
-from gradwire.liveness.control import Control, disagreement
+from gradwire.liveness.control_protocol import ControlProtocol, Event, Found, Lost, Missed, Tick, Watched
+from gradwire.liveness.verdict import disagreement
 from gradwire.membership import Assembly
 from gradwire.simulate.network import End
 from gradwire.simulate.process import Process, Program
@@ -38,15 +39,24 @@ class Disagreed(Exception):
 class Collectives:
     """What one rank calls in one generation; it is its executor's wait strategy, too."""
 
-    def __init__(self, process: Process, control: Control, assembly: Assembly, links: Mapping[int, End]) -> None:
+    def __init__(
+        self,
+        process: Process,
+        control: ControlProtocol,
+        handle: Callable[[Event], None],
+        assembly: Assembly,
+        links: Mapping[int, End],
+    ) -> None:
+        """`handle` lets the control protocol handle an event, and carries out its instructions."""
         self._process = process
         self._control = control
+        self._handle = handle
         self._rank = assembly.rank
         self._topology = Topology.of([member.host for member in assembly.members])
         self._calls = CallLog(WORLD, range(len(assembly.members)))
         self._executor = PythonExecutor(links.__getitem__)
         self._call = CallHeader(JOB, assembly.generation, WORLD, assembly.rank)
-        control.watch(self._calls)
+        handle(Watched(self._calls))
 
     def run(self, collective: str, algorithm: str, x: Array, out: Array, op: str | None = None) -> Program:
         """Take part in a collective; raises what the real group would, once the verdict is in."""
@@ -73,7 +83,7 @@ class Collectives:
         if self._control.sound:
             return
         while not self._control.settled:
-            self._control.tick(self._process.now)
+            self._handle(Tick())
             yield 0.01
         raise self._control.error(operation, f" during {operation}")
 
@@ -83,8 +93,8 @@ class Collectives:
         while self._control.sound and not self._control.has_left(peer) and self._process.now < deadline:
             yield 0.01
         if self._control.sound:
-            self._control.missed(peer, self._process.now)
-            self._control.lost(peer, self._process.now)
+            self._handle(Missed(peer))
+            self._handle(Lost(peer))
         yield from self.check(operation)
 
     # -- what the executor asks ---------------------------------------------------------------------------------------
@@ -95,9 +105,9 @@ class Collectives:
     def mismatch(self, peer: int, header: bytes) -> BaseException:
         try:
             sequence = min(self._call.sequence, max(1, parse(header).sequence))
-            self._control.report(disagreement(self._calls, sequence), self._process.now)
+            self._handle(Found(disagreement(self._calls, sequence)))
         except WireError:
-            self._control.lost(peer, self._process.now, "sent nonsense")
+            self._handle(Lost(peer, "sent nonsense"))
         return Disagreed()
 
     def wait(self, reads: object, writes: object) -> None:

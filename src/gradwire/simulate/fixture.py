@@ -28,6 +28,7 @@ from gradwire.errors import ConfigError, GradwireError
 from gradwire.group import Group
 from gradwire.group.internals import GroupInternals
 from gradwire.job.config import DEFAULT_TIMEOUT
+from gradwire.job.init import thread_job
 from gradwire.job.thread_job import ThreadJob
 from gradwire.transports.local import LocalTransport
 
@@ -191,7 +192,7 @@ class Ranks:
 
 def _ranks(n: int, faults: Sequence[Fault]) -> list[_Rank]:
     by_member: dict[str, _Rank] = {}
-    job = ThreadJob(DEFAULT_TIMEOUT, lambda member, transport: by_member[member].called(transport))
+    job = thread_job(DEFAULT_TIMEOUT, lambda member, transport: by_member[member].called(transport))
     for number, group in enumerate(job.begin(n)):
         own = {fault.call: fault for fault in faults if fault.rank == number}
         by_member[GroupInternals(group).member_id] = _Rank(number, job, group, own)

@@ -1,7 +1,7 @@
 """A member's part in one simulated generation: its links, its lifeline and its control messages.
 
-What decides is the real thing, `Control` with its `Verdict` and the `Detector`; what is simulated is what they are told
-by: links, threads and time.
+What decides is the real thing, `ControlProtocol` with its `Verdict` and the `Detector`; links, threads and time, by
+which they are driven, are simulated.
 """
 
 from __future__ import annotations
@@ -10,9 +10,23 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gradwire.errors import NoConnection
-from gradwire.generation.generation import EXPECTED_SECONDS
+from gradwire.generation.connection import EXPECTED_SECONDS
 from gradwire.job.member_session import SET_UP_SECONDS
-from gradwire.liveness.control import Control
+from gradwire.liveness import control_messages
+from gradwire.liveness.control_protocol import (
+    Break,
+    ControlProtocol,
+    Found,
+    Leaving,
+    Linked,
+    Lost,
+    Received,
+    Send,
+    Tick,
+)
+from gradwire.liveness.control_protocol import (
+    Event as ControlEvent,
+)
 from gradwire.liveness.detector import BEAT_SECONDS, PAGE_SECONDS, PEER_SECONDS, Detector, Standstill
 from gradwire.liveness.verdict import Finding
 from gradwire.membership import Assembly, Member
@@ -70,9 +84,9 @@ class Rank:
         self.rank = assembly.rank
         self.size = len(assembly.members)
         self.ids = [member.id for member in assembly.members]
-        self.control = Control(self.rank, self.ids, self.number, self._post, worker.wake)
+        self.control = ControlProtocol(self.rank, self.ids, self.number)
         self.links: dict[int, dict[int, End]] = {CONTROL: {}, DATA: {}, STATE: {}}
-        self.calls = Collectives(worker, self.control, assembly, self.links[DATA])
+        self.calls = Collectives(worker, self.control, self.handle, assembly, self.links[DATA])
         self.detector = Detector()
         self.standstill = Standstill()
         self.closed = False
@@ -183,7 +197,7 @@ class Rank:
         self.links[channel][peer] = end
         if channel == CONTROL:
             end.ready = lambda: self.worker.do(lambda: self._hear(peer, end))
-            self.control.introduce(peer)
+            self.handle(Linked(peer))
             near = self.assembly.members[peer].host == self.worker.host
             if near:
                 self.detector.watch(peer, self.worker.now, PAGE_SECONDS)
@@ -195,6 +209,17 @@ class Rank:
 
     # -- the service thread -------------------------------------------------------------------------------------------
 
+    def handle(self, event: ControlEvent) -> None:
+        """Let the control protocol handle an event, and carry out its instructions."""
+        for instruction in self.control.handle(event, self.worker.now):
+            match instruction:
+                case Send(peers, message):
+                    payload = control_messages.encode(message)
+                    for peer in peers:
+                        self._post(peer, payload)
+                case Break():
+                    self.worker.wake()
+
     def _post(self, peer: int, payload: bytes) -> None:
         end = self.links[CONTROL].get(peer)
         if end is not None and not end.closed and not end.ended:
@@ -204,14 +229,16 @@ class Rank:
         if self.closed:
             return
         try:
-            while (message := end.take()) is not None:
-                self.control.hear(peer, message, self.worker.now)
+            while (payload := end.take()) is not None:
+                message = control_messages.decode(payload, self.size)
+                if message is not None:
+                    self.handle(Received(peer, message))
         except LinkClosed:
             self.links[CONTROL].pop(peer, None)
             self.detector.forget(peer)
             end.close()
             if not self.control.has_left(peer):
-                self.control.lost(peer, self.worker.now)
+                self.handle(Lost(peer))
         if not self.control.sound:
             self._look()
 
@@ -228,8 +255,9 @@ class Rank:
             if beat is not None:
                 self.detector.heard(peer, now, beat)
         for peer, seconds in self.detector.tick(now):
-            self.control.lost(peer, now, f"is frozen or cut off: silent for {seconds:.1f} s")
-        pause = min(self.control.tick(now), self.detector.due - now)
+            self.handle(Lost(peer, f"is frozen or cut off: silent for {seconds:.1f} s"))
+        self.handle(Tick())
+        pause = min(self.control.pause(now), self.detector.due - now)
         if self.control.settled:
             self.worker.wake()
         self.standstill.expect(now + pause)
@@ -251,7 +279,7 @@ class Rank:
     def give_up(self, reason: str) -> None:
         """This generation does not come about: the others need not wait for this member."""
         if self.control.sound:
-            self.control.report(Finding("aborted", reason, self.rank), self.worker.now)
+            self.handle(Found(Finding("aborted", reason, self.rank)))
 
     def complaints(self) -> tuple[str, ...]:
         """The ids of those that this member itself could not reach."""
@@ -260,7 +288,7 @@ class Rank:
 
     def close(self) -> None:
         """Say goodbye and let go of all links."""
-        self.control.goodbye()
+        self.handle(Leaving())
         self.closed = True
         if self._due is not None:
             self._due.cancel()

@@ -2,13 +2,15 @@
 
 Loaded when `gw.torch` is first used; from then on torch knows `torch.distributed.init_process_group("gradwire")`.
 
-    views         tensors as NumPy arrays, and back
-    model_guard   notices when a wrapped model has been changed
-    buffers       what a model holds beside its parameters
-    reducer       hooks in backward: gradients into buckets, buckets reduced
-    join          ranks that run out of data before others
-    ddp           `DistributedDataParallel`
-    backend       torch.distributed's process groups on gradwire's groups
+    views            tensors as NumPy arrays, and back
+    model_guard      notices when a wrapped model has been changed
+    buffers          what a model holds beside its parameters
+    gradient_views   gradients as views of buckets
+    ready_order      the order in which gradients become complete
+    reducer          hooks in backward: gradients into buckets, buckets reduced
+    join             ranks that run out of data before others
+    ddp              `DistributedDataParallel`
+    backend          torch.distributed's process groups on gradwire's groups
 """
 
 from __future__ import annotations

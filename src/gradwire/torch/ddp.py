@@ -74,7 +74,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]  # torch i
         self._owner: Any = group if group is not None else process_hooks.current() or init.init()
         self._buffers_of = Buffers(module)
         self._parts = Parts(module)
-        self._reducer = Reducer(
+        self.reducer = Reducer(
             self.group,
             trained(module),
             _weakly(self),
@@ -94,7 +94,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]  # torch i
             broadcast_named(self.group, self._arrays())
         else:
             self._owner.when_cut_short(_undoing(self))
-        self._reducer.take_over()
+        self.reducer.take_over()
         self._register_load_state_dict_pre_hook(_put_prefix, with_module=True)
         named = (*module.named_parameters(), *module.named_buffers())
         self._own_names = frozenset(name for name, _ in named).difference(self.__dict__)
@@ -116,7 +116,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]  # torch i
         self._prepare()
         output = self.module(*inputs, **named)
         if torch.is_grad_enabled():
-            self._reducer.watch(output)
+            self.reducer.watch(output)
         return output
 
     def _prepare(self) -> None:
@@ -125,8 +125,8 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]  # torch i
         malloc.between_passes()
         self._meet()
         self._remember()
-        self._reducer.forget_cut_short()
-        if self._reducer.retired:
+        self.reducer.forget_cut_short()
+        if self.reducer.retired:
             raise ConfigError(
                 "the model, or a part of it, was wrapped again: use the new DistributedDataParallel; "
                 "models that share parameters are wrapped as one"
@@ -154,10 +154,10 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]  # torch i
         agreement_check.tell(group, "DistributedDataParallel", self._description())
         if self.broadcast_buffers:
             self._buffers_of.are_alike(group)
-        if group is not self._reducer.sync.group:
-            self._reducer.rebind(group)
+        if group is not self.reducer.sync.group:
+            self.reducer.rebind(group)
         else:
-            self._reducer.agree()
+            self.reducer.agree()
         self._met = group
 
     def _description(self) -> list[str]:
@@ -170,14 +170,14 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]  # torch i
 
     def _after_backward(self, had_data: bool) -> None:
         """Gradients are the same everywhere now; see to the rest of the model."""
-        uneven, contract = self._reducer.uneven, self._reducer.sync.contract
+        uneven, contract = self.reducer.uneven, self.reducer.sync.contract
         if self.broadcast_buffers:
             self._buffers_of.broadcast(self.group, join.first_with_data(self.group, had_data) if uneven else 0)
         if contract.every and not uneven:  # whoever is out of data has an older model until the others are done
             contract.check(self._arrays())
 
     def _arrays(self) -> dict[str, Any]:
-        """All that ranks hold alike."""
+        """All arrays that ranks hold alike: parameters, and buffers if they are broadcast."""
         parameters = {name: as_array(name, one) for name, one in self.module.named_parameters()}
         return parameters | (self._buffers_of.arrays() if self.broadcast_buffers else {})
 
@@ -205,11 +205,11 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]  # torch i
     @property
     def require_backward_grad_sync(self) -> bool:
         """Whether backward exchanges gradients; as in torch's own wrapper, for loops that switch it by hand."""
-        return self._reducer.enabled
+        return self.reducer.enabled
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, enabled: bool) -> None:
-        self._reducer.enabled = enabled
+        self.reducer.enabled = enabled
 
     def join(self, *states: Any) -> contextlib.AbstractContextManager[None]:
         """Around a loop over data that ends earlier on some ranks: who has none left takes part without, until all end.
@@ -226,7 +226,8 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]  # torch i
         ...             model(batch).sum().backward()
         ...             optimizer.step()
         """
-        return join.joined(self, states)
+        me = join.Replica(lambda: self.group, self.reducer, self._meet, self._arrays, self.zero_grad)
+        return join.joined(me, states)
 
     def weigh(self, samples: float) -> None:
         """The next backward of this rank counts for so many samples in the mean; every rank calls it before its own.
@@ -237,7 +238,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]  # torch i
         ...     model.weigh(2)
         ...     model(torch.ones(2, 3)).mean().backward()
         """
-        self._reducer.weight = weights.checked(samples)
+        self.reducer.weight = weights.checked(samples)
 
     def sit_out(self) -> None:
         """Take part in the next backward of the others without data: a weight of 0.
@@ -247,7 +248,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]  # torch i
         ...     gw.torch.DistributedDataParallel(torch.nn.Linear(3, 1)).sit_out()
         """
         self._meet()
-        self._reducer.sit_out()
+        self.reducer.sit_out()
 
     def clip(self, max_norm: float) -> float:
         """Scale all gradients down to this norm if theirs is greater; returns what it was. The same bits everywhere.
@@ -259,7 +260,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]  # torch i
         ...     model.clip(1.0)
         2.0
         """
-        return self._reducer.clip(max_norm)
+        return self.reducer.clip(max_norm)
 
     # -- as if it were not wrapped ------------------------------------------------------------------------------------
 

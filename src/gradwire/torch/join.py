@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -13,19 +14,37 @@ from gradwire.group import Group
 from gradwire.training.contract import broadcast_named
 
 if TYPE_CHECKING:
-    from gradwire.torch.ddp import DistributedDataParallel
-    from gradwire.torch.reducer import Reducer
     from gradwire.training.state import State
 
 
+class UnevenReducer(Protocol):
+    """What exchanges gradients of ranks that may be without data: `Reducer`."""
+
+    uneven: bool  # whether ranks may be without data: then weights are told in each backward
+
+    def sit_out(self) -> bool:
+        """Take part in an exchange without data; False if no rank had any."""
+
+
+@dataclass(frozen=True)
+class Replica:
+    """What joining needs of a model that is the same on all ranks: a `DistributedDataParallel`."""
+
+    group: Callable[[], Group]  # of the present generation
+    reducer: UnevenReducer
+    meet: Callable[[], None]  # makes sure that all ranks have the same model
+    arrays: Callable[[], dict[str, Any]]  # all that ranks hold alike
+    zero_grad: Callable[[], None]
+
+
 @contextlib.contextmanager
-def joined(model: DistributedDataParallel, states: Sequence[Any]) -> Iterator[None]:
+def joined(model: Replica, states: Sequence[Any]) -> Iterator[None]:
     """See `DistributedDataParallel.join`."""
     from gradwire.training.state import State  # loaded by those who join
 
     travelling = [State(one) for one in states]  # complains now about what cannot be sent
-    reducer, rounds = model._reducer, 0
-    model._meet()
+    reducer, rounds = model.reducer, 0
+    model.meet()
     reducer.uneven = True
     try:
         yield
@@ -35,15 +54,16 @@ def joined(model: DistributedDataParallel, states: Sequence[Any]) -> Iterator[No
             rounds += 1
     finally:
         reducer.uneven = False
-    waited = model.group.all_gather_values(rounds)
+    group = model.group()
+    waited = group.all_gather_values(rounds)
     if any(waited):
         last = waited.index(0)
-        broadcast_named(model.group, model._arrays(), root=last)
+        broadcast_named(group, model.arrays(), root=last)
         for state in travelling:
-            broadcast_state(model.group, state, last)
+            broadcast_state(group, state, last)
 
 
-def _sat_out(reducer: Reducer) -> bool:
+def _sat_out(reducer: UnevenReducer) -> bool:
     """Whether others had data. What is wrong with theirs is theirs to mind: they may leave the step out, and go on."""
     try:
         return reducer.sit_out()

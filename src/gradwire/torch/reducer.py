@@ -13,7 +13,7 @@ The first backward therefore overlaps nothing. It learns who fires twice, and th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,10 +21,12 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradwire.arrays import Array
-from gradwire.errors import ConfigError, NotFinite, UnsupportedOp
+from gradwire.errors import ConfigError, NotFinite
 from gradwire.group import Group
 from gradwire.host import malloc
-from gradwire.torch.views import as_array, as_tensor, in_memory_order, laid_out_like, tensors_in
+from gradwire.torch.gradient_views import GradientViews
+from gradwire.torch.ready_order import ReadyOrder
+from gradwire.torch.views import as_array, tensors_in
 from gradwire.training.gradients import GradientSync
 
 
@@ -58,15 +60,16 @@ class Reducer:
         self.weight: float | None = None  # of the next backward
         like: dict[str, Array] = {name: as_array(name, one) for name, one in parameters.items()}
         self.sync = GradientSync(group, like, **options)
-        self._views: list[Any] = []
-        self._look_up_views()
+        self._views = GradientViews(self.sync, parameters)
         self._nodes = [torch.autograd.graph.get_gradient_edge(one).node for one in self._parameters]
-        self._twice: set[int] = set()  # hooks that fired more than once in a backward
-        self._seen: dict[int, None] | None = {}  # the order of the first backward, while it is being learned
+        self._order = ReadyOrder(self._names)
         self._changed = [False] * len(self._names)  # since the last exchange
-        self._ordered = False  # whether ranks have told each other the order of this generation
         self._leaves: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # outputs that are watched
         self._callback: Callable[[], Any] = _nobody  # at the end of the backward that runs, as long as it runs
+        self._hooks: list[Any] = []
+        self.retire = weakref.finalize(self, _remove, self._hooks)
+        """Let go of the parameters: another reducer has them."""
+        self.retire.atexit = False
         self._forget()
 
     def take_over(self) -> None:
@@ -80,9 +83,8 @@ class Reducer:
             if former is not None:
                 former.retire()
             _OWNERS[parameter] = mine
-        hooks = [node.register_hook(partial(_accumulated, mine, index)) for index, node in enumerate(self._nodes)]
-        self.retire = weakref.finalize(self, _remove, hooks)
-        self.retire.atexit = False
+        for index, node in enumerate(self._nodes):
+            self._hooks.append(node.register_hook(partial(_accumulated, mine, index)))
 
     @property
     def retired(self) -> bool:
@@ -99,30 +101,19 @@ class Reducer:
         self._first = True  # in this backward, of all reducers of the group
         self._done = [False] * len(self._names)  # those that were made ready in this backward
 
-    def _look_up_views(self) -> None:
-        """Have the present places of gradients in buckets, and move those that are there along."""
-        old = self._views
-        flat = [as_tensor(self.sync.gradients[name].reshape(-1)) for name in self._names]
-        self._views = [laid_out_like(one, parameter) for one, parameter in zip(flat, self._parameters, strict=True)]
-        self._lies = [(view.dtype, view.shape, view.stride(), view.device) for view in self._views]
-        for parameter, before, now in zip(self._parameters, old, self._views, strict=False):
-            if parameter.grad is before:
-                parameter.grad = now
-
     def rebind(self, group: Group) -> None:
         """Go on in another generation. Gradients end with their generation: the step that made them is repeated."""
-        for parameter in self._parameters:
-            parameter.grad = None
+        self._views.drop()
         self.sync.rebind(group)
         self._changed = [False] * len(self._names)
-        self._seen, self._ordered = {}, False
+        self._order.learn_again()
         self._forget()
         self.agree()
 
     def agree(self) -> None:
         """Make sure that all ranks have the same gradients in the same order."""
         self.sync.agree()
-        self._look_up_views()
+        self._views.look_up()
 
     # -- a backward begins --------------------------------------------------------------------------------------------
 
@@ -144,8 +135,8 @@ class Reducer:
 
     def _begin(self) -> None:
         self._busy = True
-        if self._seen is not None:
-            self._seen = {}
+        if self._order.is_learning:
+            self._order.begin()
         callback = partial(_ended, weakref.ref(self))
         self._callback = weakref.ref(callback)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -183,49 +174,15 @@ class Reducer:
                 f"the gradient of {self._names[index]!r} was complete, and its exchange had begun, when backward "
                 "added to it: for such a model use DistributedDataParallel(…, overlap=False)"
             )
-        self._place(index, parameter)
+        self._views.place(index, parameter)
         self._changed[index] = True
         if not self.enabled:
             return
-        if self._seen is not None:
-            if index in self._seen:
-                self._twice.add(index)
-            self._seen.pop(index, None)  # the last time counts
-            self._seen[index] = None
-        elif self._overlap and self._first and index not in self._twice:
+        if self._order.is_learning:
+            self._order.see(index)
+        elif self._overlap and self._first and index not in self._order.twice:
             self._done[index] = True
             self.sync.ready(self._names[index])
-
-    def _place(self, index: int, parameter: Any) -> None:
-        """Let the gradient live in its bucket."""
-        view, gradient, name = self._views[index], parameter.grad, self._names[index]
-        if gradient is view:
-            self.sync.places.look_again(name)
-            return
-        if gradient.requires_grad:
-            raise UnsupportedOp(
-                f"the gradient of {name!r} has a graph of its own (create_graph=True), which is not averaged: for a "
-                "penalty on gradients use torch.autograd.grad, add it to the loss, and call backward() once"
-            )
-        if gradient.layout != torch.strided:
-            raise UnsupportedOp(f"the gradient of {name!r} is sparse: gradwire averages dense ones (sparse=False)")
-        if not self._lies_alike(index, gradient):
-            with torch.no_grad():
-                view.copy_(gradient)
-            self.sync.places.look_again(name)
-        elif not self.sync.places.take(name, gradient.data_ptr()):
-            self.sync.write(name, as_array(name, in_memory_order(gradient)).reshape(view.shape))
-        malloc.about_to_free(gradient.nbytes)
-        parameter.grad = view
-
-    def _lies_alike(self, index: int, gradient: Any) -> bool:
-        """Whether the bytes of a gradient are those of its place: not if torch has yet to conjugate or negate them, or
-        has none."""
-        return (
-            (gradient.dtype, gradient.shape, gradient.stride(), gradient.device) == self._lies[index]
-            and not (gradient.is_conj() or gradient.is_neg())
-            and (gradient.data_ptr() != 0 or gradient.numel() == 0)
-        )
 
     # -- a backward ends ----------------------------------------------------------------------------------------------
 
@@ -240,10 +197,11 @@ class Reducer:
             except NotFinite:  # on all ranks: whoever skips this step should have the same buffers
                 self._after(self.weight != 0)
                 raise
-            self._hand_out()
+            self._views.hand_out()
             self._changed = [False] * len(self._names)
             self._after(self.weight != 0)
-            self._learn()
+            if self._order.end(self.sync):
+                self._views.look_up()
         finally:
             self.weight = None
             self._forget()
@@ -255,30 +213,8 @@ class Reducer:
         for index, parameter in enumerate(self._parameters):
             if self._done[index] or parameter.grad is None:
                 continue
-            self._place(index, parameter)
+            self._views.place(index, parameter)
             self.sync.ready(self._names[index], used=self._changed[index], beside=False)
-
-    def _hand_out(self) -> None:
-        """Gradients that other ranks had are there now."""
-        used = self.sync.used
-        for index, parameter in enumerate(self._parameters):
-            if parameter.grad is None and self._names[index] in used and parameter.requires_grad:
-                parameter.grad = self._views[index]
-
-    def _learn(self) -> None:
-        """After the first backward buckets are filled in the order in which rank 0 saw gradients become complete."""
-        if self._seen is None:
-            return
-        if not self._ordered:
-            self._order(self._seen)
-        if self._seen:  # not if this rank had no data: it has yet to see who fires twice
-            self._seen = None
-
-    def _order(self, seen: Iterable[int]) -> None:
-        last = [self._names[index] for index in seen if index in self._twice]
-        self.sync.reorder([*(name for index in seen if (name := self._names[index]) not in last), *last])
-        self._ordered = True
-        self._look_up_views()
 
     def sit_out(self) -> bool:
         """Take part in an exchange without data; False if no rank had any."""
@@ -289,11 +225,7 @@ class Reducer:
 
     def clip(self, max_norm: float) -> float:
         """Scale what `.grad` holds now, whoever has put it there; returns the norm that it had."""
-        for index, parameter in enumerate(self._parameters):
-            if parameter.grad is None:
-                self._views[index].zero_()
-            else:
-                self._place(index, parameter)
+        self._views.place_all()
         return self.sync.clip(max_norm)
 
 

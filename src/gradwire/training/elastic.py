@@ -237,8 +237,7 @@ class Elastic:
 
         `digest` is the state's, if nothing can have changed it since.
         """
-        internals = GroupInternals(self.group)
-        internals.mark_without_state(internals.has_joined)
+        GroupInternals(self.group).begin_settling()
         while self.group.size < self.min_size:
             self._await_others()
         self._number = _begun_runs(GroupInternals(self.group), self._number)
@@ -262,7 +261,7 @@ class Elastic:
         self.digest = digest if giver is None else standings[giver].digest
         self._tell_all(None, "settling, done")  # until then nobody changes its state: takers may yet fail
         self.committed = settlement.completed  # now all are known to have it
-        GroupInternals(self.group).mark_without_state(False)
+        GroupInternals(self.group).settled()
         self._settled = self.group
 
     def _digest_if_readable(self) -> str:

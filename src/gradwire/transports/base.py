@@ -76,7 +76,7 @@ class Bell(Protocol):
     def silence(self) -> None: ...
 
 
-class Belonging(Protocol):
+class Resource(Protocol):
     """Something that ends with a generation."""
 
     def close(self) -> None: ...
@@ -85,7 +85,7 @@ class Belonging(Protocol):
         """In a forked child: let go of every descriptor without a word to the peers."""
 
 
-class Transport(Belonging, Protocol):
+class Transport(Resource, Protocol):
     """What `local` and `tcp` offer alike."""
 
     name: str

@@ -34,7 +34,7 @@ def hear(data: bytes) -> bool:
     sound = True
     for number, message in enumerate(data.split(b"\n")):
         try:
-            bystander.control.hear(1 + number % 2, message, time.monotonic())
+            bystander.control.receive(1 + number % 2, message, time.monotonic())
         except ValueError:
             sound = False
     bystander.settle(len(data))

@@ -15,6 +15,7 @@ import torch._dynamo  # DDP wants it: once, before ranks are forked
 import torch.distributed as dist
 
 import gradwire as gw
+from gradwire.group.internals import parts_of
 from support import tls_files
 from support.namespaces import Hosts, enter
 from support.namespaces import hosts_fixture as hosts_fixture
@@ -67,7 +68,7 @@ def trains(here: Here, store: str) -> Any:
         optimizer.step()
     here.tell(
         hosts=[list(ranks) for ranks in group.topology.hosts],
-        encrypted=group._generation.transport.encrypted,
+        encrypted=parts_of(group).generation.transport.encrypted,
         weights=torch.cat([one.detach().flatten() for one in model.parameters()]).tolist(),
     )
     here.hear()  # nobody leaves while others train

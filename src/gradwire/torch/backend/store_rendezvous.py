@@ -16,7 +16,7 @@ from gradwire.job import init
 from gradwire.job.address import Address
 from gradwire.job.config import INSECURE, TRANSPORT, resolve
 from gradwire.job.environments.torchrun import HOST as MASTER
-from gradwire.job.member_session import HOST, MemberSession
+from gradwire.job.member_session import HOST
 from gradwire.wire import fingerprint
 
 MEETING_SECONDS = 30.0  # at least, however short the timeout of each call is
@@ -46,7 +46,7 @@ def meet(store: Any, rank: int, size: int, timeout: float) -> Group:
 
     heeded = {name: value for name in (TRANSPORT, INSECURE) if (value := os.environ.get(name))}
     config = resolve(rank, size, Address(place, _UNUSED_PORT), timeout=timeout, environ=heeded)
-    return MemberSession(dataclasses.replace(config, address_taken=True), agree).take(
+    return init.member_session(dataclasses.replace(config, address_taken=True), agree).take(
         max(deadline, time.monotonic() + 1.0)
     )
 

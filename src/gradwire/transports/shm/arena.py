@@ -118,6 +118,11 @@ class OwnArena(Arena):
             self._retired.append((offset, nbytes, ended))
         self.sweep()
 
+    @property
+    def retired(self) -> int:
+        """How many blocks wait until nobody reads them any more."""
+        return len(self._retired)
+
     def sweep(self) -> None:
         """Give back what was retired and is no longer in use."""
         with self._lock:

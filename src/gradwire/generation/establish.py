@@ -1,0 +1,101 @@
+"""`establish` connects ranks and returns complete generations: for processes, threads, pairs and single ranks alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from gradwire.collectives import Table
+from gradwire.errors import ConfigError, UnsupportedOp
+from gradwire.generation import handshake
+from gradwire.generation.connection import Connection
+from gradwire.generation.elastic_membership import ElasticMembership
+from gradwire.generation.generation import Generation
+from gradwire.generation.handshake import Agreement
+from gradwire.generation.lifetime import Lifetime
+from gradwire.identity import Identity
+from gradwire.liveness.detector import PEER_SECONDS
+from gradwire.transports.base import Link, Resource, Transport
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A rank of this process, before it is connected."""
+
+    identity: Identity
+    transport: Transport
+    member_ids: tuple[str, ...] = ()  # by rank, for the coordinator
+    membership: ElasticMembership | None = None  # None: it is fixed
+    resources: tuple[Resource, ...] = ()  # that end with the generation, with the transport
+
+    def cut_off(self) -> list[int]:
+        """The world ranks of the members with which links are to be cut on purpose."""
+        cuts = self.membership.cuts() if self.membership is not None else ()
+        peers = [self.member_ids.index(member) for member in cuts if member in self.member_ids]
+        return [peer for peer in peers if peer != self.identity.rank]
+
+
+def establish(
+    endpoints: Sequence[Endpoint],
+    *,
+    world_channel: int,
+    deadline: float,
+    table: Table | None = None,
+    wanted_transport: str = "auto",
+    peer_timeout: float = PEER_SECONDS,
+    begun: Callable[[Lifetime], None] = lambda lifetime: None,
+) -> list[Generation]:
+    """Connect ranks of this process with all others, and return their generations.
+
+    `table` is the tuning table of ranks that are all in this process: they share no memory and need no heartbeats, so
+    there is nothing to agree on. Without one, ranks agree on these things over their control links; each of them
+    establishes its generation on its own thread then. `world_channel` is the channel of the group of all ranks, whose
+    links are dialled meanwhile. `peer_timeout` is how long ranks on other hosts may be silent. `begun` gets each
+    generation's lifetime before it has any link. If this fails, everything is closed, and the other ranks are told why.
+    """
+    if table is None and len(endpoints) != 1:
+        raise ValueError("ranks that have to agree on a tuning table are established one by one")
+    connections = [Connection(one.identity, one.transport, one.cut_off, one.resources) for one in endpoints]
+    world_links: list[list[Link]] = [[] for _ in endpoints]
+
+    def dial_world() -> None:
+        for connection, links in zip(connections, world_links, strict=True):
+            below = range(connection.identity.rank)
+            connection.connect_all(below, world_channel, deadline, "subgroup", links.append)
+
+    try:
+        for connection in connections:
+            begun(connection.lifetime)
+            connection.open_control_links(deadline)
+        for connection in connections:
+            connection.await_control_links(deadline)
+        if table is not None:
+            dial_world()
+            agreements = [Agreement(table, None, (False,) * one.identity.size) for one in endpoints]
+        else:
+            agreements = [handshake.agree(connections[0], wanted_transport, peer_timeout, deadline, dial_world)]
+    except BaseException as error:
+        for endpoint, connection in zip(endpoints, connections, strict=True):
+            _give_up(connection, endpoint.membership, error)
+        raise
+    made = zip(connections, agreements, endpoints, world_links, strict=True)
+    return [_generation(connection, agreement, endpoint, links) for connection, agreement, endpoint, links in made]
+
+
+def _generation(
+    connection: Connection, agreement: Agreement, endpoint: Endpoint, world_links: Sequence[Link]
+) -> Generation:
+    membership = endpoint.membership
+    if membership is not None:  # not before: a generation that does not come about is no reason to leave the job
+        connection.lifetime.add_resource(membership)
+    return Generation(connection, agreement, endpoint.member_ids, membership, world_links)
+
+
+def _give_up(connection: Connection, membership: ElasticMembership | None, error: BaseException) -> None:
+    if membership is not None:
+        membership.set_up_failed(connection.failure.unreachable())
+    # These errors are raised on every rank, or by the rank that is to blame while the others go on without it.
+    if isinstance(error, UnsupportedOp) or (membership is not None and isinstance(error, ConfigError)):
+        connection.lifetime.close()
+    else:
+        connection.lifetime.give_up(error)
