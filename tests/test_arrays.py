@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from conformance.crews import Crew, crew_of
 from gradwire.arrays import DType, as_array, dtype_of, number_as_array, parse_dtype, view
 from gradwire.topology import Topology
+from support.crews import Crew, crew_of
 
 
 @pytest.fixture(scope="module")

@@ -21,19 +21,6 @@ MODULES = sorted(file for file in SOURCE.rglob("*.py") if SOURCE / "membership" 
 # Files that still use private names of gradwire. Take a file out when it no longer does; none may be added.
 TO_BE_CLEANED = frozenset(
     {
-        "collectives/test_tuning_table.py",
-        "generation/test_control_gather.py",
-        "generation/test_failures_abort.py",
-        "generation/test_failures_silence.py",
-        "generation/test_failures_timeout.py",
-        "generation/test_hostile_bytes.py",
-        "generation/test_hostile_peer.py",
-        "generation/test_mailbox.py",
-        "generation/test_service_thread.py",
-        "job/test_init.py",
-        "job/test_process_hooks_fork.py",
-        "job/test_tls_job.py",
-        "liveness/test_lifeline.py",
         "simulate/test_bugs.py",
         "training/test_elastic.py",
         "training/test_elastic_losses.py",
@@ -106,11 +93,11 @@ def test_module_uses_no_private_name_of_another_package(file: Path) -> None:
     assert not reached(parsed(file), own)
 
 
-@pytest.mark.parametrize("package", ["training", "torch", "jax"])
-def test_training_and_adapters_see_groups_only_by_calls_and_group_internals(package: str) -> None:
+@pytest.mark.parametrize("package", ["job", "training", "torch", "jax", "simulate", "bench"])
+def test_package_sees_groups_only_by_their_calls_and_group_internals(package: str) -> None:
+    hidden = {"parts_of", "GroupParts"} | ({"Generation"} if package not in ("job", "simulate") else set())
     for file in (SOURCE / package).rglob("*.py"):
-        taken = {node.name for node in ast.walk(parsed(file)) if isinstance(node, ast.alias)}
-        assert not taken & {"parts_of", "GroupParts", "Generation"}, file.name
+        assert not hidden & {node.name for node in ast.walk(parsed(file)) if isinstance(node, ast.alias)}, file.name
 
 
 TEST_FILES = sorted(TESTS.rglob("*.py"))

@@ -17,6 +17,7 @@ from gradwire.executors.plan import ragged_bounds
 from gradwire.group import Group
 from gradwire.group.stream import Stream
 from gradwire.topology import Topology
+from support.array_bits import assert_same
 
 HALVES = ("float16", "bfloat16")
 FLOATS = (*HALVES, "float32", "float64")
@@ -120,7 +121,7 @@ class Case:
     def check(self, inputs: Sequence[Array], results: Sequence[Any], topology: Topology, inside: str) -> None:
         """Compare what all ranks got with what they should have; `inside`: what links the ranks of a host."""
         for rank, (result, expected) in enumerate(zip(results, self.expected(inputs, topology, inside), strict=True)):
-            oracle.assert_same(result, expected, f"rank {rank} of {topology.hosts}, {self}")
+            assert_same(result, expected, f"rank {rank} of {topology.hosts}, {self}")
 
 
 def filled(generator: np.random.Generator, dtype: DType, fill: str, shape: tuple[int, ...]) -> Array:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from conformance.crews import TRANSPORTS, Crew, crew_of
 from gradwire.topology import Topology
+from support.crews import TRANSPORTS, Crew, crew_of
 
 HOSTS = {1: "a", 2: "ab", 3: "aba", 5: "abbab", 8: "aabacbab"}
 SIZES = (1, 2, 3, 5, 8)

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conformance.cases import Case
-from conformance.crews import Crew
-from conformance.oracle import assert_same, bits
 from conformance.strategies import cases, subsets
 from gradwire.collectives import REDUCING
 from gradwire.group import Group
 from gradwire.group.stream import Stream
 from gradwire.topology import Topology
+from support.array_bits import assert_same, bits
+from support.crews import Crew
 
 FEW = settings.default.max_examples // 4 if settings.default else 25
 IN_PLACE = ("all_reduce", "broadcast")

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from conformance.cases import Case
-from conformance.crews import Crew, crew_of
 from conformance.test_table import COLLECTIVES, rows_of, run
 from gradwire.collectives import algorithms
 from gradwire.topology import Topology
 from gradwire.transports.local import LocalLink
+from support.crews import Crew, crew_of
 
 
 def dripping(whole: Callable[[LocalLink, Any], int], numbers: random.Random) -> Callable[[LocalLink, Any], int]:

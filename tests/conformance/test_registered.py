@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from conformance.cases import Case
-from conformance.crews import TRANSPORTS, Crew, crew_of
 from gradwire import Group
 from gradwire.arrays import Array
 from gradwire.topology import Topology
+from support.crews import TRANSPORTS, Crew, crew_of
 
 pytestmark = pytest.mark.skipif("shm" not in TRANSPORTS, reason="only the core shares memory")
 HOSTS = {"2": "aa", "3": "aaa", "5": "aaaaa", "2+2": "aabb", "1+2": "baa"}

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from conformance.cases import DTYPES, Case
-from conformance.crews import Crew
 from gradwire.arrays import REDUCE_OPS, parse_dtype
 from gradwire.collectives import REDUCING, ROOTED, algorithms
 from gradwire.group import Group
+from support.crews import Crew
 
 MANY = 3  # ranks; from here on ops take turns too, except in the slow tests
 COLLECTIVES = ("all_reduce", "reduce", "broadcast", "all_gather", "gather", "reduce_scatter", "scatter", "all_to_all")

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from conformance.cases import Case
 from conformance.conftest import HOSTS
-from conformance.crews import Crew, crew_of, sizes
 from conformance.strategies import cases
 from conformance.test_drawn import FEW, check_call
 from conformance.test_table import COLLECTIVES, run
 from gradwire.collectives import algorithms
 from gradwire.executors import native, plan
 from gradwire.topology import Topology
+from support.crews import Crew, crew_of, sizes
 
 TILE = 256  # bytes
 

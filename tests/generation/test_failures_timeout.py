@@ -14,10 +14,11 @@ import pytest
 import gradwire as gw
 from gradwire.generation import waiting
 from gradwire.group import WORLD
+from gradwire.group.internals import parts_of
 from gradwire.host import native_core
-from support.in_process import Journal
+from support.captured_log import CapturedLog
+from support.captured_log import captured_fixture as captured_fixture
 from support.in_process import groups_fixture as groups_fixture
-from support.in_process import journal_fixture as journal_fixture
 from support.processes import Here, StartJob, place
 from support.processes import job_fixture as job_fixture
 from support.processes import zygote_fixture as zygote_fixture
@@ -82,7 +83,7 @@ def test_a_time_out_of_one_rank_breaks_all(groups: list[gw.Group]) -> None:
 
 def announced(group: gw.Group) -> bool:
     """Whether the others know how far this rank has got in the group; the parley's rounds are told as well."""
-    return group._generation.control.announced(WORLD) > 0
+    return parts_of(group).generation.control.announced(WORLD) > 0
 
 
 def waits_for_rank_1(here: Here, how: str, seconds: float) -> None:
@@ -138,7 +139,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("impatient")
 def test_a_long_wait_is_logged_with_who_is_late_and_what_it_last_called(
-    groups: list[gw.Group], journal: Journal
+    groups: list[gw.Group], captured: CapturedLog
 ) -> None:
     late = len(groups) - 1
     called = place(early_call, "# the last call")
@@ -150,7 +151,7 @@ def test_a_long_wait_is_logged_with_who_is_late_and_what_it_last_called(
     def play(group: gw.Group) -> object:
         early_call(group)
         if group.rank == late:
-            journal.wait_for(said, times=2)  # and said again later
+            captured.wait_for(said, times=2)  # and said again later
         return group.all_reduce(1)
 
     assert run_ranks(groups, play) == [len(groups)] * len(groups)
@@ -180,7 +181,7 @@ def test_a_long_wait_is_logged_with_who_is_late_and_what_it_last_called(
 )
 def test_a_long_wait_for_one_rank_is_logged_too(
     groups: list[gw.Group],
-    journal: Journal,
+    captured: CapturedLog,
     wait: Callable[[gw.Group], object],
     answer: Callable[[gw.Group], object],
     said: str,
@@ -192,7 +193,7 @@ def test_a_long_wait_for_one_rank_is_logged_too(
         if group.rank == 0:
             wait(group)
         elif group.rank == 1:
-            journal.wait_for(rf"rank 0 has waited \d+ s {said}; {last}(; rank 2's .*)?")
+            captured.wait_for(rf"rank 0 has waited \d+ s {said}; {last}(; rank 2's .*)?")
             answer(group)
 
     run_ranks(groups, play)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from conformance.crews import crew_of
 from gradwire.group.internals import GroupInternals
+from support.crews import crew_of
 from support.ranks import eventually, run_ranks
 
 

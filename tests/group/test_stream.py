@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from conformance.crews import Crew, crew_of, sizes
 from gradwire.topology import Topology
+from support.crews import Crew, crew_of, sizes
 from support.in_process import SOON, end_progress
 from support.in_process import every_pair_fixture as every_pair_fixture
 from support.ranks import eventually, run_group, run_ranks

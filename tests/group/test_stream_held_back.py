@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from conformance.crews import TRANSPORTS
 from gradwire.group import runner
 from gradwire.group.internals import GroupInternals, parts_of
 from gradwire.operations import Operation
+from support.crews import TRANSPORTS
 from support.in_process import SOON
 from support.ranks import closing, eventually, run_ranks
 

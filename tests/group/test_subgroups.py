@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from conformance.crews import TRANSPORTS, Crew, crew_of
 from gradwire.topology import Topology
+from support.crews import TRANSPORTS, Crew, crew_of
 from support.in_process import SOON
 from support.ranks import closing, run_ranks
 

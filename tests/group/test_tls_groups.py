@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from conformance.crews import agreed, tcp_endpoints
 from gradwire.group.internals import parts_of
 from gradwire.host import native_core
 from gradwire.topology import Topology
+from support.crews import agreed, tcp_endpoints
 from support.ranks import run_ranks
 
 needs_core = pytest.mark.skipif(not native_core.available(), reason="only the core reads shared memory")

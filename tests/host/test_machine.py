@@ -45,7 +45,7 @@ def test_core_quota_reads_the_smallest_limit_of_the_control_groups(
     assert machine.core_quota(tmp_path / "groups", tmp_path / "own") == cores
 
 
-def test_usable_cores_are_those_the_process_may_run_on() -> None:
+def test_usable_cores_are_limited_by_the_affinity_of_the_process() -> None:
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(allowed)})
     try:
@@ -55,11 +55,11 @@ def test_usable_cores_are_those_the_process_may_run_on() -> None:
     assert 0 < machine.usable_cores() <= len(allowed)
 
 
-def test_a_machine_has_one_identity() -> None:
+def test_identity_of_a_machine_is_stable() -> None:
     assert machine.identity() == machine.identity() != ""
 
 
-def test_process_status_tells_state_and_start_of_a_process_whatever_its_name() -> None:
+def test_process_status_of_a_process_with_an_odd_name_has_state_and_start() -> None:
     name = "a) Z (b"  # as /proc shows it, between parentheses
     code = f"import ctypes; ctypes.CDLL(None).prctl(15, {name.encode()!r}, 0, 0, 0); print(); input()"
     before = machine.process_status(os.getpid())

@@ -56,17 +56,19 @@ def told_by(script: str, own: Mapping[str, str] = MappingProxyType({})) -> str:
         pytest.param(BACKEND, {"MALLOC_PERTURB_": "0"}, "True False", id="told by the user"),
     ],
 )
-def test_what_a_step_frees_is_kept(start: str, own: dict[str, str], told: str) -> None:
+def test_malloc_settings_keep_memory_freed_by_a_training_step(start: str, own: dict[str, str], told: str) -> None:
     assert told_by(textwrap.dedent(SCRIPT).format(start), own) == told
 
 
-def test_what_a_worker_frees_is_kept_whatever_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_malloc_settings_keep_memory_freed_by_a_launched_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_", raising=False)
     script = written(tmp_path, SCRIPT.format("pass"))
     assert run(Task.script(script), 1).out.splitlines() == ["[0] True True"]
 
 
-def test_all_ranks_together_keep_a_part_of_the_machine_s_memory() -> None:
+def test_malloc_settings_of_all_ranks_keep_a_part_of_the_machines_memory() -> None:
     for ranks in (1, 7, 1000):
         assert 8 * ranks * int(malloc.variables({}, ranks)["MALLOC_TRIM_THRESHOLD_"]) <= machine.memory()
 
@@ -93,7 +95,7 @@ ALIGNED = """
 """
 
 
-def test_aligned_memory_that_a_worker_frees_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_aligned_memory_freed_by_a_worker_is_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"):
         monkeypatch.delenv(name, raising=False)
     assert run(Task.script(written(tmp_path, ALIGNED)), 1).out.splitlines() == ["[0] True"]
@@ -122,14 +124,14 @@ TRAINED = """
 
 
 @pytest.mark.skipif(not native_core.available(), reason="the core does it")
-def test_aligned_memory_is_found_again_whoever_starts_the_process() -> None:
+def test_aligned_memory_is_reused_however_the_process_was_started() -> None:
     assert told_by(textwrap.dedent(TRAINED)) == "True"
 
 
 @pytest.mark.parametrize(
     ("version", "told"), [("glibc 2.36", True), ("glibc 2.39", False), ("glibc 2.40.1", False), (None, False)]
 )
-def test_small_pieces_are_cached_where_that_does_no_harm(
+def test_small_pieces_are_cached_only_where_safe(
     version: str | None, told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "confstr", lambda name: version)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import gradwire as gw
+from gradwire import events
+from gradwire.transports.fork_safe_sockets import Sockets
 from support.processes import Here, StartJob
 from support.processes import job_fixture as job_fixture
 from support.processes import zygote_fixture as zygote_fixture
@@ -84,9 +86,11 @@ def forks(here: Here, when: str) -> None:
     if when == "during a call":
         helper = threading.Thread(target=inner.all_reduce, args=(np.ones(1 << 16),))
         if group.rank == 0:  # the others come only after the fork
+            begun = threading.Event()
+            unsubscribe = events.subscribe(lambda event: begun.set())
             helper.start()
-            while helper.is_alive() and inner._runner._turns.issued == inner._runner._turns.serving:
-                time.sleep(0.001)
+            begun.wait(30)
+            unsubscribe()
     before = tcp_sockets()
     child = os.fork()
     if child == 0:
@@ -102,7 +106,7 @@ def forks(here: Here, when: str) -> None:
 
 
 @pytest.mark.parametrize("when", ["idle", "during a call"])
-def test_a_child_has_no_links_and_its_groups_are_closed(job: StartJob, when: str) -> None:
+def test_forked_child_has_no_links_and_its_groups_are_closed(job: StartJob, when: str) -> None:
     with job(forks, 3, when) as ranks:
         for rank in ranks:
             said = rank.hear()
@@ -129,7 +133,7 @@ def uses_pools(here: Here) -> None:
     here.tell(sums=sums)
 
 
-def test_pools_of_forked_processes(job: StartJob) -> None:
+def test_pools_of_forked_processes_work_beside_collectives(job: StartJob) -> None:
     with job(uses_pools, 2) as ranks:
         for rank in ranks:
             assert rank.hear()["sums"] == [20, 20, 20]
@@ -146,17 +150,24 @@ def starts_programs(here: Here) -> None:
     here.tell(inherited=inherited, sum=group.all_reduce(1))
 
 
-def test_programs_inherit_nothing(job: StartJob) -> None:
+def test_started_programs_inherit_no_descriptors(job: StartJob) -> None:
     with job(starts_programs, 2) as ranks:
         for rank in ranks:
             assert rank.hear() == {"inherited": [], "sum": 2}
 
 
-def test_a_fork_waits_for_a_socket_to_be_on_record() -> None:
+def test_fork_waits_until_a_new_socket_is_on_record() -> None:
     """Otherwise a child forked between its birth and its entry would keep it for ever."""
-    from gradwire.transports import fork_safe_sockets
+    forked, accepting, made = threading.Event(), threading.Event(), threading.Event()
 
-    forked = threading.Event()
+    class SlowListener:
+        def accept(self) -> tuple[socket.socket, tuple[str, int]]:
+            accepting.set()
+            made.wait(10)
+            return socket.socket(), ("127.0.0.1", 1)
+
+    def accept() -> None:
+        Sockets().accept(SlowListener())[0].close()  # type: ignore[arg-type]
 
     def fork() -> None:
         pid = os.fork()
@@ -165,15 +176,18 @@ def test_a_fork_waits_for_a_socket_to_be_on_record() -> None:
         os.waitpid(pid, 0)
         forked.set()
 
-    with fork_safe_sockets._making:
-        thread = threading.Thread(target=fork)
-        thread.start()
-        assert not forked.wait(0.1)
+    threads = [threading.Thread(target=accept), threading.Thread(target=fork)]
+    threads[0].start()
+    assert accepting.wait(60)
+    threads[1].start()
+    assert not forked.wait(0.1)
+    made.set()
     assert forked.wait(60)
-    thread.join()
+    for thread in threads:
+        thread.join()
 
 
-def test_in_process_ranks_are_closed_in_children_too() -> None:
+def test_forked_child_finds_groups_of_threads_closed() -> None:
     groups = gw.local_group(2)
     read, write = os.pipe()
     child = os.fork()

@@ -73,17 +73,17 @@ class Watcher:
         return self.now - began
 
 
-def test_who_beats_is_not_suspected() -> None:
+def test_detector_rank_that_beats_is_not_suspected() -> None:
     assert Watcher(1, 2, 3).run(60.0) == []
 
 
-def test_silence_is_found_soon_and_not_too_soon() -> None:
+def test_detector_finds_silence_soon_and_not_too_soon() -> None:
     watcher = Watcher(1, 2, 3)
     watcher.run(5.0)
     assert PAGE_SECONDS - LOOK_SECONDS < watcher.loses_after(2) < PAGE_SECONDS + 3 * STEP
 
 
-def test_the_silence_is_told_with_its_length() -> None:
+def test_detector_reports_the_length_of_the_silence() -> None:
     watcher = Watcher(1, 2)
     watcher.run(1.0)
     watcher.loses_after(2)
@@ -93,7 +93,7 @@ def test_the_silence_is_told_with_its_length() -> None:
 
 
 @pytest.mark.parametrize("peers", [(1, 3), (3, 1), (1, 2, 3)])
-def test_those_who_fall_silent_together_are_told_together(peers: tuple[int, ...]) -> None:
+def test_detector_ranks_that_fall_silent_together_are_reported_together(peers: tuple[int, ...]) -> None:
     """Although their last beats, and what each is allowed, differ."""
     for phase in range(50):
         watcher = Watcher(1, 2, 3, 4)
@@ -126,7 +126,7 @@ def two() -> tuple[Detector, float]:
     return detector, now
 
 
-def test_a_confirming_since_waits_for_one_who_may_be_silent_longer() -> None:
+def test_detector_confirmation_waits_for_a_rank_that_may_be_silent_longer() -> None:
     detector, now = two()
     assert look(detector, now + 0.19) == []
     assert look(detector, now + 0.201) == []
@@ -134,7 +134,7 @@ def test_a_confirming_since_waits_for_one_who_may_be_silent_longer() -> None:
     assert look(detector, now + 0.601) == [1, 2]
 
 
-def test_a_confirming_since_does_not_wait_too_long() -> None:
+def test_detector_confirmation_does_not_wait_too_long() -> None:
     detector, now = two()
     starved = {1: Sight.STARVED}
     detector.heard(1, now + PAGE_SECONDS - STEP / 2, 1 << 20)  # just before the other is suspected
@@ -142,14 +142,14 @@ def test_a_confirming_since_does_not_wait_too_long() -> None:
     assert look(detector, now + CONFIRM_SECONDS + EPSILON, starved) == [2]
 
 
-def test_a_confirming_since_ends_when_all_others_are_heard() -> None:
+def test_detector_confirmation_ends_when_all_other_ranks_are_heard() -> None:
     detector, now = two()
     assert look(detector, now + 0.201) == []
     detector.heard(1, now + 0.21)
     assert look(detector, now + 0.21) == [2]
 
 
-def test_a_suspect_that_is_heard_during_the_confirming_since_is_cleared() -> None:
+def test_detector_suspect_heard_during_the_confirmation_is_cleared() -> None:
     detector, now = two()
     assert look(detector, now + 0.201) == []
     detector.heard(2, now + 0.21)
@@ -159,7 +159,7 @@ def test_a_suspect_that_is_heard_during_the_confirming_since_is_cleared() -> Non
     assert detector.due == pytest.approx(now + 0.3), "nobody is suspected, one was not heard"
 
 
-def test_a_late_look_begins_anew() -> None:
+def test_detector_late_tick_restarts_its_deadlines() -> None:
     watcher = Watcher(1, 2)
     watcher.run(1.0)
     watcher.now += 3.0  # this process stood still, and so may the whole machine have done
@@ -168,7 +168,7 @@ def test_a_late_look_begins_anew() -> None:
     assert PAGE_SECONDS - LOOK_SECONDS < watcher.loses_after(1) < PAGE_SECONDS + 3 * STEP
 
 
-def test_a_look_that_is_a_little_late_counts() -> None:
+def test_detector_tick_that_is_a_little_late_counts() -> None:
     watcher = Watcher(1)
     watcher.run(1.0)
     watcher.silent.add(1)
@@ -180,7 +180,7 @@ def test_a_look_that_is_a_little_late_counts() -> None:
 
 
 @given(st.lists(st.floats(LATE_SECONDS + 0.01, 10.0), min_size=1, max_size=30))
-def test_a_watcher_that_is_always_late_accuses_nobody(gaps: list[float]) -> None:
+def test_detector_that_always_ticks_late_accuses_no_rank(gaps: list[float]) -> None:
     watcher = Watcher(1, 2)
     watcher.run(0.5)
     watcher.silent = {1, 2}
@@ -190,7 +190,7 @@ def test_a_watcher_that_is_always_late_accuses_nobody(gaps: list[float]) -> None
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 0.14), st.floats(0.0, LATE_SECONDS)), min_size=1, max_size=100))
-def test_beats_that_are_held_up_for_less_than_the_least_silence_are_no_alarm(held: list[tuple[float, float]]) -> None:
+def test_detector_beats_held_up_for_less_than_the_least_silence_raise_no_alarm(held: list[tuple[float, float]]) -> None:
     """Whenever beats come 0.05 to 0.19 s apart and looks come a little late, nobody is suspected over links."""
     watcher = Watcher(1, least=LINK_SECONDS)
     watcher.run(0.5)
@@ -208,7 +208,7 @@ def test_beats_that_are_held_up_for_less_than_the_least_silence_are_no_alarm(hel
     st.lists(st.floats(0.001, 1.0), min_size=1, max_size=200),
     st.sampled_from([PAGE_SECONDS, LINK_SECONDS]),
 )
-def test_what_is_allowed_has_bounds(intervals: list[float], least: float) -> None:
+def test_detector_allowed_silence_has_bounds(intervals: list[float], least: float) -> None:
     detector = Detector()
     now = 50.0
     detector.watch(1, now, least)
@@ -222,7 +222,7 @@ def test_what_is_allowed_has_bounds(intervals: list[float], least: float) -> Non
     assert [peer for peer, _ in detector.tick(now + MOST_SECONDS + EPSILON)] == [1]
 
 
-def test_who_was_irregular_may_be_silent_longer() -> None:
+def test_detector_irregular_rank_may_be_silent_longer() -> None:
     detector = Detector()
     now = 10.0
     detector.watch(1, now, PAGE_SECONDS)
@@ -236,14 +236,14 @@ def test_who_was_irregular_may_be_silent_longer() -> None:
 
 
 @pytest.mark.parametrize(("sight", "seconds"), [(Sight.OTHER, UNSTOPPED_SECONDS), (Sight.STARVED, STARVED_SECONDS)])
-def test_who_was_not_stopped_has_more_time_but_not_for_ever(sight: Sight, seconds: float) -> None:
+def test_detector_rank_that_was_not_stopped_has_more_time_up_to_a_limit(sight: Sight, seconds: float) -> None:
     watcher = Watcher(1, 2)
     watcher.run(1.0)
     watcher.sights = {2: sight}
     assert seconds - 2 * STEP < watcher.loses_after(2) < seconds + 2 * STEP
 
 
-def test_who_was_stopped_has_no_excuse() -> None:
+def test_detector_stopped_rank_gets_no_extra_time() -> None:
     """However irregular it was."""
     watcher = Watcher(2)
     watcher.now = irregular(watcher.detector, 1, watcher.now)
@@ -253,7 +253,7 @@ def test_who_was_stopped_has_no_excuse() -> None:
     assert watcher.now - began < PAGE_SECONDS + 2 * STEP
 
 
-def test_one_who_was_only_starved_is_forgiven() -> None:
+def test_detector_starved_rank_is_forgiven() -> None:
     watcher = Watcher(1, 2)
     watcher.run(1.0)
     watcher.sights, watcher.silent = {2: Sight.STARVED}, {2}
@@ -262,12 +262,12 @@ def test_one_who_was_only_starved_is_forgiven() -> None:
     assert watcher.run(1.0) == []
 
 
-def test_one_that_was_hardly_heard_may_be_silent_for_as_long_as_any() -> None:
+def test_detector_rank_without_a_beat_may_be_silent_for_the_longest_time() -> None:
     watcher = Watcher(1)
     assert MOST_SECONDS - STEP < watcher.loses_after(1) < MOST_SECONDS + 2 * STEP
 
 
-def test_who_has_left_is_not_missed() -> None:
+def test_detector_rank_that_left_is_not_missed() -> None:
     watcher = Watcher(1, 2)
     watcher.run(1.0)
     watcher.silent = {2}
@@ -277,7 +277,7 @@ def test_who_has_left_is_not_missed() -> None:
     assert watcher.run(5.0) == []
 
 
-def test_ranks_without_the_core_are_given_ten_seconds_and_hold_up_nobody_s_confirming_since() -> None:
+def test_detector_ranks_without_the_core_get_ten_seconds_and_delay_no_confirmation() -> None:
     watcher = Watcher(1)
     watcher.detector.watch(2, watcher.now, 10.0, 10.0, slow=True)
     watcher.detector.heard(2, watcher.now)
@@ -313,7 +313,7 @@ class RemoteWatcher(Watcher):
         (0.5, None, 0.5),
     ],
 )
-def test_a_rank_on_another_host_may_be_silent_until_the_deadline(
+def test_detector_rank_on_another_host_may_be_silent_until_the_deadline(
     deadline: float, sight: Sight | None, seconds: float
 ) -> None:
     watcher = RemoteWatcher(1, 2, deadline=deadline)
@@ -326,14 +326,14 @@ def test_a_rank_on_another_host_may_be_silent_until_the_deadline(
 
 
 @pytest.mark.parametrize("peers", [(1, 2), (2, 1), (1, 2, 3)])
-def test_ranks_of_a_host_that_is_cut_off_are_told_together(peers: tuple[int, ...]) -> None:
+def test_detector_ranks_of_a_host_that_is_cut_off_are_reported_together(peers: tuple[int, ...]) -> None:
     for phase in range(20):
         watcher = RemoteWatcher(1, 2, 3, 4, deadline=3.0)
         watcher.run(2.0 + phase / 1000)
         assert 3.0 - 2 * STEP < watcher.loses_after(*peers) < 3.0 + 4 * STEP
 
 
-def test_a_silent_host_is_told_of_although_another_one_cannot_be_heard() -> None:
+def test_detector_silent_host_is_reported_although_another_host_is_silent_too() -> None:
     watcher = RemoteWatcher(1, 2, deadline=3.0)
     watcher.run(1.0)
     began = watcher.now
@@ -344,7 +344,7 @@ def test_a_silent_host_is_told_of_although_another_one_cannot_be_heard() -> None
     assert watcher.now - began < 3.0 + REMOTE_CONFIRM_SECONDS + 3 * STEP
 
 
-def test_a_watcher_that_is_often_late_still_misses_a_rank_on_another_host() -> None:
+def test_detector_that_often_ticks_late_still_misses_a_rank_on_another_host() -> None:
     """Each time that it is late, it forgives as much silence as it was late by, and no more."""
     watcher = RemoteWatcher(1, 2, deadline=3.0)
     watcher.run(1.0)
@@ -358,7 +358,7 @@ def test_a_watcher_that_is_often_late_still_misses_a_rank_on_another_host() -> N
     assert watcher.now - began == pytest.approx(3.0 + missed, abs=4 * STEP)
 
 
-def test_a_process_that_stood_still_knows_it_for_a_while() -> None:
+def test_standstill_of_the_process_is_known_for_a_while() -> None:
     own, now = Standstill(), 1000.0
     assert not own.lately(now), "before the first look there is nothing to be late for"
     for _ in range(3):

@@ -99,7 +99,8 @@ class Harness:
         self.control = Control(1, ["a", "b", "c"], 1, lambda peer, message: None, lambda: None)
         self.links = {0: kind(0), 2: kind(2)}
         self.ended: list[int] = []
-        self.lifeline = Lifeline(self.control, frame(), BeatSink(lambda header: None), self.pump, remote)
+        self.sink = BeatSink(lambda header: None)
+        self.lifeline = Lifeline(self.control, frame(), self.sink, self.pump, remote)
         self.doors: Any = Doors()
         self.nature = BeatCapability(native_core.available() if native is None else native, os.getpid(), "")
         self.lifeline.begin(self.nature.native, None)
@@ -130,7 +131,7 @@ def harness_fixture(request: pytest.FixtureRequest) -> Iterator[Harness]:
 
 
 @pytest.mark.parametrize("size", [2, 5, ALL_PAIRS, ALL_PAIRS + 1, 100])
-def test_both_ends_find_the_same_links(size: int) -> None:
+def test_linked_gives_both_ends_the_same_links(size: int) -> None:
     hosts = [rank // 4 for rank in range(size)]
     pairs = set()
     for rank in range(size):
@@ -146,7 +147,7 @@ def test_both_ends_find_the_same_links(size: int) -> None:
         }
 
 
-def test_a_nature_travels() -> None:
+def test_beat_capability_survives_the_wire() -> None:
     own = BeatCapability.own()
     assert BeatCapability.from_wire(own.to_wire()) == own
     assert (own.native, own.pid, own.timeout) == (native_core.available(), os.getpid(), PEER_SECONDS)
@@ -157,7 +158,7 @@ def test_a_nature_travels() -> None:
         assert BeatCapability.from_wire(nonsense) == BeatCapability(False, 0, "")
 
 
-def test_a_process_is_seen_as_it_is_and_not_as_a_later_one_with_its_pid() -> None:
+def test_sight_of_a_later_process_with_the_same_pid_is_stopped() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         status = machine.process_status(child.pid)
@@ -184,7 +185,7 @@ def threads_called(name: bytes) -> int:
 
 
 @needs_core
-def test_a_thread_that_beats_is_seen_at_rest_unless_it_waits_for_a_core() -> None:
+def test_beat_waits_is_false_for_a_beat_thread_at_rest() -> None:
     beat_messages = native_core.native.Lifeline(10.0)
     beat_messages.start()
     try:
@@ -195,13 +196,13 @@ def test_a_thread_that_beats_is_seen_at_rest_unless_it_waits_for_a_core() -> Non
 
 
 @needs_core
-def test_it_beats_on_its_links(harness: Harness) -> None:
+def test_lifeline_beats_on_its_links(harness: Harness) -> None:
     for link in harness.links.values():
         assert link.read(3 * HEADER_BYTES) == 3 * frame()
 
 
 @pytest.mark.parametrize("harness", [{"native": False}], indirect=True)
-def test_without_the_core_it_beats_when_it_is_asked(harness: Harness) -> None:
+def test_lifeline_without_the_core_beats_at_each_tick(harness: Harness) -> None:
     now = time.monotonic()
     for step in range(4):
         harness.lifeline.tick(now + step * SLOW_SECONDS)
@@ -211,11 +212,11 @@ def test_without_the_core_it_beats_when_it_is_asked(harness: Harness) -> None:
 
 @needs_core
 @pytest.mark.parametrize("harness", [{"kind": KeyedLink}], indirect=True)
-def test_tokens_of_a_link_that_left_tls_are_made_ahead_and_come_in_order(harness: Harness) -> None:
+def test_lifeline_makes_tokens_ahead_and_sends_them_in_order(harness: Harness) -> None:
     for tick in range(beat_messages.STOCK_BLOCKS // lifeline.FEED_BLOCKS + 1):
         harness.lifeline.tick(time.monotonic() + tick)
     for link in harness.links.values():
-        left = harness.lifeline._thread.ahead(link.fileno())
+        left = harness.lifeline.tokens_ahead(link)
         assert (
             (beat_messages.STOCK_BLOCKS - 1) * beat_messages.BLOCK_TOKENS
             < left
@@ -224,13 +225,13 @@ def test_tokens_of_a_link_that_left_tls_are_made_ahead_and_come_in_order(harness
         assert link.read(10 * TOKEN_BYTES) == Tokens(KeyedLink.key, 1).take(10 * TOKEN_BYTES)
 
 
-def test_the_stock_of_tokens_lasts_for_hours_without_the_interpreter() -> None:
+def test_token_stock_lasts_for_hours_without_the_interpreter() -> None:
     assert beat_messages.LASTS_SECONDS > 4 * 3600
     assert beat_messages.MARK_BLOCKS < beat_messages.STOCK_BLOCKS
 
 
 @pytest.mark.parametrize("harness", [{"kind": KeyedLink, "native": False}], indirect=True)
-def test_without_the_core_tokens_are_sent_too(harness: Harness) -> None:
+def test_lifeline_without_the_core_sends_tokens(harness: Harness) -> None:
     now = time.monotonic()
     for step in range(4):
         harness.lifeline.tick(now + step * SLOW_SECONDS)
@@ -242,7 +243,7 @@ GENUINE = Tokens(KeyedLink.key, 2).take(3 * TOKEN_BYTES)
 
 
 @pytest.mark.parametrize("harness", [{"kind": KeyedLink}], indirect=True)
-def test_tokens_are_beats_when_they_are_whole(harness: Harness) -> None:
+def test_lifeline_counts_whole_tokens_as_beats(harness: Harness) -> None:
     harness.lifeline.expect([BeatCapability(True, os.getpid(), "")] * 3)
     now = time.monotonic()
     harness.lifeline.tick(now)
@@ -252,7 +253,7 @@ def test_tokens_are_beats_when_they_are_whole(harness: Harness) -> None:
         harness.links[2].far.send(GENUINE[at : at + nbytes])
         at += nbytes
         harness.lifeline.tick(now)
-        assert (harness.lifeline._detector.heard_at(2) == now) is heard
+        assert (harness.sink.detector.heard_at(2) == now) is heard
 
 
 @pytest.mark.parametrize("harness", [{"kind": KeyedLink}], indirect=True)
@@ -267,22 +268,22 @@ def test_tokens_are_beats_when_they_are_whole(harness: Harness) -> None:
         pytest.param(frame(source=2), id="a beat without a token"),
     ],
 )
-def test_a_token_that_is_not_the_next_one_ends_the_link_and_is_no_beat(
+def test_lifeline_token_that_is_not_the_next_ends_the_link_and_is_no_beat(
     harness: Harness, forged: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = time.monotonic()
     harness.lifeline.expect([BeatCapability(True, os.getpid(), "")] * 3)
     harness.links[2].far.send(GENUINE[:TOKEN_BYTES])
     harness.lifeline.tick(now)
-    heard_at = harness.lifeline._detector.heard_at(2)
+    heard_at = harness.sink.detector.heard_at(2)
     harness.links[2].far.send(forged)
     harness.lifeline.tick(now + LOOK_SECONDS)
-    assert harness.lifeline._detector.heard_at(2) == heard_at
+    assert harness.sink.detector.heard_at(2) == heard_at
     assert harness.ended == [2]
     assert "what came is no beat of that rank" in caplog.text
 
 
-def test_links_that_nobody_expects_are_closed(harness: Harness) -> None:
+def test_lifeline_unexpected_links_are_closed(harness: Harness) -> None:
     for peer in (0, 1, 2, 7):
         unasked = SocketLink(peer)
         harness.lifeline.add_link(unasked)
@@ -293,11 +294,11 @@ def test_links_that_nobody_expects_are_closed(harness: Harness) -> None:
 def hears(harness: Harness, peer: int, now: float) -> bool:
     harness.links[peer].far.send(frame(source=peer))
     harness.lifeline.tick(now)
-    return harness.lifeline._detector.silence(peer, now) == 0
+    return harness.sink.detector.silence(peer, now) == 0
 
 
 @needs_core
-def test_silence_on_a_link_is_a_loss(harness: Harness) -> None:
+def test_lifeline_silence_on_a_link_is_a_loss(harness: Harness) -> None:
     harness.lifeline.expect([harness.nature] * 3)
     now = time.monotonic()
     while harness.control.sound:
@@ -310,7 +311,7 @@ def test_silence_on_a_link_is_a_loss(harness: Harness) -> None:
 
 
 @needs_core
-def test_one_that_is_ignored_is_lost_although_it_beats(harness: Harness) -> None:
+def test_lifeline_ignored_rank_is_lost_although_it_beats(harness: Harness) -> None:
     harness.lifeline.expect([harness.nature] * 3)
     harness.lifeline.ignore(0)
     now = time.monotonic()
@@ -322,7 +323,7 @@ def test_one_that_is_ignored_is_lost_although_it_beats(harness: Harness) -> None
 
 
 @needs_core
-def test_who_has_left_is_not_missed(harness: Harness) -> None:
+def test_lifeline_rank_that_left_is_not_missed(harness: Harness) -> None:
     harness.lifeline.expect([harness.nature] * 3)
     now = time.monotonic()
     harness.control.receive(2, b'{"t":"bye"}', now)
@@ -333,35 +334,47 @@ def test_who_has_left_is_not_missed(harness: Harness) -> None:
 
 
 @needs_core
-def test_the_end_of_a_link_is_not_a_loss_by_itself(harness: Harness) -> None:
+def test_lifeline_link_that_ends_is_no_loss_and_is_not_written_to_again(harness: Harness) -> None:
     harness.lifeline.expect([harness.nature] * 3)
     descriptor = harness.links[2].fileno()
     harness.links[2].far.close()
     harness.lifeline.tick(time.monotonic())
     assert harness.ended == [2]
     assert harness.control.sound
-    assert harness.lifeline._thread.ahead(descriptor) == 0, "nothing is written to a descriptor that may be another's"
+    with contextlib.closing(SocketLink(2)) as another:
+        reused = another.fileno() == descriptor
+        if not reused:  # another socket gets the number of the one that was closed
+            os.dup2(another.fileno(), descriptor)
+        harness.links[0].read(3 * HEADER_BYTES)  # meanwhile
+        another.far.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            another.far.recv(1)
+        if not reused:
+            os.close(descriptor)
+        another.far.close()
 
 
 @pytest.mark.parametrize("data", [frame(Kind.CONTROL), frame(nbytes=1), b"\xff" * HEADER_BYTES])
-def test_nothing_but_beats_is_taken(harness: Harness, data: bytes) -> None:
+def test_lifeline_refuses_anything_but_beats(harness: Harness, data: bytes) -> None:
     harness.links[0].far.send(data)
     with pytest.raises(ValueError, match=r"on the lifeline|not a gradwire message"):
         harness.lifeline.tick(time.monotonic())
 
 
-def test_only_processes_that_can_be_seen_are_looked_at(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sight_of_looks_only_at_processes_of_the_same_namespace(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here, elsewhere = BeatCapability(True, 11, "7", 5), BeatCapability(True, 11, "8", 5)
     harness.lifeline.expect([here, here, elsewhere])
     sights = {**dict.fromkeys("TtZX", Sight.STOPPED), "S": Sight.OTHER, "R": Sight.STARVED, "D": Sight.STARVED}
     for state, sight in sights.items():
         monkeypatch.setattr(machine, "process_status", lambda pid, state=state: machine.ProcessStatus(state, 5))
         monkeypatch.setattr(lifeline, "beat_waits", lambda pid, state=state: state == "R")
-        assert [harness.lifeline._look(peer) for peer in (0, 2)] == [sight, None]
+        assert [harness.lifeline.sight_of(peer) for peer in (0, 2)] == [sight, None]
 
 
 @pytest.mark.parametrize(("state", "waits"), [("R", True), ("D", True), ("S", False), ("T", False)])
-def test_a_thread_that_waits_for_a_core_or_the_kernel_is_starved(
+def test_beat_waits_is_true_for_a_thread_that_waits_for_a_core_or_the_kernel(
     monkeypatch: pytest.MonkeyPatch, state: str, waits: bool
 ) -> None:
     monkeypatch.setattr(machine, "process_status", lambda pid: machine.ProcessStatus(state, 5))
@@ -409,7 +422,7 @@ def silence_on(harness: Harness, *, lossy_after: float, lossy_until: float = mat
         (20.0, 1.0, 2.0, 20.0, "the network to rank 2 drops packets"),
     ],
 )
-def test_a_network_that_drops_packets_gets_the_whole_deadline_between_hosts(
+def test_lifeline_network_that_drops_packets_gets_the_whole_deadline_between_hosts(
     harness: Harness, timeout: float, lossy_after: float, lossy_until: float, seconds: float, reason: str
 ) -> None:
     natures = [BeatCapability(True, 1, f"machine {rank}", 5, timeout if rank else PEER_SECONDS) for rank in range(3)]
@@ -424,6 +437,6 @@ def test_a_network_that_drops_packets_gets_the_whole_deadline_between_hosts(
 
 @needs_core
 @pytest.mark.parametrize("harness", [{"kind": LossyLink, "remote": [0, 2]}], indirect=True)
-def test_a_rank_without_the_core_on_another_host_has_ten_seconds(harness: Harness) -> None:
+def test_lifeline_rank_without_the_core_on_another_host_has_ten_seconds(harness: Harness) -> None:
     harness.lifeline.expect([BeatCapability(True, 1, "a", 5), harness.nature, BeatCapability(False, 1, "b", 5)])
     assert silence_on(harness, lossy_after=math.inf) == pytest.approx(lifeline.PURE_SECONDS, abs=2 * LOOK_SECONDS)

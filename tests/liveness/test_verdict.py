@@ -30,7 +30,7 @@ def raised(verdict: Verdict, during: str = "", who: str = "rank x") -> Broken:
     return verdict.error(operation="all_reduce", during=during, who=who)
 
 
-def test_nothing_found_is_sound_and_decides_nothing() -> None:
+def test_verdict_without_findings_is_sound_and_undecided() -> None:
     quiet = verdict()
     assert quiet.sound
     assert not quiet.open
@@ -38,7 +38,7 @@ def test_nothing_found_is_sound_and_decides_nothing() -> None:
     assert not quiet.decide(1e9)
 
 
-def test_it_waits_for_others_to_report_and_not_longer() -> None:
+def test_verdict_waits_for_reports_of_other_ranks_up_to_the_window() -> None:
     one = verdict(LOST_2)
     assert not one.sound
     assert one.open
@@ -50,14 +50,14 @@ def test_it_waits_for_others_to_report_and_not_longer() -> None:
     assert one.due() is None
 
 
-def test_the_window_opens_with_the_first_finding_and_is_not_prolonged() -> None:
+def test_verdict_window_opens_with_the_first_finding_and_is_not_prolonged() -> None:
     one = verdict(LOST_2)
     one.find(LOST_1, 100.0 + SETTLE_SECONDS * 0.9)
     assert one.decide(100.0 + SETTLE_SECONDS)
     assert one.decided == LOST_1
 
 
-def test_what_comes_after_the_decision_changes_nothing() -> None:
+def test_verdict_findings_after_the_decision_change_nothing() -> None:
     one = verdict(LOST_2)
     one.decide(200.0)
     assert not one.find(LOST_1, 200.0)
@@ -66,7 +66,7 @@ def test_what_comes_after_the_decision_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations([LATE_0, LOST_2, LOST_1, ABORT_3])))
-def test_the_gravest_wins_and_of_equals_the_lowest_rank(order: tuple[Finding, ...]) -> None:
+def test_verdict_gravest_finding_wins_and_of_equals_the_lowest_rank(order: tuple[Finding, ...]) -> None:
     for count, expected in ((4, ABORT_3), (3, None)):
         one = verdict(*order[:count])
         one.decide(200.0)
@@ -77,7 +77,7 @@ def test_the_gravest_wins_and_of_equals_the_lowest_rank(order: tuple[Finding, ..
 
 
 @given(st.data())
-def test_all_ranks_decide_alike_whatever_order_they_heard_things_in(data: st.DataObject) -> None:
+def test_verdict_is_the_same_on_all_ranks_in_any_order_of_findings(data: st.DataObject) -> None:
     finding = st.builds(
         Finding,
         st.sampled_from(["lost", "aborted", "timeout"]),
@@ -94,20 +94,20 @@ def test_all_ranks_decide_alike_whatever_order_they_heard_things_in(data: st.Dat
     assert one.decided == other.decided
 
 
-def test_a_finding_is_news_once() -> None:
+def test_verdict_repeated_finding_is_news_once() -> None:
     one = verdict()
     assert one.find(LOST_2, 100.0)
     assert not one.find(Finding("lost", "closed its link", 2), 100.0)
     assert one.findings == (LOST_2,)
 
 
-def test_findings_without_end_are_not_kept_without_end() -> None:
+def test_verdict_number_of_findings_is_bounded() -> None:
     one = verdict(*(Finding("aborted", str(number), 1) for number in range(MAX_FINDINGS + 50)))
     assert len(one.findings) == MAX_FINDINGS
     assert one.decide(200.0)
 
 
-def test_who_has_not_settled_joins_those_who_have() -> None:
+def test_verdict_undecided_rank_adopts_the_decision_of_others() -> None:
     """So a rank that raised and ended is not taken for a further loss by one that is slower."""
     slow = verdict(LOST_2)
     assert slow.adopt(LOST_2, 100.01)
@@ -119,7 +119,7 @@ def test_who_has_not_settled_joins_those_who_have() -> None:
     assert unaware.decided == ABORT_3
 
 
-def test_goodbyes_are_remembered_by_their_time() -> None:
+def test_verdict_goodbyes_are_remembered_by_their_time() -> None:
     one = verdict()
     one.leave(2, 50.0)
     one.leave(2, 60.0)
@@ -134,7 +134,7 @@ def call(sequence: int, what: str, line: int = 1, items: tuple[str, ...] = ()) -
     return Call(sequence, hash((what, items)), what, f"train.py:{line}", items)
 
 
-def test_a_mismatch_waits_for_the_calls_of_all_and_shows_them() -> None:
+def test_verdict_mismatch_waits_for_the_calls_of_all_ranks_and_shows_them() -> None:
     one = verdict(MISMATCH, size=3)
     assert one.due() == 100.0 + CALLS_SECONDS
     same = [call(5, "barrier()"), call(6, "barrier()")]
@@ -154,7 +154,7 @@ def test_a_mismatch_waits_for_the_calls_of_all_and_shows_them() -> None:
     )
 
 
-def test_the_first_difference_counts_not_where_it_was_noticed() -> None:
+def test_verdict_mismatch_names_the_first_difference() -> None:
     one = verdict(MISMATCH, size=2)
     one.add_calls(1, (0, 1), 0, [call(5, "a"), call(6, "b"), call(7, "c")])
     one.add_calls(1, (0, 1), 1, [call(5, "a"), call(6, "x"), call(7, "c")])
@@ -163,7 +163,7 @@ def test_the_first_difference_counts_not_where_it_was_noticed() -> None:
     assert raised(one).culprit is None, "one against one: nobody is the odd one"
 
 
-def test_who_does_not_answer_is_waited_for_only_so_long() -> None:
+def test_verdict_mismatch_waits_a_limited_time_for_a_rank_that_does_not_answer() -> None:
     one = verdict(MISMATCH, size=4)
     one.add_calls(1, (0, 1, 3), 0, [call(7, "a")])
     one.add_calls(1, (0, 1, 3), 1, [call(6, "z")])
@@ -177,7 +177,7 @@ def test_who_does_not_answer_is_waited_for_only_so_long() -> None:
 
 
 @pytest.mark.parametrize("gone", ["left", "lost"])
-def test_who_is_gone_is_not_waited_for(gone: str) -> None:
+def test_verdict_mismatch_does_not_wait_for_a_lost_rank(gone: str) -> None:
     one = verdict(MISMATCH, size=3)
     one.add_calls(1, (0, 1, 2), 0, [call(7, "a")])
     one.add_calls(1, (0, 1, 2), 1, [call(7, "b")])
@@ -190,7 +190,7 @@ def test_who_is_gone_is_not_waited_for(gone: str) -> None:
     assert isinstance(raised(one), CollectiveMismatch), "a mismatch explains a loss, not the other way round"
 
 
-def test_disputes_of_two_groups_are_not_mixed_up() -> None:
+def test_verdict_disputes_of_two_groups_stay_separate() -> None:
     other = Finding("mismatch", "ranks called different things", None, None, "barrier", 9, 2)
     one = verdict(MISMATCH, other, size=2)
     assert one.dispute() == other, "all ranks agree on which to settle"
@@ -207,7 +207,7 @@ def test_disputes_of_two_groups_are_not_mixed_up() -> None:
     ]
 
 
-def test_equal_calls_that_disagree_all_the_same_show_the_reason() -> None:
+def test_verdict_equal_calls_that_disagree_show_the_reason() -> None:
     one = verdict(Finding("mismatch", "rank 1 expects 3, rank 0 sends 2", None, None, "scatter", 1, 4), size=2)
     for rank in (0, 1):
         one.add_calls(1, (0, 1), rank, [call(4, "scatter(root=0)")])
@@ -215,7 +215,7 @@ def test_equal_calls_that_disagree_all_the_same_show_the_reason() -> None:
     assert str(raised(one)).startswith("ranks disagree on call #4: rank 1 expects 3, rank 0 sends 2\n  rank 0: ")
 
 
-def test_maps_that_differ_are_told_by_the_name() -> None:
+def test_verdict_named_tensors_that_differ_are_named() -> None:
     one = verdict(MISMATCH, size=2)
     one.add_calls(1, (0, 1), 0, [call(7, "all_reduce_named(2 arrays)", 1, ("'a': float32[1]", "'b': float32[2]"))])
     one.add_calls(1, (0, 1), 1, [call(7, "all_reduce_named(2 arrays)", 1, ("'a': float32[1]", "'c': float32[2]"))])
@@ -235,7 +235,7 @@ def test_maps_that_differ_are_told_by_the_name() -> None:
         (LATE_0, Timeout, "barrier #3 did not finish"),
     ],
 )
-def test_errors_read_well(finding: Finding, kind: type[Broken], text: str) -> None:
+def test_verdict_errors_are_readable(finding: Finding, kind: type[Broken], text: str) -> None:
     one = verdict(finding)
     one.decide(200.0)
     error = raised(one, during=" during all_reduce #8, train.py:88", who="rank 2 (host b, pid 411)")

@@ -10,18 +10,15 @@ from typing import Any
 import pytest
 
 from gradwire.membership.coordinator.service import Coordinator
-from support.membership_journal import SECRET, Journal
+from support.captured_log import CapturedLog, capturing
+from support.membership_claims import SECRET
 
 
 @pytest.fixture
-def journal() -> Iterator[Journal]:
-    logger, handler = logging.getLogger("gradwire.membership"), Journal()
-    before = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    yield handler
-    logger.removeHandler(handler)
-    logger.setLevel(before)
+def captured() -> Iterator[CapturedLog]:
+    """What the coordinator and its workers log during the test, from "info" on."""
+    with capturing("gradwire.membership", logging.INFO) as captured:
+        yield captured
 
 
 @pytest.fixture

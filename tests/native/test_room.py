@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from conformance.crews import crew_of
 from gradwire.arrays import parse_dtype
 from gradwire.collectives import REDUCING, algorithms, build
 from gradwire.executors.plan import TILE_BYTES, Plan, Wave, even_bounds
 from gradwire.host import native_core
 from gradwire.liveness.call_log import CallDescription
 from gradwire.topology import Topology
+from support.crews import crew_of
 
 native = pytest.importorskip("gradwire._native", reason="the native core is not built")
 from gradwire.executors.native import SHARED_TILE_BYTES, staging_bytes  # noqa: E402

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from conformance.crews import TRANSPORTS, Crew, crew_of
 from gradwire.group.internals import GroupInternals
 from gradwire.topology import Topology
+from support.crews import TRANSPORTS, Crew, crew_of
 
 
 @pytest.fixture(scope="module", params=list(TRANSPORTS))

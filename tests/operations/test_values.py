@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradwire as gw
-from conformance.crews import TRANSPORTS, Crew, crew_of
 from gradwire.operations import values
 from gradwire.topology import Topology
+from support.crews import TRANSPORTS, Crew, crew_of
 
 
 @pytest.fixture(scope="module", params=list(TRANSPORTS))

@@ -50,7 +50,7 @@ def meet(dialer: Dialer, acceptor: Acceptor, piece: int = 1000) -> list[bytes]:
 
 
 @given(hello=hellos, piece=st.integers(1, 100))
-def test_holders_of_the_secret_meet_whatever_the_pieces(hello: Hello, piece: int) -> None:
+def test_admission_with_the_same_secret_succeeds_in_any_pieces(hello: Hello, piece: int) -> None:
     dialer, acceptor = Dialer(KEY, hello), Acceptor(KEY, welcome)
     frames = meet(dialer, acceptor, piece)
     assert dialer.done
@@ -63,7 +63,7 @@ def test_holders_of_the_secret_meet_whatever_the_pieces(hello: Hello, piece: int
 
 
 @given(piece=st.integers(1, 300))
-def test_a_wrong_secret_reads_as_such_on_both_sides(piece: int) -> None:
+def test_admission_with_a_wrong_secret_fails_on_both_sides(piece: int) -> None:
     acceptor = Acceptor(KEY, welcome)
     with pytest.raises(Refused, match=f"{NO_SECRET}.*not authenticated"):
         meet(Dialer(OTHER_KEY, HELLO), acceptor, piece)
@@ -72,7 +72,7 @@ def test_a_wrong_secret_reads_as_such_on_both_sides(piece: int) -> None:
     assert acceptor.wanted == 0
 
 
-def test_an_acceptor_that_cannot_prove_the_secret_is_not_believed() -> None:
+def test_dialer_refuses_an_acceptor_that_cannot_prove_the_secret() -> None:
     dialer = Dialer(KEY, HELLO)
     challenge = Acceptor(OTHER_KEY, welcome).feed(dialer.start())
     deliver(dialer, challenge)
@@ -84,7 +84,7 @@ def test_an_acceptor_that_cannot_prove_the_secret_is_not_believed() -> None:
 
 
 @given(reason=st.text(max_size=300), piece=st.integers(1, 300))
-def test_the_reason_of_a_check_reaches_the_dialer_bounded_and_authenticated(reason: str, piece: int) -> None:
+def test_check_reason_reaches_the_dialer_bounded_and_authenticated(reason: str, piece: int) -> None:
     acceptor = Acceptor(KEY, lambda hello: reason)
     with pytest.raises(Refused) as caught:
         meet(Dialer(KEY, HELLO), acceptor, piece)
@@ -97,7 +97,7 @@ def test_the_reason_of_a_check_reaches_the_dialer_bounded_and_authenticated(reas
         assert caught.value.message == f"rank 0 refused the link: {reason}"
 
 
-def test_a_forged_reason_is_marked_as_such() -> None:
+def test_forged_refusal_is_marked_as_not_authenticated() -> None:
     dialer = Dialer(KEY, HELLO)
     deliver(dialer, Acceptor(KEY, welcome).feed(dialer.start()))
     forged = b"the job is over\r\n\x1b[2J"
@@ -106,7 +106,7 @@ def test_a_forged_reason_is_marked_as_such() -> None:
     assert caught.value.message.isprintable()
 
 
-def test_check_is_asked_only_about_the_proven() -> None:
+def test_check_is_called_only_for_proven_dialers() -> None:
     asked: list[Hello] = []
     with pytest.raises(Refused):
         meet(Dialer(OTHER_KEY, HELLO), Acceptor(KEY, asked.append))
@@ -133,7 +133,7 @@ def test_recorded_replies_do_not_convince_a_new_dialer() -> None:
         deliver(dialer, admitted)
 
 
-def test_a_proof_cannot_be_reflected() -> None:
+def test_proof_sent_back_to_the_dialer_is_refused() -> None:
     """An impostor that sends the dialer's own proof back as the acceptor's is found out."""
     dialer = Dialer(KEY, HELLO)
     proof = deliver(dialer, Acceptor(KEY, welcome).feed(dialer.start()))
@@ -142,7 +142,7 @@ def test_a_proof_cannot_be_reflected() -> None:
 
 
 @given(position=st.integers(0, 79), bit=st.integers(0, 7))
-def test_every_bit_of_the_hello_is_bound(position: int, bit: int) -> None:
+def test_hello_with_any_bit_changed_is_refused(position: int, bit: int) -> None:
     """Someone between the two who changes any bit (another rank, channel, job …) breaks the admission."""
     dialer, acceptor = Dialer(KEY, HELLO), Acceptor(KEY, welcome)
     hello = bytearray(dialer.start())
@@ -155,7 +155,7 @@ def test_every_bit_of_the_hello_is_bound(position: int, bit: int) -> None:
 
 
 @given(noise=st.binary(max_size=400), piece=st.integers(1, 400))
-def test_random_bytes_are_never_admitted_and_never_pile_up(noise: bytes, piece: int) -> None:
+def test_acceptor_random_bytes_are_never_admitted_and_stay_bounded(noise: bytes, piece: int) -> None:
     acceptor = Acceptor(KEY, welcome)
     answer = deliver(acceptor, noise, piece)
     assert not acceptor.done
@@ -166,7 +166,7 @@ def test_random_bytes_are_never_admitted_and_never_pile_up(noise: bytes, piece: 
 
 
 @given(noise=st.binary(min_size=8, max_size=400), piece=st.integers(1, 400), challenged=st.booleans())
-def test_random_replies_are_refused(noise: bytes, piece: int, challenged: bool) -> None:
+def test_dialer_random_replies_are_refused(noise: bytes, piece: int, challenged: bool) -> None:
     assume(not noise.startswith(b"gw-reply"))
     dialer = Dialer(KEY, HELLO)
     first = Acceptor(KEY, welcome).feed(dialer.start())
@@ -177,7 +177,7 @@ def test_random_replies_are_refused(noise: bytes, piece: int, challenged: bool) 
 
 
 @given(tail=st.binary(max_size=300))
-def test_random_frames_behind_a_right_magic_do_not_admit(tail: bytes) -> None:
+def test_dialer_random_frames_behind_the_right_magic_do_not_admit(tail: bytes) -> None:
     dialer = Dialer(KEY, HELLO)
     deliver(dialer, Acceptor(KEY, welcome).feed(dialer.start()))
     with contextlib.suppress(Refused):
@@ -185,28 +185,28 @@ def test_random_frames_behind_a_right_magic_do_not_admit(tail: bytes) -> None:
     assert not dialer.done
 
 
-def test_a_wrong_magic_is_refused_at_its_first_wrong_byte() -> None:
+def test_acceptor_wrong_magic_is_refused_at_the_first_wrong_byte() -> None:
     acceptor = Acceptor(KEY, welcome)
     assert b"not a gradwire admission" in acceptor.feed(b"G")
     assert acceptor.refusal == "what arrived is not a gradwire admission"
 
 
 @given(cut=st.integers(0, 79))
-def test_a_truncated_hello_is_a_refusal(cut: int) -> None:
+def test_acceptor_truncated_hello_is_refused(cut: int) -> None:
     acceptor = Acceptor(KEY, welcome)
     assert acceptor.feed(Dialer(KEY, HELLO).start()[:cut]) == b""
     acceptor.eof()
     assert acceptor.refusal == f"the connection ended {80 - cut} bytes short of a hello"
 
 
-def test_a_truncated_proof_is_a_refusal() -> None:
+def test_acceptor_truncated_proof_is_refused() -> None:
     dialer, acceptor = Dialer(KEY, HELLO), Acceptor(KEY, welcome)
     acceptor.feed(deliver(dialer, acceptor.feed(dialer.start()))[:31])
     acceptor.eof()
     assert acceptor.refusal == "the connection ended 1 bytes short of a proof that it is rank 2"
 
 
-def test_the_end_of_an_admitted_connection_changes_nothing() -> None:
+def test_acceptor_end_of_an_admitted_connection_changes_nothing() -> None:
     acceptor = Acceptor(KEY, welcome)
     meet(Dialer(KEY, HELLO), acceptor)
     acceptor.eof()
@@ -214,13 +214,13 @@ def test_the_end_of_an_admitted_connection_changes_nothing() -> None:
     assert acceptor.refusal is None
 
 
-def test_a_dialer_left_alone_says_by_whom() -> None:
+def test_dialer_eof_names_the_peer() -> None:
     error = Dialer(KEY, HELLO).eof()
     assert type(error) is NoConnection
     assert "rank 0 closed the connection during admission" in error.message
 
 
-def test_more_bytes_than_wanted_are_an_error_of_the_caller() -> None:
+def test_feed_with_more_bytes_than_wanted_raises_value_error() -> None:
     with pytest.raises(ValueError, match="fed 81 bytes where it wanted 80"):
         Acceptor(KEY, welcome).feed(bytes(81))
     dialer = Dialer(KEY, HELLO)
@@ -232,12 +232,12 @@ def test_more_bytes_than_wanted_are_an_error_of_the_caller() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"job": b"short"}, {"generation": -1}, {"channel": 2**64}, {"source": 2**32}, {"target": -1}]
 )
-def test_a_hello_that_does_not_fit_its_frame_is_refused_here(wrong: dict[str, object]) -> None:
+def test_hello_field_out_of_range_raises_config_error(wrong: dict[str, object]) -> None:
     fields: dict[str, object] = {"job": b"j" * 16, "generation": 0, "channel": 0, "source": 0, "target": 1}
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Hello(**{**fields, **wrong})  # type: ignore[arg-type]
 
 
-def test_a_short_key_is_refused() -> None:
+def test_short_link_key_raises_config_error() -> None:
     with pytest.raises(ConfigError, match="at least 16 bytes"):
         Dialer(b"short", HELLO)

@@ -31,7 +31,7 @@ def mode(file: Path) -> int:
     return stat.S_IMODE(file.stat().st_mode)
 
 
-def test_an_authority_and_a_certificate_for_each(tmp_path: Path) -> None:
+def test_make_writes_an_authority_and_a_certificate_for_each_member(tmp_path: Path) -> None:
     where = tmp_path / "a" / "b"
     assert make(where, "digits", ["host-a", "host-b"]) == [where / n for n in ("ca.pem", "host-a.pem", "host-b.pem")]
     assert sorted(file.name for file in where.iterdir()) == [
@@ -49,7 +49,7 @@ def test_an_authority_and_a_certificate_for_each(tmp_path: Path) -> None:
     assert tls_files.files(where, "host-b").identity == "gradwire://digits/host-b"
 
 
-def test_keys_are_private_whatever_the_umask(tmp_path: Path) -> None:
+def test_make_keys_are_private_under_any_umask(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         make(tmp_path, "digits", ["a"])
@@ -58,7 +58,7 @@ def test_keys_are_private_whatever_the_umask(tmp_path: Path) -> None:
     assert {mode(file) for file in tmp_path.glob("*.key")} == {0o600}
 
 
-def test_later_members_are_of_the_same_authority_and_renewal_keeps_roles(tmp_path: Path) -> None:
+def test_make_again_uses_the_same_authority_and_keeps_roles(tmp_path: Path) -> None:
     make(tmp_path, "digits", ["a", "b"], ["b"])
     authority, old = (tmp_path / "ca.pem").read_bytes(), (tmp_path / "b.pem").read_bytes()
     assert make(tmp_path, "digits", ["c", "b"]) == [tmp_path / "c.pem", tmp_path / "b.pem"]
@@ -70,13 +70,13 @@ def test_later_members_are_of_the_same_authority_and_renewal_keeps_roles(tmp_pat
         tls_files.files(tmp_path, member)
 
 
-def test_a_coordinator_that_is_no_member(tmp_path: Path) -> None:
+def test_make_coordinator_that_is_no_member_gets_its_own_certificate(tmp_path: Path) -> None:
     make(tmp_path, "digits", ["a"], ["boss"])
     assert coordinator_name("digits") in names(tmp_path / "boss.pem")
     assert coordinator_name("digits") not in names(tmp_path / "a.pem")
 
 
-def test_no_certificate_outlives_its_authority(tmp_path: Path) -> None:
+def test_issue_certificate_ends_no_later_than_its_authority(tmp_path: Path) -> None:
     make(tmp_path, "digits", ["a"], days=3650)
     ends = [
         x509.load_pem_x509_certificate((tmp_path / f).read_bytes()).not_valid_after_utc for f in ("a.pem", "ca.pem")
@@ -88,14 +88,14 @@ def test_no_certificate_outlives_its_authority(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "a b", "../a", ".hidden", "ä", "x" * 64, "a\n"])
-def test_names_that_cannot_be(tmp_path: Path, name: str) -> None:
+def test_identity_with_an_impossible_name_raises(tmp_path: Path, name: str) -> None:
     for job, members in ((name, ["a"]), ("digits", [name])):
         with pytest.raises(ConfigError, match="cannot be a name: letters, digits"):
             make(tmp_path, job, members)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_be_made(tmp_path: Path) -> None:
+def test_make_with_impossible_arguments_raises(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no member can be called 'ca'"):
         make(tmp_path, "digits", ["ca"])
     with pytest.raises(ConfigError, match="there is nobody to make a certificate for"):
@@ -114,7 +114,7 @@ def test_what_cannot_be_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", ["missing", "garbage", "another's", "expired"])
-def test_an_authority_that_is_not_whole(tmp_path: Path, spoil: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_incomplete_authority_raises(tmp_path: Path, spoil: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if spoil == "expired":
         monkeypatch.setattr(certificates, "SLOW_CLOCKS", timedelta(days=2))
         monkeypatch.setattr(certificates, "AUTHORITY_DAYS", -1)
@@ -140,7 +140,7 @@ def test_an_authority_that_is_not_whole(tmp_path: Path, spoil: str, monkeypatch:
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
-def test_others_find_them_sound_too(tmp_path: Path) -> None:
+def test_openssl_accepts_the_certificates(tmp_path: Path) -> None:
     make(tmp_path, "digits", ["a"])
     for purpose in ("sslserver", "sslclient"):
         command = ["openssl", "verify", "-x509_strict", "-purpose", purpose, "-CAfile", "ca.pem", "a.pem"]

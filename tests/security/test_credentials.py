@@ -17,8 +17,8 @@ from gradwire.security import certificates
 from gradwire.security.certificate_names import Identity, covers, parse
 from gradwire.security.credentials import Credentials, explain, identity_of
 from support import tls_files
-from support.in_process import Journal
-from support.in_process import journal_fixture as journal_fixture
+from support.captured_log import CapturedLog
+from support.captured_log import captured_fixture as captured_fixture
 
 LONG = 60.0
 
@@ -40,7 +40,7 @@ def issue(where: Path, name: str, **options: Any) -> None:
     certificates.write(where / f"{name}.key", key, 0o600)
 
 
-def test_what_the_files_say(where: Path) -> None:
+def test_credentials_identity_job_and_member_come_from_the_files(where: Path) -> None:
     credentials = load(where)
     assert credentials.identity == "gradwire://tests/m1"
     assert (credentials.job, credentials.member) == ("tests", "m1")
@@ -53,7 +53,7 @@ def test_what_the_files_say(where: Path) -> None:
         assert old == []
 
 
-def test_from_the_environment(where: Path) -> None:
+def test_from_environ_needs_all_three_variables(where: Path) -> None:
     environ = {
         "GRADWIRE_TLS_CA": f"{where}/ca.pem",
         "GRADWIRE_TLS_CERT": f"{where}/m1.pem",
@@ -93,7 +93,9 @@ def as_pipe(file: Path) -> None:
     ],
     ids=["missing", "directory", "pipe", "empty", "random", "cut", "huge"],
 )
-def test_a_file_that_cannot_be_used_is_named(where: Path, name: str, spoil: Callable[[Path], None], said: str) -> None:
+def test_file_that_cannot_be_used_is_named_in_the_error(
+    where: Path, name: str, spoil: Callable[[Path], None], said: str
+) -> None:
     spoil(where / name)
     with pytest.raises(ConfigError, match=said.format(name=name)):
         load(where)
@@ -101,14 +103,14 @@ def test_a_file_that_cannot_be_used_is_named(where: Path, name: str, spoil: Call
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 @pytest.mark.parametrize("name", ["ca.pem", "m1.pem", "m1.key"])
-def test_a_file_that_may_not_be_read(where: Path, name: str) -> None:
+def test_file_without_read_permission_is_named_in_the_error(where: Path, name: str) -> None:
     (where / name).chmod(0)
     with pytest.raises(ConfigError, match=rf"cannot read .*{name} \(GRADWIRE_TLS_\w+\): Permission denied"):
         load(where)
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o666, 0o620])
-def test_a_key_that_others_may_read_or_write(where: Path, mode: int) -> None:
+def test_key_open_to_other_users_is_refused(where: Path, mode: int) -> None:
     (where / "m1.key").chmod(mode)
     with pytest.raises(ConfigError, match=rf"m1.key is open to other users \(mode {mode:o}\): chmod 600 it"):
         load(where)
@@ -116,12 +118,12 @@ def test_a_key_that_others_may_read_or_write(where: Path, mode: int) -> None:
     load(where)
 
 
-def test_the_key_of_another(where: Path) -> None:
+def test_key_of_another_certificate_is_refused(where: Path) -> None:
     with pytest.raises(ConfigError, match=r"m0.key is not the key of the certificate .*m1.pem"):
         Credentials(where / "ca.pem", where / "m1.pem", where / "m0.key")
 
 
-def test_files_in_each_others_place(where: Path) -> None:
+def test_files_in_the_wrong_roles_are_refused(where: Path) -> None:
     with pytest.raises(ConfigError, match=r"m1.pem holds no key that can be read"):
         certificates.write(where / "m1.pem", (where / "m1.pem").read_bytes(), 0o600)
         Credentials(where / "ca.pem", where / "m1.pem", where / "m1.pem")
@@ -129,7 +131,7 @@ def test_files_in_each_others_place(where: Path) -> None:
         Credentials(where / "ca.pem", where / "m1.key", where / "m1.key")
 
 
-def test_an_encrypted_key_asks_nobody_for_a_password(where: Path) -> None:
+def test_encrypted_key_is_refused_without_asking_for_a_password(where: Path) -> None:
     from cryptography.hazmat.primitives import serialization
 
     key = serialization.load_pem_private_key((where / "m1.key").read_bytes(), None)
@@ -143,7 +145,7 @@ def test_an_encrypted_key_asks_nobody_for_a_password(where: Path) -> None:
         load(where)
 
 
-def test_a_certificate_of_another_authority(where: Path, tmp_path: Path) -> None:
+def test_certificate_of_another_authority_is_refused(where: Path, tmp_path: Path) -> None:
     certificates.make(tmp_path / "other", "tests", ["m1"])
     with pytest.raises(ConfigError, match=r"m1.pem is not signed by the authority in .*ca.pem: others would refuse it"):
         Credentials(where / "ca.pem", tmp_path / "other" / "m1.pem", tmp_path / "other" / "m1.key")
@@ -152,14 +154,14 @@ def test_a_certificate_of_another_authority(where: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("begin", "end", "said"), [(-2, -1, "expired on 20"), (1, 2, "holds from 20.* on; is the clock right?")]
 )
-def test_a_certificate_at_another_time(where: Path, begin: int, end: int, said: str) -> None:
+def test_certificate_expired_or_not_yet_valid_is_refused(where: Path, begin: int, end: int, said: str) -> None:
     now = datetime.now(UTC)
     issue(where, "m1", begin=now + timedelta(days=begin), end=now + timedelta(days=end))
     with pytest.raises(ConfigError, match=f"the certificate .*m1.pem {said}"):
         load(where)
 
 
-def test_a_certificate_for_no_member(where: Path) -> None:
+def test_certificate_without_a_member_name_is_refused(where: Path) -> None:
     shutil.copy(where / "ca.pem", where / "m1.pem")
     shutil.copy(where / "ca.key", where / "m1.key")
     with pytest.raises(ConfigError, match=r"m1.pem cannot be used: a certificate has one name of the form gradwire://"):
@@ -183,7 +185,7 @@ def test_a_certificate_for_no_member(where: Path) -> None:
         ("a", "A", False),
     ],
 )
-def test_covers(member: str, id: str, does: bool) -> None:
+def test_covers_own_member_and_those_below_it(member: str, id: str, does: bool) -> None:
     assert covers(f"gradwire://job/{member}", id) is does
 
 
@@ -191,12 +193,12 @@ def test_covers(member: str, id: str, does: bool) -> None:
     "uri",
     ["", "gradwire://", "gradwire://job", "gradwire://job/", "gradwire:///a", "http://job/a", "gradwire://job/a//b"],
 )
-def test_what_is_no_identity(uri: str) -> None:
+def test_parse_malformed_identity_raises_value_error(uri: str) -> None:
     with pytest.raises(ValueError, match="is not of the form gradwire://JOB/MEMBER"):
         parse(uri)
 
 
-def test_who_may_speak_for_whom(where: Path) -> None:
+def test_refusal_depends_on_job_and_member(where: Path) -> None:
     credentials = load(where)
     assert credentials.refusal("gradwire://tests/m7", "m7/3") is None
     assert credentials.refusal("gradwire://tests/m7", "m1") == (
@@ -210,7 +212,7 @@ def test_who_may_speak_for_whom(where: Path) -> None:
 # -- changes ----------------------------------------------------------------------------------------------------------
 
 
-def test_changed_files_are_read_again_and_unchanged_ones_not(where: Path) -> None:
+def test_changed_files_are_read_again_and_unchanged_files_are_not(where: Path) -> None:
     credentials = load(where)
     context = credentials.server_context()
     assert credentials.server_context() is context
@@ -220,19 +222,19 @@ def test_changed_files_are_read_again_and_unchanged_ones_not(where: Path) -> Non
     assert credentials.server_context() is renewed
 
 
-def test_files_that_break_while_they_are_in_use(where: Path, journal: Journal) -> None:
+def test_files_that_break_while_in_use_leave_the_loaded_ones_in_use(where: Path, captured: CapturedLog) -> None:
     credentials = load(where)
     context = credentials.client_context()
     (where / "m1.pem").unlink()
     for _ in range(3):
         assert credentials.client_context() is context
-    assert len(journal.lines) == 1
-    journal.wait_for(r"cannot read the certificate .*m1.pem .*: No such file.*; what was read before stays in use")
+    assert len(captured.lines) == 1
+    captured.wait_for(r"cannot read the certificate .*m1.pem .*: No such file.*; what was read before stays in use")
     issue(where, "m1")
     assert credentials.client_context() is not context
 
 
-def test_a_change_of_authority_in_two_steps(where: Path, tmp_path: Path) -> None:
+def test_authority_can_be_changed_in_two_steps(where: Path, tmp_path: Path) -> None:
     """First everybody believes both, then everybody shows the new one."""
     credentials = load(where)
     certificates.make(tmp_path / "new", "tests", ["m1"])
@@ -245,7 +247,7 @@ def test_a_change_of_authority_in_two_steps(where: Path, tmp_path: Path) -> None
     assert len(credentials.client_context().get_ca_certs()) == 1
 
 
-def test_what_openssl_says_in_words() -> None:
+def test_explain_turns_openssl_errors_into_sentences() -> None:
     error = ssl.SSLError(1, "[SSL: TLSV1_ALERT_UNKNOWN_CA] tlsv1 alert unknown ca")
     error.reason = "TLSV1_ALERT_UNKNOWN_CA"
     assert explain(error) == "it does not accept this side: another authority signed this certificate"

@@ -9,7 +9,7 @@ import pytest
 from gradwire.security.refusal_log import PER_MINUTE, RefusalLog
 
 
-def test_refusal_log_of_a_flood_is_cut_off_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_refusal_log_flood_is_cut_off_with_a_notice(caplog: pytest.LogCaptureFixture) -> None:
     now = 1000.0
     log = RefusalLog(logging.getLogger("gradwire.test"), clock=lambda: now)
     for number in range(3 * PER_MINUTE):

@@ -81,14 +81,14 @@ def call(port: int, credentials: Credentials | None, member: str) -> str:
             return f"{error.code().name}: {error.details()}"
 
 
-def test_grpc_with_certificates_knows_its_callers(where: Path) -> None:
+def test_grpc_server_with_certificates_knows_its_callers(where: Path) -> None:
     with served(load(where, "m0")) as port:
         assert call(port, load(where), "m1") == ""
         assert call(port, load(where), "m1/4") == ""
         assert call(port, load(where), "m2") == "its certificate is for m1, which cannot speak for member m2"
 
 
-def test_grpc_refuses_other_authorities_other_jobs_and_plaintext(where: Path, tmp_path: Path) -> None:
+def test_grpc_server_refuses_other_authorities_other_jobs_and_plaintext(where: Path, tmp_path: Path) -> None:
     certificates.make(tmp_path / "other", "tests", ["m1"])
     (tmp_path / "job").mkdir()
     for name in ("ca.pem", "ca.key"):
@@ -102,12 +102,12 @@ def test_grpc_refuses_other_authorities_other_jobs_and_plaintext(where: Path, tm
         assert call(port, load(where), "m1") == ""
 
 
-def test_not_every_member_may_pose_as_the_coordinator(where: Path) -> None:
+def test_grpc_channel_refuses_a_member_that_poses_as_the_coordinator(where: Path) -> None:
     with served(load(where, "m2")) as port:
         assert "Hostname Verification Check failed" in call(port, load(where), "m1")
 
 
-def test_a_grpc_server_shows_renewed_certificates(where: Path) -> None:
+def test_grpc_server_shows_renewed_certificates(where: Path) -> None:
     server, client = load(where, "m0"), load(where)
     with served(server) as port:
         assert call(port, client, "m1") == ""
@@ -126,7 +126,7 @@ def shown_at(port: int, where: Path) -> bytes | None:
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 @pytest.mark.parametrize(("version", "accepted"), [("-tls1_1", False), ("-tls1_2", True), ("-tls1_3", True)])
-def test_grpc_speaks_nothing_older_than_tls_1_2(where: Path, version: str, accepted: bool) -> None:
+def test_grpc_server_refuses_tls_older_than_1_2(where: Path, version: str, accepted: bool) -> None:
     with served(load(where, "m0")) as port:
         command = ["openssl", "s_client", "-connect", f"127.0.0.1:{port}", version, "-cipher", "DEFAULT:@SECLEVEL=0"]
         files = ["-alpn", "h2", "-CAfile", f"{where}/ca.pem", "-cert", f"{where}/m1.pem", "-key", f"{where}/m1.key"]
@@ -143,7 +143,7 @@ def tried(port: int, credentials: Credentials | None) -> str | None:
         return trouble(sock, credentials)
 
 
-def test_nothing_is_wrong(where: Path) -> None:
+def test_trouble_without_a_problem_is_none(where: Path) -> None:
     with served(load(where, "m0")) as port:
         assert tried(port, load(where)) is None
         assert call(port, load(where), "m1") == "", "the server goes on"
@@ -151,7 +151,7 @@ def test_nothing_is_wrong(where: Path) -> None:
         assert tried(port, None) is None
 
 
-def test_one_side_without_tls(where: Path) -> None:
+def test_trouble_with_tls_on_one_side_only_names_that_side(where: Path) -> None:
     with served(load(where, "m0")) as port:
         assert str(tried(port, None)).startswith("it uses TLS: give this process certificates too")
     with served(None) as port:
@@ -190,7 +190,7 @@ def test_trouble_certificate_not_accepted_says_why(where: Path, tmp_path: Path) 
         assert str(tried(port, reckless)).startswith("it does not accept this process's certificate")
 
 
-def test_coordinators_that_are_none(where: Path, tmp_path: Path) -> None:
+def test_trouble_with_a_server_that_is_no_coordinator_says_why(where: Path, tmp_path: Path) -> None:
     with served(load(where, "m2")) as port:
         assert tried(port, load(where)) == "its certificate is for m2, which may not be the coordinator"
     (tmp_path / "job").mkdir()

@@ -21,7 +21,7 @@ def token(**options: object) -> Token:
     return read(make(SECRET, **{"job": "digits", "expires_in": 60.0, "now": NOW, **options}))  # type: ignore[arg-type]
 
 
-def test_both_sides_come_to_the_same_key() -> None:
+def test_token_key_is_the_same_on_both_sides() -> None:
     text = make(SECRET, job="digits", expires_in=60)
     assert tokens.is_token(text)
     assert text.isascii()
@@ -35,7 +35,7 @@ def test_both_sides_come_to_the_same_key() -> None:
     assert make(SECRET, job="digits", expires_in=60) != text
 
 
-def test_nobody_can_change_what_a_ticket_says() -> None:
+def test_ticket_with_any_change_is_refused() -> None:
     held = token()
     said = Ticket.parse(held.ticket)
     forged = Ticket(said.job, said.expires + 1, said.uses, said.number).pack()
@@ -51,7 +51,7 @@ def register(gate: Gate, ticket: bytes, member: str, now: float, known: Collecti
     return reason
 
 
-def test_a_token_admits_as_many_as_it_is_for_and_those_for_good() -> None:
+def test_gate_admits_as_many_members_as_the_token_allows_and_keeps_them() -> None:
     gate, held = Gate("digits"), token(uses=2)
     assert register(gate, held.ticket, "a", NOW) is None
     assert register(gate, held.ticket, "a", NOW + 1) is None
@@ -63,20 +63,20 @@ def test_a_token_admits_as_many_as_it_is_for_and_those_for_good() -> None:
     assert register(gate, token().ticket, "c", NOW) is None
 
 
-def test_a_stale_token() -> None:
+def test_gate_expired_token_is_refused() -> None:
     gate, held = Gate("digits"), token()
     assert register(gate, held.ticket, "late", NOW + 75) == "its join token expired 15 s ago"
     assert register(gate, held.ticket, "late", NOW + 60) == "its join token expired 0 s ago"
     assert register(gate, held.ticket, "punctual", NOW + 59.9) is None
 
 
-def test_any_number_until_it_expires() -> None:
+def test_gate_token_without_a_number_of_uses_admits_any_number_until_it_expires() -> None:
     gate, held = Gate("digits"), token(uses=0)
     assert all(register(gate, held.ticket, f"worker {n}", NOW) is None for n in range(1000))
     assert register(gate, held.ticket, "late", NOW + 60) is not None
 
 
-def test_another_jobs_token_and_nonsense() -> None:
+def test_gate_token_of_another_job_or_malformed_is_refused() -> None:
     gate = Gate("digits")
     assert register(gate, token(job="letters").ticket, "a", NOW) == (
         "its join token is for job letters, and this is job digits"
@@ -85,7 +85,7 @@ def test_another_jobs_token_and_nonsense() -> None:
         assert str(register(gate, nonsense, "a", NOW)).startswith("its join token is not sound")
 
 
-def test_a_gate_that_was_restored_remembers() -> None:
+def test_gate_restored_from_a_snapshot_remembers_its_members() -> None:
     gate, held = Gate("digits"), token()
     register(gate, held.ticket, "a", NOW)
     again = Gate("digits")
@@ -106,7 +106,7 @@ def test_gate_id_registered_with_other_credentials_is_refused_and_not_spoken_for
     assert not gate.speaks_for(other.ticket, "guest")
 
 
-def test_gate_id_taken_over_is_spoken_for_by_its_present_holder_only() -> None:
+def test_gate_id_taken_over_is_represented_by_its_present_holder_only() -> None:
     gate, held, other = Gate("digits"), token(), token()
     register(gate, held.ticket, "guest", NOW)
     register(gate, other.ticket, "guest", NOW)  # the first one has left
@@ -116,13 +116,13 @@ def test_gate_id_taken_over_is_spoken_for_by_its_present_holder_only() -> None:
     assert not gate.speaks_for(other.ticket, "guest")
 
 
-def test_gate_refusal_alone_uses_nothing_up() -> None:
+def test_gate_refusal_uses_nothing_up() -> None:
     gate, held = Gate("digits"), token()
     for name in ("a", "b", "c"):
         assert gate.refusal(held.ticket, name, NOW, lambda _: False) is None
 
 
-def test_gate_member_that_leaves_before_any_generation_gives_its_use_back() -> None:
+def test_gate_member_that_leaves_before_any_generation_returns_its_use() -> None:
     gate, held = Gate("digits"), token()
     register(gate, held.ticket, "a", NOW)
     assert gate.release("a")
@@ -137,13 +137,13 @@ def test_gate_member_that_leaves_before_any_generation_gives_its_use_back() -> N
     ["", "gwj1.", "gwj1.x.y", "gwj1.a", "gwj1.é.é", "secret secret secret", make(SECRET, job="j", expires_in=9)[:-5]],
     ids=range(7),
 )
-def test_a_damaged_token(text: str) -> None:
+def test_damaged_token_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="the join token is damaged"):
         read(text)
 
 
 @given(st.text() | st.text().map(lambda tail: f"gwj1.{tail}") | st.binary().map(lambda b: f"gwj1.{b.hex()}.{b.hex()}"))
-def test_no_text_makes_reading_fail_otherwise(text: str) -> None:
+def test_read_any_text_raises_only_config_errors(text: str) -> None:
     try:
         read(text)
     except ConfigError:
@@ -152,7 +152,7 @@ def test_no_text_makes_reading_fail_otherwise(text: str) -> None:
 
 
 @given(st.binary(max_size=400))
-def test_no_ticket_makes_the_gate_fail(ticket: bytes) -> None:
+def test_gate_any_ticket_is_admitted_or_refused_without_an_error(ticket: bytes) -> None:
     register(Gate("digits"), ticket, "a", NOW)
 
 
@@ -160,12 +160,12 @@ def test_no_ticket_makes_the_gate_fail(ticket: bytes) -> None:
     "wrong",
     [{"job": ""}, {"job": "x" * 201}, {"expires_in": 0}, {"expires_in": float("nan")}, {"uses": -1}, {"uses": 1 << 17}],
 )
-def test_tokens_that_cannot_be(wrong: dict[str, object]) -> None:
+def test_make_with_impossible_arguments_raises(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         token(**wrong)
 
 
-def test_a_key_handed_over() -> None:
+def test_wrapped_key_is_recovered_only_with_the_same_inputs() -> None:
     key, over = secrets.token_bytes(32), secrets.token_bytes(32)
     hidden = wrapped(key, over, b"nonce", b"1")
     assert hidden != key

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from conformance.crews import TRANSPORTS
 from gradwire.arrays import Array
+from support.crews import TRANSPORTS
 from support.ranks import closing
 
 LIKE = {"a": np.zeros((3, 4), np.float32), "b": np.zeros(7, np.float32), "c": np.zeros((), np.float32)}

@@ -1,11 +1,9 @@
-"""Groups whose ranks are all in this process, over each transport; closed after the test. And a log to wait for, and a
-clock to stop."""
+"""Groups whose ranks are all in this process, over each transport; closed after the test. And a clock
+to stop."""
 
 from __future__ import annotations
 
 import gc
-import logging
-import re
 import threading
 import time
 from collections.abc import Iterator
@@ -13,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 import gradwire as gw
-from conformance.crews import TRANSPORTS
-from support.ranks import closing
+from support.crews import TRANSPORTS
+from support.ranks import closing, eventually
 
 SOON = 60.0  # seconds: what takes milliseconds hangs if it takes longer, however busy the machine is
 
@@ -49,41 +47,14 @@ def groups_fixture(request: pytest.FixtureRequest) -> Iterator[list[gw.Group]]:
 
 def end_progress(group: gw.Group) -> None:
     """Close a group and wait for its progress thread, which may be the last to hold a work."""
+    before = _progress_threads()
     group.close()
-    for thread in threading.enumerate():
-        if thread.name == "gradwire-progress":
-            thread.join(SOON)
+    assert eventually(lambda: _progress_threads() < before)
     gc.collect()
 
 
-class Journal(logging.Handler):
-    """Lines of the log that can be waited for."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self._changed = threading.Condition()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        with self._changed:
-            self.lines.append(record.getMessage())
-            self._changed.notify_all()
-
-    def wait_for(self, pattern: str, times: int = 1) -> None:
-        def found() -> bool:
-            return sum(re.search(pattern, line) is not None for line in self.lines) >= times
-
-        with self._changed:
-            assert self._changed.wait_for(found, SOON), f"not {times} × {pattern!r} in {self.lines}"
-
-
-@pytest.fixture(name="journal")
-def journal_fixture() -> Iterator[Journal]:
-    """What is logged during the test, from "warning" on."""
-    journal, logger = Journal(), logging.getLogger("gradwire")
-    logger.addHandler(journal)
-    yield journal
-    logger.removeHandler(journal)
+def _progress_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "gradwire-progress"}
 
 
 class Clock:

@@ -8,6 +8,7 @@ from gradwire.membership.coordinator.state_machine import TICK, Membership
 from gradwire.membership.types import Assembly, Claim, Member, Refusal, Waiting
 
 RUN = b"r" * 16
+SECRET = b"a secret of this test"
 
 
 def worker(name: str, generation: int = 0, lost: Sequence[str] = (), *, session: str = "", pid: int = 7) -> Claim:

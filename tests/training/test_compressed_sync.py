@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from conformance.crews import Crew, crew_of
 from gradwire.arrays import Array
 from gradwire.training.compression import Int8, TopK
+from support.crews import Crew, crew_of
 
 DIGITS = Path(__file__).parents[2] / "examples" / "digits.py"
 

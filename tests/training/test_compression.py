@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from conformance.crews import TRANSPORTS, Crew, crew_of
 from gradwire.arrays import Array
 from gradwire.training.compression import BF16, F16, Compression, Int8, TopK, compression_for
 from gradwire.training.compression.topk import SAMPLE, largest
+from support.crews import TRANSPORTS, Crew, crew_of
 
 MAKERS: dict[str, Callable[..., Compression]] = {
     "f16": F16,

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradwire as gw
-from conformance.crews import TRANSPORTS, crew_of
 from gradwire.arrays import Array
 from gradwire.training import zero
 from gradwire.training.zero import ShardedOptimizer, assign
+from support.crews import TRANSPORTS, crew_of
 
 SHAPES = {"a": (7, 3), "b": (3,), "c": (40,), "d": (), "e": (2, 2, 2), "f": (0,)}
 

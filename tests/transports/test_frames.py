@@ -91,13 +91,15 @@ def read(pieces: Sequence[bytes], ahead: int = 256) -> list[tuple[int, bytes]]:
     st.lists(st.integers(0, 10_000), max_size=30),
     st.sampled_from([HEADER_BYTES, 100, 4096]),
 )
-def test_how_the_stream_is_cut_makes_no_difference(payloads: list[bytes], places: list[int], ahead: int) -> None:
+def test_frame_reader_reads_the_same_frames_however_the_stream_is_cut(
+    payloads: list[bytes], places: list[int], ahead: int
+) -> None:
     stream = b"".join(frame(number, payload) for number, payload in enumerate(payloads))
     assert read(cut(stream, places), ahead) == list(enumerate(payloads))
 
 
 @given(st.lists(st.binary(max_size=700), min_size=1, max_size=6), st.sampled_from([HEADER_BYTES, 100, 4096]))
-def test_who_stops_when_there_is_no_more_has_read_all_that_came(payloads: list[bytes], ahead: int) -> None:
+def test_frame_reader_more_is_false_only_when_all_was_read(payloads: list[bytes], ahead: int) -> None:
     """A wire that is read in one go as far as there is room, as a socket is."""
     stream = b"".join(frame(number, payload) for number, payload in enumerate(payloads))
     taker = Taker()
@@ -108,13 +110,15 @@ def test_who_stops_when_there_is_no_more_has_read_all_that_came(payloads: list[b
 
 
 @given(st.binary(min_size=HEADER_BYTES, max_size=400), st.lists(st.integers(0, 400), max_size=10))
-def test_random_bytes_are_an_error(noise: bytes, places: list[int]) -> None:
+def test_frame_reader_random_bytes_raise_an_error(noise: bytes, places: list[int]) -> None:
     with pytest.raises(WireError):
         read(cut(noise, places))
 
 
 @given(st.binary(max_size=100), st.binary(min_size=HEADER_BYTES, max_size=300), st.lists(st.integers(0, 500)))
-def test_noise_behind_a_message_spoils_only_what_follows(payload: bytes, noise: bytes, places: list[int]) -> None:
+def test_frame_reader_noise_behind_a_message_spoils_only_later_bytes(
+    payload: bytes, noise: bytes, places: list[int]
+) -> None:
     taker = Taker()
     reader = FrameReader(Wire(cut(frame(1, payload) + noise, places)), taker, threading.Lock())
     with pytest.raises(WireError):
@@ -123,7 +127,7 @@ def test_noise_behind_a_message_spoils_only_what_follows(payload: bytes, noise: 
     assert taker.messages == [(1, payload)]
 
 
-def test_a_claim_of_8_gib_allocates_nothing() -> None:
+def test_frame_reader_claim_of_8_gib_allocates_nothing() -> None:
     claim = Header(Kind.EAGER, 1, 1, 0, 1, 1, 0, 0, 0, 8 << 30).pack()
     tracemalloc.start()
     with pytest.raises(WireError):
@@ -133,7 +137,7 @@ def test_a_claim_of_8_gib_allocates_nothing() -> None:
     assert peak < 1 << 20
 
 
-def test_the_end_of_the_link_is_told_after_what_came_before_it() -> None:
+def test_frame_reader_reports_the_end_of_the_link_after_earlier_frames() -> None:
     taker, wire = Taker(), Wire([frame(1, b"last words")])
     wire.close()
     reader = FrameReader(wire, taker, threading.Lock())
@@ -144,7 +148,7 @@ def test_the_end_of_the_link_is_told_after_what_came_before_it() -> None:
 
 
 @pytest.mark.parametrize("filled", [0, 1, 1000, 4999])
-def test_a_payload_can_be_sent_elsewhere_while_it_arrives(filled: int) -> None:
+def test_redirect_payload_arrives_in_the_new_memory(filled: int) -> None:
     old, new = memoryview(bytearray(LIMIT)), memoryview(bytearray(LIMIT))
     payload = bytes(range(250)) * 20
 
@@ -172,7 +176,9 @@ def test_a_payload_can_be_sent_elsewhere_while_it_arrives(filled: int) -> None:
 
 
 @given(st.lists(st.binary(min_size=1, max_size=50), max_size=10), st.lists(st.integers(0, 40), max_size=40))
-def test_messages_leave_whole_and_in_order_whatever_room_there_is(messages: list[bytes], room: list[int]) -> None:
+def test_outbox_sends_messages_whole_and_in_order_whatever_room_there_is(
+    messages: list[bytes], room: list[int]
+) -> None:
     wire = Wire(room=room)
     outbox = Outbox(wire)
     for message in messages:
@@ -184,7 +190,7 @@ def test_messages_leave_whole_and_in_order_whatever_room_there_is(messages: list
     assert not outbox.full
 
 
-def test_a_link_that_is_held_is_not_written_to_by_others() -> None:
+def test_outbox_held_link_is_not_written_to_by_others() -> None:
     wire = Wire()
     outbox = Outbox(wire)
     assert outbox.hold()
@@ -199,7 +205,7 @@ def test_a_link_that_is_held_is_not_written_to_by_others() -> None:
     assert bytes(wire.taken) == b"later"
 
 
-def test_whoever_wants_to_hold_waits_for_what_is_half_sent() -> None:
+def test_outbox_hold_waits_for_a_half_sent_message() -> None:
     wire = Wire(room=[3, 0])
     outbox = Outbox(wire)
     assert outbox.post(b"message")
@@ -208,7 +214,7 @@ def test_whoever_wants_to_hold_waits_for_what_is_half_sent() -> None:
     assert bytes(wire.taken) == b"message"
 
 
-def test_full_is_when_too_much_waits() -> None:
+def test_outbox_is_full_when_too_much_waits() -> None:
     outbox = Outbox(Wire(room=[0] * 1000))
     outbox.post(bytes(Outbox.MAX_WAITING))
     assert not outbox.full

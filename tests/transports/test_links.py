@@ -68,7 +68,7 @@ def linked(transports: list[Transport], a: int = 1, b: int = 0, channel: int = 9
     return mine, transports[b].accept(a, channel, deadline())
 
 
-def test_links_to_several_peers_are_made_together(transports: list[Transport]) -> None:
+def test_dial_all_makes_links_to_several_peers(transports: list[Transport]) -> None:
     mine: list[Link] = []
     transports[2].dial_all([0, 1], 9, deadline(), mine.append)
     assert sorted((link.peer, link.channel) for link in mine) == [(0, 9), (1, 9)]
@@ -101,7 +101,7 @@ def send_all(transport: Transport, link: Link, data: bytes) -> None:
             transport.wait([], [link], bell, 0.1)
 
 
-def test_bytes_go_both_ways_in_order(transports: list[Transport]) -> None:
+def test_link_bytes_go_both_ways_in_order(transports: list[Transport]) -> None:
     one, two = linked(transports)
     assert (one.peer, one.channel, two.peer, two.channel) == (0, 9, 1, 9)
     assert one.send([b"he", memoryview(b"l"), bytearray(b"lo")]) == 5
@@ -111,7 +111,7 @@ def test_bytes_go_both_ways_in_order(transports: list[Transport]) -> None:
     assert one.receive([memoryview(bytearray(5))]) == 0, "nothing more is not the end"
 
 
-def test_several_buffers_are_filled_in_turn(transports: list[Transport]) -> None:
+def test_receive_fills_several_buffers_in_turn(transports: list[Transport]) -> None:
     one, two = linked(transports)
     one.send([b"abcdef"])
     parts = [memoryview(bytearray(size)) for size in (1, 2, 3)]
@@ -122,7 +122,7 @@ def test_several_buffers_are_filled_in_turn(transports: list[Transport]) -> None
     assert [bytes(part) for part in parts] == [b"a", b"bc", b"def"]
 
 
-def test_who_waits_for_several_links_is_told_which_to_read(transports: list[Transport]) -> None:
+def test_wait_for_several_links_returns_the_readable_ones(transports: list[Transport]) -> None:
     silent, loud, closed = (linked(transports, channel=channel) for channel in (7, 8, 9))
     mine, bell = [pair[1] for pair in (silent, loud, closed)], transports[0].bell()
     assert list(transports[0].wait(mine, [], bell, 0.0)) == []
@@ -138,7 +138,7 @@ def test_who_waits_for_several_links_is_told_which_to_read(transports: list[Tran
     assert set(transports[0].wait(mine, [], bell, 0.0)) == {closed[1]}
 
 
-def test_a_link_that_nobody_reads_takes_only_so_much(transports: list[Transport]) -> None:
+def test_send_on_a_link_without_a_reader_takes_a_bounded_amount(transports: list[Transport]) -> None:
     one, two = linked(transports)
     sent = 0
     while part := one.send([bytes(1 << 20)]):
@@ -157,7 +157,7 @@ def test_a_link_that_nobody_reads_takes_only_so_much(transports: list[Transport]
     assert one.send([b"x"]) == 1
 
 
-def test_the_end_of_a_link_is_seen_after_what_was_sent_before_it(transports: list[Transport]) -> None:
+def test_link_end_is_seen_after_earlier_bytes(transports: list[Transport]) -> None:
     one, two = linked(transports)
     one.send([b"last words"])
     one.close()
@@ -173,7 +173,7 @@ def test_the_end_of_a_link_is_seen_after_what_was_sent_before_it(transports: lis
         one.send([b"closed here"])
 
 
-def test_channels_and_peers_are_links_of_their_own(transports: list[Transport]) -> None:
+def test_links_of_other_channels_and_peers_are_separate(transports: list[Transport]) -> None:
     links = {(a, c): linked(transports, a, 0, c) for a in (1, 2) for c in (5, 6)}
     for (a, c), (one, _) in links.items():
         one.send([bytes([a, c])])
@@ -181,7 +181,7 @@ def test_channels_and_peers_are_links_of_their_own(transports: list[Transport]) 
         assert receive(transports[0], two, 2) == bytes([a, c])
 
 
-def test_accept_waits_and_gives_up(transports: list[Transport]) -> None:
+def test_accept_without_a_dialer_times_out_and_finds_a_later_one(transports: list[Transport]) -> None:
     with pytest.raises(NoConnection, match="rank 1 did not connect in time") as told:
         transports[0].accept(1, 9, time.monotonic() + 0.05)
     assert told.value.peer == 1
@@ -193,7 +193,7 @@ def test_accept_waits_and_gives_up(transports: list[Transport]) -> None:
     assert [link.peer for link in found] == [1]
 
 
-def test_whoever_waits_for_a_link_can_be_stopped(transports: list[Transport]) -> None:
+def test_accept_whose_check_raises_ends(transports: list[Transport]) -> None:
     def stop() -> None:
         raise Closed("never mind")
 
@@ -201,7 +201,7 @@ def test_whoever_waits_for_a_link_can_be_stopped(transports: list[Transport]) ->
         transports[0].accept(1, 9, time.monotonic() + FOREVER, stop)
 
 
-def test_links_can_be_handed_over_as_they_come(transports: list[Transport]) -> None:
+def test_adopt_hands_over_earlier_and_later_links(transports: list[Transport]) -> None:
     transports[1].dial(0, 9, deadline())  # before anybody is there to take it
     taken: list[int] = []
     changed = threading.Condition()
@@ -219,7 +219,7 @@ def test_links_can_be_handed_over_as_they_come(transports: list[Transport]) -> N
         assert changed.wait_for(lambda: sorted(taken) == [1, 2], LONG)
 
 
-def test_a_bell_wakes_every_wait_until_it_is_silenced(transports: list[Transport]) -> None:
+def test_bell_wakes_every_wait_until_it_is_silenced(transports: list[Transport]) -> None:
     one, _ = linked(transports)
     bell = transports[1].bell()
     wait = functools.partial(transports[1].wait, [one], [], bell, FOREVER)
@@ -238,7 +238,7 @@ def test_a_bell_wakes_every_wait_until_it_is_silenced(transports: list[Transport
     assert time.monotonic() - began > 0.04
 
 
-def test_closing_ends_all_links_and_refuses_new_ones(transports: list[Transport]) -> None:
+def test_close_ends_all_links_and_refuses_new_ones(transports: list[Transport]) -> None:
     _, two = linked(transports)
     transports[1].close()
     transports[1].close()
@@ -252,7 +252,7 @@ def test_closing_ends_all_links_and_refuses_new_ones(transports: list[Transport]
         transports[1].accept(2, 9, deadline())
 
 
-def test_a_link_closed_here_can_be_made_anew(transports: list[Transport]) -> None:
+def test_link_closed_on_both_sides_can_be_dialled_again(transports: list[Transport]) -> None:
     one, two = linked(transports)
     one.close()
     until = deadline()
@@ -265,7 +265,7 @@ def test_a_link_closed_here_can_be_made_anew(transports: list[Transport]) -> Non
     assert receive(transports[0], two, 5) == b"again"
 
 
-def test_closing_a_link_wakes_whoever_waits_for_it_here_and_there(transports: list[Transport]) -> None:
+def test_close_of_a_link_wakes_waits_on_both_sides(transports: list[Transport]) -> None:
     one, two = linked(transports)
     threads = [
         threading.Thread(target=transport.wait, args=([link], [], transport.bell(), FOREVER), daemon=True)

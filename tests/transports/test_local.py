@@ -34,13 +34,13 @@ def played_by_a_thread_that_ends(hub: Hub, rank: int) -> None:
     thread.join()
 
 
-def test_a_rank_that_never_called_is_not_dead(clock: Clock) -> None:
+def test_gone_rank_that_never_called_is_false(clock: Clock) -> None:
     hub = Hub(2)
     clock.now += 1000
     assert not hub.transports[0].gone(1)
 
 
-def test_a_rank_is_dead_some_time_after_its_last_thread_has_ended(clock: Clock) -> None:
+def test_gone_rank_without_living_threads_is_true_after_a_while(clock: Clock) -> None:
     hub = Hub(2)
     played_by_a_thread_that_ends(hub, 1)
     assert not hub.transports[0].gone(1), "another thread may be about to go on"
@@ -51,7 +51,7 @@ def test_a_rank_is_dead_some_time_after_its_last_thread_has_ended(clock: Clock) 
     assert not hub.transports[1].gone(0)
 
 
-def test_a_rank_lives_as_long_as_one_of_its_threads(clock: Clock) -> None:
+def test_gone_rank_with_a_living_thread_is_false(clock: Clock) -> None:
     hub = Hub(2)
     hub.transports[1].touch()  # this thread
     played_by_a_thread_that_ends(hub, 1)
@@ -60,7 +60,7 @@ def test_a_rank_lives_as_long_as_one_of_its_threads(clock: Clock) -> None:
         assert not hub.transports[0].gone(1)
 
 
-def test_a_rank_that_is_taken_over_by_another_thread_in_time_lives(clock: Clock) -> None:
+def test_gone_rank_taken_over_by_another_thread_in_time_is_false(clock: Clock) -> None:
     hub = Hub(2)
     played_by_a_thread_that_ends(hub, 1)
     assert not hub.transports[0].gone(1)
@@ -70,7 +70,7 @@ def test_a_rank_that_is_taken_over_by_another_thread_in_time_lives(clock: Clock)
     assert not hub.transports[0].gone(1)
 
 
-def test_links_that_are_closed_are_forgotten() -> None:
+def test_closed_local_links_are_released() -> None:
     hub = Hub(2)
     links: list[weakref.ref[Link]] = []
     for channel in range(5, 100):

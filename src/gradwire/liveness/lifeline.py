@@ -251,7 +251,7 @@ class Lifeline:
         if now >= self._detector.due:
             self._beat(now)
             self._listen(now)
-            for peer, silence in self._detector.tick(now, self._look):
+            for peer, silence in self._detector.tick(now, self.sight_of):
                 self._control.lost(peer, now, self._describe(peer, silence))
         return min(pause, self._detector.due - now)
 
@@ -270,7 +270,7 @@ class Lifeline:
 
     def _describe(self, peer: int, silence: float) -> str:
         """What happened to a rank that is lost, as its error tells it."""
-        if self._look(peer) is Sight.OUTAGE:
+        if self.sight_of(peer) is Sight.OUTAGE:
             return f"has been silent for {silence:.2f} s: the network to rank {peer} drops packets"
         return f"has been silent for {silence:.2f} s (frozen or cut off)"
 
@@ -310,9 +310,9 @@ class Lifeline:
         for reader in self._readers:
             self._pump(reader)
 
-    def _look(self, peer: int) -> Sight | None:
-        """At the process of a rank on this machine, or else at the connection to another host; None if neither tells
-        anything, and for ranks that are ignored on purpose."""
+    def sight_of(self, peer: int) -> Sight | None:
+        """What is seen of the process of a rank on this machine, or else of the connection to another host; None if
+        neither shows anything, and for ranks that are ignored on purpose."""
         if peer in self._sink.ignored:
             return None
         nature = self._seen.get(peer)
@@ -333,6 +333,10 @@ class Lifeline:
 
     def _link_to(self, peer: int) -> Link | None:
         return next((reader.link for reader in self._readers if reader.link.peer == peer), None)
+
+    def tokens_ahead(self, link: Link) -> int:
+        """How many tokens the native thread has for a link; it sends them without the interpreter."""
+        return int(self._thread.ahead(_descriptor(link))) if self._thread is not None else 0
 
     def alive(self, peer: int) -> bool:
         """Whether a rank was heard lately."""

@@ -28,7 +28,8 @@ from gradwire.membership.v1 import gradwire_pb2 as pb
 from gradwire.membership.v1 import gradwire_pb2_grpc as rpc
 from gradwire.security import tokens
 from support import tls_files
-from support.membership_journal import SECRET, Journal
+from support.captured_log import CapturedLog
+from support.membership_claims import SECRET
 
 Serve = Callable[..., Coordinator]
 LONG = 30.0
@@ -174,13 +175,13 @@ def test_member_meeting_an_impostor_waits_for_its_coordinator(
 
 
 @pytest.mark.parametrize("impostor", ["closed_listener", "unauthenticated", "denied"], indirect=True)
-def test_newcomer_waiting_at_its_coordinator_has_met_it(
-    impostor: Callable[[int], Any], serve: Serve, journal: Journal
+def test_newcomer_waiting_for_the_first_generation_counts_as_acquainted(
+    impostor: Callable[[int], Any], serve: Serve, captured: CapturedLog
 ) -> None:
     """Between its arrival and the first generation too."""
     first = serve(2, minimum=1, maximum=2)
     waiting = asking(first.address, WorkerSeal(SECRET), 0)
-    journal.wait_for("has come")
+    captured.wait_for("has come")
     port = port_of(first)
     first.cut_off()
     other = impostor(port)
@@ -216,7 +217,7 @@ def test_newcomer_meeting_an_impostor_is_refused_at_once(impostor: Callable[[int
         asking(coordinator.address, WorkerSeal(SECRET), 0).result(LONG)
 
 
-def test_member_believes_a_refusal_over_a_proven_connection(serve: Serve, journal: Journal) -> None:
+def test_member_believes_a_refusal_over_a_proven_connection(serve: Serve, captured: CapturedLog) -> None:
     """Its first call is refused without proof; so it has the coordinator prove itself, and asks again."""
     coordinator = serve(1, minimum=1, maximum=2, job="mine")
     invitation = tokens.read(tokens.make(SECRET, job="mine", expires_in=60, uses=0))
@@ -224,7 +225,7 @@ def test_member_believes_a_refusal_over_a_proven_connection(serve: Serve, journa
     assert asking(coordinator.address, seal, 0, secret=invitation).result(LONG) == 1
     with pytest.raises(Refused, match="its join token has not let somebody in"):
         start_checkpoint(coordinator.address, "somebody", 1, secret=invitation, seal=seal, timeout=LONG)
-    assert journal.count("its join token has not let somebody in") == 2
+    assert captured.count("its join token has not let somebody in") == 2
 
 
 def test_member_under_tls_waits_for_its_coordinator(serve: Serve, tmp_path: Path) -> None:

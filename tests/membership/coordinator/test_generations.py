@@ -18,7 +18,8 @@ from gradwire.membership.client.requests import end_checkpoint, heartbeat, regis
 from gradwire.membership.client.worker_lease import Lease
 from gradwire.membership.coordinator.service import Coordinator
 from gradwire.membership.types import News
-from support.membership_journal import SECRET, Journal
+from support.captured_log import CapturedLog
+from support.membership_claims import SECRET
 
 Serve = Callable[..., Coordinator]
 
@@ -61,7 +62,7 @@ def elastic(serve: Serve) -> Coordinator:
     return serve(3, minimum=2, maximum=4)
 
 
-def test_survivors_go_on_without_the_one_they_lost(elastic: Coordinator) -> None:
+def test_survivors_continue_without_the_lost_member(elastic: Coordinator) -> None:
     first = assembled(elastic, "abc")[0]
     lost = ids(first)[1]
     survivors = [name for name in ids(first) if name != lost]
@@ -83,7 +84,7 @@ def test_a_newcomer_is_announced_and_joins_with_the_next_generation(elastic: Coo
     assert heartbeat(elastic.address, order, secret=SECRET) == News(2, 0, (), None)
 
 
-def test_below_the_minimum_it_is_said_what_is_waited_for(elastic: Coordinator) -> None:
+def test_wait_below_the_minimum_reports_the_reason(elastic: Coordinator) -> None:
     order = ids(assembled(elastic, "abc")[0])
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
     last = joining(elastic, order[0], generation=1, lost=order[1:], waiting=said.put)
@@ -93,7 +94,7 @@ def test_below_the_minimum_it_is_said_what_is_waited_for(elastic: Coordinator) -
     assert ids(last.result(30)) == ids(joined.result(30)) == [order[0], "new"]
 
 
-def test_a_worker_that_takes_its_leave_is_not_waited_for(elastic: Coordinator) -> None:
+def test_worker_that_unregisters_is_not_waited_for(elastic: Coordinator) -> None:
     found = assembled(elastic, "abc")[0]
     order = ids(found)
     assert unregister(elastic.address, found.members[2], secret=SECRET)
@@ -101,13 +102,13 @@ def test_a_worker_that_takes_its_leave_is_not_waited_for(elastic: Coordinator) -
     assert [ids(future.result(30)) for future in again] == [order[:2]] * 2
 
 
-def test_a_generation_that_never_was(elastic: Coordinator) -> None:
+def test_generation_that_never_existed_is_refused(elastic: Coordinator) -> None:
     assembled(elastic, "abc")
     with pytest.raises(Refused, match=r"generation 7, and this coordinator .*knows of 1"):
         joining(elastic, "d", generation=7).result(30)
 
 
-def test_a_static_job_has_one_generation(serve: Serve) -> None:
+def test_static_job_has_one_generation(serve: Serve) -> None:
     coordinator = serve(1)
     assembled(coordinator, "a")
     with pytest.raises(Refused, match="this job is static"):
@@ -117,7 +118,7 @@ def test_a_static_job_has_one_generation(serve: Serve) -> None:
 # Leases.
 
 
-def test_a_silent_member_is_evicted_and_the_others_are_told(serve: Serve, journal: Journal) -> None:
+def test_silent_member_is_evicted_and_the_news_says_so(serve: Serve, captured: CapturedLog) -> None:
     coordinator = serve(2, minimum=1, maximum=2, lease=0.5)
     order = ids(assembled(coordinator, "ab")[0])
     told: queue.SimpleQueue[News] = queue.SimpleQueue()
@@ -128,7 +129,7 @@ def test_a_silent_member_is_evicted_and_the_others_are_told(serve: Serve, journa
             pass
     finally:
         coordinator_process.close()
-    journal.wait_for(r"rank 1 .* was not heard of for the time of its lease")
+    captured.wait_for(r"rank 1 .* was not heard of for the time of its lease")
     assert coordinator_process.news is not None
     assert coordinator_process.news.evicted == (order[1],)
 
@@ -145,7 +146,7 @@ def launcher(elastic: Coordinator) -> Iterator[tuple[Heartbeats, queue.SimpleQue
 Launcher = tuple[Heartbeats, "queue.SimpleQueue[News]"]
 
 
-def test_a_launcher_tells_at_once_who_died(elastic: Coordinator, launcher: Launcher) -> None:
+def test_launcher_reports_a_death_at_once(elastic: Coordinator, launcher: Launcher) -> None:
     assembled(elastic, "abc")
     beats, told = launcher
     while told.get(timeout=30) != News(1, 0, (), None):
@@ -158,7 +159,7 @@ def test_a_launcher_tells_at_once_who_died(elastic: Coordinator, launcher: Launc
     assert sorted(ids(again[0].result(30))) == ["a", "c"]
 
 
-def test_a_launcher_does_not_speak_for_those_who_stand_still(serve: Serve) -> None:
+def test_launcher_sends_no_heartbeats_for_stopped_workers(serve: Serve) -> None:
     coordinator = serve(2, minimum=1, maximum=2, lease=0.5)
     assembled(coordinator, "ab")
     told: queue.SimpleQueue[News] = queue.SimpleQueue()
@@ -175,22 +176,22 @@ def test_a_launcher_does_not_speak_for_those_who_stand_still(serve: Serve) -> No
         beats.close()
 
 
-def test_a_launcher_finds_its_coordinator_again(
-    serve: Serve, elastic: Coordinator, launcher: Launcher, journal: Journal
+def test_launcher_finds_its_coordinator_again(
+    serve: Serve, elastic: Coordinator, launcher: Launcher, captured: CapturedLog
 ) -> None:
     _, told = launcher
     told.get(timeout=30)
     port = int(elastic.address.rpartition(":")[2])
     elastic.cut_off()
-    journal.wait_for("no heartbeats from this host, trying again", timeout=30)
+    captured.wait_for("no heartbeats from this host, trying again", timeout=30)
     while not told.empty():
         told.get()
     serve(3, port=port, minimum=2, maximum=4)
     assert told.get(timeout=30) == News(0, 0, (), None)
-    journal.wait_for("answers the heartbeats of this host again", timeout=30)
+    captured.wait_for("answers the heartbeats of this host again", timeout=30)
 
 
-def test_closing_says_who_is_gone(elastic: Coordinator, launcher: Launcher) -> None:
+def test_launcher_close_reports_dead_workers(elastic: Coordinator, launcher: Launcher) -> None:
     assembled(elastic, "abc")
     beats, told = launcher
     told.get(timeout=30)
@@ -200,15 +201,15 @@ def test_closing_says_who_is_gone(elastic: Coordinator, launcher: Launcher) -> N
     assert sorted(heartbeat(elastic.address, ["c"], secret=SECRET).evicted) == ["a", "b"]
 
 
-def test_closing_does_not_wait_for_a_coordinator_that_is_away() -> None:
+def test_launcher_close_does_not_wait_for_an_absent_coordinator() -> None:
     beats = Heartbeats("127.0.0.1:9", ["a"], secret=SECRET)
     beats.start()
     beats.gone(["a"])
     beats.close()
 
 
-def test_a_launcher_without_a_stream_uses_single_calls(
-    elastic: Coordinator, monkeypatch: pytest.MonkeyPatch, journal: Journal
+def test_launcher_without_a_stream_uses_single_calls(
+    elastic: Coordinator, monkeypatch: pytest.MonkeyPatch, captured: CapturedLog
 ) -> None:
     monkeypatch.setattr("gradwire.membership.coordinator.servicer.STREAMS", 0)
     told: queue.SimpleQueue[News] = queue.SimpleQueue()
@@ -222,13 +223,13 @@ def test_a_launcher_without_a_stream_uses_single_calls(
             pass
     finally:
         beats.close()
-    assert journal.count("1024|0 hosts have streams already") == 1
+    assert captured.count("1024|0 hosts have streams already") == 1
 
 
 # Checkpoints.
 
 
-def test_a_checkpoint_is_complete_when_all_who_live_have_reported(elastic: Coordinator) -> None:
+def test_checkpoint_is_complete_when_all_live_members_have_reported(elastic: Coordinator) -> None:
     order = ids(assembled(elastic, "abc")[0])
     address = elastic.address
     begun = start_checkpoint(address, order[0], 5, secret=SECRET)
@@ -241,7 +242,7 @@ def test_a_checkpoint_is_complete_when_all_who_live_have_reported(elastic: Coord
     assert heartbeat(address, order[:2], secret=SECRET).checkpoint is None
 
 
-def test_a_checkpoint_that_cannot_be(elastic: Coordinator) -> None:
+def test_impossible_checkpoint_is_refused(elastic: Coordinator) -> None:
     assembled(elastic, "abc")
     with pytest.raises(Refused, match=r"'stranger' is no.* live member of generation 1"):
         start_checkpoint(elastic.address, "stranger", 1, secret=SECRET)

@@ -29,7 +29,8 @@ from gradwire.membership.sealing import WorkerSeal
 from gradwire.membership.types import News
 from gradwire.membership.v1 import gradwire_pb2 as pb
 from support import tls_files
-from support.membership_journal import SECRET, Journal
+from support.captured_log import CapturedLog
+from support.membership_claims import SECRET
 from support.membership_strangers import Attack, begin_calls, closed, connect
 
 Serve = Callable[..., Coordinator]
@@ -81,7 +82,7 @@ def readable(sock: socket.socket, seconds: float = 0.0) -> bool:
 
 
 def test_coordinator_attacked_by_calls_without_a_body_serves_its_members(
-    serve: Serve, launcher: Callable[..., queue.SimpleQueue[News]], journal: Journal
+    serve: Serve, launcher: Callable[..., queue.SimpleQueue[News]], captured: CapturedLog
 ) -> None:
     coordinator = serve(3, minimum=1, maximum=3)
     before = launcher(coordinator.address, "")
@@ -101,41 +102,41 @@ def test_coordinator_attacked_by_calls_without_a_body_serves_its_members(
             pass
         while before.get(timeout=30).generation < 2:
             pass
-    assert journal.count("no heartbeats from this host") == 0
+    assert captured.count("no heartbeats from this host") == 0
 
 
-def test_calls_without_a_body_end_with_their_connection(serve: Serve, journal: Journal) -> None:
+def test_calls_without_a_body_end_with_their_connection(serve: Serve, captured: CapturedLog) -> None:
     coordinator = serve(1, limits=Limits(seconds_to_prove=0.1))
     with begin_calls(coordinator.address, 8) as stranger:
         assert closed(stranger)
-    journal.wait_for("closed connections to the coordinator: 1 did not prove the job's secret in time")
+    captured.wait_for("closed connections to the coordinator: 1 did not prove the job's secret in time")
 
 
-def test_unproven_connection_that_says_nothing_is_closed(serve: Serve, journal: Journal) -> None:
+def test_unproven_silent_connection_is_closed(serve: Serve, captured: CapturedLog) -> None:
     coordinator = serve(1, limits=Limits(seconds_to_prove=0.1))
     with connect(coordinator.address) as stranger:
         assert closed(stranger)
-    journal.wait_for("1 did not prove the job's secret in time; 1 of them came from 127.0.0.1")
+    captured.wait_for("1 did not prove the job's secret in time; 1 of them came from 127.0.0.1")
 
 
-def test_tls_handshake_that_does_not_end_is_closed(serve: Serve, journal: Journal) -> None:
+def test_tls_handshake_that_does_not_end_is_closed(serve: Serve, captured: CapturedLog) -> None:
     coordinator = serve(1, credentials=tls_files.credentials("m0"), limits=Limits(seconds_to_prove=0.1))
     with connect(coordinator.address) as stranger:
         stranger.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")  # the beginning of a ClientHello
         assert closed(stranger)
-    journal.wait_for("1 did not prove the job's secret in time")
+    captured.wait_for("1 did not prove the job's secret in time")
 
 
-def test_connection_with_a_recorded_hello_is_closed(serve: Serve, journal: Journal) -> None:
+def test_connection_with_a_recorded_hello_is_closed(serve: Serve, captured: CapturedLog) -> None:
     """A hello can be recorded and sent again, so it does not make a connection proven."""
     coordinator = serve(1, limits=Limits(seconds_to_prove=0.3))
     with connect(coordinator.address) as stranger:
         hello(stranger)
         assert closed(stranger)
-    journal.wait_for("1 did not prove the job's secret in time")
+    captured.wait_for("1 did not prove the job's secret in time")
 
 
-def test_one_connection_too_many_of_a_source_replaces_the_oldest(serve: Serve) -> None:
+def test_connection_beyond_the_limit_of_its_source_replaces_the_oldest(serve: Serve) -> None:
     coordinator = serve(1, limits=Limits(strangers_per_source=2, seconds_to_prove=60.0))
     with connect(coordinator.address) as first, connect(coordinator.address) as second:
         hello(second)  # so both have been accepted
@@ -151,7 +152,9 @@ def test_more_callers_than_may_be_unproven_are_served_in_turn(serve: Serve) -> N
     assert {found.generation for found in assemble(coordinator.address, "abcdefghijkl")} == {1}
 
 
-def test_stranger_loses_its_place_at_the_server_when_others_wait(serve: Serve, journal: Journal) -> None:
+def test_unproven_connection_loses_its_place_at_the_server_when_others_wait(
+    serve: Serve, captured: CapturedLog
+) -> None:
     limits = Limits(unproven=1, seconds_to_prove=60.0, seconds_to_prove_in_a_crowd=0.01)
     coordinator = serve(1, limits=limits)
     with begin_calls(coordinator.address, 8) as stranger:
@@ -162,28 +165,28 @@ def test_stranger_loses_its_place_at_the_server_when_others_wait(serve: Serve, j
     assert serving(coordinator.address, secret=SECRET)
 
 
-def test_proven_connection_that_proves_nothing_more_is_closed(serve: Serve, journal: Journal) -> None:
+def test_proven_connection_that_proves_nothing_more_is_closed(serve: Serve, captured: CapturedLog) -> None:
     coordinator = serve(1, limits=Limits(seconds_to_prove=60.0, seconds_between_proofs=0.1))
     with connect(coordinator.address) as member:
         connection, seal = hello(member)
         connection.call("Heartbeat", seal.seal("Heartbeat", b"").SerializeToString(), 30.0)
         assert closed(member)
-    assert journal.count("closed connections") == 0
+    assert captured.count("closed connections") == 0
 
 
 # -- what the front must not change
 
 
-def test_log_names_the_address_of_the_client(serve: Serve, journal: Journal) -> None:
+def test_log_names_the_address_of_the_client(serve: Serve, captured: CapturedLog) -> None:
     coordinator = serve(1)
     with connect(coordinator.address) as sock:
         with pytest.raises(CallFailed, match="UNAUTHENTICATED"):
             Connection(sock, "x", 1000).call("Heartbeat", pb.Sealed(body=b"x").SerializeToString(), 30.0)
         host, port = sock.getsockname()
-    journal.wait_for(f"refused a call from {host}:{port}: the caller does not hold this job's secret")
+    captured.wait_for(f"refused a call from {host}:{port}: the caller does not hold this job's secret")
 
 
-def test_log_names_the_address_of_a_client_by_ipv6(serve: Serve, journal: Journal) -> None:
+def test_log_names_the_address_of_a_client_by_ipv6(serve: Serve, captured: CapturedLog) -> None:
     try:
         coordinator = serve(1, host="::1")
     except TransportError:
@@ -192,10 +195,10 @@ def test_log_names_the_address_of_a_client_by_ipv6(serve: Serve, journal: Journa
         with pytest.raises(CallFailed, match="UNAUTHENTICATED"):
             Connection(sock, "x", 1000).call("Heartbeat", pb.Sealed(body=b"x").SerializeToString(), 30.0)
         port = sock.getsockname()[1]
-    journal.wait_for(rf"refused a call from \[::1\]:{port}: ")
+    captured.wait_for(rf"refused a call from \[::1\]:{port}: ")
 
 
-def test_coordinator_leaves_no_file_even_while_it_serves(
+def test_coordinator_leaves_no_file_while_it_serves(
     serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deep = tmp_path / ("long-" * 30)  # longer than the path of a Unix socket may be
@@ -206,7 +209,7 @@ def test_coordinator_leaves_no_file_even_while_it_serves(
     assert serving(coordinator.address, secret=SECRET)
 
 
-def test_coordinator_without_a_folder_for_temporary_files_says_so(
+def test_coordinator_without_a_folder_for_temporary_files_raises(
     serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
@@ -275,7 +278,7 @@ def test_bytes_for_a_slow_client_all_arrive_although_the_server_has_ended(
     assert received(client, len(MANY)) == MANY[:sent]
 
 
-def test_server_is_told_when_its_client_is_gone(passage: tuple[socket.socket, socket.socket]) -> None:
+def test_server_connection_ends_when_its_client_is_gone(passage: tuple[socket.socket, socket.socket]) -> None:
     client, server = passage
     client.sendall(b"last words")
     client.close()
@@ -290,7 +293,7 @@ def received(sock: socket.socket, most: int) -> bytes:
     return bytes(data)
 
 
-def test_front_without_descriptors_pauses_and_goes_on(journal: Journal) -> None:
+def test_front_without_descriptors_pauses_and_goes_on(captured: CapturedLog) -> None:
     front = Front(Endpoint("127.0.0.1", 0), Limits())
     with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as ending:
         listener.bind(front.inner.removeprefix("unix:"))
@@ -302,7 +305,7 @@ def test_front_without_descriptors_pauses_and_goes_on(journal: Journal) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
         try:
             client.connect(("127.0.0.1", front.port))
-            journal.wait_for("the coordinator cannot accept connections for now: Too many open files")
+            captured.wait_for("the coordinator cannot accept connections for now: Too many open files")
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
         server = ending.enter_context(listener.accept()[0])
@@ -310,7 +313,7 @@ def test_front_without_descriptors_pauses_and_goes_on(journal: Journal) -> None:
         assert server.recv(1) == b"x"
 
 
-def test_descriptors_few_lower_the_limits_and_are_given_back() -> None:
+def test_few_descriptors_lower_the_limits_and_are_given_back() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1000, hard))
     try:

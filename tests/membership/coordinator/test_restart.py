@@ -25,7 +25,7 @@ from gradwire.membership.coordinator.service import Coordinator
 from gradwire.membership.sealing import WorkerSeal
 from gradwire.membership.types import News
 from gradwire.membership.v1.gradwire_pb2 import HelloRequest
-from support.membership_journal import Journal as Log
+from support.captured_log import CapturedLog
 
 TOKEN = "a secret of this test"
 SECRET = TOKEN.encode()
@@ -101,7 +101,7 @@ def assembled(address: str, names: str, generation: int = 0, run_id: bytes = b""
     return [future.result(60) for future in [joining(address, name, generation, run_id) for name in names]]
 
 
-def test_killed_and_started_again_it_goes_on(coordinate: Callable[..., Process], tmp_path: Path) -> None:
+def test_killed_coordinator_started_again_resumes(coordinate: Callable[..., Process], tmp_path: Path) -> None:
     options = ["--size", "3", "--min", "2", "--max", "4", "--journal", str(tmp_path / "journal")]
     first = coordinate("--listen", "127.0.0.1:0", *options)
     before = assembled(first.address, "abc")
@@ -137,7 +137,7 @@ def test_killed_and_started_again_it_goes_on(coordinate: Callable[..., Process],
     assert {found.run for found in after} == {before[0].run}
 
 
-def test_one_that_is_frozen_is_found_again(coordinate: Callable[..., Process], journal: Log) -> None:
+def test_frozen_coordinator_is_found_again(coordinate: Callable[..., Process], captured: CapturedLog) -> None:
     process = coordinate("--size", "1", "--min", "1", "--max", "2")
     assembled(process.address, "a")
     told: queue.SimpleQueue[News] = queue.SimpleQueue()
@@ -146,9 +146,9 @@ def test_one_that_is_frozen_is_found_again(coordinate: Callable[..., Process], j
     try:
         told.get(timeout=30)
         process.process.send_signal(signal.SIGSTOP)
-        journal.wait_for("no heartbeats from this host, trying again", timeout=30)
+        captured.wait_for("no heartbeats from this host, trying again", timeout=30)
         process.process.send_signal(signal.SIGCONT)
-        journal.wait_for("answers the heartbeats of this host again", timeout=30)
+        captured.wait_for("answers the heartbeats of this host again", timeout=30)
         while not told.empty():
             told.get()
         assert told.get(timeout=30).evicted == ()
@@ -158,7 +158,9 @@ def test_one_that_is_frozen_is_found_again(coordinate: Callable[..., Process], j
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_it_ends_cleanly(number: signal.Signals, coordinate: Callable[..., Process]) -> None:
+def test_coordinator_command_ends_cleanly_on_signals(
+    number: signal.Signals, coordinate: Callable[..., Process]
+) -> None:
     process = coordinate("--size", "1", "--job", "named")
     assert process.line == f"coordinator of job named at {process.address}"
     assembled(process.address, "a")
@@ -168,7 +170,9 @@ def test_it_ends_cleanly(number: signal.Signals, coordinate: Callable[..., Proce
     assert "Traceback" not in said
 
 
-def test_it_says_what_it_cannot_do(coordinate: Callable[..., Process], tmp_path: Path) -> None:
+def test_coordinator_command_with_impossible_options_names_the_reason(
+    coordinate: Callable[..., Process], tmp_path: Path
+) -> None:
     beyond = coordinate("--size", "1", "--listen", "0.0.0.0:0")
     assert beyond.process.wait(30) == 1
     assert beyond.said().startswith("Error: a coordinator at 0.0.0.0:0 could be reached from other machines")
@@ -183,7 +187,7 @@ def test_it_says_what_it_cannot_do(coordinate: Callable[..., Process], tmp_path:
     assert damaged.read_bytes() == b"not a journal"
 
 
-def test_a_journal_of_another_job(serve: Serve, tmp_path: Path) -> None:
+def test_journal_of_another_job_is_refused(serve: Serve, tmp_path: Path) -> None:
     file = tmp_path / "journal"
     first = serve(2, minimum=1, journal=file, job="mine")
     with pytest.raises(JournalError, match="another coordinator has it"):
@@ -196,7 +200,7 @@ def test_a_journal_of_another_job(serve: Serve, tmp_path: Path) -> None:
     assert serve(2, minimum=1, journal=file).job == "mine"
 
 
-def test_who_registers_again_says_hello_to_a_restarted_coordinator_only(serve: Serve, tmp_path: Path) -> None:
+def test_register_again_says_hello_only_to_a_restarted_coordinator(serve: Serve, tmp_path: Path) -> None:
     class Counting(WorkerSeal):
         hellos = 0
 
@@ -232,7 +236,7 @@ def test_who_registers_again_says_hello_to_a_restarted_coordinator_only(serve: S
 
 
 def test_coordinator_with_a_full_journal_stops_answering_and_loses_nothing(
-    serve: Serve, tmp_path: Path, journal: Log, databases: list[sqlite3.Connection]
+    serve: Serve, tmp_path: Path, captured: CapturedLog, databases: list[sqlite3.Connection]
 ) -> None:
     file = tmp_path / "journal"
     failed: queue.SimpleQueue[JournalError] = queue.SimpleQueue()
@@ -246,7 +250,7 @@ def test_coordinator_with_a_full_journal_stops_answering_and_loses_nothing(
             end_checkpoint(coordinator.address, "a", number, secret=SECRET, timeout=5.0)
             last = end_checkpoint(coordinator.address, "b", number, secret=SECRET, timeout=5.0)
     assert "its disk is full" in str(failed.get(timeout=60))
-    journal.wait_for("nobody is told anything any more")
+    captured.wait_for("nobody is told anything any more")
     assert not serving(coordinator.address, secret=SECRET)
     port = int(coordinator.address.rpartition(":")[2])
     coordinator.stop()

@@ -39,13 +39,13 @@ def used(arena: OwnArena) -> int:
     return os.fstat(arena.descriptor).st_blocks * 512
 
 
-def test_it_is_large_and_takes_nothing(arena: OwnArena) -> None:
+def test_own_arena_fresh_is_large_and_takes_no_memory(arena: OwnArena) -> None:
     assert arena.nbytes == ARENA_BYTES
     assert used(arena) == 0
     assert arena.address % PAGE == 0
 
 
-def test_regions_are_page_aligned_apart_and_beyond_the_directory(arena: OwnArena) -> None:
+def test_carve_regions_are_page_aligned_apart_and_beyond_the_directory(arena: OwnArena) -> None:
     sizes = [1, PAGE, PAGE + 1, 0, 3 * PAGE]
     regions = sorted((arena.carve(size), size) for size in sizes)
     assert all(offset % PAGE == 0 for offset, _ in regions)
@@ -53,7 +53,7 @@ def test_regions_are_page_aligned_apart_and_beyond_the_directory(arena: OwnArena
     assert all(a + max(size, 1) <= b for (a, size), (b, _) in itertools.pairwise(regions))
 
 
-def test_a_region_that_comes_again_is_zeroed_and_its_memory_was_free(arena: OwnArena) -> None:
+def test_carve_returned_region_is_zeroed_and_its_memory_was_free(arena: OwnArena) -> None:
     offset = arena.carve(MIB)
     write(arena, offset, b"\xff" * MIB)
     assert used(arena) == MIB
@@ -63,9 +63,7 @@ def test_a_region_that_comes_again_is_zeroed_and_its_memory_was_free(arena: OwnA
     assert read(arena, offset, MIB) == bytes(MIB)
 
 
-def test_without_a_way_to_return_memory_it_is_zeroed_all_the_same(
-    arena: OwnArena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_give_back_without_madvise_still_zeroes_the_region(arena: OwnArena, monkeypatch: pytest.MonkeyPatch) -> None:
     offset = arena.carve(PAGE)
     write(arena, offset, b"\xff" * PAGE)
     monkeypatch.setattr(mmap, "MADV_REMOVE", 12345)  # which no system knows
@@ -75,7 +73,7 @@ def test_without_a_way_to_return_memory_it_is_zeroed_all_the_same(
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_neighbours_are_merged(arena: OwnArena, order: tuple[int, ...]) -> None:
+def test_give_back_merges_neighbouring_regions(arena: OwnArena, order: tuple[int, ...]) -> None:
     regions = [arena.carve(2 * PAGE) for _ in range(3)]
     kept = arena.carve(PAGE)
     for index in order:
@@ -87,13 +85,13 @@ def test_neighbours_are_merged(arena: OwnArena, order: tuple[int, ...]) -> None:
     assert arena.carve(everything) == RESERVED, "all of it is one piece again"
 
 
-def test_what_has_no_room_is_refused(arena: OwnArena) -> None:
+def test_carve_without_room_raises_memory_error(arena: OwnArena) -> None:
     with pytest.raises(MemoryError, match=str(ARENA_BYTES)):
         arena.carve(ARENA_BYTES)
     assert arena.carve(PAGE) == RESERVED
 
 
-def test_offsets_of_addresses(arena: OwnArena) -> None:
+def test_offset_of_address_inside_and_outside_the_arena(arena: OwnArena) -> None:
     offset = arena.carve(PAGE)
     assert arena.offset_of(arena.address + offset, PAGE) == offset
     assert arena.offset_of(arena.address + offset + 8, 8) == offset + 8
@@ -105,7 +103,7 @@ def test_offsets_of_addresses(arena: OwnArena) -> None:
     assert arena.offset_of(outside.ctypes.data, 8) is None
 
 
-def test_nobody_can_change_its_size(arena: OwnArena) -> None:
+def test_own_arena_size_cannot_be_changed(arena: OwnArena) -> None:
     for size in (PAGE, ARENA_BYTES + PAGE):
         with pytest.raises(PermissionError):
             os.ftruncate(arena.descriptor, size)
@@ -113,7 +111,7 @@ def test_nobody_can_change_its_size(arena: OwnArena) -> None:
         fcntl.fcntl(arena.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
 
 
-def test_whoever_maps_it_sees_the_same(arena: OwnArena) -> None:
+def test_arena_mapped_twice_shows_the_same_bytes(arena: OwnArena) -> None:
     other = Arena(arena.descriptor)
     offset = arena.carve(PAGE)
     write(arena, offset, b"hello")
@@ -123,7 +121,7 @@ def test_whoever_maps_it_sees_the_same(arena: OwnArena) -> None:
     assert other.nbytes == arena.nbytes
 
 
-def test_an_array_gives_its_memory_back_with_its_last_view(arena: OwnArena) -> None:
+def test_array_gives_its_memory_back_with_its_last_view(arena: OwnArena) -> None:
     array = arena.array(MIB)
     assert arena.offset_of(array.ctypes.data, array.nbytes) == RESERVED
     view = array.view(np.float32)[7::3].reshape(-1, 1)
@@ -138,7 +136,7 @@ def test_an_array_gives_its_memory_back_with_its_last_view(arena: OwnArena) -> N
     assert arena.carve(MIB) == RESERVED
 
 
-def test_arrays_outlive_what_they_were_carved_from() -> None:
+def test_array_outlives_its_arena_object() -> None:
     arena = OwnArena()
     array = arena.array(PAGE)
     del arena
@@ -158,7 +156,7 @@ def test_give_back_while_this_thread_holds_the_lock_does_not_deadlock(arena: Own
     assert arena.carve(2 * PAGE) == offset
 
 
-def test_a_forked_child_takes_and_returns_nothing(arena: OwnArena) -> None:
+def test_arena_in_forked_child_carves_and_returns_nothing(arena: OwnArena) -> None:
     array = arena.array(PAGE)
     array[:] = 5
     child = os.fork()
@@ -174,7 +172,7 @@ def test_a_forked_child_takes_and_returns_nothing(arena: OwnArena) -> None:
     assert array.sum() == 5 * PAGE
 
 
-def test_threads_carve_and_give_back_at_once(arena: OwnArena) -> None:
+def test_carve_and_give_back_by_several_threads_keep_regions_apart(arena: OwnArena) -> None:
     troubles: list[str] = []
 
     def work(seed: int) -> None:
@@ -212,7 +210,7 @@ needs_core = pytest.mark.skipif(native_core.native is None, reason="only the cor
 
 
 @needs_core
-def test_arrays_that_are_left_behind_stay_where_and_as_they_are(arena: OwnArena) -> None:
+def test_leave_behind_keeps_arrays_at_their_addresses_with_their_values(arena: OwnArena) -> None:
     peer = Arena(arena.descriptor)
     arrays = [arena.array(3 * PAGE) for _ in range(3)]
     staging = arena.carve(PAGE)
@@ -239,7 +237,7 @@ def unshared() -> int:
 
 
 @needs_core
-def test_leaving_behind_does_not_take_the_memory_twice(arena: OwnArena) -> None:
+def test_leave_behind_does_not_take_the_memory_twice(arena: OwnArena) -> None:
     size = 256 * MIB
     array = arena.array(size)
     array[:] = 7
@@ -261,7 +259,7 @@ def test_leaving_behind_does_not_take_the_memory_twice(arena: OwnArena) -> None:
 
 
 @needs_core
-def test_leaving_behind_again_changes_nothing(arena: OwnArena) -> None:
+def test_leave_behind_twice_changes_nothing(arena: OwnArena) -> None:
     peer = Arena(arena.descriptor)
     array = arena.array(PAGE)
     array[:] = 5
@@ -276,7 +274,7 @@ def test_leaving_behind_again_changes_nothing(arena: OwnArena) -> None:
 
 
 @needs_core
-def test_after_leaving_behind_there_are_no_new_arrays_and_old_ones_give_their_memory_back(arena: OwnArena) -> None:
+def test_leave_behind_refuses_new_arrays_and_old_ones_return_their_memory(arena: OwnArena) -> None:
     arrays = [arena.array(MIB) for _ in range(3)]
     for array in arrays:
         array[:] = 1
@@ -291,7 +289,7 @@ def test_after_leaving_behind_there_are_no_new_arrays_and_old_ones_give_their_me
 
 
 @needs_core
-def test_a_child_does_not_leave_its_parents_memory_behind(arena: OwnArena) -> None:
+def test_leave_behind_in_forked_child_leaves_the_parents_memory_shared(arena: OwnArena) -> None:
     array = arena.array(PAGE)
     child = os.fork()
     if child == 0:

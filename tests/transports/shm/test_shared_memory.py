@@ -86,7 +86,7 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_neighbours_see_each_others_memory() -> None:
+def test_sharing_ranks_of_a_host_map_each_others_arenas() -> None:
     with sharing("abaa") as results:
         assert {sharing for _, sharing in results} == {(True, False, True, True)}
         assert results[1][0] is None
@@ -101,14 +101,14 @@ def test_neighbours_see_each_others_memory() -> None:
                 assert ctypes.string_at(arena.address + RESERVED, 1) == bytes([peer + 1])
 
 
-def test_a_host_shares_with_all_its_ranks_or_not_at_all() -> None:
+def test_sharing_one_unwilling_rank_keeps_its_whole_host_from_sharing() -> None:
     with sharing("aabbb", unwilling=(3,)) as results:
         assert {sharing for _, sharing in results} == {(True, True, False, False, False)}
         assert [shared is not None for shared, _ in results] == [True, True, False, False, False]
 
 
 @pytest.mark.parametrize("offer", [None, "name", ["name"], ["\0", "token"], ["g" * 32, "0" * 32], [{}, []], 3])
-def test_an_offer_that_makes_no_sense_is_none(offer: object) -> None:
+def test_sharing_malformed_offer_counts_as_no_offer(offer: object) -> None:
     before = descriptors()
     told: list[Offers] = [[None, offer], [False, True], [False, True]]
     shared, sharing = share(0, "aa", True, lambda _: told.pop(0), time.monotonic() + LONG)
@@ -116,13 +116,13 @@ def test_an_offer_that_makes_no_sense_is_none(offer: object) -> None:
     assert descriptors() == before
 
 
-def test_nobody_answers_where_a_neighbour_said_it_was() -> None:
+def test_sharing_offer_without_a_listener_ends_without_shared_memory() -> None:
     told: list[Offers] = [[None, ["0" * 32, "1" * 32]], [False, True], [False, True]]
     shared, sharing = share(0, "aa", True, lambda _: told.pop(0), time.monotonic() + LONG)
     assert (shared, sharing) == (None, (False, False))
 
 
-def test_processes_of_another_user_get_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharing_process_of_another_user_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with sharing("aa") as results:
         assert [sharing for _, sharing in results] == [(False, False)] * 2
@@ -164,7 +164,7 @@ STRANGERS: dict[str, Callable[[int, str], tuple[bytes, list[Callable[[], int]]]]
 
 
 @pytest.mark.parametrize("stranger", STRANGERS)
-def test_strangers_at_the_door_change_nothing(stranger: str) -> None:
+def test_sharing_strangers_at_the_socket_change_nothing(stranger: str) -> None:
     before = descriptors()
     lines: list[socket.socket] = []
 
@@ -197,7 +197,7 @@ def test_strangers_at_the_door_change_nothing(stranger: str) -> None:
     assert descriptors() == before
 
 
-def test_a_neighbour_whose_pid_is_another_s_by_now_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharing_neighbour_whose_pid_was_reused_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     """It told when its process started: a process with its pid that started later is a stranger."""
     own = machine.process_status(os.getpid())
     assert own is not None
@@ -215,7 +215,7 @@ def test_a_neighbour_whose_pid_is_another_s_by_now_is_not_watched(monkeypatch: p
     assert descriptors() == before
 
 
-def test_a_process_is_a_link_that_only_ends() -> None:
+def test_pidfd_link_only_reports_the_end_of_the_process() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         shared = SharedMemory(OwnArena(), {}, {3: os.pidfd_open(child.pid)})

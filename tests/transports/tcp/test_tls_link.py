@@ -27,8 +27,8 @@ from gradwire.transports.tcp import accept
 from gradwire.transports.tcp.tls_link import TlsLink
 from gradwire.transports.tcp.transport import TcpTransport
 from support import tls_files
-from support.in_process import Journal
-from support.in_process import journal_fixture as journal_fixture
+from support.captured_log import CapturedLog
+from support.captured_log import captured_fixture as captured_fixture
 
 LONG = 60.0
 FOREVER = 10_000.0  # seconds: whatever waits for so long hangs
@@ -144,7 +144,7 @@ def admit(line: ssl.SSLSocket, dialer: Dialer) -> bytes:
 # -- who is refused ---------------------------------------------------------------------------------------------------
 
 
-def test_a_link_is_tls_and_knows_who_is_there(assemble: Assemble) -> None:
+def test_tls_link_uses_tls_1_3_and_shows_the_peers_certificate(assemble: Assemble) -> None:
     transports = assemble(tls_files.credentials("m0"), tls_files.credentials("m1"))
     for link, peer in zip(linked(transports), ("m0", "m1"), strict=True):
         assert isinstance(link, TlsLink)
@@ -155,21 +155,25 @@ def test_a_link_is_tls_and_knows_who_is_there(assemble: Assemble) -> None:
         assert line.version() == "TLSv1.3"
 
 
-def test_a_hosts_certificate_covers_its_workers(assemble: Assemble) -> None:
+def test_certificate_of_a_host_covers_its_workers(assemble: Assemble) -> None:
     transports = assemble(tls_files.credentials("m0"), tls_files.credentials("m0"), members=("m0/0", "m0/1"))
     works(*linked(transports))
 
 
-def test_another_authority(assemble: Assemble, tmp_path: Path, journal: Journal) -> None:
+def test_dialer_of_another_authority_refuses_the_acceptor(
+    assemble: Assemble, tmp_path: Path, captured: CapturedLog
+) -> None:
     stranger = issued(tmp_path / "other", certificates.Authority.new(), Identity("tests", "m2"))
     transports = assemble(tls_files.credentials("m0"), tls_files.credentials("m1"), stranger)
     one, two = linked(transports)
     is_refused(transports[2], "no link to rank 0: its certificate is not accepted: another authority signed it")
-    journal.wait_for(r"refused a link from 127.*: it does not accept this side: another authority signed this")
+    captured.wait_for(r"refused a link from 127.*: it does not accept this side: another authority signed this")
     works(one, two)
 
 
-def test_a_certificate_of_another_authority(assemble: Assemble, tmp_path: Path, journal: Journal) -> None:
+def test_certificate_of_another_authority_is_refused_by_the_acceptor(
+    assemble: Assemble, tmp_path: Path, captured: CapturedLog
+) -> None:
     """The stranger believes the rank; the rank does not believe the stranger."""
     issued(tmp_path / "other", certificates.Authority.new(), Identity("tests", "m2"))
     with open(tmp_path / "other" / "ca.pem", "ab") as file:
@@ -178,43 +182,43 @@ def test_a_certificate_of_another_authority(assemble: Assemble, tmp_path: Path, 
     transports = assemble(tls_files.credentials("m0"), tls_files.credentials("m1"), stranger)
     one, two = linked(transports)
     is_refused(transports[2], "no link to rank 0: it does not accept this side: another authority signed this")
-    journal.wait_for(r"refused a link from 127.*: its certificate is not accepted: another authority signed it")
+    captured.wait_for(r"refused a link from 127.*: its certificate is not accepted: another authority signed it")
     works(one, two)
 
 
 @pytest.mark.parametrize("side", ["dialer", "acceptor"])
-def test_expired_certificate_is_refused(assemble: Assemble, tmp_path: Path, journal: Journal, side: str) -> None:
+def test_expired_certificate_is_refused(assemble: Assemble, tmp_path: Path, captured: CapturedLog, side: str) -> None:
     shown = expired(tmp_path / "old", Identity("tests", "m2" if side == "dialer" else "m0"))
     if side == "dialer":
         transports = assemble(tls_files.credentials("m0"), tls_files.credentials("m1"), shown)
         one, two = linked(transports)
         is_refused(transports[2], "no link to rank 0: it does not accept this side: certificate expired")
-        journal.wait_for("refused a link from .*: its certificate is not accepted: certificate has expired")
+        captured.wait_for("refused a link from .*: its certificate is not accepted: certificate has expired")
         works(one, two)
     else:
         transports = assemble(shown, tls_files.credentials("m1"))
         is_refused(transports[1], "no link to rank 0: its certificate is not accepted: certificate has expired")
-        journal.wait_for("refused a link from .*: it does not accept this side: certificate expired")
+        captured.wait_for("refused a link from .*: it does not accept this side: certificate expired")
 
 
-def test_dial_with_another_members_certificate_is_refused(assemble: Assemble, journal: Journal) -> None:
+def test_dial_with_another_members_certificate_is_refused(assemble: Assemble, captured: CapturedLog) -> None:
     shown = [tls_files.credentials(member) for member in ("m0", "m1", "m3")]
     transports = assemble(*shown, claims={2: "m3"})
     one, two = linked(transports)
     said = "it says that it is rank 2, but its certificate is for m3, which cannot speak for member m2"
     is_refused(transports[2], f"rank 0 refused the link: {said}$")  # the reason is authenticated
-    journal.wait_for(f"refused a link from .*: {said}")
+    captured.wait_for(f"refused a link from .*: {said}")
     works(one, two)
 
 
-def test_accept_with_another_members_certificate_is_refused(assemble: Assemble, journal: Journal) -> None:
+def test_accept_with_another_members_certificate_is_refused(assemble: Assemble, captured: CapturedLog) -> None:
     transports = assemble(tls_files.credentials("m3"), tls_files.credentials("m1"), claims={0: "m3"})
     is_refused(transports[1], "no link to rank 0: its certificate is for m3, which cannot speak for member m0")
-    journal.wait_for("refused a link from .*: the connection ended 80 bytes short of a hello; is this rank's")
+    captured.wait_for("refused a link from .*: the connection ended 80 bytes short of a hello; is this rank's")
 
 
 def test_certificate_of_another_job_is_refused_by_both_sides(
-    assemble: Assemble, tmp_path: Path, journal: Journal
+    assemble: Assemble, tmp_path: Path, captured: CapturedLog
 ) -> None:
     other = issued(tmp_path / "other", own_authority(), Identity("elsewhere", "m2"))
     transports = assemble(tls_files.credentials("m0"), tls_files.credentials("m1"), other)
@@ -223,7 +227,7 @@ def test_certificate_of_another_job_is_refused_by_both_sides(
     said = "it says that it is rank 2, but its certificate is for job elsewhere, and this is job tests"
     with line_to(transports[0], other) as line, pytest.raises(Refused, match=f"rank 0 refused the link: {said}$"):
         admit(line, Dialer(KEY, Hello(RUN, 1, 77, 2, 0)))  # does not look at the acceptor's certificate
-    journal.wait_for(f"refused a link from .*: {said}")
+    captured.wait_for(f"refused a link from .*: {said}")
     works(one, two)
 
 
@@ -232,8 +236,8 @@ class Website(Identity):
         return "https://example.org/"
 
 
-def test_a_certificate_for_something_else(
-    assemble: Assemble, journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_certificate_without_a_gradwire_name_is_refused(
+    assemble: Assemble, captured: CapturedLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transports = assemble(tls_files.credentials("m0"), tls_files.credentials("m1"))
     one, two = linked(transports)
@@ -243,11 +247,11 @@ def test_a_certificate_for_something_else(
     said = "its certificate is not accepted: a certificate has one name of the form"
     with line_to(transports[0], website) as line, pytest.raises(Refused, match=said):
         admit(line, Dialer(KEY, Hello(RUN, 1, 77, 1, 0)))
-    journal.wait_for("refused a link from .*: it says that it is rank 1, but its certificate is not accepted")
+    captured.wait_for("refused a link from .*: it says that it is rank 1, but its certificate is not accepted")
     works(one, two)
 
 
-def test_the_authoritys_own_certificate(assemble: Assemble, journal: Journal) -> None:
+def test_certificate_of_the_authority_itself_is_refused(assemble: Assemble, captured: CapturedLog) -> None:
     transports = assemble(tls_files.credentials("m0"), tls_files.credentials("m1"))
     where = tls_files.folder()
     context = ssl.create_default_context(cafile=where / "ca.pem")
@@ -257,33 +261,35 @@ def test_the_authoritys_own_certificate(assemble: Assemble, journal: Journal) ->
         line = context.wrap_socket(sock)
         with line, pytest.raises(ssl.SSLError, match="unsupported certificate"):
             line.recv(1)
-    journal.wait_for("refused a link from .*: its certificate is not accepted: unsuitable certificate purpose")
+    captured.wait_for("refused a link from .*: its certificate is not accepted: unsuitable certificate purpose")
 
 
-def test_whoever_has_the_wrong_files_learns_it_first(assemble: Assemble) -> None:
+def test_assemble_with_another_members_certificate_raises_config_error(assemble: Assemble) -> None:
     with pytest.raises(ConfigError, match="this process is member m0, and its certificate is for m1: no other rank"):
         assemble(tls_files.credentials("m1"), tls_files.credentials("m1"))
 
 
-def test_plaintext_at_a_tls_port(assemble: Assemble, journal: Journal) -> None:
+def test_plaintext_dialer_at_a_tls_port_is_refused_with_a_reason(assemble: Assemble, captured: CapturedLog) -> None:
     transports = assemble(tls_files.credentials("m0"), tls_files.credentials("m1"), None)
     one, two = linked(transports)
     is_refused(transports[2], "rank 0 refused the link: links here are TLS: give that process certificates too")
-    journal.wait_for("refused a link from .*: what arrived is not TLS; links here are TLS")
+    captured.wait_for("refused a link from .*: what arrived is not TLS; links here are TLS")
     with socket.create_connection(transports[0].address, timeout=LONG) as browser:
         browser.sendall(b"GET / HTTP/1.1\r\n\r\n")
         with contextlib.suppress(ConnectionError):
             while browser.recv(4096):
                 pass
-    journal.wait_for("refused a link from .*: what arrived is not TLS", times=2)
+    captured.wait_for("refused a link from .*: what arrived is not TLS", times=2)
     works(one, two)
 
 
-def test_tls_at_a_plaintext_port(assemble: Assemble, journal: Journal) -> None:
+def test_tls_dialer_at_a_plaintext_port_is_refused_with_a_reason(assemble: Assemble, captured: CapturedLog) -> None:
     transports = assemble(None, None, tls_files.credentials("m2"))
     one, two = linked(transports)
     is_refused(transports[2], "no link to rank 0: it does not use TLS, and this rank does: give certificates to all")
-    journal.wait_for("refused a link from .*: what arrived is not a gradwire admission but TLS: this rank was given no")
+    captured.wait_for(
+        "refused a link from .*: what arrived is not a gradwire admission but TLS: this rank was given no"
+    )
     works(one, two)
 
 
@@ -291,7 +297,7 @@ def test_tls_at_a_plaintext_port(assemble: Assemble, journal: Journal) -> None:
 @pytest.mark.parametrize(
     ("version", "accepted"), [("-tls1_1", False), ("-tls1_2", True), ("-tls1_3", True)], ids=["1.1", "1.2", "1.3"]
 )
-def test_nothing_older_than_tls_1_2(assemble: Assemble, journal: Journal, version: str, accepted: bool) -> None:
+def test_tls_older_than_1_2_is_refused(assemble: Assemble, captured: CapturedLog, version: str, accepted: bool) -> None:
     transports = assemble(tls_files.credentials("m0"), tls_files.credentials("m1"))
     host, port = transports[0].address
     where = tls_files.folder()
@@ -302,13 +308,13 @@ def test_nothing_older_than_tls_1_2(assemble: Assemble, journal: Journal, versio
     if accepted:
         assert f"New, TLSv{version[-3:].replace('_', '.')}, Cipher is" in said, said
         assert "Verify return code: 0 (ok)" in said
-        journal.wait_for("refused a link from .*: the connection ended 80 bytes short of a hello")
+        captured.wait_for("refused a link from .*: the connection ended 80 bytes short of a hello")
     else:
         assert "Cipher is (NONE)" in said, said
-        journal.wait_for("refused a link from .*: TLS failed: it offers nothing newer than TLS 1.1")
+        captured.wait_for("refused a link from .*: TLS failed: it offers nothing newer than TLS 1.1")
 
 
-def test_a_recorded_admission_is_worthless_also_to_a_member(assemble: Assemble, journal: Journal) -> None:
+def test_admission_replayed_inside_tls_by_a_member_is_refused(assemble: Assemble, captured: CapturedLog) -> None:
     """Of somebody who could look inside TLS, and has a certificate that fits."""
     transports = assemble(tls_files.credentials("m0"), tls_files.credentials("m1"))
     one, two = linked(transports)
@@ -324,5 +330,5 @@ def test_a_recorded_admission_is_worthless_also_to_a_member(assemble: Assemble, 
                         pass
         if attempt == "admitted":
             transports[0].accept(1, 77, deadline()).close()
-    journal.wait_for("refused a link from .*: the process that says it is rank 1 does not hold this job's secret")
+    captured.wait_for("refused a link from .*: the process that says it is rank 1 does not hold this job's secret")
     works(one, two)

@@ -27,8 +27,8 @@ from gradwire.transports.tcp import accept
 from gradwire.transports.tcp.tls_link import MOST_AT_ONCE, BeatLink, TlsLink, TlsStream
 from gradwire.transports.tcp.transport import TcpTransport
 from support import forked_child, tls_files
-from support.in_process import Journal
-from support.in_process import journal_fixture as journal_fixture
+from support.captured_log import CapturedLog
+from support.captured_log import captured_fixture as captured_fixture
 from support.tcp_proxy import TcpProxy
 
 LONG = 60.0
@@ -94,7 +94,7 @@ def send(transport: TcpTransport, link: Link, data: bytes, *, at_once: int = 1 <
 # -- bytes ------------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_can_be_read_on_the_wire(tapped: tuple[list[TcpTransport], TcpProxy]) -> None:
+def test_tls_link_bytes_cannot_be_read_on_the_wire(tapped: tuple[list[TcpTransport], TcpProxy]) -> None:
     transports, wire = tapped
     one, two = linked(transports)
     message = b"the weights of the model " * 100
@@ -105,8 +105,8 @@ def test_nothing_can_be_read_on_the_wire(tapped: tuple[list[TcpTransport], TcpPr
     assert b"gw-link1" not in wire.said
 
 
-def test_what_is_changed_on_the_wire_ends_the_link(
-    tapped: tuple[list[TcpTransport], TcpProxy], journal: Journal
+def test_tls_link_bytes_altered_on_the_wire_end_that_link_only(
+    tapped: tuple[list[TcpTransport], TcpProxy], captured: CapturedLog
 ) -> None:
     transports, wire = tapped
     one, two = linked(transports)
@@ -118,7 +118,7 @@ def test_what_is_changed_on_the_wire_ends_the_link(
         while time.monotonic() < until:
             assert two.receive([memoryview(bytearray(1000))]) == 0, "spoiled bytes were handed on"
             transports[0].wait([two], [], bell, LONG)
-    journal.wait_for("the link to rank 1 is broken: TLS failed: ")
+    captured.wait_for("the link to rank 1 is broken: TLS failed: ")
     wire.spoils = False
     other[0].send([b"fine"])
     assert receive(transports[0], other[1], 4) == b"fine"
@@ -158,8 +158,8 @@ def test_link_altered_bytes_behind_good_ones_wake_the_reader_again(transports: l
         two.receive([room])
 
 
-def test_a_recorded_connection_cannot_be_replayed(
-    tapped: tuple[list[TcpTransport], TcpProxy], journal: Journal
+def test_recorded_tls_connection_cannot_be_replayed(
+    tapped: tuple[list[TcpTransport], TcpProxy], captured: CapturedLog
 ) -> None:
     transports, wire = tapped
     linked(transports)
@@ -169,10 +169,10 @@ def test_a_recorded_connection_cannot_be_replayed(
             while thief.recv(4096):
                 pass
         host, port = thief.getsockname()
-        journal.wait_for(f"refused a link from {host}:{port}: ")
+        captured.wait_for(f"refused a link from {host}:{port}: ")
 
 
-def test_what_is_decrypted_already_is_not_slept_on(transports: list[TcpTransport]) -> None:
+def test_wait_with_decrypted_bytes_pending_returns_at_once(transports: list[TcpTransport]) -> None:
     one, two = linked(transports)
     one.send([bytes(range(100))])
     bell = transports[0].bell()
@@ -185,7 +185,7 @@ def test_what_is_decrypted_already_is_not_slept_on(transports: list[TcpTransport
     assert time.monotonic() - began > 0.04, "nothing is left"
 
 
-def test_both_directions_at_once_by_threads_of_their_own(transports: list[TcpTransport]) -> None:
+def test_tls_link_both_directions_at_once_by_two_threads(transports: list[TcpTransport]) -> None:
     links = linked(transports)[::-1]  # by rank
     sizes = (9 << 20, 7 << 20)
     payloads = [random.Random(rank).randbytes(size) for rank, size in enumerate(sizes)]
@@ -206,7 +206,7 @@ def test_both_directions_at_once_by_threads_of_their_own(transports: list[TcpTra
     assert received[1] == payloads[0]
 
 
-def test_many_small_buffers_and_one_large(transports: list[TcpTransport]) -> None:
+def test_tls_link_many_small_buffers_and_one_large_arrive_whole(transports: list[TcpTransport]) -> None:
     one, two = linked(transports)
     parts = [bytes([number % 251]) * (number % 7) for number in range(1000)]  # more than one call takes, some empty
     whole = b"".join(parts)
@@ -232,7 +232,7 @@ def beat_links(transports: list[TcpTransport]) -> tuple[BeatLink, BeatLink]:
     return mine, theirs
 
 
-def test_a_lifeline_s_link_leaves_tls_with_a_key_that_nobody_else_has(
+def test_beat_link_leaves_tls_with_a_key_of_its_own(
     tapped: tuple[list[TcpTransport], TcpProxy],
 ) -> None:
     transports, wire = tapped
@@ -251,7 +251,7 @@ def test_a_lifeline_s_link_leaves_tls_with_a_key_that_nobody_else_has(
     other_wire.close()
 
 
-def test_what_follows_the_last_record_is_not_lost_when_tls_is_left() -> None:
+def test_leave_keeps_bytes_that_follow_the_last_tls_record() -> None:
     """Both are there at once: the first bytes without TLS may come in one packet with the last of TLS."""
     ends = socket.socketpair()
     contexts = tls_files.credentials("m0").server_context(), tls_files.credentials("m1").client_context()
@@ -282,7 +282,7 @@ def test_what_follows_the_last_record_is_not_lost_when_tls_is_left() -> None:
 
 
 @pytest.mark.skipif(not native_core.available(), reason="its thread is native")
-def test_a_recorded_beat_keeps_no_frozen_rank_alive(tapped: tuple[list[TcpTransport], TcpProxy]) -> None:
+def test_recorded_beat_does_not_keep_a_frozen_rank_alive(tapped: tuple[list[TcpTransport], TcpProxy]) -> None:
     """Beats by the native thread over the wire; then it stops, and the wire says again what it has recorded."""
     transports, wire = tapped
     one, two = beat_links(transports)
@@ -329,7 +329,7 @@ def serial(link: TlsLink) -> int:
     return x509.load_der_x509_certificate(link.peer_certificate).serial_number
 
 
-def test_renewed_certificates_are_used_for_new_links_and_old_ones_live_on(tmp_path: Path) -> None:
+def test_renewed_certificates_are_used_for_new_links_and_old_links_stay_open(tmp_path: Path) -> None:
     certificates.make(tmp_path, "tests", MEMBERS)
     transports, wire = assembled(*(tls_files.files(tmp_path, member) for member in MEMBERS))
     try:
@@ -350,7 +350,9 @@ def test_renewed_certificates_are_used_for_new_links_and_old_ones_live_on(tmp_pa
         wire.close()
 
 
-def test_half_a_renewal_changes_nothing_until_it_is_whole(tmp_path: Path, journal: Journal) -> None:
+def test_renewal_of_the_key_alone_changes_nothing_until_the_certificate_follows(
+    tmp_path: Path, captured: CapturedLog
+) -> None:
     certificates.make(tmp_path, "tests", MEMBERS)
     transports, wire = assembled(*(tls_files.files(tmp_path, member) for member in MEMBERS))
     try:
@@ -358,11 +360,11 @@ def test_half_a_renewal_changes_nothing_until_it_is_whole(tmp_path: Path, journa
         pem, key = certificates.Authority.load(tmp_path).issue(Identity("tests", "m0"))
         certificates.write(tmp_path / "m0.key", key, 0o600)
         linked(transports, 10)
-        journal.wait_for(r"m0\.key is not the key of the certificate .*m0\.pem; what was read before stays in use")
+        captured.wait_for(r"m0\.key is not the key of the certificate .*m0\.pem; what was read before stays in use")
         certificates.write(tmp_path / "m0.pem", pem, 0o644)
         one, _ = linked(transports, 11)
         assert serial(one) == x509.load_pem_x509_certificate(pem).serial_number
-        assert len(journal.lines) == 1, "told once, not at every link"
+        assert len(captured.lines) == 1, "told once, not at every link"
     finally:
         for transport in transports:
             transport.close()
@@ -372,8 +374,8 @@ def test_half_a_renewal_changes_nothing_until_it_is_whole(tmp_path: Path, journa
 # -- the door ---------------------------------------------------------------------------------------------------------
 
 
-def test_slow_handshakes_delay_nobody(
-    transports: list[TcpTransport], journal: Journal, monkeypatch: pytest.MonkeyPatch
+def test_slow_tls_handshakes_do_not_delay_other_links(
+    transports: list[TcpTransport], captured: CapturedLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accept, "ADMISSION_SECONDS", 10 * LONG)
     slow = [socket.create_connection(transports[0].address, timeout=LONG) for _ in range(60)]
@@ -386,7 +388,7 @@ def test_slow_handshakes_delay_nobody(
         monkeypatch.setattr(accept, "ADMISSION_SECONDS", 0.2)
         with socket.create_connection(transports[0].address, timeout=LONG) as late:
             late.sendall(hello)  # and then nothing: the handshake stands still half-way
-            journal.wait_for(f":{late.getsockname()[1]}: said too little in 0.2 s")
+            captured.wait_for(f":{late.getsockname()[1]}: said too little in 0.2 s")
     finally:
         for sock in slow:
             sock.close()
@@ -402,7 +404,7 @@ def client_hello() -> bytes:
         return there.recv(65536)
 
 
-def test_nonsense_that_begins_like_tls(transports: list[TcpTransport], journal: Journal) -> None:
+def test_nonsense_that_begins_like_tls_is_refused(transports: list[TcpTransport], captured: CapturedLog) -> None:
     dice = random.Random(8)
     hello = client_hello()
     for attempt in range(200):
@@ -412,12 +414,12 @@ def test_nonsense_that_begins_like_tls(transports: list[TcpTransport], journal: 
         with socket.create_connection(transports[0].address, timeout=LONG) as sock, contextlib.suppress(OSError):
             sock.sendall(data)
             sock.shutdown(socket.SHUT_WR)
-    journal.wait_for("more refusals follow within this minute; they are not logged")
-    assert not any("could not be handled" in line for line in journal.lines)
+    captured.wait_for("more refusals follow within this minute; they are not logged")
+    assert not any("could not be handled" in line for line in captured.lines)
     linked(transports)
 
 
-def test_a_handshake_without_end_is_cut_off(transports: list[TcpTransport], journal: Journal) -> None:
+def test_tls_handshake_without_end_is_cut_off(transports: list[TcpTransport], captured: CapturedLog) -> None:
     """Records of one byte each, of a message that is said to be long."""
     piece = b"\x16\x03\x03\x00\x01\x00"
     with socket.create_connection(transports[0].address, timeout=LONG) as sock, contextlib.suppress(OSError):
@@ -426,7 +428,7 @@ def test_a_handshake_without_end_is_cut_off(transports: list[TcpTransport], jour
             sock.sendall(piece * 1000)
             if select.select([sock], [], [], 0)[0]:
                 break
-    journal.wait_for("refused a link from .*: (TLS failed|broke off): ")
+    captured.wait_for("refused a link from .*: (TLS failed|broke off): ")
     linked(transports)
 
 
@@ -442,7 +444,7 @@ def test_dial_peer_that_closes_during_the_handshake_is_tried_again() -> None:
         wire.close()
 
 
-def test_refusals_inside_tls_are_final(transports: list[TcpTransport]) -> None:
+def test_refusal_inside_tls_is_final(transports: list[TcpTransport]) -> None:
     linked(transports)
     with pytest.raises(Refused, match=r"rank 0 refused the link: rank 1 already holds this link$"):
         transports[1].dial(0, 9, deadline())

@@ -22,8 +22,8 @@ from gradwire.transports.fork_safe_sockets import Sockets
 from gradwire.transports.tcp import accept, dial
 from gradwire.transports.tcp.transport import TcpLink, TcpTransport
 from support import forked_child
-from support.in_process import Journal
-from support.in_process import journal_fixture as journal_fixture
+from support.captured_log import CapturedLog
+from support.captured_log import captured_fixture as captured_fixture
 from support.tcp_proxy import TcpProxy
 
 LONG = 60.0
@@ -72,8 +72,8 @@ def deadline() -> float:
     return time.monotonic() + LONG
 
 
-def test_a_real_admission_recorded_on_the_way_cannot_be_replayed(
-    assemble: Assemble, proxy: Callable[..., TcpProxy], journal: Journal
+def test_recorded_admission_cannot_be_replayed(
+    assemble: Assemble, proxy: Callable[..., TcpProxy], captured: CapturedLog
 ) -> None:
     between: list[TcpProxy] = []
 
@@ -93,11 +93,11 @@ def test_a_real_admission_recorded_on_the_way_cannot_be_replayed(
             while thief.recv(4096):
                 pass
         host, port = thief.getsockname()
-        journal.wait_for(f"refused a link from {host}:{port}: the process that says it is rank 1 does not hold")
+        captured.wait_for(f"refused a link from {host}:{port}: the process that says it is rank 1 does not hold")
     assert transports[0].arrivals.refusal(1, 10) is None
 
 
-def test_an_admission_that_is_broken_off_is_tried_again(assemble: Assemble, proxy: Callable[..., TcpProxy]) -> None:
+def test_dial_admission_that_breaks_off_is_tried_again(assemble: Assemble, proxy: Callable[..., TcpProxy]) -> None:
     """A door crowded by strangers may turn out an honest caller; that must not end a job."""
     between: list[TcpProxy] = []
 
@@ -111,7 +111,7 @@ def test_an_admission_that_is_broken_off_is_tried_again(assemble: Assemble, prox
     assert between[0].calls == 4
 
 
-def test_if_one_of_several_links_is_refused_that_is_told(assemble: Assemble) -> None:
+def test_dial_all_with_one_link_refused_raises_refused(assemble: Assemble) -> None:
     transports, made = assemble(size=3), list[Link]()
     transports[2].dial(1, 9, deadline())
     with pytest.raises(Refused, match="rank 2 already holds this link"):
@@ -119,7 +119,9 @@ def test_if_one_of_several_links_is_refused_that_is_told(assemble: Assemble) -> 
     assert [link.peer for link in made] in ([0], [])
 
 
-def test_several_links_are_made_with_patience(assemble: Assemble, proxy: Callable[..., TcpProxy]) -> None:
+def test_dial_all_connections_that_break_off_are_tried_again(
+    assemble: Assemble, proxy: Callable[..., TcpProxy]
+) -> None:
     transports = assemble(lambda address: proxy(address, hang_up=2).address, size=3)
     made: list[Link] = []
     transports[2].dial_all([0, 1], 9, deadline(), made.append)
@@ -145,7 +147,7 @@ def test_dial_all_late_peer_does_not_delay_others(assemble: Assemble, proxy: Cal
 
 
 def test_dial_refused_raises_the_reason_without_another_attempt(
-    assemble: Assemble, proxy: Callable[..., TcpProxy], journal: Journal
+    assemble: Assemble, proxy: Callable[..., TcpProxy], captured: CapturedLog
 ) -> None:
     between: list[TcpProxy] = []
 
@@ -158,17 +160,19 @@ def test_dial_refused_raises_the_reason_without_another_attempt(
         transports[1].dial(0, 9, deadline())
     assert between[0].calls == 1
     assert (told.value.rank, told.value.peer) == (1, 0)
-    journal.wait_for(r"refused a link from 127\.0\.0\.1:\d+: the process that says it is rank 1 does not hold")
+    captured.wait_for(r"refused a link from 127\.0\.0\.1:\d+: the process that says it is rank 1 does not hold")
 
 
-def test_a_link_cannot_be_made_twice(assemble: Assemble) -> None:
+def test_dial_link_that_exists_is_refused(assemble: Assemble) -> None:
     transports = assemble()
     transports[1].dial(0, 9, deadline())
     with pytest.raises(Refused, match="rank 1 already holds this link"):
         transports[1].dial(0, 9, deadline())
 
 
-def test_a_port_that_keeps_refusing_belongs_to_a_dead_rank(assemble: Assemble, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dial_port_that_keeps_refusing_raises_no_connection(
+    assemble: Assemble, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dial, "REFUSING_SECONDS", 0.2)
     transports = assemble()
     transports[0].close()
@@ -178,7 +182,7 @@ def test_a_port_that_keeps_refusing_belongs_to_a_dead_rank(assemble: Assemble, m
 
 
 @pytest.mark.parametrize("where", ["connecting", "admission"])
-def test_a_dial_ends_at_its_deadline_and_when_it_makes_no_sense_any_more(assemble: Assemble, where: str) -> None:
+def test_dial_ends_at_its_deadline_and_when_its_check_raises(assemble: Assemble, where: str) -> None:
     silent = socket.create_server(("127.0.0.1", 0), backlog=0 if where == "connecting" else 10)
     fillers = []
     with silent:
@@ -204,8 +208,8 @@ def test_a_dial_ends_at_its_deadline_and_when_it_makes_no_sense_any_more(assembl
 # -- the door ---------------------------------------------------------------------------------------------------------
 
 
-def test_who_says_too_little_is_shown_out(
-    assemble: Assemble, journal: Journal, monkeypatch: pytest.MonkeyPatch
+def test_accept_slow_stranger_is_dropped_at_the_time_limit(
+    assemble: Assemble, captured: CapturedLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accept, "ADMISSION_SECONDS", 0.2)
     transports = assemble()
@@ -217,18 +221,18 @@ def test_who_says_too_little_is_shown_out(
                     break
             else:
                 pytest.fail("each byte extends the time limit")
-        journal.wait_for(r"refused a link from 127\.0\.0\.1:\d+: said too little in 0.2 s")
+        captured.wait_for(r"refused a link from 127\.0\.0\.1:\d+: said too little in 0.2 s")
 
 
-def test_of_too_many_strangers_the_eldest_goes(
-    assemble: Assemble, journal: Journal, monkeypatch: pytest.MonkeyPatch
+def test_accept_too_many_strangers_drops_the_oldest(
+    assemble: Assemble, captured: CapturedLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accept, "MAX_STRANGERS", 5)
     transports = assemble()
     strangers = [socket.create_connection(transports[0].address, timeout=LONG) for _ in range(8)]
     for eldest in strangers[:3]:
         assert eldest.recv(1) == b""
-    journal.wait_for("too many connections that say nothing", times=3)
+    captured.wait_for("too many connections that say nothing", times=3)
     transports[1].dial(0, 9, deadline())  # and an honest caller gets in
     for stranger in strangers:
         stranger.close()
@@ -243,8 +247,8 @@ class FailingAcceptor(Acceptor):
         return super().feed(data)
 
 
-def test_a_stranger_that_reaches_a_bug_loses_its_own_connection_only(
-    assemble: Assemble, journal: Journal, monkeypatch: pytest.MonkeyPatch
+def test_accept_stranger_that_hits_a_bug_loses_its_own_connection_only(
+    assemble: Assemble, captured: CapturedLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accept, "Acceptor", FailingAcceptor)
     monkeypatch.setattr(accept, "ADMISSION_SECONDS", 10 * LONG)  # nobody is shown out for being late
@@ -252,11 +256,11 @@ def test_a_stranger_that_reaches_a_bug_loses_its_own_connection_only(
     with socket.create_connection(transports[0].address, timeout=LONG) as stranger:
         stranger.send(b"bug")
         assert stranger.recv(1) == b""
-    journal.wait_for(r"refused a link from 127\.0\.0\.1:\d+: could not be handled: ZeroDivisionError: a bug", times=1)
+    captured.wait_for(r"refused a link from 127\.0\.0\.1:\d+: could not be handled: ZeroDivisionError: a bug", times=1)
     transports[1].dial(0, 9, deadline())
 
 
-def test_a_taker_that_fails_does_not_close_the_door(assemble: Assemble, journal: Journal) -> None:
+def test_accept_continues_after_an_adopting_function_failed(assemble: Assemble, captured: CapturedLog) -> None:
     transports = assemble()
 
     def fail(link: object) -> None:
@@ -264,13 +268,13 @@ def test_a_taker_that_fails_does_not_close_the_door(assemble: Assemble, journal:
 
     transports[0].adopt(9, fail)
     transports[1].dial(0, 9, deadline())
-    journal.wait_for("a connection could not be handled")
+    captured.wait_for("a connection could not be handled")
     transports[1].dial(0, 10, deadline())
     transports[0].accept(1, 10, deadline())
 
 
-def test_a_door_without_descriptors_opens_again(
-    assemble: Assemble, journal: Journal, monkeypatch: pytest.MonkeyPatch
+def test_accept_without_descriptors_continues_later(
+    assemble: Assemble, captured: CapturedLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transports = assemble()
     real, failures = Sockets.accept, iter([True, False])
@@ -282,7 +286,7 @@ def test_a_door_without_descriptors_opens_again(
 
     monkeypatch.setattr(Sockets, "accept", accept)
     transports[1].dial(0, 9, deadline())
-    journal.wait_for("cannot accept a connection: .*too many open files")
+    captured.wait_for("cannot accept a connection: .*too many open files")
 
 
 def test_link_socket_is_tuned_for_small_messages_and_silent_deaths(assemble: Assemble) -> None:
@@ -312,7 +316,7 @@ def test_dial_all_transport_closed_meanwhile_closes_the_new_link(assemble: Assem
         link.receive([memoryview(bytearray(1))])
 
 
-def test_listening_where_one_cannot() -> None:
+def test_listen_at_a_foreign_address_raises_transport_error() -> None:
     with pytest.raises(TransportError, match=r"cannot listen on 192\.0\.2\.1"):
         TcpTransport("192.0.2.1")
 

@@ -21,7 +21,8 @@ from gradwire.membership.types import News
 from gradwire.security import tokens
 from gradwire.security.secret import derive
 from gradwire.security.tokens import Token
-from support.membership_journal import SECRET, Journal
+from support.captured_log import CapturedLog
+from support.membership_claims import SECRET
 
 Serve = Callable[..., Coordinator]
 
@@ -53,7 +54,7 @@ def coordinator(serve: Serve) -> Coordinator:
     return serve(1, minimum=1, maximum=1, job="mine")
 
 
-def test_its_holder_gets_in_and_is_told_the_key_of_the_links(coordinator: Coordinator) -> None:
+def test_join_token_admits_its_holder_and_hands_over_the_link_key(coordinator: Coordinator) -> None:
     invitation = token()
     assembly = join(coordinator, "guest", invitation)
     assert assembly.link_key == derive(SECRET, "links", assembly.run)
@@ -63,7 +64,7 @@ def test_its_holder_gets_in_and_is_told_the_key_of_the_links(coordinator: Coordi
     assert unregister(coordinator.address, again.members[0], secret=invitation)
 
 
-def test_holders_of_the_secret_derive_the_key_themselves(coordinator: Coordinator) -> None:
+def test_secret_holder_derives_the_link_key(coordinator: Coordinator) -> None:
     assert join(coordinator, "host", SECRET).link_key is None
 
 
@@ -78,23 +79,23 @@ def test_holders_of_the_secret_derive_the_key_themselves(coordinator: Coordinato
     ],
     ids=["stale", "of another job", "without its key", "too long", "changed"],
 )
-def test_one_that_does_not_hold_is_refused(
-    invitation: Token, said: str, coordinator: Coordinator, journal: Journal
+def test_join_token_that_is_invalid_is_refused(
+    invitation: Token, said: str, coordinator: Coordinator, captured: CapturedLog
 ) -> None:
     with pytest.raises(Refused, match=said):
         join(coordinator, "guest", invitation)
-    journal.wait_for(f"refused .*{said}")
+    captured.wait_for(f"refused .*{said}")
     assert join(coordinator, "host", SECRET).rank == 0
 
 
-def test_it_serves_as_many_as_it_was_made_for(coordinator: Coordinator) -> None:
+def test_join_token_admits_as_many_members_as_it_was_made_for(coordinator: Coordinator) -> None:
     invitation = token(uses=1)
     join(coordinator, "guest", invitation)
     with pytest.raises(Refused, match="has been used by 1 already"):
         join(coordinator, "friend", invitation)
 
 
-def test_its_holder_speaks_only_for_those_whom_it_let_in(coordinator: Coordinator) -> None:
+def test_join_token_holder_represents_only_members_that_it_brought(coordinator: Coordinator) -> None:
     address, invitation = coordinator.address, token(uses=0)
     host = join(coordinator, "host", SECRET).members[0]
     assert heartbeat(address, ["host"], gone=["host"], secret=invitation).unknown == ("host",)
@@ -111,26 +112,24 @@ def test_its_holder_speaks_only_for_those_whom_it_let_in(coordinator: Coordinato
     assert (news.evicted, news.unknown, news.size) == ((), (), 1)
 
 
-def test_token_claim_that_was_refused_uses_nothing_up(coordinator: Coordinator) -> None:
+def test_join_token_claim_that_was_refused_uses_nothing_up(coordinator: Coordinator) -> None:
     invitation = token(uses=1)
     with pytest.raises(Refused, match="expects a job of 3 ranks"):
         register(coordinator.address, member("one"), size=3, secret=invitation, job=None, timeout=60)
     assert join(coordinator, "other", invitation).rank == 0
 
 
-def test_heartbeat_for_ids_that_the_token_has_not_let_in_says_nothing_of_them(
-    coordinator: Coordinator, journal: Journal
-) -> None:
+def test_join_token_heartbeat_for_other_ids_reveals_nothing(coordinator: Coordinator, captured: CapturedLog) -> None:
     """A launcher speaks for its workers before they have registered; that is no reason to refuse the others' beats."""
     address, invitation = coordinator.address, token(uses=0)
     join(coordinator, "host", SECRET)
     assert heartbeat(address, ["guest"], gone=["host", "friend"], secret=invitation).evicted == ()
-    assert journal.count("refused") == 0
+    assert captured.count("refused") == 0
 
 
 @pytest.mark.parametrize("with_token", [True, False])
-def test_launcher_with_a_token_keeps_the_leases_of_its_workers(
-    with_token: bool, serve: Serve, journal: Journal
+def test_launcher_with_a_join_token_keeps_the_leases_of_its_workers(
+    with_token: bool, serve: Serve, captured: CapturedLog
 ) -> None:
     """From their start on, before they have registered; without refusals, and for longer than a lease."""
     coordinator = serve(2, minimum=1, maximum=3, job="mine", lease=0.5)
@@ -150,10 +149,10 @@ def test_launcher_with_a_token_keeps_the_leases_of_its_workers(
         assert latest.evicted == ("box/1",)
     finally:
         beats.close()
-    assert journal.count("refused|silent|not heard") == 0
+    assert captured.count("refused|silent|not heard") == 0
 
 
-def test_who_came_with_it_is_known_after_a_restart(serve: Serve, tmp_path: Path) -> None:
+def test_join_token_members_are_remembered_after_a_restart(serve: Serve, tmp_path: Path) -> None:
     options = {"minimum": 1, "maximum": 2, "job": "mine", "journal": tmp_path / "journal"}
     first = serve(1, **options)
     invitation = token(uses=1)
@@ -165,7 +164,7 @@ def test_who_came_with_it_is_known_after_a_restart(serve: Serve, tmp_path: Path)
         join(second, "friend", invitation)
 
 
-def test_a_worker_node_takes_one_from_the_environment(
+def test_worker_node_takes_a_join_token_from_the_environment(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GRADWIRE_TOKEN", tokens.make(SECRET, job="mine", expires_in=60))
