@@ -76,7 +76,6 @@ class SessionProtocol:
         self._lost = past.lost
         self._stood_still = past.stood_still
 
-    @property
     def past(self) -> Past:
         """What the coordinator is told."""
         return Past(self.generation, self.run, self._lost, self.stranger, self._stood_still)
@@ -84,7 +83,7 @@ class SessionProtocol:
     def next_generation(self) -> Generator[Request, Assembly | Failure | None, None]:
         """Take part in the next generation. In an elastic job members that are lost meanwhile are done without."""
         while True:
-            answer = yield Register(self.past)
+            answer = yield Register(self.past())
             if isinstance(answer, Assembly):
                 self._enter(answer)
                 answer = yield SetUp(answer, self.stranger, SET_UP_SECONDS if self.elastic else None)
