@@ -21,14 +21,6 @@ MODULES = sorted(file for file in SOURCE.rglob("*.py") if SOURCE / "membership" 
 # Files that still use private names of gradwire. Take a file out when it no longer does; none may be added.
 TO_BE_CLEANED = frozenset(
     {
-        "generation/test_control_gather.py",
-        "generation/test_failures_abort.py",
-        "generation/test_failures_silence.py",
-        "generation/test_failures_timeout.py",
-        "generation/test_hostile_bytes.py",
-        "generation/test_hostile_peer.py",
-        "generation/test_mailbox.py",
-        "generation/test_service_thread.py",
         "simulate/test_bugs.py",
         "training/test_elastic.py",
         "training/test_elastic_losses.py",

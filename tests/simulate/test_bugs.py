@@ -16,13 +16,14 @@ from gradwire.liveness.control_protocol import ControlProtocol, Event, Instructi
 from gradwire.membership.coordinator import admission_rules, state_machine
 from gradwire.membership.coordinator.roster import Roster
 from gradwire.security.tokens import Gate
-from gradwire.simulate import faults, simulated_worker
+from gradwire.simulate import faults
 from gradwire.simulate.collective import Collectives
 from gradwire.simulate.disk import Disk
 from gradwire.simulate.faults import USUAL
 from gradwire.simulate.invariants import Violation
 from gradwire.simulate.process import Program
 from gradwire.simulate.world import World
+from gradwire.training import step_protocol
 from gradwire.training.commit_rules import NONE, Settlement, Standing, settle
 
 SEEDS = 1000
@@ -47,7 +48,7 @@ def the_lower_step_wins(patch: pytest.MonkeyPatch) -> None:
         takers = [rank for rank in range(len(standings)) if rank not in holders]
         return Settlement(*min(versions), dict.fromkeys(takers, holders[0]))
 
-    patch.setattr(simulated_worker, "settle", lower)
+    patch.setattr(step_protocol, "settle", lower)
 
 
 def a_spoiled_state_counts_as_sound(patch: pytest.MonkeyPatch) -> None:
@@ -55,12 +56,12 @@ def a_spoiled_state_counts_as_sound(patch: pytest.MonkeyPatch) -> None:
         return Standing(completed, generation, committed, digest)
 
     believing.from_wire = Standing.from_wire  # type: ignore[attr-defined]
-    patch.setattr(simulated_worker, "Standing", believing)
+    patch.setattr(step_protocol, "Standing", believing)
 
 
 def a_first_step_that_was_cut_short_counts_as_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        simulated_worker,
+        step_protocol,
         "is_sound",
         lambda completed, remembered, now, overwritten: completed == NONE or now == remembered,
     )
