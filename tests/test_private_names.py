@@ -18,12 +18,6 @@ import gradwire
 SOURCE = Path(gradwire.__file__).parent
 TESTS = Path(__file__).parent
 MODULES = sorted(file for file in SOURCE.rglob("*.py") if SOURCE / "membership" / "v1" not in file.parents)
-# Files that still use private names of gradwire. Take a file out when it no longer does; none may be added.
-TO_BE_CLEANED = frozenset(
-    {
-        "simulate/test_bugs.py",
-    }
-)
 
 
 def is_private(name: str) -> bool:
@@ -103,11 +97,8 @@ TEST_FILES = sorted(TESTS.rglob("*.py"))
 
 @pytest.mark.parametrize("file", TEST_FILES, ids=lambda file: str(file.relative_to(TESTS)))
 def test_test_file_uses_no_private_name_of_gradwire(file: Path) -> None:
-    found = reached(tree := parsed(file), defined(tree))
-    if str(file.relative_to(TESTS)) in TO_BE_CLEANED:
-        assert found, "it is clean: take it out of TO_BE_CLEANED"
-    else:
-        assert not found
+    tree = parsed(file)
+    assert not reached(tree, defined(tree))
 
 
 @pytest.mark.parametrize(
