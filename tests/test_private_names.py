@@ -22,8 +22,6 @@ MODULES = sorted(file for file in SOURCE.rglob("*.py") if SOURCE / "membership" 
 TO_BE_CLEANED = frozenset(
     {
         "simulate/test_bugs.py",
-        "training/test_elastic.py",
-        "training/test_elastic_losses.py",
     }
 )
 

@@ -1,3 +1,5 @@
+"""When a coordinator process that ended is started anew."""
+
 from __future__ import annotations
 
 from gradwire.launch.coordinator_process import Revival

@@ -1,3 +1,5 @@
+"""Plans of faults: their text, and which are due when."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,3 +1,5 @@
+"""`gw.launch`: a function in fresh processes."""
+
 from __future__ import annotations
 
 import functools

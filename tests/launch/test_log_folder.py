@@ -1,3 +1,5 @@
+"""The folder of a run for logs and journal."""
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""The output of workers on a screen and in log files."""
+
 from __future__ import annotations
 
 import io

@@ -1,3 +1,5 @@
+"""Whether a job goes on after a loss, replaces the worker, or has failed."""
+
 from __future__ import annotations
 
 from hypothesis import given

@@ -1,3 +1,5 @@
+"""Which ending of a job is its root cause, and how it is explained."""
+
 from __future__ import annotations
 
 import signal

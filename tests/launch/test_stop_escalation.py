@@ -1,3 +1,5 @@
+"""Which signals are due when a job is to end."""
+
 from __future__ import annotations
 
 from signal import SIGHUP, SIGINT, SIGKILL, SIGTERM

@@ -1,3 +1,5 @@
+"""Which workers that stand still are given up."""
+
 from __future__ import annotations
 
 from gradwire.launch.elastic_setup import RESUME_SECONDS, StoppedWorkers

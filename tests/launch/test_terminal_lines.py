@@ -1,3 +1,5 @@
+"""Bytes of a terminal cut into lines."""
+
 from __future__ import annotations
 
 import itertools

@@ -1,3 +1,5 @@
+"""The environment of a worker."""
+
 from __future__ import annotations
 
 import os

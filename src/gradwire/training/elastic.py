@@ -96,10 +96,12 @@ class Elastic:
 
     @property
     def min_size(self) -> int:
+        """With fewer members the run waits."""
         return self._protocol.min_size
 
     @property
     def on_divergence(self) -> OnDivergence:
+        """What happens when ranks hold different states: "raise" or "warn"."""
         return self._protocol.on_divergence
 
     @property

@@ -1,3 +1,5 @@
+"""The pipe that carries news from a launcher to its worker."""
+
 from __future__ import annotations
 
 import os
