@@ -66,6 +66,12 @@ class Process:
         elif self.alive:
             action()
 
+    def compute(self, seconds: float) -> Program:
+        """Work that notices nothing of what happens around it."""
+        until = self.now + seconds
+        while self.now < until - 1e-9:
+            yield until - self.now
+
     def wake(self) -> None:
         """Something came for this process, for whichever program of it waits."""
 

@@ -6,11 +6,16 @@ which they are driven, are simulated.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
+
+from gradwire.arrays import Array, raw
 from gradwire.errors import ConfigError, NoConnection
 from gradwire.generation.connection import EXPECTED_SECONDS
+from gradwire.job.session_protocol import SET_UP_SECONDS
 from gradwire.liveness import control_messages
 from gradwire.liveness.control_protocol import (
     Break,
@@ -38,6 +43,8 @@ from gradwire.transports.tcp.dial import REFUSING_SECONDS, RETRY_SECONDS
 
 CONTROL, DATA, STATE = 1, 2, 3  # channels
 VERSION, OTHER_VERSION = b"version 2", b"version 1"  # of the set-up protocol
+VALUE_BYTES = 160  # of a value that ranks tell each other
+CHUNK = 16  # bytes of state
 FAIR_SECONDS = 1.0  # without an answer, before that can be held against anybody
 
 
@@ -205,6 +212,47 @@ class Rank:
             self._hear(peer, end)  # what came right behind the welcome
         else:
             end.ready = self.worker.wake
+
+    # -- what ranks tell and hand each other --------------------------------------------------------------------------
+
+    def gather(self, value: Any, algorithm: str) -> Program:
+        """The values of all ranks, by rank."""
+        text = json.dumps(value).encode().ljust(VALUE_BYTES)
+        told = np.empty(VALUE_BYTES * self.size, np.uint8)
+        yield from self.calls.run("all_gather", algorithm, np.frombuffer(text, np.uint8), told)
+        return [json.loads(part.tobytes()) for part in told.reshape(self.size, VALUE_BYTES)]
+
+    def pull(self, state: Array, giver: int, overwrite: bool) -> Program:
+        """In pieces, put into place when all are there; a member that has nothing to lose lets them overwrite it."""
+        try:
+            yield from self.dial((giver,), STATE, self.worker.now + SET_UP_SECONDS)
+        except NoConnection:
+            yield from self.calls.find_out(giver, "transfer")
+        link, pulled, got = self.links[STATE][giver], state if overwrite else state.copy(), 0
+        view = raw(pulled)
+        while got < len(view):
+            try:
+                got += link.receive([view[got:]])
+            except LinkClosed:
+                yield from self.calls.find_out(giver, "transfer")
+            yield from self.calls.check("transfer")
+            if got < len(view):
+                yield None
+        state[:] = pulled
+
+    def give(self, state: Array, taker: int, seconds: float) -> Program:
+        """Send a state, which takes some seconds."""
+        while taker not in self.links[STATE]:
+            yield from self.calls.check("transfer")
+            yield None
+        data = state.tobytes()
+        for begin in range(0, len(data), CHUNK):
+            yield from self.worker.compute(seconds * CHUNK / len(data))
+            yield from self.calls.check("transfer")
+            try:
+                self.links[STATE][taker].send([data[begin : begin + CHUNK]])
+            except LinkClosed:
+                yield from self.calls.find_out(taker, "transfer")
 
     # -- the service thread -------------------------------------------------------------------------------------------
 

@@ -6,16 +6,12 @@ the coordinator, links, collectives, and the transfer of the state.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict
 from random import Random
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
-import numpy as np
-
-from gradwire.arrays import raw
-from gradwire.errors import Broken, GradwireError, NoConnection, Refused, ReplicasDiverged, StateLost
+from gradwire.errors import Broken, GradwireError, Refused, ReplicasDiverged, StateLost
 from gradwire.generation.establish import is_known_to_others
 from gradwire.identity import PROTOCOL
 from gradwire.job import session_protocol
@@ -27,7 +23,7 @@ from gradwire.simulate.coordinator_calls import Caller, CallTarget
 from gradwire.simulate.invariants import Ledger, Version
 from gradwire.simulate.network import End, Network, nothing
 from gradwire.simulate.process import Process, Program, Thread, drive
-from gradwire.simulate.rank import OTHER_VERSION, STATE, VERSION, Hello, Listener, Peers, Rank
+from gradwire.simulate.rank import OTHER_VERSION, VERSION, Hello, Listener, Peers, Rank
 from gradwire.simulate.scenario import Setting
 from gradwire.simulate.time import Clock, Timeline
 from gradwire.simulate.toy_training import applied, beginning, digest, gradient
@@ -35,11 +31,8 @@ from gradwire.simulate.worker_profile import Profile
 from gradwire.training import step_protocol
 from gradwire.training.commit_rules import NONE, Settlement, has_joiners
 from gradwire.training.step_protocol import Gather, GatherDigests, HandOver, NextGeneration, Pause, StepProtocol, Vote
-from gradwire.transports.base import LinkClosed
 
-VALUE_BYTES = 160  # of a value that ranks tell each other
 LEASE_BEAT = 1.0
-CHUNK = 16  # bytes of state
 NORMAL = Profile()
 
 
@@ -164,7 +157,7 @@ class Worker(Listener):
         """One step, as a user's program does it; its last act is the vote."""
         rank, state, setting = self.rank, self.state, self._job.setting
         try:
-            yield from self._compute(setting.step_seconds * self._random.uniform(0.5, 1.5))
+            yield from self.compute(setting.step_seconds * self._random.uniform(0.5, 1.5))
             spoils = step % setting.spoiling == rank.rank
             if spoils:
                 state += 1  # a body that works in place: cut short, it leaves this behind
@@ -259,7 +252,7 @@ class Worker(Listener):
                 yield from self.rank.calls.run("all_reduce", self._job.setting.voting, ballot, ballot, "max")
                 return ballot
             case Gather(value) | GatherDigests(value):
-                return (yield from self._gather(value))
+                return (yield from self.rank.gather(value, self._job.setting.gathering))
             case HandOver():
                 yield from self._hand_over(request)
             case NextGeneration():
@@ -267,60 +260,17 @@ class Worker(Listener):
                     raise _Left
                 yield from self._next_generation()
             case Pause(seconds):
-                yield from self._compute(seconds)
-
-    def _gather(self, value: Any) -> Program:
-        rank, text = self.rank, json.dumps(value).encode().ljust(VALUE_BYTES)
-        told = np.empty(VALUE_BYTES * rank.size, np.uint8)
-        yield from rank.calls.run("all_gather", self._job.setting.gathering, np.frombuffer(text, np.uint8), told)
-        return [json.loads(part.tobytes()) for part in told.reshape(rank.size, VALUE_BYTES)]
+                yield from self.compute(seconds)
 
     def _hand_over(self, request: HandOver) -> Program:
         rank = self.rank
         if request.giver != rank.rank:
-            yield from self._pull(rank, request.giver, request.overwrite)
+            yield from rank.pull(self.state, request.giver, request.overwrite)
             if digest(self.state) != request.digest:
                 self._job.fail(f"{self.name} has pulled a state with another digest than it was promised")
             return
         for taker in request.takers:
-            yield from self._give(rank, taker)
-
-    def _pull(self, rank: Rank, giver: int, overwrite: bool) -> Program:
-        """In pieces, put into place when all are there; a member that has nothing to lose lets them overwrite it."""
-        try:
-            yield from rank.dial((giver,), STATE, self.now + SET_UP_SECONDS)
-        except NoConnection:
-            yield from rank.calls.find_out(giver, "transfer")
-        link, pulled, got = rank.links[STATE][giver], self.state if overwrite else self.state.copy(), 0
-        view = raw(pulled)
-        while got < len(view):
-            try:
-                got += link.receive([view[got:]])
-            except LinkClosed:
-                yield from rank.calls.find_out(giver, "transfer")
-            yield from rank.calls.check("transfer")
-            if got < len(view):
-                yield None
-        self.state[:] = pulled
-
-    def _give(self, rank: Rank, taker: int) -> Program:
-        while taker not in rank.links[STATE]:
-            yield from rank.calls.check("transfer")
-            yield None
-        data = self.state.tobytes()
-        for begin in range(0, len(data), CHUNK):
-            yield from self._compute(self._job.setting.transfer_seconds * CHUNK / len(data))
-            yield from rank.calls.check("transfer")
-            try:
-                rank.links[STATE][taker].send([data[begin : begin + CHUNK]])
-            except LinkClosed:
-                yield from rank.calls.find_out(taker, "transfer")
-
-    def _compute(self, seconds: float) -> Program:
-        """Work that notices nothing of what happens around it."""
-        until = self.now + seconds
-        while self.now < until - 1e-9:
-            yield until - self.now
+            yield from rank.give(self.state, taker, self._job.setting.transfer_seconds)
 
     # -- other threads ------------------------------------------------------------------------------------------------
 
