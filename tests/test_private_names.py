@@ -18,22 +18,6 @@ import gradwire
 SOURCE = Path(gradwire.__file__).parent
 TESTS = Path(__file__).parent
 MODULES = sorted(file for file in SOURCE.rglob("*.py") if SOURCE / "membership" / "v1" not in file.parents)
-# Files that still use private names of gradwire. Take a file out when it no longer does; none may be added.
-TO_BE_CLEANED = frozenset(
-    {
-        "generation/test_control_gather.py",
-        "generation/test_failures_abort.py",
-        "generation/test_failures_silence.py",
-        "generation/test_failures_timeout.py",
-        "generation/test_hostile_bytes.py",
-        "generation/test_hostile_peer.py",
-        "generation/test_mailbox.py",
-        "generation/test_service_thread.py",
-        "simulate/test_bugs.py",
-        "training/test_elastic.py",
-        "training/test_elastic_losses.py",
-    }
-)
 
 
 def is_private(name: str) -> bool:
@@ -101,11 +85,11 @@ def test_module_uses_no_private_name_of_another_package(file: Path) -> None:
     assert not reached(parsed(file), own)
 
 
-@pytest.mark.parametrize("package", ["training", "torch", "jax"])
-def test_training_and_adapters_see_groups_only_by_calls_and_group_internals(package: str) -> None:
+@pytest.mark.parametrize("package", ["job", "training", "torch", "jax", "simulate", "bench"])
+def test_package_sees_groups_only_by_their_calls_and_group_internals(package: str) -> None:
+    hidden = {"parts_of", "GroupParts"} | ({"Generation"} if package not in ("job", "simulate") else set())
     for file in (SOURCE / package).rglob("*.py"):
-        taken = {node.name for node in ast.walk(parsed(file)) if isinstance(node, ast.alias)}
-        assert not taken & {"parts_of", "GroupParts", "Generation"}, file.name
+        assert not hidden & {node.name for node in ast.walk(parsed(file)) if isinstance(node, ast.alias)}, file.name
 
 
 TEST_FILES = sorted(TESTS.rglob("*.py"))
@@ -113,11 +97,8 @@ TEST_FILES = sorted(TESTS.rglob("*.py"))
 
 @pytest.mark.parametrize("file", TEST_FILES, ids=lambda file: str(file.relative_to(TESTS)))
 def test_test_file_uses_no_private_name_of_gradwire(file: Path) -> None:
-    found = reached(tree := parsed(file), defined(tree))
-    if str(file.relative_to(TESTS)) in TO_BE_CLEANED:
-        assert found, "it is clean: take it out of TO_BE_CLEANED"
-    else:
-        assert not found
+    tree = parsed(file)
+    assert not reached(tree, defined(tree))
 
 
 @pytest.mark.parametrize(

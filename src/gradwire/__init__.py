@@ -8,6 +8,7 @@ call, and the rest starts processes and trains. The order inside a package is in
     arrays        NumPy, DLPack and buffers as typed views; the table of dtypes
     wire          the message header and its fingerprint
     topology      which ranks share a host
+    drive         runs protocols that are written as generators
     identity      run, generation and rank: what every message belongs to
     host          this machine: the native core, CPUs, memory
     collectives   algorithms as schedules; their verifier and prices

@@ -77,7 +77,7 @@ def address_of(run: subprocess.Popen[str]) -> str:
     return found[1]
 
 
-def test_a_lost_worker_is_replaced_and_the_training_ends_as_if_nothing_had_been(start: Start, tmp_path: Path) -> None:
+def test_run_lost_worker_is_replaced_and_training_ends_with_the_same_result(start: Start, tmp_path: Path) -> None:
     train = """
     for step in run.steps(60):
         with step:
@@ -113,7 +113,7 @@ FOREVER = """
 """
 
 
-def test_second_run_in_the_same_log_folder_trains_anew(
+def test_run_again_in_the_same_log_folder_trains_anew(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under the same name too; what the first one wrote is kept, and apart."""
@@ -172,7 +172,7 @@ def test_coordinator_started_anew_by_its_launcher_resumes_the_journal_of_this_ru
     assert (code, out) == (0, "[0] done 1\n"), err
 
 
-def test_run_and_join_with_one_log_folder_keep_their_logs_apart(start: Start, tmp_path: Path) -> None:
+def test_run_and_join_in_the_same_log_folder_keep_their_logs_apart(start: Start, tmp_path: Path) -> None:
     written(tmp_path, TRAIN + FOREVER, "train.py")
     run = start("run", "--min", "1", "--max", "2", "--log-dir", "logs", "train.py")
     joined = start("join", address_of(run), "--log-dir", "logs", "train.py")
@@ -186,7 +186,7 @@ def test_run_and_join_with_one_log_folder_keep_their_logs_apart(start: Start, tm
     assert (tmp_path / "logs" / "worker-0.log").exists()
 
 
-def test_secret_of_the_user_is_in_nobodys_environment(start: Start, tmp_path: Path) -> None:
+def test_run_secret_of_the_user_is_in_no_environment(start: Start, tmp_path: Path) -> None:
     written(tmp_path, TRAIN + FOREVER, "train.py")
     run = start("run", "--min", "1", "train.py")
     assert run.stdout is not None
@@ -199,7 +199,7 @@ def test_secret_of_the_user_is_in_nobodys_environment(start: Start, tmp_path: Pa
         assert b"GRADWIRE_TOKEN" not in environment
 
 
-def test_token_that_was_given_is_passed_on(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_token_that_was_given_is_passed_on(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADWIRE_TOKEN", "a token that was given")
     written(tmp_path, TRAIN + "    print(os.environ['GRADWIRE_TOKEN'])\n", "train.py")
     assert finish(start("run", "--min", "1", "train.py"))[:2] == (0, "[0] a token that was given\n")
@@ -257,7 +257,7 @@ def test_join_takes_options_before_and_after_the_address(arguments: list[str], s
 
 
 @pytest.mark.slow
-def test_another_launcher_joins(start: Start, tmp_path: Path) -> None:
+def test_join_adds_workers_of_another_launcher(start: Start, tmp_path: Path) -> None:
     train = """
     for step in run.steps(10**6):
         with step:
@@ -277,7 +277,7 @@ def test_another_launcher_joins(start: Start, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_coordinator_may_die(start: Start, tmp_path: Path) -> None:
+def test_run_survives_the_death_of_its_coordinator(start: Start, tmp_path: Path) -> None:
     train = """
     for step in run.steps(100):
         with step:
@@ -295,7 +295,7 @@ def test_the_coordinator_may_die(start: Start, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_is_left_behind(number: signal.Signals, start: Start, tmp_path: Path) -> None:
+def test_run_leaves_nothing_behind(number: signal.Signals, start: Start, tmp_path: Path) -> None:
     """By Ctrl-C, or if the launcher is killed: neither a worker nor the coordinator."""
     written(tmp_path, "import signal\nprint('ready')\nsignal.pause()\n", "train.py")
     run = start("run", "--min", "2", "train.py")
@@ -325,7 +325,7 @@ def test_nothing_is_left_behind(number: signal.Signals, start: Start, tmp_path: 
         (["join", "--token-file", "none", "127.0.0.1:1", "here.py"], "does not exist"),
     ],
 )
-def test_mistakes_are_told_before_anything_starts(
+def test_run_mistakes_are_reported_before_anything_starts(
     arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -343,7 +343,7 @@ def test_mistakes_are_told_before_anything_starts(
         (["run", "--min", "1", "--listen", "10.0.0.1", "here.py"], "set GRADWIRE_TOKEN"),
     ],
 )
-def test_what_cannot_be_is_told_in_a_line(
+def test_run_impossible_settings_are_reported_in_one_line(
     arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -353,7 +353,7 @@ def test_what_cannot_be_is_told_in_a_line(
     assert said in result.output
 
 
-def test_help_shows_examples() -> None:
+def test_help_of_run_and_join_shows_examples() -> None:
     shown = CliRunner().invoke(main, ["run", "--help"]).output
     assert "gradwire run --min 2 --max 8 -n 4 --restarts 3 train.py" in shown
     assert "gradwire join 127.0.0.1:23456 train.py" in CliRunner().invoke(main, ["join", "--help"]).output

@@ -17,7 +17,7 @@ def invite(*arguments: str, token: str = SECRET) -> Result:
     return CliRunner().invoke(main, ["invite", *arguments], env={"GRADWIRE_TOKEN": token, "GRADWIRE_JOB": None})
 
 
-def test_what_is_printed_is_a_token_of_the_job() -> None:
+def test_invite_prints_a_token_of_the_job() -> None:
     done = invite("--job", "digits", "--for", "2d", "--uses", "8")
     assert done.exit_code == 0, done.output
     assert SECRET not in done.output
@@ -31,12 +31,12 @@ def test_what_is_printed_is_a_token_of_the_job() -> None:
     assert "only holders of the job's secret can invite" in again.output
 
 
-def test_standard_output_is_the_token_alone() -> None:
+def test_invite_standard_output_is_the_token_alone() -> None:
     done = invite("--job", "digits")
     assert re.fullmatch(r"gwj1\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\n", done.stdout)
 
 
-def test_what_is_refused() -> None:
+def test_invite_impossible_options_are_refused() -> None:
     for wrong in (["--for", "soon"], ["--for", "2"], ["--for", "0s"], ["--uses", "-1"]):
         done = invite("--job", "digits", *wrong)
         assert done.exit_code != 0, wrong

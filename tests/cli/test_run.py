@@ -60,7 +60,7 @@ def processes_of(run: subprocess.Popen[str], count: int) -> list[Watched]:
     return [Watched(int(pid)) for line in lines for pid in line[2:]]
 
 
-def test_a_script_runs_on_all_ranks_with_its_arguments_verbatim(start: Start, tmp_path: Path) -> None:
+def test_run_script_gets_its_arguments_verbatim_on_all_ranks(start: Start, tmp_path: Path) -> None:
     written(tmp_path, "import os, sys; print(os.environ['GRADWIRE_RANK'], sys.argv[1:], sys.stdin.read())", "train.py")
     arguments = ["-n", "5", "--help", "--log-dir", "x", "-m", "--", "*", "", "a b"]
     code, out, err = finish(start("-n", "2", "train.py", *arguments, stdin=subprocess.PIPE))
@@ -68,7 +68,7 @@ def test_a_script_runs_on_all_ranks_with_its_arguments_verbatim(start: Start, tm
     assert (code, err) == (0, "")
 
 
-def test_a_module_too(start: Start, tmp_path: Path) -> None:
+def test_run_module_runs_on_all_ranks(start: Start, tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     written(tmp_path / "package", "import sys; print(__name__, sys.argv[1:])", "train.py")
     code, out, err = finish(start("-n", "2", "-m", "package.train", "-n", "--lr=1"))
@@ -76,7 +76,7 @@ def test_a_module_too(start: Start, tmp_path: Path) -> None:
     assert (code, err) == (0, "")
 
 
-def test_the_root_cause_comes_last_and_its_exit_code_is_returned(start: Start, tmp_path: Path) -> None:
+def test_run_failure_prints_the_root_cause_last_and_returns_its_exit_code(start: Start, tmp_path: Path) -> None:
     script = """
         import os, signal, time
         from gradwire.errors import PeerLost
@@ -122,7 +122,7 @@ def test_the_root_cause_comes_last_and_its_exit_code_is_returned(start: Start, t
         (["-n", "2", "--log-dir", "here.py", "here.py"], "is a file"),
     ],
 )
-def test_mistakes_are_told_before_anything_starts(
+def test_run_mistakes_are_reported_before_anything_starts(
     arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from click.testing import CliRunner
@@ -136,13 +136,13 @@ def test_mistakes_are_told_before_anything_starts(
     assert said in result.output
 
 
-def test_a_module_that_is_missing_is_told_by_the_workers(start: Start) -> None:
+def test_run_missing_module_is_reported_by_the_workers(start: Start) -> None:
     code, _, err = finish(start("-n", "2", "-m", "nowhere_to_be_found"))
     assert code == 1
     assert err.endswith("No module named nowhere_to_be_found\n")
 
 
-def test_help_shows_examples() -> None:
+def test_help_of_run_shows_examples() -> None:
     from click.testing import CliRunner
 
     from gradwire.cli import main
@@ -152,7 +152,7 @@ def test_help_shows_examples() -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_a_signal_stops_everything(number: signal.Signals, code: int, start: Start, tmp_path: Path) -> None:
+def test_run_signal_stops_everything(number: signal.Signals, code: int, start: Start, tmp_path: Path) -> None:
     """What the workers have started may end in time: here it notices that its parent is gone."""
     follow = """
         import os, signal, sys
@@ -177,7 +177,7 @@ def test_a_signal_stops_everything(number: signal.Signals, code: int, start: Sta
     assert f"gradwire: stopped by {number.name}" in err.splitlines()[-1]
 
 
-def test_a_second_ctrl_c_kills(start: Start, tmp_path: Path) -> None:
+def test_run_second_ctrl_c_kills(start: Start, tmp_path: Path) -> None:
     deaf = (
         READY
         + """
@@ -198,7 +198,7 @@ def test_a_second_ctrl_c_kills(start: Start, tmp_path: Path) -> None:
     assert all(one.ends(0) for one in watched)
 
 
-def test_killing_the_supervisor_leaves_no_orphan(start: Start, tmp_path: Path) -> None:
+def test_run_killed_supervisor_leaves_no_orphan(start: Start, tmp_path: Path) -> None:
     deaf = (
         READY
         + """
@@ -215,7 +215,7 @@ def test_killing_the_supervisor_leaves_no_orphan(start: Start, tmp_path: Path) -
     assert all(one.ends() for one in watched)
 
 
-def test_signals_that_are_ignored_stay_ignored_and_exits_are_seen(start: Start, tmp_path: Path) -> None:
+def test_run_ignored_signals_stay_ignored_and_exits_are_seen(start: Start, tmp_path: Path) -> None:
     """As under nohup, and under parents that leave SIGCHLD ignored."""
     go_on = (
         READY
@@ -240,7 +240,7 @@ def test_signals_that_are_ignored_stay_ignored_and_exits_are_seen(start: Start, 
     assert finish(run)[0] == 5
 
 
-def test_a_reader_that_goes_away_does_not_stop_the_job(start: Start, tmp_path: Path) -> None:
+def test_run_reader_that_goes_away_does_not_stop_the_job(start: Start, tmp_path: Path) -> None:
     written(tmp_path, "for i in range(100_000): print('line', i)\nopen('done', 'w').close()\n", "train.py")
     run = start("-n", "1", "--log-dir", "logs", "train.py", stderr=subprocess.DEVNULL)
     assert run.stdout is not None
@@ -251,7 +251,7 @@ def test_a_reader_that_goes_away_does_not_stop_the_job(start: Start, tmp_path: P
     assert (tmp_path / "logs" / "rank-0.log").read_text().endswith("line 99999\n")
 
 
-def test_on_a_terminal_ranks_have_colours_and_bars_stay_in_their_place(
+def test_run_on_a_terminal_has_colours_and_progress_bars_in_place(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bar = "for percent in range(0, 101, 10): print(f'\\r{percent} %', end='')\nprint()\n"

@@ -23,7 +23,7 @@ def tune(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_what_is_measured_is_stored_and_in_force(tmp_path: Path) -> None:
+def test_tune_stores_its_measurements_and_they_are_in_force(tmp_path: Path) -> None:
     file = tmp_path / "config" / "tuning.json"
     done = tune(GRADWIRE_TUNING=str(file))
     assert done.returncode == 0, done.stderr
@@ -37,7 +37,7 @@ def test_what_is_measured_is_stored_and_in_force(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_dry_run_stores_nothing_and_tells_everything(tmp_path: Path) -> None:
+def test_tune_dry_run_stores_nothing_and_prints_everything(tmp_path: Path) -> None:
     file = tmp_path / "tuning.json"
     done = tune("--dry-run", "--json", "--ranks", "3", GRADWIRE_TUNING=str(file))
     assert done.returncode == 0, done.stderr
@@ -49,7 +49,7 @@ def test_a_dry_run_stores_nothing_and_tells_everything(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_show_says_why_the_defaults_are_in_force(tmp_path: Path) -> None:
+def test_tune_show_gives_the_reason_for_the_defaults(tmp_path: Path) -> None:
     for content, reason in ((None, "there is no such file"), ("{}", "its version is")):
         file = tmp_path / "tuning.json"
         if content is not None:
@@ -64,7 +64,7 @@ def test_show_says_why_the_defaults_are_in_force(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_leaves_nothing(number: int, tmp_path: Path) -> None:
+def test_tune_interrupted_leaves_nothing(number: int, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "gradwire", "tune"]
     environ = os.environ | {"TMPDIR": str(tmp_path), "GRADWIRE_TUNING": str(tmp_path / "tuning.json")}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

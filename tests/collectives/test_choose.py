@@ -25,7 +25,7 @@ TOPOLOGIES = [
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_what_is_chosen_can_be_built(collective: str, topology: Topology) -> None:
+def test_choose_returns_an_algorithm_that_can_be_built(collective: str, topology: Topology) -> None:
     for nbytes in (0, 8, 1 << 12, 1 << 17, 1 << 22, 1 << 30):
         for requested in ("auto", *algorithms(collective)):
             chosen = choose(collective, requested, nbytes, topology)
@@ -39,7 +39,7 @@ KIB, MIB = 1 << 10, 1 << 20
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 @pytest.mark.parametrize("topology", [*TOPOLOGIES, HOSTS], ids=str)
 @pytest.mark.parametrize("collective", ["all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter"])
-def test_small_arrays_take_few_rounds(collective: str, topology: Topology, transport: str) -> None:
+def test_choose_small_arrays_take_few_rounds(collective: str, topology: Topology, transport: str) -> None:
     chosen = choose(collective, "auto", 8, topology, DEFAULTS, transport)
     counted = cost(build(collective, chosen, topology.size, topology=topology))
     assert counted.rounds <= 2 * math.ceil(math.log2(topology.size))
@@ -48,7 +48,7 @@ def test_small_arrays_take_few_rounds(collective: str, topology: Topology, trans
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 @pytest.mark.parametrize("topology", [*TOPOLOGIES, HOSTS, Topology.single(33)], ids=str)
 @pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter"])
-def test_large_arrays_are_spread_evenly(collective: str, topology: Topology, transport: str) -> None:
+def test_choose_large_arrays_are_spread_evenly(collective: str, topology: Topology, transport: str) -> None:
     chosen = choose(collective, "auto", 64 * MIB, topology, DEFAULTS, transport)
     counted = cost(build(collective, chosen, topology.size, topology=topology))
     fair = Fraction(topology.size - 1, topology.size) * (2 if collective == "all_reduce" else 1)
@@ -57,7 +57,7 @@ def test_large_arrays_are_spread_evenly(collective: str, topology: Topology, tra
 
 
 @pytest.mark.parametrize("hosts", ["aabb", "aabbb", "aaaabbbbcccc"])
-def test_hosts_with_several_ranks_get_both_layers(hosts: str) -> None:
+def test_choose_hosts_with_several_ranks_use_both_layers(hosts: str) -> None:
     topology = Topology.of(hosts)
     assert choose("all_reduce", "auto", 64 * MIB, topology, DEFAULTS, "shm") == "hierarchical"
     # A ring in the order of the hosts crosses from each to the next only once, too.
@@ -68,7 +68,7 @@ def test_hosts_with_several_ranks_get_both_layers(hosts: str) -> None:
 
 @pytest.mark.parametrize("size", [17, 32, 100, 256])
 @pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter"])
-def test_many_ranks_do_not_all_talk_to_each_other(collective: str, size: int) -> None:
+def test_choose_many_ranks_do_not_all_connect_to_each_other(collective: str, size: int) -> None:
     topology = Topology.single(size)
     for nbytes in (8, 64 * KIB, 64 * MIB):
         schedule = build(collective, choose(collective, "auto", nbytes, topology), size)
@@ -77,7 +77,7 @@ def test_many_ranks_do_not_all_talk_to_each_other(collective: str, size: int) ->
         assert len(peers) <= 2 * math.log2(size)
 
 
-def test_ranks_that_share_memory_take_two_shots_where_one_is_no_faster() -> None:
+def test_choose_shared_memory_takes_two_rounds_where_one_is_no_faster() -> None:
     two = Topology.single(2)
     for nbytes, algorithm in ((8, "oneshot"), (64 * KIB, "oneshot"), (256 * KIB, "direct"), (MIB, "direct")):
         assert choose("all_reduce", "auto", nbytes, two, DEFAULTS, "shm") == algorithm
@@ -85,7 +85,7 @@ def test_ranks_that_share_memory_take_two_shots_where_one_is_no_faster() -> None
     assert choose("broadcast", "auto", 64 * MIB, Topology.single(4), DEFAULTS, "tcp") == "direct"
 
 
-def test_the_table_decides() -> None:
+def test_choose_follows_the_tuning_table() -> None:
     four = Topology.single(4)
     slow_rounds = replace(DEFAULTS, tcp=replace(DEFAULTS.tcp, round=1.0))
     free_rounds = replace(DEFAULTS, tcp=replace(DEFAULTS.tcp, round=0.0, message=0.0))
@@ -94,7 +94,7 @@ def test_the_table_decides() -> None:
         assert choose("all_reduce", requested, 8, four, free_rounds) in ("direct", "halving")
 
 
-def test_direct_all_reduces_small_arrays_in_one_shot() -> None:
+def test_build_direct_all_reduces_small_arrays_in_one_round() -> None:
     four = Topology.single(4)
     assert choose("all_reduce", "direct", 8, four) == "oneshot"
     assert choose("all_reduce", "direct", MIB, four) == "direct"
@@ -103,7 +103,7 @@ def test_direct_all_reduces_small_arrays_in_one_shot() -> None:
 
 @pytest.mark.parametrize("hosts", [1, 16, 1024])
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_a_choice_among_many_ranks_looks_at_few_programs(
+def test_choose_among_many_ranks_looks_at_few_programs(
     collective: str, hosts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built: set[int] = set()
@@ -120,7 +120,7 @@ def test_a_choice_among_many_ranks_looks_at_few_programs(
     assert len(built) <= 4 * pricing.SAMPLE
 
 
-def test_schedules_are_made_once() -> None:
+def test_build_returns_the_same_schedule_again() -> None:
     assert build("all_reduce", "ring", 6) is build("all_reduce", "ring", 6, root=3)
     assert build("broadcast", "tree", 6) is not build("broadcast", "tree", 6, root=3)
     schedule = build("all_reduce", "hierarchical", 6)
@@ -128,7 +128,7 @@ def test_schedules_are_made_once() -> None:
     assert schedule.program(2) is schedule.program(2)
 
 
-def test_holes_in_the_table_name_what_there_is() -> None:
+def test_build_unknown_combination_names_the_known_ones() -> None:
     with pytest.raises(UnsupportedOp, match="gather has no algorithm 'ring'; it has: star, direct"):
         build("gather", "ring", 4)
     with pytest.raises(UnsupportedOp, match="reduce has no algorithm 'hierarchical'; it has: star, tree, direct"):
@@ -139,7 +139,7 @@ def test_holes_in_the_table_name_what_there_is() -> None:
         choose("all_reduse", "auto", 8, Topology.single(2))
 
 
-def test_impossible_sizes_and_roots() -> None:
+def test_build_impossible_size_or_root_raises() -> None:
     with pytest.raises(InvalidSize):
         build("all_reduce", "ring", 0)
     with pytest.raises(InvalidSize, match="the topology has 3 ranks, the collective 4"):

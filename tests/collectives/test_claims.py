@@ -162,7 +162,7 @@ def test_mirrored_that_needs_acc_apart_is_refused() -> None:
 # -- before a schedule is used -----------------------------------------------------------------------------------------
 
 
-def test_verify_of_a_false_claim_says_where_and_why() -> None:
+def test_verify_false_claim_names_place_and_reason() -> None:
     with pytest.raises(InvalidSchedule) as caught:
         verify(claiming(build("all_reduce", "ring", 4), mirrored=True))
     assert (caught.value.rank, caught.value.round_number) == (0, 1)
@@ -181,7 +181,7 @@ def test_prove_once_refuses_a_schedule_that_is_wrong() -> None:
         prove_once(with_program(schedule, 1, ((),) * schedule.rounds))
 
 
-def test_a_group_refuses_a_schedule_that_is_wrong_before_anything_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_group_refuses_a_wrong_schedule_before_anything_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any, **options: Any) -> Schedule:
         schedule = build(*args, **options)
         return with_program(schedule, 0, ((),) * schedule.rounds)

@@ -19,7 +19,7 @@ def test_relabel_renames_ranks_segments_and_buffers() -> None:
     assert phase.program(0) == ((),)
 
 
-def test_relabel_drops_what_would_copy_a_slice_onto_itself() -> None:
+def test_relabel_drops_copies_of_a_slice_onto_itself() -> None:
     gather = direct.all_gather(2, 0)
     assert gather.program(0)[0][0] == Copy(Slice("out", 0), Slice("in", 0))
     renamed = relabel(gather, buffers={"in": "out"}).program(0)
@@ -43,12 +43,12 @@ def test_beside_merges_rounds_and_waits_for_the_longest() -> None:
     assert phase.program(1) == (pairs[0].program(1)[0], ())
 
 
-def test_phases_over_different_segments_do_not_compose() -> None:
+def test_then_over_different_segments_raises() -> None:
     with pytest.raises(InvalidSize):
         then(direct.fold_own(3), direct.fold_own(4))
 
 
-def test_the_need_for_acc_apart_is_handed_on() -> None:
+def test_combinators_pass_on_the_need_for_a_separate_acc() -> None:
     oneshot = direct.oneshot(2, 0)
     assert oneshot.separate_acc
     assert relabel(oneshot, ranks=(1, 0)).separate_acc

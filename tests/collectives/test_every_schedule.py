@@ -22,12 +22,12 @@ TABLE = {
 }
 
 
-def test_the_table_has_the_promised_cells() -> None:
+def test_table_has_the_promised_cells() -> None:
     assert {collective: algorithms(collective) for collective in COLLECTIVES} == TABLE
 
 
 @pytest.mark.parametrize(("collective", "algorithm"), CELLS)
-def test_every_cell_is_right_for_1_to_33_ranks(collective: str, algorithm: str) -> None:
+def test_schedule_of_every_cell_verifies_for_1_to_33_ranks(collective: str, algorithm: str) -> None:
     for size in range(1, 34):
         for schedule in schedules(collective, algorithm, size, roots=None if size <= 9 else 3):
             verify(schedule)
@@ -35,7 +35,7 @@ def test_every_cell_is_right_for_1_to_33_ranks(collective: str, algorithm: str) 
 
 @given(st.sampled_from(FLAT_CELLS), st.integers(34, 80), st.data())
 @settings(max_examples=25)
-def test_cells_are_right_for_larger_sizes(cell: tuple[str, str], size: int, data: st.DataObject) -> None:
+def test_schedules_verify_for_larger_sizes(cell: tuple[str, str], size: int, data: st.DataObject) -> None:
     root = data.draw(st.integers(0, size - 1), label="root") if cell[0] in ROOTED else 0
     verify(build(*cell, size, root=root))
 
@@ -45,19 +45,19 @@ topologies = st.lists(st.integers(0, 6), min_size=1, max_size=24).map(lambda hos
 
 @given(topologies)
 @settings(max_examples=80)
-def test_hierarchical_all_reduce_is_right_on_any_hosts(topology: Topology) -> None:
+def test_hierarchical_all_reduce_verifies_on_any_hosts(topology: Topology) -> None:
     verify(build("all_reduce", "hierarchical", topology.size, topology=topology))
 
 
 @given(topologies, st.data())
 @settings(max_examples=80)
-def test_hierarchical_broadcast_is_right_on_any_hosts_from_any_root(topology: Topology, data: st.DataObject) -> None:
+def test_hierarchical_broadcast_verifies_on_any_hosts_from_any_root(topology: Topology, data: st.DataObject) -> None:
     root = data.draw(st.integers(0, topology.size - 1), label="root")
     verify(build("broadcast", "hierarchical", topology.size, topology=topology, root=root))
 
 
 @pytest.mark.parametrize(("collective", "algorithm"), CELLS)
-def test_only_the_one_shot_all_reduce_needs_acc_apart(collective: str, algorithm: str) -> None:
+def test_only_the_one_shot_all_reduce_needs_a_separate_acc(collective: str, algorithm: str) -> None:
     assert build(collective, algorithm, 3).separate_acc == (algorithm == "oneshot")
 
 
@@ -67,7 +67,7 @@ def test_direct_star_and_one_shot_fold_in_rank_order() -> None:
         assert set(orders) == {(((0, 1), 2), 3)}
 
 
-def test_a_ring_folds_each_segment_once_round_and_ends_at_its_owner() -> None:
+def test_ring_folds_each_segment_once_around_and_ends_at_its_owner() -> None:
     assert verify(build("reduce_scatter", "ring", 3)) == {0: ((1, 2), 0), 1: ((2, 0), 1), 2: ((0, 1), 2)}
 
 
@@ -85,7 +85,7 @@ def _placement(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], tuple[in
     return placement(schedule.collective, schedule.size, schedule.segments, schedule.root, rank)
 
 
-def test_placement_says_who_brings_and_who_gets_what() -> None:
+def test_placement_gives_contributor_and_receiver_of_each_segment() -> None:
     assert placement("broadcast", 3, 3, 1, 1) == ((0, 1, 2), (0, 1, 2))
     assert placement("broadcast", 3, 3, 1, 0) == ((), (0, 1, 2))
     assert placement("reduce", 3, 1, 1, 0) == ((0,), ())

@@ -18,7 +18,7 @@ Memory = dict[tuple[str, int], int]
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6, 7])
 @pytest.mark.parametrize(("collective", "algorithm"), CELLS)
-def test_results_are_those_of_the_collective(collective: str, algorithm: str, size: int) -> None:
+def test_schedule_executed_on_numbers_gives_the_collectives_result(collective: str, algorithm: str, size: int) -> None:
     for schedule in schedules(collective, algorithm, size, roots=2):
         inputs, outputs = carry_out(schedule, random.Random(size))
         for rank, out in enumerate(outputs):

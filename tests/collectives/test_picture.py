@@ -45,12 +45,12 @@ verified ✓ · 4 rounds with messages · a rank sends at most 4/3 S and receive
 """
 
 
-def test_the_picture_of_a_ring(capsys: pytest.CaptureFixture[str]) -> None:
+def test_picture_of_a_ring(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ring", "3", "--width", "120"]) == 0
     assert capsys.readouterr().out == RING_OF_THREE
 
 
-def test_it_runs_as_a_module() -> None:
+def test_picture_runs_as_a_module() -> None:
     command = [sys.executable, "-X", "utf8", "-m", "gradwire.collectives", "ring", "5"]
     done = subprocess.run(command, capture_output=True, encoding="utf-8", check=True)
     assert done.stdout.startswith("all_reduce · ring · 5 ranks · 5 segments\n")
@@ -58,30 +58,30 @@ def test_it_runs_as_a_module() -> None:
     assert done.stderr == ""
 
 
-def test_ranks_that_do_not_fit_side_by_side_stand_below_each_other() -> None:
+def test_picture_of_many_ranks_is_split_into_rows() -> None:
     narrow = draw(build("all_reduce", "ring", 5), width=60)
     assert max(map(len, narrow.split("in, out, acc")[0].splitlines())) <= 60
     headings = [line for line in narrow.splitlines() if "│ rank" in line]
     assert [heading.count("rank") for heading in headings] == [2, 2, 1]
 
 
-def test_sums_on_the_right_are_in_brackets() -> None:
+def test_picture_puts_right_operands_in_brackets() -> None:
     assert "out[0] = finish(x0 + x1 + (x2 + x3) + x4)\n" in draw(build("all_reduce", "tree", 5))
 
 
-def test_hosts_and_roots(capsys: pytest.CaptureFixture[str]) -> None:
+def test_picture_shows_hosts_and_roots(capsys: pytest.CaptureFixture[str]) -> None:
     main(["hierarchical", "5", "--hosts", "2,3", "--collective", "broadcast", "--root", "1"])
     assert capsys.readouterr().out.startswith("broadcast · hierarchical · 5 ranks · root 1 · 6 segments\n")
 
 
 @pytest.mark.parametrize(("collective", "algorithm"), CELLS)
-def test_every_cell_can_be_drawn(collective: str, algorithm: str) -> None:
+def test_picture_of_every_cell_can_be_drawn(collective: str, algorithm: str) -> None:
     for size in (1, 2, 11):
         for schedule in schedules(collective, algorithm, size, roots=1):
             assert "verified ✓" in draw(schedule)
 
 
-def test_only_right_schedules_are_drawn() -> None:
+def test_picture_of_a_wrong_schedule_is_refused() -> None:
     schedule = build("broadcast", "star", 2)
     with pytest.raises(InvalidSchedule):
         draw(with_program(schedule, 1, ((),)))
@@ -97,7 +97,9 @@ def test_only_right_schedules_are_drawn() -> None:
         ("hierarchical 4 --hosts two", "'two' is not a list of counts, such as 2,3"),
     ],
 )
-def test_mistakes_are_told(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_picture_command_mistakes_are_reported(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments.split())
     assert caught.value.code == 2

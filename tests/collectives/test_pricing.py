@@ -28,14 +28,16 @@ NOTHING = Constants(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
         ("broadcast", "tree", 4, (2, 2, 8, 8, 0, 0)),
     ],
 )
-def test_by_hand(collective: str, algorithm: str, size: int, expected: tuple[int, ...]) -> None:
+def test_price_matches_prices_worked_out_by_hand(
+    collective: str, algorithm: str, size: int, expected: tuple[int, ...]
+) -> None:
     rounds, messages, staged, sent, received, folded = expected
     seconds = rounds + messages * 1e-2 + staged * 1e-5 + sent * 1e-7 + received * 1e-9 + folded * 1e-11
     schedule = build(collective, algorithm, size)
     assert price(schedule, Topology.single(size), 4, UNITS, NOTHING) == pytest.approx(seconds, rel=1e-12)
 
 
-def test_ranks_of_a_host_share_its_wire() -> None:
+def test_price_ranks_of_a_host_share_its_network() -> None:
     topology = Topology.of("aabb")
     wire = replace(NOTHING, sent=1.0)
     direct, layered = (build("all_reduce", name, 4, topology=topology) for name in ("direct", "hierarchical"))
@@ -44,7 +46,7 @@ def test_ranks_of_a_host_share_its_wire() -> None:
     assert price(layered, topology, 4, NOTHING, wire) == pytest.approx(2 * 2)
 
 
-def test_a_round_waits_for_its_slowest_kind_of_link() -> None:
+def test_price_round_costs_as_much_as_its_slowest_kind_of_link() -> None:
     topology = Topology.of("aabb")
     near, far = replace(NOTHING, round=1.0), replace(NOTHING, round=10.0)
     layered = build("all_reduce", "hierarchical", 4, topology=topology)
@@ -54,7 +56,7 @@ def test_a_round_waits_for_its_slowest_kind_of_link() -> None:
 
 @pytest.mark.parametrize("topology", [Topology.single(1), Topology.single(5), Topology.of("aabbb")], ids=str)
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_more_costs_no_less(collective: str, topology: Topology) -> None:
+def test_price_more_bytes_or_ranks_cost_no_less(collective: str, topology: Topology) -> None:
     for algorithm in algorithms(collective):
         schedule = build(collective, algorithm, topology.size, topology=topology)
         sizes = (0, 1, 1 << 10, 1 << 20, 1 << 30)
@@ -66,12 +68,12 @@ def test_more_costs_no_less(collective: str, topology: Topology) -> None:
             assert price(schedule, topology, 1 << 20, dearer, DEFAULTS.net) >= prices[3]
 
 
-def test_equal_rounds_are_counted_together() -> None:
+def test_price_equal_rounds_are_counted_together() -> None:
     assert [times for times, _ in bill(build("all_gather", "ring", 1000), Topology.single(1000))] == [999]
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "hierarchical", "tree", "halving"])
-def test_a_sample_of_a_large_host_is_about_right(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_price_of_a_sampled_large_host_is_about_right(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from gradwire.collectives import pricing
 
     topology = Topology.of([str(rank // 32) for rank in range(96)])

@@ -61,7 +61,7 @@ def statements(algorithm: str, module: ModuleType) -> list[Statement]:
 STATEMENTS = [statement for name, module in FLAT.items() for statement in statements(name, module)]
 
 
-def test_every_cell_is_stated() -> None:
+def test_docstring_states_every_cell() -> None:
     stated = {(s.collective, s.algorithm) for s in STATEMENTS}
     stated |= {(s.collective, "hierarchical") for s in statements("hierarchical", hierarchical)}
     cells = {(c, a) for c in {s.collective for s in STATEMENTS} for a in algorithms(c)}
@@ -69,7 +69,7 @@ def test_every_cell_is_stated() -> None:
 
 
 @pytest.mark.parametrize("statement", STATEMENTS, ids=lambda s: f"{s.algorithm}-{s.collective}")
-def test_statements_hold(statement: Statement) -> None:
+def test_docstring_statements_hold(statement: Statement) -> None:
     for n in (*range(1, 20), 23, 24, 31, 32, 33, 48):
         power = n & (n - 1) == 0
         k = math.floor(math.log2(n)) if statement.algorithm == "halving" else (n - 1).bit_length()
@@ -80,7 +80,7 @@ def test_statements_hold(statement: Statement) -> None:
 
 
 @pytest.mark.parametrize("statement", statements("hierarchical", hierarchical), ids=lambda s: s.collective)
-def test_statements_of_hierarchical_hold(statement: Statement) -> None:
+def test_docstring_statements_of_hierarchical_hold(statement: Statement) -> None:
     for hosts in range(1, 6):
         for local in range(1, 6):
             topology = Topology.of([str(rank % hosts) for rank in range(hosts * local)])
@@ -89,7 +89,7 @@ def test_statements_of_hierarchical_hold(statement: Statement) -> None:
                 statement.check(cost(schedule), {"h": hosts, "l": local}, exactly=True)
 
 
-def test_a_wrong_statement_would_be_found() -> None:
+def test_docstring_with_a_wrong_statement_is_found() -> None:
     counted = cost(build("all_reduce", "ring", 4))
     with pytest.raises(AssertionError):
         Statement("ring", "all_reduce", "2 * n", "2 * (n - 1) / n", "2 * (n - 1) / n").check(
@@ -97,7 +97,7 @@ def test_a_wrong_statement_would_be_found() -> None:
         )
 
 
-def test_hosts_exchange_what_a_ring_of_hosts_would() -> None:
+def test_hierarchical_hosts_exchange_as_much_as_a_ring_of_hosts() -> None:
     topology = Topology.of(list("aaabbcaab"))
     schedule = build("all_reduce", "hierarchical", topology.size, topology=topology)
     between = [Fraction(0)] * len(topology.hosts)

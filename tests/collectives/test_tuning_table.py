@@ -37,7 +37,7 @@ def with_seconds(bad: object) -> str:
     return changed(lambda value: value["seconds"]["shm"].update(sent=bad))
 
 
-def test_a_table_survives_its_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_table_stored_is_loaded_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "not" / "yet" / "there.json"
     tuning_table.store(DEFAULTS, file)
     tuning_table.store(SLOW, file)
@@ -46,7 +46,7 @@ def test_a_table_survives_its_file(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert caplog.records == []
 
 
-def test_where_it_is_kept(tmp_path: Path) -> None:
+def test_path_follows_the_variables_of_the_user(tmp_path: Path) -> None:
     home, config = tmp_path / "home", tmp_path / "config"
     assert tuning_table.path({"HOME": str(home)}) == home / ".config" / "gradwire" / "tuning.json"
     assert (
@@ -58,7 +58,7 @@ def test_where_it_is_kept(tmp_path: Path) -> None:
     assert tuning_table.load({tuning_table.FILE: "", "XDG_CONFIG_HOME": str(config)}) == SLOW
 
 
-def test_no_file_is_no_reason_to_warn_unless_it_was_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_load_missing_file_warns_only_if_it_was_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert tuning_table.load({"XDG_CONFIG_HOME": str(tmp_path)}) == DEFAULTS
     assert caplog.records == []
     assert tuning_table.load({tuning_table.FILE: str(tmp_path / "nothing")}) == DEFAULTS
@@ -88,7 +88,7 @@ def test_no_file_is_no_reason_to_warn_unless_it_was_named(tmp_path: Path, caplog
         *((with_seconds(bad), "'sent' of 'shm' is not a number of seconds") for bad in NOT_SECONDS),
     ],
 )
-def test_a_broken_file_means_defaults_and_one_warning(
+def test_load_broken_file_gives_defaults_and_one_warning(
     content: str, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "tuning.json"
@@ -101,7 +101,7 @@ def test_a_broken_file_means_defaults_and_one_warning(
     assert len(record.getMessage()) < 500 + len(str(file))
 
 
-def test_what_is_no_file_holds_nobody_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_load_special_file_does_not_block(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     os.mkfifo(tmp_path / "pipe")
     for name in (str(tmp_path / "pipe"), str(tmp_path), "/dev/zero", "no\0name", str(tmp_path / ("x" * 300))):
         caplog.clear()
@@ -117,7 +117,7 @@ json_like = st.recursive(
 
 
 @given(json_like, st.booleans())
-def test_any_value_is_a_table_or_refused(value: object, dressed: bool) -> None:
+def test_decode_any_value_is_a_table_or_refused(value: object, dressed: bool) -> None:
     try:
         found = tuning_table.decode({"version": 1, "seconds": value} if dressed else value)
     except ValueError:
@@ -126,7 +126,7 @@ def test_any_value_is_a_table_or_refused(value: object, dressed: bool) -> None:
     assert all(0 <= seconds <= 1 for constants in asdict(found).values() for seconds in constants.values())
 
 
-def test_what_cannot_be_written_is_said_and_changes_nothing(tmp_path: Path) -> None:
+def test_store_that_cannot_be_written_raises_and_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "a file").write_text("untouched")
     with pytest.raises(gw.TransportError, match="cannot write"):
         tuning_table.store(SLOW, tmp_path / "a file" / "tuning.json")
@@ -137,7 +137,7 @@ def test_what_cannot_be_written_is_said_and_changes_nothing(tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no device that is always full")
-def test_a_full_disk_leaves_the_old_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_on_a_full_disk_keeps_the_old_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "tuning.json"
     tuning_table.store(SLOW, file)
 
@@ -152,7 +152,7 @@ def test_a_full_disk_leaves_the_old_table(tmp_path: Path, monkeypatch: pytest.Mo
     assert [entry.name for entry in tmp_path.iterdir()] == ["tuning.json"]
 
 
-def test_others_may_read_it(tmp_path: Path) -> None:
+def test_store_file_is_readable_by_other_users(tmp_path: Path) -> None:
     tuning_table.store(SLOW, tmp_path / "tuning.json")
     mask = os.umask(0)
     os.umask(mask)
@@ -171,7 +171,7 @@ def chooses(here: Here, files: list[str]) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 5])
-def test_ranks_with_different_files_agree_on_that_of_rank_0(size: int, job: StartJob, tmp_path: Path) -> None:
+def test_init_ranks_with_different_tables_use_that_of_rank_0(size: int, job: StartJob, tmp_path: Path) -> None:
     files = [tmp_path / f"{rank}.json" for rank in range(size)]
     tuning_table.store(SLOW, files[0])
     for file in files[1:-1]:
@@ -184,7 +184,7 @@ def test_ranks_with_different_files_agree_on_that_of_rank_0(size: int, job: Star
             assert rank.output() == ""  # nobody but rank 0 has looked
 
 
-def test_a_broken_file_of_rank_0_means_defaults_for_all(job: StartJob, tmp_path: Path) -> None:
+def test_init_broken_table_of_rank_0_gives_defaults_to_all(job: StartJob, tmp_path: Path) -> None:
     (tmp_path / "broken").write_text("{")
     tuning_table.store(SLOW, tmp_path / "good")
     with job(chooses, 2, [str(tmp_path / "broken"), str(tmp_path / "good")]) as ranks:
@@ -203,14 +203,14 @@ def disagrees(here: Here) -> None:
         here.tell_error(error)
 
 
-def test_a_table_that_a_rank_does_not_understand_is_an_error(job: StartJob) -> None:
+def test_init_table_of_an_unknown_version_raises(job: StartJob) -> None:
     with job(disagrees, 2) as ranks:
         heard = ranks[1].hear()
     assert heard["error"] == "ConfigError"
     assert "rank 0's tuning cannot be used here, its version is '2', not 1" in heard["text"]
 
 
-def test_ranks_of_one_process_share_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_group_ranks_use_the_table_of_their_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tuning_table.store(SLOW, tmp_path / "tuning.json")
     monkeypatch.setenv(tuning_table.FILE, str(tmp_path / "tuning.json"))
     groups = gw.local_group(3)

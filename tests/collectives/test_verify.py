@@ -48,27 +48,27 @@ def rejects(schedule: Schedule) -> bool:
 
 
 @pytest.mark.parametrize(("collective", "algorithm"), CELLS)
-def test_every_small_mutation_is_rejected(collective: str, algorithm: str) -> None:
+def test_verify_rejects_every_small_mutation(collective: str, algorithm: str) -> None:
     for size in (1, 2, 3, 4):
         for schedule in schedules(collective, algorithm, size, roots=1 if size == 4 else 2):
             assert survivors(schedule) == []
 
 
 @pytest.mark.parametrize(("collective", "algorithm"), CELLS)
-def test_mutations_of_larger_schedules_are_rejected(collective: str, algorithm: str) -> None:
+def test_verify_rejects_mutations_of_larger_schedules(collective: str, algorithm: str) -> None:
     for size in (6, 9):
         for schedule in schedules(collective, algorithm, size, roots=2):
             assert survivors(schedule, sample=80) == []
 
 
 @pytest.mark.parametrize(("collective", "algorithm"), [cell for cell in CELLS if cell[0] in ROOTED])
-def test_a_schedule_for_another_root_is_rejected(collective: str, algorithm: str) -> None:
+def test_verify_rejects_a_schedule_for_another_root(collective: str, algorithm: str) -> None:
     schedule = build(collective, algorithm, 4, root=1)
     for root in (0, 2, 3):
         assert rejects(replace(schedule, root=root))
 
 
-def test_a_schedule_of_another_collective_is_rejected() -> None:
+def test_verify_rejects_a_schedule_of_another_collective() -> None:
     assert rejects(replace(build("all_gather", "ring", 3), collective="reduce_scatter"))
     assert rejects(replace(build("reduce", "star", 3, root=0), collective="all_reduce", root=None))
     assert rejects(replace(build("gather", "star", 3, root=0), collective="all_gather", root=None))
@@ -98,12 +98,12 @@ def swap_inputs(*, partial: bool = False) -> tuple[Program, Program]:
 END: Program = ((Finish(OUT, ACC),),)
 
 
-def test_the_handmade_all_reduce_is_right() -> None:
+def test_verify_accepts_a_handmade_all_reduce() -> None:
     first, second = swap_inputs()
     assert verify(pair("all_reduce", first + END, second + END, separate=True)) == {0: (0, 1)}
 
 
-def test_an_error_says_where_and_why_and_survives_pickling() -> None:
+def test_verify_error_names_place_and_reason_and_survives_pickling() -> None:
     schedule = build("all_reduce", "ring", 3)
     program = schedule.program(1)
     with pytest.raises(InvalidSchedule) as caught:
@@ -118,23 +118,23 @@ def test_an_error_says_where_and_why_and_survives_pickling() -> None:
     )
 
 
-def test_sending_what_is_folded_into_needs_acc_apart() -> None:
+def test_verify_sending_a_slice_that_is_folded_into_needs_a_separate_acc() -> None:
     first, second = swap_inputs()
     assert "writes segment 0 in the same round" in reason(pair("all_reduce", first + END, second + END))
 
 
-def test_ranks_that_fold_in_different_orders_are_told_apart() -> None:
+def test_verify_rejects_ranks_that_fold_in_different_orders() -> None:
     first, _ = swap_inputs()
     second: Program = ((Send(IN, (0,)), Fold(ACC, (IN, From(0, False)))),)
     assert "another order" in reason(pair("all_reduce", first + END, second + END, separate=True))
 
 
-def test_types_of_messages_must_agree() -> None:
+def test_verify_rejects_messages_whose_types_disagree() -> None:
     first, second = swap_inputs(partial=True)
     assert "another type" in reason(pair("all_reduce", first + END, second + END, separate=True))
 
 
-def test_a_finished_result_is_neither_folded_nor_finished_again() -> None:
+def test_verify_rejects_folding_or_finishing_a_finished_result() -> None:
     first, second = swap_inputs()
     again: Program = ((Send(OUT, (1,)),), ())
     fold: Program = ((Fold(ACC, (From(0, False),)),), ((Finish(OUT, ACC),)))
@@ -142,30 +142,30 @@ def test_a_finished_result_is_neither_folded_nor_finished_again() -> None:
     assert reason(schedule) == "it folds a finished result"
 
 
-def test_an_incomplete_result_is_not_finished() -> None:
+def test_verify_rejects_finishing_an_incomplete_result() -> None:
     alone: Program = ((Fold(ACC, (IN,)),), *END)
     assert reason(pair("all_reduce", alone, alone)) == "the input of rank 1 is missing"
 
 
-def test_no_input_counts_twice() -> None:
+def test_verify_rejects_an_input_that_counts_twice() -> None:
     twice: Program = ((Fold(ACC, (IN, IN)),), *END)
     assert reason(pair("all_reduce", twice, twice)) == "it folds the input of rank 0 twice"
 
 
-def test_buffers_over_each_other_are_not_read_after_they_were_overwritten() -> None:
+def test_verify_rejects_reading_an_overlaid_buffer_after_it_was_overwritten() -> None:
     first: Program = ((Fold(ACC, (IN, From(1, False))),), (Send(IN, (1,)),), *END)
     second: Program = ((Send(IN, (0,)),), (Fold(ACC, (From(0, False), IN)),), *END)
     assert reason(pair("all_reduce", first, second)) == "in[0] may have been overwritten"
     assert verify(pair("all_reduce", first, second, separate=True)) == {0: (0, 1)}
 
 
-def test_a_copy_beside_readers_of_its_source_is_harmless_but_its_target_is_not_yet_there() -> None:
+def test_verify_copy_beside_readers_of_its_source_is_accepted_and_reading_its_target_is_not() -> None:
     recv: Program = ((Recv(OUT, 0),),)
     assert verify(pair("broadcast", ((Copy(OUT, IN), Send(IN, (1,))),), recv)) == {0: 0}
     assert "in the same round" in reason(pair("broadcast", ((Copy(OUT, IN), Send(OUT, (1,))),), recv))
 
 
-def test_work_in_vain_is_rejected() -> None:
+def test_verify_rejects_redundant_or_unused_work() -> None:
     recv: Program = ((Recv(OUT, 0),), (Recv(OUT, 0),))
     send: Program = ((Copy(OUT, IN), Send(IN, (1,))), (Send(IN, (1,)),))
     assert reason(pair("broadcast", send, recv)) == "out[0] holds that already"
@@ -190,7 +190,7 @@ def test_work_in_vain_is_rejected() -> None:
     ],
     ids=str,
 )
-def test_single_wrong_operations(op: Send | Recv | Fold | Finish | Copy, why: str) -> None:
+def test_verify_rejects_single_wrong_operations(op: Send | Recv | Fold | Finish | Copy, why: str) -> None:
     assert reason(pair("broadcast", ((op,),), ((),))) == why
 
 
@@ -206,21 +206,21 @@ def test_single_wrong_operations(op: Send | Recv | Fold | Finish | Copy, why: st
     ],
     ids=str,
 )
-def test_single_wrong_operations_of_a_reduction(op: Fold | Finish | Copy, why: str) -> None:
+def test_verify_rejects_single_wrong_operations_of_a_reduction(op: Fold | Finish | Copy, why: str) -> None:
     assert reason(pair("reduce_scatter", ((op,),), ((),), segments=2)) == why
 
 
-def test_nothing_is_sent_that_was_never_written() -> None:
+def test_verify_rejects_sending_a_slice_that_was_never_written() -> None:
     assert reason(pair("broadcast", ((Send(OUT, (1,)),),), ((Recv(OUT, 0),),))) == "out[0] was never written"
 
 
-def test_all_ranks_must_have_equally_many_rounds() -> None:
+def test_verify_rejects_ranks_with_different_numbers_of_rounds() -> None:
     schedule = build("broadcast", "star", 2)
     programs = [schedule.program(0), (*schedule.program(1), ())]
     assert reason(with_programs(schedule, programs)) == "it has 2 rounds, but rank 0 has 1"
 
 
-def test_a_rank_that_ends_without_its_result_is_named() -> None:
+def test_verify_names_a_rank_that_ends_without_its_result() -> None:
     with pytest.raises(InvalidSchedule, match=r"rank 1: it ends without out\[0\]") as caught:
         verify(pair("broadcast", ((Copy(OUT, IN),),), ((),)))
     assert caught.value.rank == 1

@@ -39,7 +39,7 @@ def reduced(crew: Crew, op: str, *rows: Any, dtype: Any = np.float32, algorithm:
 
 @pytest.mark.parametrize("algorithm", EVERY)
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int64", "uint64"])
-def test_integers_wrap(three: Crew, dtype: str, algorithm: str) -> None:
+def test_integer_sums_wrap(three: Crew, dtype: str, algorithm: str) -> None:
     info = np.iinfo(dtype)
     top = [info.max, info.max, info.min]
     wrapped = [np.array([value], dtype) for value in top]
@@ -50,7 +50,7 @@ def test_integers_wrap(three: Crew, dtype: str, algorithm: str) -> None:
 @pytest.mark.parametrize("dtype", [*HALVES, np.float32, np.float64])
 @pytest.mark.parametrize("algorithm", EVERY)
 @pytest.mark.parametrize("op", ["min", "max"])
-def test_extrema_of_nan_and_signed_zeros_in_every_order(three: Crew, op: str, algorithm: str, dtype: Any) -> None:
+def test_min_max_of_nan_and_signed_zeros_in_every_order(three: Crew, op: str, algorithm: str, dtype: Any) -> None:
     awkward = [np.nan, 0.0, -0.0, np.inf, -np.inf, 1.0, 5e-324 if dtype is np.float64 else 6e-8]
     columns = np.array(list(itertools.product(awkward, repeat=3)), dtype).T
     result = reduced(three, op, *columns, dtype=dtype, algorithm=algorithm)
@@ -68,7 +68,7 @@ def order(value: Any) -> tuple[float, bool]:
 
 
 @pytest.mark.parametrize("algorithm", EVERY)
-def test_means_are_true_divisions(three: Crew, algorithm: str) -> None:
+def test_mean_is_a_true_division(three: Crew, algorithm: str) -> None:
     rows = [[1.0, 10.0, 1e300], [0.0, 0.0, 1e300], [0.0, 0.0, 1e300]]
     result = reduced(three, "mean", *rows, dtype=np.float64, algorithm=algorithm)
     assert result.tolist() == [1 / 3, 10 / 3, 3e300 / 3]
@@ -89,7 +89,7 @@ def test_half_types_accumulate_in_single_precision(three: Crew, dtype: Any, algo
 
 
 @pytest.mark.parametrize("algorithm", EVERY)
-def test_a_partial_sum_beyond_the_half_type_is_no_overflow(three: Crew, algorithm: str) -> None:
+def test_partial_sum_beyond_the_half_type_does_not_overflow(three: Crew, algorithm: str) -> None:
     rows = np.array([[60000.0, 60000.0, -60000.0], [60000.0, -60000.0, 60000.0], [30000.0, 40000.0, -10000.0]]).T
     result = reduced(three, "mean", *rows, dtype=np.float16, algorithm=algorithm)
     assert result.tolist() == [20000.0, 20000.0, 20000.0]
@@ -123,7 +123,7 @@ def test_denormals_are_kept(three: Crew, algorithm: str) -> None:
 
 
 @pytest.mark.parametrize("algorithm", EVERY)
-def test_booleans_are_or_and_and(three: Crew, algorithm: str) -> None:
+def test_booleans_reduce_by_or_and_and(three: Crew, algorithm: str) -> None:
     rows = [[False, True, False, True], [False, False, True, True], [False, False, False, True]]
     for op, expected in {"sum": any, "max": any, "prod": all, "min": all}.items():
         result = reduced(three, op, *rows, dtype=bool, algorithm=algorithm)
@@ -131,7 +131,7 @@ def test_booleans_are_or_and_and(three: Crew, algorithm: str) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 33])
-def test_complex_products_are_the_same_bits_whatever_the_length(three: Crew, count: int) -> None:
+def test_complex_products_have_the_same_bits_at_any_length(three: Crew, count: int) -> None:
     """A vector unit would fuse multiply and add for some elements and not for others."""
     generator = np.random.default_rng(count)
     for dtype in (np.complex64, np.complex128):
@@ -142,7 +142,7 @@ def test_complex_products_are_the_same_bits_whatever_the_length(three: Crew, cou
 
 @pytest.mark.parametrize("dtype", [*HALVES, np.float32, np.float64])
 @pytest.mark.parametrize("op", ["sum", "mean", "min", "max", "prod"])
-def test_signalling_nans_are_quiet(three: Crew, op: str, dtype: Any) -> None:
+def test_signalling_nans_become_quiet(three: Crew, op: str, dtype: Any) -> None:
     size = np.dtype(dtype).itemsize
     quiet = np.array([np.nan], dtype).view(f"u{size}")
     bit = np.array([2 ** MANTISSA[np.dtype(dtype).name]], quiet.dtype) >> 1

@@ -44,7 +44,7 @@ def test_ragged_bounds_add_up() -> None:
     assert ragged_bounds([3, 0, 2]) == (0, 3, 3, 5)
 
 
-def test_a_plan_has_bounds_for_every_segment() -> None:
+def test_plan_has_bounds_for_every_segment() -> None:
     with pytest.raises(InvalidSize, match="2 counts for 3 segments"):
         plans(build("all_gather", "ring", 3), "float32", (0, 1, 2))
 
@@ -54,7 +54,7 @@ def test_a_plan_has_bounds_for_every_segment() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize(("collective", "algorithm"), CELLS)
-def test_both_ends_of_a_link_list_the_same_messages(
+def test_plan_both_ends_of_a_link_list_the_same_messages(
     collective: str, algorithm: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Streams have no second chance: a message that is sent in another order or length than expected is a mismatch."""
@@ -91,7 +91,7 @@ def check_messages(every: list[Plan]) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize(("collective", "algorithm"), CELLS)
-def test_memory_beyond_the_users_does_not_grow_with_the_count(collective: str, algorithm: str, dtype: str) -> None:
+def test_plan_scratch_memory_does_not_grow_with_the_count(collective: str, algorithm: str, dtype: str) -> None:
     for schedule in schedules(collective, algorithm, 5, roots=1):
         used = []
         for count in (50 << 20, 400 << 20):

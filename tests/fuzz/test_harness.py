@@ -10,7 +10,9 @@ import pytest
 from fuzz.atheris.__main__ import main
 
 
-def test_without_atheris_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_harness_without_atheris_exits_with_a_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(sys, "argv", ["fuzz.atheris", "--seconds", "1"])
     assert main() == 0

@@ -23,14 +23,14 @@ def nothing_logged() -> Iterator[None]:
 
 
 @ARGUMENTS
-def test_the_seeds_are_believed(name: str) -> None:
+def test_target_accepts_its_seeds(name: str) -> None:
     """So the rest is more than a test of the first refusal."""
     for seed in TARGETS[name].seeds:
         assert TARGETS[name].run(seed), seed
 
 
 @ARGUMENTS
-def test_whatever_comes(name: str) -> None:
+def test_target_any_input_is_accepted_or_refused_within_limits(name: str) -> None:
     target = TARGETS[name]
     target.run(target.seeds[0])  # imports and caches are no part of it
 

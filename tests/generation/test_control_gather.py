@@ -10,7 +10,8 @@ import pytest
 
 import gradwire as gw
 from gradwire.errors import Aborted, Closed, CollectiveMismatch, InvalidSize, PeerLost, Timeout
-from gradwire.generation.control_gather import ControlGather
+from gradwire.generation.waiting import OperationWait
+from gradwire.group.internals import parts_of
 from gradwire.wire import MAX_CONTROL
 from support.ranks import eventually, run_group, run_ranks
 
@@ -18,7 +19,7 @@ LONG = 30.0
 
 
 def tell_all(group: gw.Group, value: Any, operation: str = "init", timeout: float = LONG) -> list[Any]:
-    return group._generation.control_gather.tell_all(value, operation, timeout)
+    return parts_of(group).generation.control_gather.tell_all(value, operation, timeout)
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
@@ -33,7 +34,7 @@ def test_everybody_hears_everybody_round_after_round(size: int) -> None:
 def test_it_leaves_no_trace_among_the_calls_of_a_group() -> None:
     def body(group: gw.Group) -> tuple[int, int]:
         tell_all(group, group.rank)
-        return group._runner.calls.sequence, group.bytes_sent
+        return parts_of(group).runner.calls.sequence, group.bytes_sent
 
     assert run_group(3, body) == [(0, 0)] * 3
 
@@ -121,7 +122,7 @@ def test_what_is_too_much_is_refused_before_anything_is_told() -> None:
 @pytest.mark.parametrize("numbers", [[0], [2], [-1], [1, 1], [1 << 70]])
 def test_words_out_of_turn_are_nonsense(numbers: list[int]) -> None:
     with gw.local_group(2)[0] as group:
-        control = group._generation.control
+        control = parts_of(group).generation.control
         *first, last = [json.dumps({"t": "tell", "n": number, "o": "init", "v": None}).encode() for number in numbers]
         for word in first:
             control.receive(1, word, 0.0)
@@ -132,7 +133,7 @@ def test_words_out_of_turn_are_nonsense(numbers: list[int]) -> None:
 @pytest.mark.parametrize("message", [{}, {"n": 1, "v": 2}, {"n": "1", "o": "", "v": 2}, {"n": 1, "o": 3, "v": 2}])
 def test_words_that_lack_something_are_malformed(message: dict[str, Any]) -> None:
     with gw.local_group(2)[0] as group, pytest.raises(ValueError, match="malformed"):
-        group._generation.control.receive(1, json.dumps({"t": "tell", **message}).encode(), 0.0)
+        parts_of(group).generation.control.receive(1, json.dumps({"t": "tell", **message}).encode(), 0.0)
 
 
 def test_a_rank_that_is_interrupted_while_it_waits_is_an_error_of_who_comes_later(
@@ -142,20 +143,20 @@ def test_a_rank_that_is_interrupted_while_it_waits_is_an_error_of_who_comes_late
         raise KeyboardInterrupt
 
     def body(group: gw.Group) -> None:
-        control = group._generation.control
+        control = parts_of(group).generation.control
         if group.rank == 1:
             assert eventually(lambda: not control.sound)
         with pytest.raises(KeyboardInterrupt if group.rank == 0 else Aborted):
             tell_all(group, None)
         assert not control.sound
 
-    monkeypatch.setattr(ControlGather, "_await", ctrl_c)  # rank 1 does not come as far
+    monkeypatch.setattr(OperationWait, "look", ctrl_c)  # rank 1 does not come as far
     run_group(2, body)
 
 
 def test_a_rank_that_is_interrupted_before_it_has_told_is_an_error_of_who_waits() -> None:
     def body(group: gw.Group) -> None:
-        control = group._generation.control
+        control = parts_of(group).generation.control
 
         def ctrl_c(*_: object) -> None:
             raise KeyboardInterrupt

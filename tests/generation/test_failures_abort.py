@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import gradwire as gw
+from gradwire.group.internals import parts_of
 from support.in_process import groups_fixture as groups_fixture
 from support.processes import Here, StartJob
 from support.processes import job_fixture as job_fixture
@@ -164,7 +165,7 @@ def test_closing_wakes_whoever_waits_in_another_thread(
     waiting.join()
     assert [type(error) for error in caught] == [gw.Closed]
     for other in groups[1:]:
-        assert other._generation.control.sound, "nobody else is harmed"
+        assert parts_of(other).generation.control.sound, "nobody else is harmed"
 
 
 def test_closing_a_subgroup_wakes_its_calls_and_leaves_the_rest(groups: list[gw.Group]) -> None:

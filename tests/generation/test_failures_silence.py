@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import gradwire as gw
+from gradwire.group.internals import parts_of
 from gradwire.host import native_core
 from gradwire.liveness import lifeline
 from gradwire.liveness.detector import SLOW_SECONDS
@@ -88,7 +89,7 @@ def test_of_several_that_freeze_at_once_all_name_the_lowest(
 def keeps_its_array(here: Here) -> None:
     """Survivors use their arrays; the one that is given up writes into them all the time, until it learns of that."""
     group = gw.init(transport="shm")
-    shared = group._generation.shared
+    shared = parts_of(group).generation.shared
     assert shared is not None
     x = group.empty(1 << 20, "uint8")
     offsets = group.all_gather_values(shared.own.offset_of(x.ctypes.data, x.nbytes))

@@ -14,6 +14,7 @@ import pytest
 import gradwire as gw
 from gradwire.generation import waiting
 from gradwire.group import WORLD
+from gradwire.group.internals import parts_of
 from gradwire.host import native_core
 from support.captured_log import CapturedLog
 from support.captured_log import captured_fixture as captured_fixture
@@ -82,7 +83,7 @@ def test_a_time_out_of_one_rank_breaks_all(groups: list[gw.Group]) -> None:
 
 def announced(group: gw.Group) -> bool:
     """Whether the others know how far this rank has got in the group; the parley's rounds are told as well."""
-    return group._generation.control.announced(WORLD) > 0
+    return parts_of(group).generation.control.announced(WORLD) > 0
 
 
 def waits_for_rank_1(here: Here, how: str, seconds: float) -> None:

@@ -19,7 +19,11 @@ import pytest
 
 import gradwire as gw
 from gradwire.errors import Refused
+from gradwire.group.internals import parts_of
 from gradwire.security.admission import Dialer, Hello
+from gradwire.security.secret import derive
+from gradwire.security.tokens import whole_secret
+from gradwire.transports.tcp.transport import TcpTransport
 from support.processes import Here, Rank, StartJob
 from support.processes import job_fixture as job_fixture
 from support.processes import zygote_fixture as zygote_fixture
@@ -36,17 +40,17 @@ def resident() -> int:
 def keeps_reducing(here: Here) -> None:
     """Reduce until told to stop, and report how that went; in between make new links."""
     group = gw.init()
-    transport: Any = group._generation.transport
+    generation = parts_of(group).generation
+    assert isinstance(generation.transport, TcpTransport)
     x = np.ones(1 << 12, np.float32)
     y = np.zeros(1 << 12, np.float32)
     other = (group.rank + 1) % 2
     for _ in range(50):
         group.all_reduce(x, op="mean")
         group.sendrecv(x, y, dst=other, src=other)
-    hello = transport._hello(group.rank, 77)
-    here.tell(
-        address=transport.address, key=transport._key.hex(), job=hello.job.hex(), resident=resident(), rank=group.rank
-    )
+    secret, run = whole_secret(os.environ, loopback=True), generation.identity.run
+    key, address = derive(secret, "links", run), generation.transport.address
+    here.tell(address=address, key=key.hex(), job=run.hex(), resident=resident(), rank=group.rank)
     orders: list[Any] = []
     listener = threading.Thread(target=lambda: orders.extend(here.hear() for _ in range(3)), daemon=True)
     listener.start()

@@ -228,8 +228,8 @@ def test_nothing_is_left_of_tags_that_are_used_once() -> None:
     for tag in range(100):
         post.eager(2, tag, b"x")
         post.ask(1, None, tag)
-    assert post.box._shelf._places == {}
-    assert post.box._kept == {2: 0}
+    assert post.box.unmatched.queues == 0
+    assert post.box.kept_bytes(2) == 0
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1)), max_size=30))

@@ -10,6 +10,7 @@ import pytest
 
 import gradwire as gw
 from gradwire.generation.mailbox import Request
+from gradwire.group.internals import parts_of
 from gradwire.liveness.verdict import Finding
 from gradwire.transports.frames import Outbox
 from gradwire.wire import Header, Kind
@@ -23,7 +24,7 @@ def test_an_offer_accepted_while_the_generation_breaks_blocks_neither(monkeypatc
     one, two = gw.loopback_pair()
     two.send(np.zeros(1), 0)
     one.recv(np.zeros(1), src=1)  # there is a link to answer on
-    control, mailbox = one._generation.control, one._generation.mailbox
+    control, mailbox = parts_of(one).generation.control, parts_of(one).generation.mailbox
     in_control, in_mailbox = threading.Event(), threading.Event()
     mailbox.finish(1, Header(Kind.OFFER, 0, 1, 1, WORLD, 1, TAG, NBYTES, 0, 0), memoryview(b""))
 
@@ -42,7 +43,7 @@ def test_an_offer_accepted_while_the_generation_breaks_blocks_neither(monkeypatc
         assert in_mailbox.wait(LONG)
 
     def break_up() -> None:
-        one._generation.failure.on_halt(halt)
+        parts_of(one).generation.failure.on_halt(halt)
         control.report(Finding("aborted", "on purpose", 0), time.monotonic())
 
     accepting, breaking = (threading.Thread(target=act, daemon=True) for act in (accept, break_up))

@@ -286,7 +286,7 @@ def test_copy_within_a_rank(alone: gw.Group) -> None:
 # -- documentation -----------------------------------------------------------------------------------------------------
 
 
-INSIDE = {"Work.run", "Work.heed", "Work.hurry"}  # what works are told by the group, not by users
+INSIDE = {"Work.run", "Work.call_back", "Work.heed", "Work.hurry"}  # what works are told by the group, not by users
 
 
 def public_members() -> Iterator[tuple[str, Any]]:

@@ -14,7 +14,12 @@ from gradwire.group.internals import queue_on
 from gradwire.operations import Declined, Operation
 from support.in_process import SOON, end_progress
 from support.in_process import every_pair_fixture as every_pair_fixture
-from support.ranks import run_ranks
+from support.ranks import eventually, run_ranks
+
+
+def ends(work: gw.Work) -> bool:
+    """Waits without raising the error of the work."""
+    return eventually(lambda: work.done)
 
 
 def break_behind(groups: list[gw.Group], make: Any) -> Any:
@@ -50,7 +55,7 @@ def test_an_error_that_nobody_waits_for_is_logged_once(pair: list[gw.Group], cap
     stream = pair[0].stream()
     work = [stream.all_reduce(np.ones(2)) for _ in range(3)][-1]
     pair[1].abort("rank 1 had enough")
-    assert work.has_ended(SOON)
+    assert ends(work)
     with caplog.at_level(logging.ERROR, "gradwire"):
         del stream, work
         end_progress(pair[0])
@@ -121,7 +126,7 @@ def test_an_error_before_a_late_work_is_not_lost(pair: list[gw.Group]) -> None:
     declined = Declined(gw.ArrayError("there is nothing to send"))
     failed = queue_on(stream, Operation("all_reduce", lambda exchange: declined))
     late = queue_on(stream, Operation("barrier", lambda exchange: proceed.wait(SOON)))
-    assert failed.has_ended(SOON)
+    assert ends(failed)
     with pytest.raises(gw.ArrayError, match="nothing to send"):
         stream.synchronize(0.01)
     with pytest.raises(gw.Timeout, match="1 of 1 works"):
@@ -161,7 +166,7 @@ def test_a_call_that_was_declined_hides_no_later_failure(
     run_ranks(pair, program)
     work = pair[0].stream().barrier()
     pair[1].abort("rank 1 had enough")
-    assert work.has_ended(SOON)
+    assert ends(work)
     with caplog.at_level(logging.ERROR, "gradwire"):
         del work
         end_progress(pair[0])

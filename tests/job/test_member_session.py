@@ -15,7 +15,8 @@ from gradwire.generation.establish import Endpoint
 from gradwire.job import process_hooks
 from gradwire.job.address import Address
 from gradwire.job.config import JobConfig
-from gradwire.job.member_session import SET_UP_SECONDS, MemberSession
+from gradwire.job.member_session import MemberSession
+from gradwire.job.session_protocol import SET_UP_SECONDS
 from gradwire.membership import Assembly, Member
 from gradwire.membership.client import requests
 

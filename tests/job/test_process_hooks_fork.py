@@ -106,7 +106,7 @@ def forks(here: Here, when: str) -> None:
 
 
 @pytest.mark.parametrize("when", ["idle", "during a call"])
-def test_a_child_has_no_links_and_its_groups_are_closed(job: StartJob, when: str) -> None:
+def test_forked_child_has_no_links_and_its_groups_are_closed(job: StartJob, when: str) -> None:
     with job(forks, 3, when) as ranks:
         for rank in ranks:
             said = rank.hear()
@@ -133,7 +133,7 @@ def uses_pools(here: Here) -> None:
     here.tell(sums=sums)
 
 
-def test_pools_of_forked_processes(job: StartJob) -> None:
+def test_pools_of_forked_processes_work_beside_collectives(job: StartJob) -> None:
     with job(uses_pools, 2) as ranks:
         for rank in ranks:
             assert rank.hear()["sums"] == [20, 20, 20]
@@ -150,13 +150,13 @@ def starts_programs(here: Here) -> None:
     here.tell(inherited=inherited, sum=group.all_reduce(1))
 
 
-def test_programs_inherit_nothing(job: StartJob) -> None:
+def test_started_programs_inherit_no_descriptors(job: StartJob) -> None:
     with job(starts_programs, 2) as ranks:
         for rank in ranks:
             assert rank.hear() == {"inherited": [], "sum": 2}
 
 
-def test_a_fork_waits_for_a_socket_to_be_on_record() -> None:
+def test_fork_waits_until_a_new_socket_is_on_record() -> None:
     """Otherwise a child forked between its birth and its entry would keep it for ever."""
     forked, accepting, made = threading.Event(), threading.Event(), threading.Event()
 
@@ -187,7 +187,7 @@ def test_a_fork_waits_for_a_socket_to_be_on_record() -> None:
         thread.join()
 
 
-def test_in_process_ranks_are_closed_in_children_too() -> None:
+def test_forked_child_finds_groups_of_threads_closed() -> None:
     groups = gw.local_group(2)
     read, write = os.pipe()
     child = os.fork()

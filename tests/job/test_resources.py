@@ -64,7 +64,7 @@ def calls(group: gw.Group, seed: int, number: int) -> None:
 
 @shares_memory
 @pytest.mark.slow
-def test_calls_leave_no_memory_behind(crew: Crew) -> None:
+def test_repeated_calls_do_not_grow_memory(crew: Crew) -> None:
     crew.run(lambda group: calls(group, 1, 2000))  # more kinds of calls than are remembered
     before = taken()
     crew.run(lambda group: calls(group, 2, 10_000), timeout=300)
@@ -72,7 +72,7 @@ def test_calls_leave_no_memory_behind(crew: Crew) -> None:
 
 
 @shares_memory
-def test_registered_arrays_leave_no_memory_behind(crew: Crew) -> None:
+def test_registered_arrays_do_not_grow_memory(crew: Crew) -> None:
     def makes_arrays(group: gw.Group, number: int) -> None:
         kept: list[Array] = []
         for turn in range(number):
@@ -109,7 +109,7 @@ def idles(seconds: float) -> tuple[float, float]:
 
 
 @pytest.mark.slow
-def test_waiting_takes_next_to_no_time() -> None:
+def test_waiting_ranks_use_little_cpu_time() -> None:
     shares = gw.launch(idles, 4, (3.0,))
     assert all(beside < 0.02 for beside, _ in shares), shares
     assert all(within < 0.02 for _, within in shares[1:]), shares  # rank 0 does not wait
@@ -153,6 +153,6 @@ def works(number: int) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [8, 16])
-def test_more_ranks_than_cores(size: int) -> None:
+def test_more_ranks_than_cores_make_progress(size: int) -> None:
     transport = "shm" if native_core.available() else "tcp"
     assert gw.launch(works, size, (1000,)) == [transport] * size

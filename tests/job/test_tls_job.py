@@ -55,7 +55,7 @@ def adds(here: Here) -> None:
         here.tell_error(error)
 
 
-def test_ranks_reduce_over_tls_and_a_frozen_one_is_lost(job: StartJob) -> None:
+def test_tls_job_reduces_and_reports_a_frozen_rank_as_lost(job: StartJob) -> None:
     with job(adds, 3, environ=environ(3)) as ranks:
         for rank in ranks:
             assert rank.hear() == {"sum": 600_000.0, "able": [True, False]}
@@ -84,7 +84,7 @@ def holds_the_interpreter(here: Here, seconds: float) -> None:
 
 
 @pytest.mark.skipif(not native_core.available(), reason="without the core, silence counts after 10 s")
-def test_a_rank_whose_interpreter_is_held_up_for_longer_than_its_beats_were_made_for_is_not_lost(job: StartJob) -> None:
+def test_tls_job_rank_whose_interpreter_is_blocked_beyond_its_tokens_is_not_lost(job: StartJob) -> None:
     secure = environ(2)
     with job(
         holds_the_interpreter, 2, 4.5, environ=lambda rank: {**secure(rank), "GRADWIRE_PEER_TIMEOUT": "1"}
@@ -102,7 +102,7 @@ def is_idle(here: Here, seconds: float) -> None:
         here.tell_error(error)
 
 
-def test_ranks_with_and_without_the_core_accept_each_other_s_beats(job: StartJob) -> None:
+def test_tls_job_ranks_with_and_without_the_core_accept_each_others_beats(job: StartJob) -> None:
     secure = environ(3)
 
     def of(rank: int) -> Mapping[str, str]:
@@ -112,7 +112,7 @@ def test_ranks_with_and_without_the_core_accept_each_other_s_beats(job: StartJob
         assert [rank.hear() for rank in ranks] == [{"sum": 3}] * 3
 
 
-def test_who_shows_no_certificate_is_told_so(job: StartJob) -> None:
+def test_tls_job_rank_without_a_certificate_is_refused_with_the_reason(job: StartJob) -> None:
     secure = environ(2)
 
     def of(rank: int) -> Mapping[str, str]:

@@ -1,14 +1,16 @@
+"""When a coordinator process that ended is started anew."""
+
 from __future__ import annotations
 
 from gradwire.launch.coordinator_process import Revival
 
 
-def test_who_was_killed_comes_back_at_once() -> None:
+def test_coordinator_process_that_was_killed_restarts_at_once() -> None:
     revival = Revival()
     assert [revival.delay(2.0, killed=True, heard=True) for _ in range(20)] == [0.0] * 20
 
 
-def test_who_dies_again_and_again_comes_back_later_and_later() -> None:
+def test_coordinator_process_that_keeps_dying_restarts_after_growing_delays() -> None:
     revival = Revival()
     delays = [revival.delay(0.1, killed=True, heard=True) for _ in range(10)]
     assert delays[:4] == [0.0, 0.2, 0.4, 0.8]
@@ -16,12 +18,12 @@ def test_who_dies_again_and_again_comes_back_later_and_later() -> None:
     assert revival.delay(60.0, killed=True, heard=True) == 0.0  # it had recovered
 
 
-def test_who_cannot_even_begin_is_not_tried_again() -> None:
+def test_coordinator_process_that_cannot_begin_is_not_restarted() -> None:
     assert Revival().delay(0.1, killed=False, heard=False) is None
     assert Revival().delay(0.1, killed=True, heard=False) == 0.0
 
 
-def test_who_always_fails_is_given_up_in_the_end() -> None:
+def test_coordinator_process_that_always_fails_is_given_up() -> None:
     revival = Revival()
     delays = [revival.delay(0.1, killed=False, heard=True) for _ in range(6)]
     assert None not in delays[:5]

@@ -34,7 +34,7 @@ def handled() -> Iterator[list[int]]:
     signal.signal(signal.SIGTERM, before)
 
 
-def test_handlers_run_afterwards_and_once_for_each_signal(handled: list[int]) -> None:
+def test_deferred_signals_run_handlers_afterwards_once_for_each_signal(handled: list[int]) -> None:
     with deferred_signals():
         signal.raise_signal(signal.SIGTERM)
         assert handled == []
@@ -43,14 +43,14 @@ def test_handlers_run_afterwards_and_once_for_each_signal(handled: list[int]) ->
     assert handled == [signal.SIGTERM] * 2
 
 
-def test_each_handler_runs_even_if_one_raises(handled: list[int]) -> None:
+def test_deferred_signals_run_each_handler_even_if_one_raises(handled: list[int]) -> None:
     with pytest.raises(KeyboardInterrupt), deferred_signals():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)
     assert handled == [signal.SIGTERM]
 
 
-def test_an_interrupt_comes_beside_an_error() -> None:
+def test_deferred_signals_interrupt_is_raised_beside_an_error() -> None:
     with pytest.raises(KeyboardInterrupt) as caught, deferred_signals():
         signal.raise_signal(signal.SIGINT)
         raise ValueError("something else")
@@ -58,7 +58,7 @@ def test_an_interrupt_comes_beside_an_error() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_what_is_ignored_or_deadly_stays_so() -> None:
+def test_deferred_signals_leave_ignored_and_fatal_signals_alone() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with deferred_signals():
@@ -67,7 +67,7 @@ def test_what_is_ignored_or_deadly_stays_so() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_other_threads_have_no_handlers_to_put_off() -> None:
+def test_deferred_signals_in_another_thread_change_nothing() -> None:
     inside: list[bool] = []
 
     def begin() -> None:
@@ -93,7 +93,7 @@ class Interrupted(StaticSetup):
             signal.raise_signal(signal.SIGINT)
 
 
-def test_ctrl_c_while_workers_are_started(tmp_path: Path) -> None:
+def test_supervisor_interrupted_while_workers_start_ends_all_of_them(tmp_path: Path) -> None:
     threads = set(threading.enumerate())
     setup = Interrupted()
     with pytest.raises(KeyboardInterrupt), Supervisor(Task.script(written(tmp_path, WAIT)), 3, setup):

@@ -109,7 +109,7 @@ def ready() -> Iterator[Ready]:
     found.close()
 
 
-def test_a_lost_worker_is_replaced_under_a_new_number(tmp_path: Path, ready: Ready) -> None:
+def test_lost_worker_is_replaced_under_a_new_number(tmp_path: Path, ready: Ready) -> None:
     code = f"{NUMBER}{ready.code}say(str(number).encode() + b'\\n')\nready.recv(1)\nprint('done')\n"
     job = Elastic(written(tmp_path, code), 2, restarts=1, log_dir=tmp_path / "logs")
     with job.supervisor:
@@ -132,7 +132,7 @@ def test_a_lost_worker_is_replaced_under_a_new_number(tmp_path: Path, ready: Rea
     assert sorted(job.pulse.ended) == ["box/0", "box/1", "box/2"]
 
 
-def test_what_a_worker_finds_in_its_environment(tmp_path: Path) -> None:
+def test_worker_environment_describes_the_elastic_job(tmp_path: Path) -> None:
     code = """
     import os
     names = ["GRADWIRE_MEMBER", "GRADWIRE_ELASTIC", "GRADWIRE_COORDINATOR", "GRADWIRE_JOB", "GRADWIRE_TOKEN"]
@@ -151,7 +151,7 @@ def test_what_a_worker_finds_in_its_environment(tmp_path: Path) -> None:
         assert f"[2] box/2,{shared},None,None,1,None,None\n" in ended.out
 
 
-def test_who_leaves_with_code_0_is_no_loss(tmp_path: Path, ready: Ready) -> None:
+def test_worker_that_leaves_with_code_0_is_no_loss(tmp_path: Path, ready: Ready) -> None:
     code = f"{NUMBER}{ready.code}say(b'ready\\n')\nif number: ready.recv(1)\n"
     job = Elastic(written(tmp_path, code), 2, minimum=2, restarts=3)
     with job.supervisor:
@@ -162,7 +162,7 @@ def test_who_leaves_with_code_0_is_no_loss(tmp_path: Path, ready: Ready) -> None
     assert (ended.outcome.exit_code, ended.err, len(ended.outcome.endings)) == (0, "", 2)
 
 
-def test_too_few_and_no_restart_left_is_the_end(tmp_path: Path, ready: Ready) -> None:
+def test_job_below_its_minimum_without_restarts_fails(tmp_path: Path, ready: Ready) -> None:
     code = f"{NUMBER}{ready.code}say(b'ready\\n')\nif number == 1: ready.recv(1), os._exit(3)\n{WAIT}"
     job = Elastic(written(tmp_path, code), 2, minimum=2)
     with job.supervisor:
@@ -177,7 +177,7 @@ def test_too_few_and_no_restart_left_is_the_end(tmp_path: Path, ready: Ready) ->
     assert ended.outcome.endings[0].stopped
 
 
-def test_a_job_may_shrink(tmp_path: Path, ready: Ready) -> None:
+def test_job_may_shrink_to_its_minimum(tmp_path: Path, ready: Ready) -> None:
     code = f"{NUMBER}{ready.code}say(b'ready\\n')\nready.recv(1)\n"
     job = Elastic(written(tmp_path, code), 3, minimum=2)
     with job.supervisor:
@@ -188,7 +188,7 @@ def test_a_job_may_shrink(tmp_path: Path, ready: Ready) -> None:
     assert ended.outcome.exit_code == 0
 
 
-def test_an_error_that_nobody_got_over_spoils_the_job(tmp_path: Path, ready: Ready) -> None:
+def test_error_without_a_recovery_fails_the_job(tmp_path: Path, ready: Ready) -> None:
     code = f"{NUMBER}{ready.code}say(b'ready\\n')\nif number: ready.recv(1)\nelse: raise OSError('disk full')\n"
     for regrouped in (False, True):
         job = Elastic(written(tmp_path, code), 2)
@@ -205,7 +205,7 @@ FINISHED = "from gradwire.errors import Finished\nraise Finished('there is nothi
 
 
 @pytest.mark.parametrize("news", [None, News(0, 0, (), None)])
-def test_job_whose_workers_all_came_too_late_for_nothing_has_failed(tmp_path: Path, news: News | None) -> None:
+def test_job_whose_workers_all_came_too_late_without_any_work_has_failed(tmp_path: Path, news: News | None) -> None:
     """Nobody has worked, here or elsewhere: that is no success, and the reason is the root cause."""
     job = Elastic(written(tmp_path, FINISHED), 2, restarts=2)
     with job.supervisor:
@@ -218,7 +218,7 @@ def test_job_whose_workers_all_came_too_late_for_nothing_has_failed(tmp_path: Pa
     assert "Finished: there is nothing left to join" in explain(ended.outcome.root, ())
 
 
-def test_workers_that_come_too_late_to_a_job_that_others_did_have_not_failed(tmp_path: Path) -> None:
+def test_workers_that_come_too_late_to_a_finished_job_have_not_failed(tmp_path: Path) -> None:
     job = Elastic(written(tmp_path, FINISHED), 2)
     with job.supervisor:
         job.pulse.tell(News(3, 0, (), None, finished=True))
@@ -239,7 +239,7 @@ def test_worker_that_crashes_in_its_set_up_is_replaced_later_each_time(
     assert len(ended.outcome.endings) == 5
 
 
-def test_worker_that_waits_to_be_replaced_is_not_when_the_job_is_stopped(
+def test_worker_with_a_delayed_replacement_is_not_replaced_when_the_job_stops(
     tmp_path: Path,
 ) -> None:
     job = Elastic(written(tmp_path, "raise SystemExit(3)\n"), 1, restarts=9, first_delay=LONG)
@@ -252,7 +252,7 @@ def test_worker_that_waits_to_be_replaced_is_not_when_the_job_is_stopped(
     assert ended.outcome.exit_code == 143
 
 
-def test_workers_hear_the_news(tmp_path: Path, ready: Ready) -> None:
+def test_workers_receive_news_and_cuts(tmp_path: Path, ready: Ready) -> None:
     code = f"""
     {NUMBER}
     {ready.code}
@@ -274,7 +274,7 @@ def test_workers_hear_the_news(tmp_path: Path, ready: Ready) -> None:
     assert sorted(ended.out.splitlines()) == ["[0] 4 1 () box/1", "[1] 4 1 ('box/1',) box/0"]
 
 
-def test_a_frozen_worker_that_the_others_went_on_without_is_replaced(
+def test_frozen_worker_is_replaced_after_a_generation_without_it(
     tmp_path: Path, ready: Ready, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(elastic_setup, "RESUME_SECONDS", 0.1)
@@ -294,7 +294,7 @@ def test_a_frozen_worker_that_the_others_went_on_without_is_replaced(
     assert (ended.outcome.exit_code, ended.outcome.endings[0].status) == (0, -9)
 
 
-def test_the_coordinator_comes_back(tmp_path: Path, ready: Ready) -> None:
+def test_coordinator_that_was_killed_is_restarted(tmp_path: Path, ready: Ready) -> None:
     code = f"{NUMBER}{ready.code}say(b'worker\\n')\nready.recv(1)\n"
     serve = written(tmp_path, f"{ready.code}import os\nsay(str(os.getpid()).encode() + b'\\n')\n{WAIT}", "serve.py")
     job = Elastic(written(tmp_path, code), 1, coordinator=serve)
@@ -312,7 +312,7 @@ def test_the_coordinator_comes_back(tmp_path: Path, ready: Ready) -> None:
     assert ended.outcome.exit_code == 0
 
 
-def test_a_coordinator_that_cannot_begin_ends_the_job(tmp_path: Path) -> None:
+def test_coordinator_that_cannot_begin_ends_the_job(tmp_path: Path) -> None:
     serve = written(tmp_path, "raise SystemExit('the journal is damaged')", "serve.py")
     job = Elastic(written(tmp_path, WAIT), 1, coordinator=serve)
     said = r"the coordinator \(pid \d+\) gave up at serve.py:1: .* before the job began\nthe journal is damaged$"
@@ -321,7 +321,7 @@ def test_a_coordinator_that_cannot_begin_ends_the_job(tmp_path: Path) -> None:
     assert all(process_tree.is_empty(worker.pid) for worker in job.supervisor.workers)
 
 
-def test_chaos_kills_and_the_job_recovers(tmp_path: Path, ready: Ready) -> None:
+def test_chaos_kill_is_recovered_by_the_job(tmp_path: Path, ready: Ready) -> None:
     code = f"{NUMBER}\nif number:\n    {ready.code.replace(chr(10), chr(10) + '    ')}\n"
     code += f"    say(b'ready\\n')\n    ready.recv(1)\nelse:\n    {WAIT.replace(chr(10), chr(10) + '    ')}\n"
     job = Elastic(written(tmp_path, code), 2, restarts=1, chaos="kill 0 @0s; kill 9 @0s; join @0s")
@@ -336,14 +336,14 @@ def test_chaos_kills_and_the_job_recovers(tmp_path: Path, ready: Ready) -> None:
     assert ended.outcome.exit_code == 0
 
 
-def test_chaos_in_a_job_of_fixed_members(tmp_path: Path) -> None:
+def test_chaos_kill_in_a_job_of_fixed_members_fails_it(tmp_path: Path) -> None:
     ended = run(Task.script(written(tmp_path, WAIT)), 2, chaos=Chaos(parse("kill 1 @0s"), 0))
     assert ended.outcome.exit_code == 137
     assert ended.outcome.root is not None
     assert ended.outcome.root.doom == "was killed by chaos"
 
 
-def test_who_is_frozen_by_chaos_thaws_in_time(tmp_path: Path, ready: Ready) -> None:
+def test_chaos_freeze_thaws_the_worker_in_time(tmp_path: Path, ready: Ready) -> None:
     script = written(tmp_path, f"{ready.code}say(b'ready\\n')\nready.recv(1)\n")
     job = Job(Task.script(script), 1, chaos=Chaos(parse("freeze 0 @0s for 100ms"), 0))
     with job.supervisor:
@@ -357,7 +357,7 @@ def test_who_is_frozen_by_chaos_thaws_in_time(tmp_path: Path, ready: Ready) -> N
     assert re.fullmatch(rf"chaos: thawed rank 0 \(pid {pid}\) at \d+\.\d s", thawed)
 
 
-def test_who_is_frozen_hears_that_the_job_is_to_stop(tmp_path: Path) -> None:
+def test_chaos_frozen_worker_ends_when_the_job_stops(tmp_path: Path) -> None:
     job = Job(Task.script(written(tmp_path, WAIT)), 1, chaos=Chaos(parse("freeze 0 @100ms"), 0))
     with job.supervisor:
         assert eventually(lambda: "chaos: froze" in job.err.getvalue())

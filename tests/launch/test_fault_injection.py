@@ -1,3 +1,5 @@
+"""Plans of faults: their text, and which are due when."""
+
 from __future__ import annotations
 
 import pytest
@@ -23,13 +25,13 @@ def faults(draw: st.DrawFn) -> Fault:
 
 
 @given(st.lists(faults(), min_size=1, max_size=5), st.none() | numbers)
-def test_what_is_written_is_read_again(written: list[Fault], seed: int | None) -> None:
+def test_parse_reads_the_text_of_a_plan_again(written: list[Fault], seed: int | None) -> None:
     text = "; ".join([*map(str, written), *([f"seed {seed}"] if seed is not None else [])])
     assert parse(text) == Script(tuple(written), seed)
 
 
 @given(st.text(alphabet=" ;@-0123456789.\nskilfreezcutarndomvyhj", max_size=60))
-def test_any_text_is_read_or_refused(text: str) -> None:
+def test_parse_any_text_is_read_or_refused(text: str) -> None:
     try:
         script = parse(text)
     except ConfigError:
@@ -37,7 +39,7 @@ def test_any_text_is_read_or_refused(text: str) -> None:
     assert parse("; ".join(map(str, script.faults))).faults == script.faults
 
 
-def test_the_order_of_times_and_spaces_do_not_matter() -> None:
+def test_parse_ignores_spaces_and_the_order_of_times() -> None:
     (one,) = parse("  freeze 1 for 3s every 1min @ 8s ;; ").faults
     assert one == Fault("freeze", (1,), 8.0, 60.0, 3.0)
     assert parse("cut 0-3 @12s\nrestart coordinator every 500ms").faults == (
@@ -69,7 +71,7 @@ def test_the_order_of_times_and_spaces_do_not_matter() -> None:
         ("seed x; kill 1 @1s", "a seed is one whole number"),
     ],
 )
-def test_mistakes_are_named(text: str, said: str) -> None:
+def test_parse_mistake_is_named(text: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(text)
     assert said in str(caught.value)
@@ -79,7 +81,7 @@ def chaos(text: str, seed: int = 0) -> Chaos:
     return Chaos(parse(text), seed)
 
 
-def test_deeds_come_at_their_times() -> None:
+def test_due_returns_deeds_at_their_times() -> None:
     plan = chaos("kill 2 @5s; freeze 1 @8s for 3s; cut 0-3 @12s; restart coordinator @15s")
     done = [(time, deed) for time in range(17) for deed in plan.due(time, range(4))]
     assert done == [
@@ -93,13 +95,13 @@ def test_deeds_come_at_their_times() -> None:
     assert plan.stop(range(4)) == [Deed("heal", (0, 3))]
 
 
-def test_what_repeats_keeps_its_beat_and_is_not_made_up_for() -> None:
+def test_due_repeated_deed_keeps_its_interval_without_catching_up() -> None:
     plan = chaos("kill 0 @1s every 2s")
     assert plan.next_due == 1.0
     assert [len(plan.due(now, [0])) for now in (0.9, 1.0, 1.5, 3.1, 20.0, 20.5, 21.0)] == [0, 1, 0, 1, 1, 0, 1]
 
 
-def test_who_does_not_live_cannot_be_hurt() -> None:
+def test_due_deed_for_a_dead_worker_is_marked_missing() -> None:
     plan = chaos("kill 2 @1s; freeze 1 @1s for 1s; cut 1-2 @1s; kill random @1s")
     assert plan.due(1, [1]) == [
         Deed("kill", (2,), missing=True),
@@ -112,7 +114,7 @@ def test_who_does_not_live_cannot_be_hurt() -> None:
 
 
 @given(st.integers(0, 2**32), st.sets(numbers, min_size=2, max_size=8))
-def test_the_seed_makes_the_choice(seed: int, living: set[int]) -> None:
+def test_due_random_choice_depends_on_the_seed(seed: int, living: set[int]) -> None:
     text = "kill random every 1s; cut random every 1s"
     one, two = chaos(text, seed), chaos(f"seed {seed % 1000}; {text}", 5)
     for now in range(1, 6):
@@ -124,7 +126,7 @@ def test_the_seed_makes_the_choice(seed: int, living: set[int]) -> None:
     assert again.due(1, sorted(living)) == chaos(text, seed).due(1, living)
 
 
-def test_nobody_is_frozen_twice() -> None:
+def test_due_frozen_worker_is_not_frozen_again() -> None:
     plan = chaos("freeze random every 1s for 10s", seed=3)
     frozen = [deed.targets for now in (1, 2, 3) for deed in plan.due(now, range(3))]
     assert sorted(frozen) == [(0,), (1,), (2,)]

@@ -1,3 +1,5 @@
+"""`gw.launch`: a function in fresh processes."""
+
 from __future__ import annotations
 
 import functools
@@ -72,11 +74,11 @@ def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "Supervisor", functools.partial(supervisor.Supervisor, grace=0.0))
 
 
-def test_results_come_back_by_rank() -> None:
+def test_launch_returns_results_by_rank() -> None:
     assert launch(product, 3, (6, 7)) == [42, 43, 44]
 
 
-def test_lambdas_closures_and_partials_can_be_launched() -> None:
+def test_launch_accepts_lambdas_closures_and_partials() -> None:
     base = {"value": 10}
     assert launch(lambda: base["value"] + rank(), 2) == [10, 11]
     assert launch(functools.partial(product, 2), 1, [3]) == [6]
@@ -94,7 +96,7 @@ def test_is_importable_module_with_another_or_no_file_is_false() -> None:
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_functions_of_a_module_that_only_this_process_has_can_be_launched(
+def test_launch_accepts_functions_of_a_module_that_only_this_process_has(
     wrapped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = importlib.util.spec_from_file_location("only_here", written(tmp_path, "def double(x): return 2 * x\n"))
@@ -109,22 +111,22 @@ def test_functions_of_a_module_that_only_this_process_has_can_be_launched(
         assert launch(module.double, 1, (21,)) == [42]
 
 
-def test_a_result_of_any_size_comes_back() -> None:
+def test_launch_returns_results_of_any_size() -> None:
     sizes = [len(result) for result in launch(lambda: bytes(20_000_000 * (1 + rank())), 2)]
     assert sizes == [20_000_000, 40_000_000]
 
 
-def test_arguments_of_any_size_are_sent() -> None:
+def test_launch_sends_arguments_of_any_size() -> None:
     assert launch(len, 2, (bytes(20_000_000),)) == [20_000_000] * 2
 
 
-def test_what_is_printed_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_launch_shows_printed_output(capsys: pytest.CaptureFixture[str]) -> None:
     launch(lambda: print("hello"), 2)
     assert sorted(capsys.readouterr().out.splitlines()) == ["[0] hello", "[1] hello"]
 
 
 @pytest.mark.usefixtures("no_grace")
-def test_an_exception_is_raised_here_as_it_was_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_launch_raises_the_exception_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(Defined, match=r"^on purpose$") as caught:
         launch(lambda: on_rank(1, lambda: failing(Defined, "on purpose")), 3)
     cause = caught.value.__cause__
@@ -136,7 +138,7 @@ def test_an_exception_is_raised_here_as_it_was_there(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err == ""  # not shown twice
 
 
-def test_the_cause_is_raised_and_its_consequences_are_notes() -> None:
+def test_launch_raises_the_cause_with_its_consequences_as_notes() -> None:
     def job() -> None:
         if rank() == 1:
             raise PeerLost("rank 0 is gone", culprit=0)
@@ -149,14 +151,14 @@ def test_the_cause_is_raised_and_its_consequences_are_notes() -> None:
     assert "PeerLost: rank 0 is gone" in caught.value.__notes__[0]
 
 
-def test_our_own_errors_keep_their_facts() -> None:
+def test_launch_gradwire_errors_keep_their_attributes() -> None:
     with pytest.raises(Aborted) as caught:
         launch(lambda: failing(Aborted, "it gave up", culprit=0, generation=3), 1)
     assert (caught.value.culprit, caught.value.generation) == (0, 3)
 
 
 @pytest.mark.usefixtures("no_grace")
-def test_an_exception_that_cannot_be_copied_is_told() -> None:
+def test_launch_exception_that_cannot_be_copied_is_described() -> None:
     error = failure(lambda: failing(Strange, "odd", number=1))
     assert "Strange: odd" in str(error)
     assert "Traceback" in str(error)
@@ -177,13 +179,13 @@ def test_an_exception_that_cannot_be_copied_is_told() -> None:
         (lambda: failing(KeyboardInterrupt), "KeyboardInterrupt", 130),  # type: ignore[arg-type]
     ],
 )
-def test_a_rank_that_does_not_return_is_named(act: Callable[[], Any], said: str, exit_code: int) -> None:
+def test_launch_rank_that_does_not_return_is_named(act: Callable[[], Any], said: str, exit_code: int) -> None:
     error = failure(act)
     assert said in str(error)
     assert error.exit_code == exit_code
 
 
-def test_a_forked_child_that_comes_back_from_the_function_returns_nothing() -> None:
+def test_launch_forked_child_that_returns_from_the_function_sends_no_result() -> None:
     def job() -> str:
         if os.fork() == 0:
             return "child"
@@ -193,7 +195,7 @@ def test_a_forked_child_that_comes_back_from_the_function_returns_nothing() -> N
     assert launch(job, 2) == ["parent"] * 2
 
 
-def test_what_cannot_be_sent_is_refused_before_anything_starts() -> None:
+def test_launch_unpicklable_arguments_are_refused_before_anything_starts() -> None:
     lock = threading.Lock()
     with pytest.raises(ConfigError, match="cannot send the arguments to other processes: cannot pickle"):
         launch(print, 2, (lock,))
@@ -202,12 +204,12 @@ def test_what_cannot_be_sent_is_refused_before_anything_starts() -> None:
 
 
 @pytest.mark.parametrize("size", [0, -1])
-def test_no_size_no_launch(size: int) -> None:
+def test_launch_with_an_impossible_size_raises(size: int) -> None:
     with pytest.raises(InvalidSize, match=f"at least 1, not {size}"):
         launch(print, size)
 
 
-def test_a_launch_within_a_launch_is_a_job_of_its_own() -> None:
+def test_launch_within_a_launch_is_a_separate_job() -> None:
     def inner() -> tuple[str, ...]:
         return tuple(os.environ[name] for name in ("GRADWIRE_RANK", "GRADWIRE_SIZE", "WORLD_SIZE"))
 
@@ -249,14 +251,14 @@ SCRIPT = """
 """
 
 
-def test_a_script_needs_no_guard_and_its_classes_come_back_as_themselves(tmp_path: Path) -> None:
+def test_launch_in_a_script_needs_no_main_guard_and_keeps_its_classes(tmp_path: Path) -> None:
     finished = subprocess.run(
         [sys.executable, written(tmp_path, SCRIPT), "--flag"], capture_output=True, text=True, timeout=LONG
     )
     assert (finished.stdout, finished.stderr) == ("caught negative\n", "")
 
 
-def test_an_interrupt_stops_the_workers(tmp_path: Path) -> None:
+def test_launch_interrupted_stops_the_workers(tmp_path: Path) -> None:
     code = """
         import os, signal, time
         import gradwire as gw
@@ -278,7 +280,7 @@ def test_an_interrupt_stops_the_workers(tmp_path: Path) -> None:
     assert (finished.stdout, finished.stderr) == ("interrupted\nno child is left\n", "")
 
 
-def test_what_cannot_be_launched_is_refused_at_once() -> None:
+def test_launch_of_something_that_is_no_function_raises() -> None:
     with pytest.raises(InvalidSize, match="not '2'"):
         launch(print, "2")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="needs a function"):

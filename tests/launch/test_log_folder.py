@@ -1,3 +1,5 @@
+"""The folder of a run for logs and journal."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -59,7 +61,7 @@ def test_log_folder_in_use_gives_each_launcher_one_of_its_own(tmp_path: Path) ->
         assert again == tmp_path
 
 
-def test_log_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+def test_log_folder_that_cannot_be_made_raises(tmp_path: Path) -> None:
     fill(tmp_path, "", "file")
     with pytest.raises(TransportError, match=r"cannot write logs in .*file"), log_folder(tmp_path / "file" / "logs"):
         pass

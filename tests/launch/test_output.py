@@ -1,3 +1,5 @@
+"""The output of workers on a screen and in log files."""
+
 from __future__ import annotations
 
 import io
@@ -68,17 +70,17 @@ def printed(
     return out.getvalue(), err.getvalue()
 
 
-def test_each_line_has_its_rank_in_front_and_keeps_its_stream() -> None:
+def test_output_line_has_its_rank_in_front_and_keeps_its_stream() -> None:
     out, err = printed((0, OUT, b"a\nb\n"), (1, OUT, b"c\n"), (1, ERR, b"d\n"))
     assert sorted(out.splitlines()) == ["[0] a", "[0] b", "[1] c"]
     assert err == "[1] d\n"
 
 
-def test_a_missing_newline_at_the_end_is_added() -> None:
+def test_output_missing_newline_at_the_end_is_added() -> None:
     assert printed((0, OUT, b"no end"))[0] == "[0] no end\n"
 
 
-def test_a_progress_bar_in_a_file_is_its_first_and_last_state_and_one_now_and_then() -> None:
+def test_output_progress_bar_in_a_file_is_thinned_out() -> None:
     times = iter([0.0, 0.0, 1.0, 2.0, 6.0, 6.0, 7.0])
     out = io.StringIO()
     output = Output(out=out, err=io.StringIO(), clock=lambda: next(times))
@@ -102,20 +104,20 @@ def _until_read(pipe: int) -> None:
         os.sched_yield()
 
 
-def test_the_log_is_what_the_rank_wrote_byte_by_byte(tmp_path: Path) -> None:
+def test_output_log_has_the_bytes_of_the_rank(tmp_path: Path) -> None:
     data = b"10%\r20%\r\n\xff\x00 no end"
     printed((1, OUT, data), (0, ERR, b"error\n"), log_dir=tmp_path / "new" / "logs")
     assert (tmp_path / "new" / "logs" / "rank-1.log").read_bytes() == data
     assert (tmp_path / "new" / "logs" / "rank-0.log").read_bytes() == b"error\n"
 
 
-def test_a_log_that_cannot_be_written_is_an_error_at_once(tmp_path: Path) -> None:
+def test_output_log_that_cannot_be_opened_raises_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(TransportError, match="cannot write logs in"):
         Output(log_dir=tmp_path / "file")
 
 
-def test_a_full_disk_ends_the_log_and_not_the_job(tmp_path: Path) -> None:
+def test_output_full_disk_ends_the_log_and_not_the_job(tmp_path: Path) -> None:
     err = io.StringIO()
     output = Output(out=io.StringIO(), err=err, log_dir=tmp_path)
     (tmp_path / "full.log").symlink_to("/dev/full")
@@ -126,7 +128,7 @@ def test_a_full_disk_ends_the_log_and_not_the_job(tmp_path: Path) -> None:
     assert err.getvalue() == "[0] (gradwire: this log ends here: No space left on device)\n[0] one\n"
 
 
-def test_workers_may_come_later_and_one_that_comes_again_goes_on_in_its_log(tmp_path: Path) -> None:
+def test_output_of_a_later_worker_with_the_same_log_is_appended(tmp_path: Path) -> None:
     out, err = io.StringIO(), io.StringIO()
     output = Output(out=out, err=err, log_dir=tmp_path)
     output.start()
@@ -141,7 +143,7 @@ def test_workers_may_come_later_and_one_that_comes_again_goes_on_in_its_log(tmp_
     assert (tmp_path / "coordinator.log").read_text() == "first\nsecond\n"
 
 
-def test_a_word_of_our_own_leaves_the_unfinished_line_at_the_bottom() -> None:
+def test_output_message_of_the_launcher_keeps_the_unfinished_line_at_the_bottom() -> None:
     terminal = Terminal()
     screen = Screen(terminal, terminal)
     screen.show("0", OUT, [], "10%")
@@ -149,7 +151,7 @@ def test_a_word_of_our_own_leaves_the_unfinished_line_at_the_bottom() -> None:
     assert terminal.shown() == ["hello", "[0] 10%"]
 
 
-def test_the_last_lines_are_remembered() -> None:
+def test_output_tail_returns_the_last_lines() -> None:
     output = Output(out=io.StringIO(), err=io.StringIO())
     with output.pipes("0", "rank-0.log") as (pipe, _):
         os.write(pipe, b"".join(b"%d\n" % number for number in range(100)) + b"end")
@@ -158,7 +160,7 @@ def test_the_last_lines_are_remembered() -> None:
     assert output.tail("0") == [*map(str, range(81, 100)), "end"]
 
 
-def test_a_pipe_that_outlives_the_workers_does_not_hold_up_the_end() -> None:
+def test_output_pipe_that_outlives_the_workers_does_not_delay_the_end() -> None:
     output = Output(out=io.StringIO(), err=io.StringIO())
     with output.pipes("0", "rank-0.log") as (pipe, _):
         escaped = os.dup(pipe)
@@ -171,7 +173,7 @@ def test_a_pipe_that_outlives_the_workers_does_not_hold_up_the_end() -> None:
         os.close(escaped)
 
 
-def test_a_screen_that_stands_still_holds_up_nobody_but_the_printing() -> None:
+def test_output_screen_that_stands_still_delays_only_the_printing() -> None:
     reading, writing = os.pipe()
     read: list[bytes] = []
 
@@ -199,7 +201,7 @@ def test_a_screen_that_stands_still_holds_up_nobody_but_the_printing() -> None:
     assert b"".join(read) == b"[0] x\n" * 200_000
 
 
-def test_a_screen_that_is_gone_is_given_up() -> None:
+def test_output_screen_that_is_gone_is_given_up() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     err = io.StringIO()
@@ -212,13 +214,13 @@ def test_a_screen_that_is_gone_is_given_up() -> None:
     gone.close()  # without an error, as when the interpreter ends: nothing is left in its buffer
 
 
-def test_a_screen_that_lacks_letters_shows_them_escaped() -> None:
+def test_output_screen_without_unicode_shows_escapes() -> None:
     narrow = Narrow()
     Screen(narrow, io.StringIO()).show("0", OUT, ["grüße"])
     assert narrow.bytes.getvalue() == b"[0] gr\\xfc\\xdfe\n"
 
 
-def test_prefixes_have_colours_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_prefixes_have_colours_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal, file = Terminal(), io.StringIO()
     screen = Screen(terminal, file)
     screen.show("0", OUT, ["a"])
@@ -232,13 +234,13 @@ def test_prefixes_have_colours_on_a_terminal_only(monkeypatch: pytest.MonkeyPatc
     assert plain.getvalue() == "[0] a\n"
 
 
-def test_a_colour_does_not_run_into_the_next_line() -> None:
+def test_output_colour_ends_with_its_line() -> None:
     terminal = Terminal()
     Screen(terminal, terminal).show("0", OUT, ["\x1b[31mred"])
     assert terminal.getvalue().endswith("\x1b[31mred\x1b[0m\n")
 
 
-def test_on_a_terminal_the_unfinished_line_stays_at_the_bottom() -> None:
+def test_output_on_a_terminal_keeps_the_unfinished_line_at_the_bottom() -> None:
     terminal = Terminal()
     screen = Screen(terminal, terminal)
     screen.show("0", ERR, [], "10%")

@@ -42,12 +42,12 @@ def family() -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
             process_tree.kill(leader.pid)
 
 
-def test_a_session_knows_all_its_processes(family: tuple[subprocess.Popen[str], list[int]]) -> None:
+def test_session_lists_all_its_processes(family: tuple[subprocess.Popen[str], list[int]]) -> None:
     leader, others = family
     assert sorted(pid for pid, _ in process_tree.processes(leader.pid)) == sorted([leader.pid, *others])
 
 
-def test_killing_a_session_leaves_none_of_them(family: tuple[subprocess.Popen[str], list[int]]) -> None:
+def test_kill_of_a_session_ends_all_its_processes(family: tuple[subprocess.Popen[str], list[int]]) -> None:
     leader, others = family
     watched = [Watched(pid) for pid in others]
     process_tree.kill(leader.pid)
@@ -57,14 +57,14 @@ def test_killing_a_session_leaves_none_of_them(family: tuple[subprocess.Popen[st
     process_tree.kill(leader.pid)  # nobody there: no error
 
 
-def test_a_zombie_does_not_count() -> None:
+def test_is_empty_ignores_zombies() -> None:
     leader = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
     os.waitid(os.P_PID, leader.pid, os.WEXITED | os.WNOWAIT)
     assert process_tree.is_empty(leader.pid)
     leader.wait()
 
 
-def test_a_guard_that_is_dismissed_kills_nobody(family: tuple[subprocess.Popen[str], list[int]]) -> None:
+def test_guard_that_is_closed_kills_nothing(family: tuple[subprocess.Popen[str], list[int]]) -> None:
     leader, _ = family
     guard = process_tree.Guard()
     guard.watch(leader.pid)
@@ -73,7 +73,7 @@ def test_a_guard_that_is_dismissed_kills_nobody(family: tuple[subprocess.Popen[s
     assert not process_tree.is_empty(leader.pid)
 
 
-def test_a_guard_can_be_dismissed_while_a_forked_process_holds_its_pipe() -> None:
+def test_guard_closes_while_a_forked_process_holds_its_pipe() -> None:
     guard = process_tree.Guard()
     forked = os.fork()
     if forked == 0:
@@ -101,7 +101,7 @@ signal.pause()
 
 
 @pytest.mark.parametrize("how", ["plain", "fork"])
-def test_a_guard_kills_when_its_supervisor_is_killed(how: str, family: tuple[subprocess.Popen[str], list[int]]) -> None:
+def test_guard_kills_when_its_supervisor_is_killed(how: str, family: tuple[subprocess.Popen[str], list[int]]) -> None:
     """Also when a process that the supervisor forked still holds the pipe to the guard."""
     leader, others = family
     watched = [Watched(pid) for pid in others]
@@ -115,7 +115,7 @@ def test_a_guard_kills_when_its_supervisor_is_killed(how: str, family: tuple[sub
             os.kill(forked, signal.SIGKILL)
 
 
-def test_a_guard_forgets(family: tuple[subprocess.Popen[str], list[int]]) -> None:
+def test_guard_does_not_kill_forgotten_sessions(family: tuple[subprocess.Popen[str], list[int]]) -> None:
     leader, _ = family
     guard, _ = _kill_supervisor_of(leader.pid, "forget")
     assert guard.ends()

@@ -1,3 +1,5 @@
+"""Which ending of a job is its root cause, and how it is explained."""
+
 from __future__ import annotations
 
 import signal
@@ -35,36 +37,36 @@ def root(*endings: Ending) -> int | None:
     return None if found is None else found.number
 
 
-def test_nothing_failed() -> None:
+def test_root_cause_without_a_failure_is_none() -> None:
     assert root(ending(0, 0), ending(1, 0)) is None
 
 
-def test_the_first_failure_is_the_cause_even_if_its_process_took_longer_to_end() -> None:
+def test_root_cause_is_the_first_failure_even_if_its_process_ended_later() -> None:
     assert root(ending(0, time=5, said=report(3)), ending(1, time=9, said=report(2))) == 1
 
 
-def test_an_error_of_a_broken_group_is_a_consequence_even_if_it_came_first() -> None:
+def test_root_cause_is_not_an_error_of_a_broken_group() -> None:
     assert root(ending(0, time=1, said=lost(1, 2)), ending(1, said=lost(2, 2)), ending(2, -9, time=3)) == 2
     assert root(ending(0, time=1, said=lost(1, 1)), ending(1, time=4, said=report(4))) == 1
 
 
-def test_where_all_are_errors_of_the_group_the_named_rank_speaks_first_else_the_earliest() -> None:
+def test_root_cause_among_group_errors_is_the_named_rank_or_the_earliest() -> None:
     assert root(ending(0, said=lost(1, 1)), ending(1, said=lost(2, 1)), ending(2, said=lost(3, 1))) == 1
     assert root(ending(0, said=lost(2, 2)), ending(1, said=lost(1, 2)), ending(2, 0)) == 1
 
 
-def test_who_was_told_to_stop_is_no_cause() -> None:
+def test_root_cause_is_not_a_worker_that_was_stopped() -> None:
     assert root(ending(0, -15, told=50), ending(1, said=report(40)), ending(2, 1, told=50, said=report(51))) == 1
     assert root(ending(0, -15, told=50), ending(1, -2, told=50, said=report(51, "KeyboardInterrupt"))) is None
 
 
-def test_who_had_failed_before_it_was_told_to_stop_is_one() -> None:
+def test_root_cause_may_have_failed_before_it_was_stopped() -> None:
     stuck = ending(0, -15, told=50, said=report(40))
     assert find([stuck]) is stuck
     assert stuck.exit_code == 1
 
 
-def test_a_stuck_rank_is_named_by_those_who_waited_for_it() -> None:
+def test_root_cause_stuck_rank_is_named_by_the_waiting_ranks() -> None:
     timeout = report(10, "gradwire.errors.Timeout", message="rank 1 has not arrived", broken=True, culprit=1)
     assert root(ending(0, said=timeout), ending(1, -15, told=13)) == 0
 
@@ -92,12 +94,12 @@ def test_a_stuck_rank_is_named_by_those_who_waited_for_it() -> None:
         ),
     ],
 )
-def test_an_ending_in_one_line(one: Ending, text: str, code: int) -> None:
+def test_fate_describes_an_ending_in_one_line(one: Ending, text: str, code: int) -> None:
     assert describe(one) == text
     assert one.exit_code == code
 
 
-def test_equal_fates_are_told_together() -> None:
+def test_explain_groups_equal_fates() -> None:
     cause = ending(1, said=report(1))
     others = [ending(0, said=lost(2, 1)), ending(2, 0), ending(3, said=lost(3, 1)), ending(4, -15, told=2)]
     told = consequences([others[0], cause, *others[1:]], cause)
@@ -105,22 +107,22 @@ def test_equal_fates_are_told_together() -> None:
     assert consequences([ending(2, -15, told=2), ending(3, -15, told=2)], cause) == ["ranks 2, 3 were stopped"]
 
 
-def test_sigkill_hints_at_memory() -> None:
+def test_explain_sigkill_hints_at_memory() -> None:
     text = "rank 0 (pid 400) was killed by SIGKILL (signal 9), which the kernel also sends when memory runs out"
     assert describe(ending(0, -9)) == text
 
 
-def test_who_was_killed_on_purpose_is_said_to_be() -> None:
+def test_explain_names_a_kill_on_purpose() -> None:
     assert describe(replace(ending(0, -9), doom=BY_CHAOS)) == "rank 0 (pid 400) was killed by chaos"
 
 
-def test_the_cause_in_full_ends_with_its_traceback_or_its_last_words() -> None:
+def test_explain_ends_with_the_traceback_or_the_last_lines() -> None:
     assert explain(ending(1, said=report(1)), ["noise"]).endswith("Traceback …\nValueError: boom")
     assert explain(ending(1, -11), ["one", "two"]).endswith("Its last output:\none\ntwo")
     assert explain(ending(1, 2, said=report(1, "SystemExit", message="2")), ["usage: …"]).endswith("usage: …")
     assert explain(ending(1, 2), []) == "rank 1 (pid 401) exited with code 2"
 
 
-def test_report_of_a_member_of_another_run_is_a_loss_and_not_a_turning_away() -> None:
+def test_report_of_a_member_of_another_run_counts_as_a_loss() -> None:
     assert report(1.0, "gradwire.errors.Refused").turned_away
     assert not report(1.0, "gradwire.errors.OtherRun").turned_away, "another worker could join"

@@ -1,3 +1,5 @@
+"""Which signals are due when a job is to end."""
+
 from __future__ import annotations
 
 from signal import SIGHUP, SIGINT, SIGKILL, SIGTERM
@@ -14,7 +16,7 @@ def climb(escalation: StopEscalation) -> list[tuple[float, int]]:
     return steps
 
 
-def test_nothing_is_due_while_all_is_well() -> None:
+def test_escalation_without_a_failure_has_nothing_due() -> None:
     escalation = StopEscalation(grace=3, kill_after=10)
     assert escalation.next_due is None
     assert escalation.due(1e9) == []
@@ -29,13 +31,13 @@ def test_nothing_is_due_while_all_is_well() -> None:
         (SIGKILL, [(100, SIGKILL)]),
     ],
 )
-def test_a_request_begins_with_its_signal(number: int, expected: list[tuple[float, int]]) -> None:
+def test_escalation_request_begins_with_its_signal(number: int, expected: list[tuple[float, int]]) -> None:
     escalation = StopEscalation(grace=3, kill_after=10)
     escalation.asked(number, now=100)
     assert climb(escalation) == expected
 
 
-def test_a_failure_leaves_a_grace_and_a_second_failure_changes_nothing() -> None:
+def test_escalation_failure_leaves_a_grace_and_a_second_failure_changes_nothing() -> None:
     escalation = StopEscalation(grace=3, kill_after=10)
     escalation.failed(now=100)
     escalation.failed(now=102)
@@ -44,14 +46,14 @@ def test_a_failure_leaves_a_grace_and_a_second_failure_changes_nothing() -> None
     assert climb(escalation) == []
 
 
-def test_no_request_moves_the_kill_to_later() -> None:
+def test_escalation_request_never_delays_the_kill() -> None:
     escalation = StopEscalation(grace=3, kill_after=10)
     escalation.failed(now=100)
     escalation.asked(SIGINT, now=102)
     assert climb(escalation) == [(102, SIGINT), (112, SIGTERM), (113, SIGKILL)]
 
 
-def test_a_request_to_kill_comes_at_once() -> None:
+def test_escalation_request_to_kill_is_due_at_once() -> None:
     escalation = StopEscalation(grace=3, kill_after=10)
     escalation.asked(SIGTERM, now=100)
     assert escalation.due(100) == [SIGTERM]

@@ -29,7 +29,7 @@ def ready() -> Iterator[Ready]:
     found.close()
 
 
-def test_a_job_that_ends_well(tmp_path: Path) -> None:
+def test_supervisor_job_that_ends_well_has_exit_code_0(tmp_path: Path) -> None:
     job = Job(Task.script(written(tmp_path, RANK + "print('I am', rank)")), 3)
     with job.supervisor:
         assert [one.number for one in job.supervisor.workers] == [0, 1, 2]
@@ -43,7 +43,7 @@ def test_a_job_that_ends_well(tmp_path: Path) -> None:
     assert coordinator.calls == ["start", "stop"]
 
 
-def test_a_job_of_no_size_is_refused() -> None:
+def test_supervisor_with_size_zero_raises() -> None:
     with pytest.raises(InvalidSize, match="at least 1 worker, not 0"):
         Supervisor(Task.script("x.py"), 0, StaticSetup(0, nowhere()))
 
@@ -59,7 +59,7 @@ def test_a_job_of_no_size_is_refused() -> None:
         ("os.kill(os.getpid(), 15)", 143, "was killed by SIGTERM (signal 15)"),
     ],
 )
-def test_when_one_fails_the_rest_is_stopped_and_its_exit_code_returned(
+def test_supervisor_stops_the_others_after_a_failure_and_returns_its_exit_code(
     code: str, exit_code: int, said: str, tmp_path: Path
 ) -> None:
     ended = run(Task.script(written(tmp_path, f"{RANK}if rank == 1:\n    {code}\n{WAIT}")), 3)
@@ -71,7 +71,7 @@ def test_when_one_fails_the_rest_is_stopped_and_its_exit_code_returned(
     assert [one.status for one in ended.outcome.endings if one.stopped] == [-15, -15]
 
 
-def test_the_others_have_a_grace_to_end_by_themselves(tmp_path: Path, ready: Ready) -> None:
+def test_supervisor_gives_the_others_a_grace_to_end(tmp_path: Path, ready: Ready) -> None:
     """And what they say in it is known as a consequence, though it came first."""
     code = f"""
 from gradwire.errors import Aborted
@@ -94,7 +94,7 @@ raise Aborted("rank 1 gave up", culprit=1)
     assert [one.failed for one in ended.outcome.endings] == [True, True]
 
 
-def test_a_rank_that_raised_but_cannot_end_is_made_to(tmp_path: Path) -> None:
+def test_supervisor_ends_a_rank_that_raised_but_hangs(tmp_path: Path) -> None:
     code = "import threading\nthreading.Thread(target=threading.Event().wait).start()\nraise ValueError('stuck')\n"
     ended = run(Task.script(written(tmp_path, code)), 1)
     assert ended.outcome.root is not None
@@ -102,7 +102,7 @@ def test_a_rank_that_raised_but_cannot_end_is_made_to(tmp_path: Path) -> None:
     assert (ended.outcome.root.report.message, ended.outcome.exit_code) == ("stuck", 1)
 
 
-def test_who_ignores_sigterm_is_killed(tmp_path: Path, ready: Ready) -> None:
+def test_supervisor_kills_a_worker_that_ignores_sigterm(tmp_path: Path, ready: Ready) -> None:
     code = f"{ready.code}import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nsay(b'ready\\n')\n{WAIT}"
     job = Job(Task.script(written(tmp_path, code)), 2, kill_after=0.1)
     with job.supervisor:
@@ -114,7 +114,7 @@ def test_who_ignores_sigterm_is_killed(tmp_path: Path, ready: Ready) -> None:
 
 
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, 137)])
-def test_stopping_is_no_failure(number: int, exit_code: int, tmp_path: Path, ready: Ready) -> None:
+def test_supervisor_stop_is_no_failure(number: int, exit_code: int, tmp_path: Path, ready: Ready) -> None:
     job = Job(Task.script(written(tmp_path, f"{ready.code}say(b'ready\\n')\n{WAIT}")), 2)
     with job.supervisor:
         with ready.told(2):
@@ -126,7 +126,7 @@ def test_stopping_is_no_failure(number: int, exit_code: int, tmp_path: Path, rea
     job.supervisor.stop()  # too late, and harmless
 
 
-def test_whatever_a_worker_started_ends_with_it(tmp_path: Path, ready: Ready) -> None:
+def test_supervisor_ends_processes_that_a_worker_started(tmp_path: Path, ready: Ready) -> None:
     """In its group, in a group of its own, deaf to signals: after a failure as after a good end."""
     code = f"""
 {RANK}
@@ -153,7 +153,7 @@ os._exit(rank)
     assert all(one.ends(0) for one in watched)
 
 
-def test_who_left_on_purpose_is_let_go_and_does_not_hold_up_the_end(tmp_path: Path, ready: Ready) -> None:
+def test_supervisor_leaves_a_process_in_its_own_session_alone(tmp_path: Path, ready: Ready) -> None:
     code = f"""
 {ready.code}
 import subprocess, sys
@@ -171,7 +171,7 @@ say(str(subprocess.Popen([sys.executable, "-c", wait], start_new_session=True).p
     assert daemon.ends()
 
 
-def test_much_output_from_all_ranks_gets_through(tmp_path: Path) -> None:
+def test_supervisor_passes_much_output_of_all_ranks(tmp_path: Path) -> None:
     code = RANK + "import sys\nfor i in range(4000): print(f'{i:0500}'); print(f'{i:0500}', file=sys.stderr)\n"
     ended = run(Task.script(written(tmp_path, code)), 3, environ=os.environ | {"PYTHONUNBUFFERED": ""})
     for text in (ended.out, ended.err):
@@ -180,20 +180,22 @@ def test_much_output_from_all_ranks_gets_through(tmp_path: Path) -> None:
             assert [int(line[2]) for line in lines if line and int(line[1]) == rank] == list(range(4000))
 
 
-def test_logs(tmp_path: Path) -> None:
+def test_supervisor_writes_a_log_for_each_rank(tmp_path: Path) -> None:
     code = RANK + "import sys\nprint('out', rank)\nprint('err', rank, file=sys.stderr)\n"
     run(Task.script(written(tmp_path, code)), 2, log_dir=tmp_path / "logs")
     logs = {path.name: sorted(path.read_text().splitlines()) for path in (tmp_path / "logs").iterdir()}
     assert logs == {"rank-0.log": ["err 0", "out 0"], "rank-1.log": ["err 1", "out 1"]}
 
 
-def test_the_last_words_of_a_rank_without_a_traceback_are_kept(tmp_path: Path) -> None:
+def test_supervisor_keeps_the_last_lines_of_a_rank_without_a_traceback(tmp_path: Path) -> None:
     code = "import os, sys\nprint('CUDA error: out of luck', file=sys.stderr)\nos._exit(5)\n"
     ended = run(Task.script(written(tmp_path, code)), 1)
     assert ended.outcome.last_lines == ("CUDA error: out of luck",)
 
 
-def test_a_worker_that_cannot_be_started_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_supervisor_that_cannot_start_a_worker_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The third one fails; the other two, which run already, are ended."""
     started: list[worker_process.Worker] = []
 
@@ -214,7 +216,7 @@ def test_a_worker_that_cannot_be_started_leaves_nothing_behind(tmp_path: Path, m
     assert coordinator.calls == ["start", "stop"]
 
 
-def test_an_exception_in_the_block_stops_the_job(tmp_path: Path) -> None:
+def test_supervisor_exception_in_the_block_stops_the_job(tmp_path: Path) -> None:
     job = Job(Task.script(written(tmp_path, WAIT)), 2)
     with pytest.raises(KeyError), job.supervisor:
         raise KeyError
@@ -222,9 +224,9 @@ def test_an_exception_in_the_block_stops_the_job(tmp_path: Path) -> None:
     assert all(one.stopped for one in job.supervisor.outcome.endings)
 
 
-def test_a_process_that_cannot_even_be_killed_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    impatient = functools.partial(worker_process.Worker, leftover_seconds=0.1, unkillable_seconds=0.1)
-    monkeypatch.setattr(supervisor, "Worker", impatient)
+def test_supervisor_leaves_a_process_that_cannot_be_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hasty = functools.partial(worker_process.Worker, leftover_seconds=0.1, unkillable_seconds=0.1)
+    monkeypatch.setattr(supervisor, "Worker", hasty)
     job = Job(Task.script(written(tmp_path, WAIT)), 1)
     with monkeypatch.context() as without:
         without.setattr(process_tree, "kill", lambda session: None)
@@ -238,13 +240,13 @@ def test_a_process_that_cannot_even_be_killed_is_left(tmp_path: Path, monkeypatc
     hanging.close()
 
 
-def test_where_there_is_no_pidfd_exits_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_supervisor_without_pidfd_polls_for_exits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "pidfd_open")
     ended = run(Task.script(written(tmp_path, f"{RANK}if rank == 0: raise SystemExit(6)\n{WAIT}")), 2)
     assert ended.outcome.exit_code == 6
 
 
-def test_a_job_may_be_started_in_a_thread_that_ends(tmp_path: Path, ready: Ready) -> None:
+def test_supervisor_started_in_a_thread_that_ends_keeps_its_workers(tmp_path: Path, ready: Ready) -> None:
     """The workers belong to the process, not to the thread (as they would with PR_SET_PDEATHSIG)."""
     job = Job(Task.script(written(tmp_path, f"{ready.code}say(b'ready\\n')\nready.recv(1)\nprint('well')")), 1)
     starter = threading.Thread(target=job.supervisor.start)
@@ -255,6 +257,6 @@ def test_a_job_may_be_started_in_a_thread_that_ends(tmp_path: Path, ready: Ready
     assert job.ended().out == "[0] well\n"
 
 
-def test_a_supervisor_stops_fast(tmp_path: Path) -> None:
+def test_supervisor_with_a_long_grace_ends_without_waiting_for_it(tmp_path: Path) -> None:
     """The time that is allowed for an end after a failure is not waited out by a job that ends well."""
     run(Task.script(written(tmp_path, "")), 1, grace=10_000.0)

@@ -1,3 +1,5 @@
+"""Bytes of a terminal cut into lines."""
+
 from __future__ import annotations
 
 import itertools
@@ -34,24 +36,24 @@ def cut(*chunks: bytes) -> list[str]:
         (b"\x1b]0;title\x07text\x1b]8;;link\x1b\\!\n", ["text!"]),
     ],
 )
-def test_lines_are_what_a_terminal_would_show(data: bytes, expected: list[str]) -> None:
+def test_terminal_lines_are_those_that_a_terminal_would_show(data: bytes, expected: list[str]) -> None:
     assert cut(data) == expected
 
 
 @given(st.text(alphabet="ab\r\n\x1b[m\x00üß€😀"), st.lists(st.integers(0, 60)))
-def test_how_the_bytes_are_cut_makes_no_difference(text: str, places: list[int]) -> None:
+def test_terminal_lines_are_the_same_however_the_bytes_are_cut(text: str, places: list[int]) -> None:
     data = text.encode()
     edges = sorted({min(place, len(data)) for place in places} | {0, len(data)})
     assert cut(*(data[start:stop] for start, stop in itertools.pairwise(edges))) == cut(data)
 
 
 @given(st.binary())
-def test_any_bytes_become_lines_without_control_characters(data: bytes) -> None:
+def test_terminal_lines_of_any_bytes_have_no_control_characters(data: bytes) -> None:
     for line in cut(data):
         assert not set(line) & (set(map(chr, range(32))) - {"\t", "\x1b"})
 
 
-def test_an_unfinished_line_is_known() -> None:
+def test_terminal_lines_report_an_unfinished_line() -> None:
     lines = Lines()
     assert lines.feed(b"loading ") == []
     assert (lines.unfinished, lines.redrawn) == ("loading ", False)
@@ -61,7 +63,7 @@ def test_an_unfinished_line_is_known() -> None:
     assert (lines.unfinished, lines.redrawn) == ("", False)
 
 
-def test_a_line_without_end_does_not_grow_without_end() -> None:
+def test_terminal_line_without_end_is_bounded() -> None:
     lines = Lines()
     total = 0
     for _ in range(64):

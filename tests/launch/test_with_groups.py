@@ -12,7 +12,7 @@ import gradwire as gw
 from gradwire.launch import rendezvous, supervisor
 
 
-def test_ranks_meet_and_reduce() -> None:
+def test_launch_ranks_meet_and_reduce() -> None:
     def job(factor: int) -> tuple[int, int, int]:
         with gw.init() as group:
             return group.rank, group.size, group.all_reduce(factor * (group.rank + 1))
@@ -20,7 +20,7 @@ def test_ranks_meet_and_reduce() -> None:
     assert gw.launch(job, 3, (10,)) == [(0, 3, 60), (1, 3, 60), (2, 3, 60)]
 
 
-def test_an_exception_reaches_the_other_ranks_and_is_the_one_that_is_raised() -> None:
+def test_launch_raises_the_exception_that_broke_the_group() -> None:
     """Though it leaves no `with group`: it is the end of the process that tells the others."""
 
     def job() -> None:
@@ -36,7 +36,7 @@ def test_an_exception_reaches_the_other_ranks_and_is_the_one_that_is_raised() ->
     assert all("raised Aborted: rank 1" in note for note in caught.value.__notes__)
 
 
-def test_a_killed_rank_is_the_cause_and_not_those_that_miss_it() -> None:
+def test_launch_killed_rank_is_the_cause() -> None:
     def job() -> None:
         group = gw.init()
         if group.rank == 2:
@@ -49,7 +49,7 @@ def test_a_killed_rank_is_the_cause_and_not_those_that_miss_it() -> None:
     assert all("raised PeerLost: rank 2" in note for note in caught.value.__notes__)
 
 
-def test_a_rank_that_never_comes_does_not_keep_the_others_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_rank_that_never_joins_does_not_block_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def job() -> None:
         if os.environ["GRADWIRE_RANK"] == "0":
             raise ImportError("no such library")
@@ -60,7 +60,7 @@ def test_a_rank_that_never_comes_does_not_keep_the_others_waiting(monkeypatch: p
         gw.launch(job, 2)
 
 
-def test_a_coordinator_s_life_is_the_job_s() -> None:
+def test_rendezvous_coordinator_starts_and_stops() -> None:
     meeting = rendezvous.on_this_machine(1)
     meeting.coordinator.start()
     host, _, port = meeting.coordinator.address.rpartition(":")

@@ -103,7 +103,7 @@ SCRIPTS = {
 
 
 @pytest.mark.parametrize("code", SCRIPTS.values(), ids=SCRIPTS.keys())
-def test_a_script_runs_as_with_plain_python(code: str, tmp_path: Path) -> None:
+def test_worker_runs_a_script_as_plain_python_does(code: str, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     written(tmp_path / "elsewhere", code)
     name = os.path.join("elsewhere", "script.py")
@@ -120,7 +120,7 @@ def test_a_script_runs_as_with_plain_python(code: str, tmp_path: Path) -> None:
     "name",
     ["single", "package.inside", "package", "bare", "missing", "missing.inside", "package.missing", "broken", "math"],
 )
-def test_a_module_runs_as_with_plain_python(name: str, tmp_path: Path) -> None:
+def test_worker_runs_a_module_as_plain_python_does(name: str, tmp_path: Path) -> None:
     show = """
         import sys
         print(__name__, __package__, __spec__.name, __file__, sys.argv, sys.path)
@@ -141,7 +141,7 @@ def test_a_module_runs_as_with_plain_python(name: str, tmp_path: Path) -> None:
     assert "child.py" not in finished.stderr
 
 
-def test_a_script_finds_no_module_loaded_that_would_not_be_there(tmp_path: Path) -> None:
+def test_worker_loads_no_modules_before_the_script(tmp_path: Path) -> None:
     script = written(tmp_path, "import sys; print(*sys.modules)")
     finished, _ = as_worker("script", script, cwd=tmp_path)
     expected = set(plainly(script, cwd=tmp_path).stdout.split())
@@ -149,7 +149,7 @@ def test_a_script_finds_no_module_loaded_that_would_not_be_there(tmp_path: Path)
     assert {name.partition(".")[0] for name in more} <= {"importlib"}
 
 
-def test_the_report_says_what_happened(tmp_path: Path) -> None:
+def test_report_describes_the_exception(tmp_path: Path) -> None:
     script = written(tmp_path, "def f():\n    raise ValueError('boom')\n\n\nf()\n")
     _, report = as_worker("script", script, cwd=tmp_path)
     assert report is not None
@@ -170,14 +170,14 @@ def test_the_report_says_what_happened(tmp_path: Path) -> None:
         "raise ExceptionGroup('several', [ValueError(), PeerLost('gone', culprit=2)])",
     ],
 )
-def test_the_report_says_whether_a_broken_group_is_behind_it(code: str, tmp_path: Path) -> None:
+def test_report_marks_errors_of_a_broken_group(code: str, tmp_path: Path) -> None:
     script = written(tmp_path, f"from gradwire.errors import PeerLost\n{code}\n")
     _, report = as_worker("script", script, cwd=tmp_path)
     assert report is not None
     assert (report["broken"], report["culprit"]) == (True, 2)
 
 
-def test_errors_that_cannot_be_shown_are_reported_all_the_same(tmp_path: Path) -> None:
+def test_report_of_an_error_that_cannot_be_shown_is_sent(tmp_path: Path) -> None:
     code = "class Odd(Exception):\n    def __str__(self): raise ValueError\nraise Odd"
     finished, report = as_worker("script", written(tmp_path, code), cwd=tmp_path)
     assert report is not None
@@ -185,7 +185,7 @@ def test_errors_that_cannot_be_shown_are_reported_all_the_same(tmp_path: Path) -
     assert finished.returncode == 1
 
 
-def test_a_forked_child_does_not_speak_for_the_worker(tmp_path: Path) -> None:
+def test_forked_child_sends_no_report_for_the_worker(tmp_path: Path) -> None:
     code = "import os\nif os.fork() == 0: raise ValueError('in the child')\nos.wait()\n"
     finished, report = as_worker("script", written(tmp_path, code), cwd=tmp_path)
     assert "in the child" in finished.stderr
@@ -193,7 +193,7 @@ def test_a_forked_child_does_not_speak_for_the_worker(tmp_path: Path) -> None:
     assert report is None
 
 
-def test_a_script_that_closes_all_descriptors_has_its_own_files_spared(tmp_path: Path) -> None:
+def test_worker_survives_a_script_that_closes_all_descriptors(tmp_path: Path) -> None:
     code = """
         import os
         os.closerange(3, 100)
@@ -206,7 +206,7 @@ def test_a_script_that_closes_all_descriptors_has_its_own_files_spared(tmp_path:
     assert {path.read_bytes() for path in tmp_path.glob("file-*")} == {b""}
 
 
-def test_without_the_word_to_start_nothing_runs(tmp_path: Path) -> None:
+def test_worker_without_the_start_byte_runs_nothing(tmp_path: Path) -> None:
     script = written(tmp_path, "print('never')")
     ours, theirs = socket.socketpair()
     with theirs:

@@ -1,3 +1,5 @@
+"""The environment of a worker."""
+
 from __future__ import annotations
 
 import os
@@ -17,19 +19,19 @@ def environment(environ: dict[str, str], rank: int = 1, size: int = 2) -> dict[s
     return of_worker(shared, rank)
 
 
-def test_a_worker_finds_its_job() -> None:
+def test_worker_environment_resolves_to_its_job() -> None:
     found = config.resolve(environ=environment({}))
     assert (found.rank, found.size, found.local_rank, found.job) == (1, 2, 1, "a-job")
     assert (str(found.address), found.served) == ("127.0.0.1:1234", True)
 
 
-def test_torchrun_s_variables_say_the_same() -> None:
+def test_worker_environment_has_the_variables_of_torchrun() -> None:
     environ = environment({})
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     assert [environ[name] for name in names] == ["1", "2", "1", "2", "127.0.0.1", "4321"]
 
 
-def test_nothing_of_an_outer_job_is_passed_on_but_settings_are() -> None:
+def test_worker_environment_drops_an_outer_job_and_keeps_settings() -> None:
     outer = environment({}, rank=0, size=8) | {
         "GRADWIRE_ADDRESS": "elsewhere:1",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -48,7 +50,7 @@ def test_nothing_of_an_outer_job_is_passed_on_but_settings_are() -> None:
     assert not {"GRADWIRE_ADDRESS", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", "GROUP_RANK"} & set(inner)
 
 
-def test_threads_are_shared_out_unless_the_user_says_how_many() -> None:
+def test_worker_environment_shares_out_threads_unless_set() -> None:
     cores = len(os.sched_getaffinity(0))
     assert environment({}, size=1)["OMP_NUM_THREADS"] == str(cores)
     assert environment({}, size=10 * cores)["OMP_NUM_THREADS"] == "1"
@@ -56,7 +58,7 @@ def test_threads_are_shared_out_unless_the_user_says_how_many() -> None:
 
 
 @pytest.mark.parametrize("own", ["MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_"])
-def test_malloc_is_told_to_keep_memory_unless_the_user_has_told_it_something(own: str) -> None:
+def test_worker_environment_sets_malloc_unless_set(own: str) -> None:
     names = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
     assert names <= set(environment({"GLIBC_TUNABLES": "glibc.cpu.x86_ibt=off"}))
     assert names <= set(environment({"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}))
@@ -64,12 +66,12 @@ def test_malloc_is_told_to_keep_memory_unless_the_user_has_told_it_something(own
     assert not names & set(environment({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}))
 
 
-def test_the_free_port_is_free() -> None:
+def test_free_port_is_free() -> None:
     with socket.create_server(("127.0.0.1", free_port())):
         pass
 
 
-def test_a_worker_really_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_process_has_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADWIRE_ADDRESS", "outer:1")
     monkeypatch.delenv("GRADWIRE_PURE", raising=False)
     script = written(

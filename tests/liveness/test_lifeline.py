@@ -80,7 +80,7 @@ class KeyedLink(SocketLink):
     key = b"of this link, and of no other..."
 
 
-class Doors:
+class AdoptingTransport:
     """A transport, as far as a lifeline looks at it."""
 
     taker: Callable[[Link], None]
@@ -101,11 +101,11 @@ class Harness:
         self.ended: list[int] = []
         self.sink = BeatSink(lambda header: None)
         self.lifeline = Lifeline(self.control, frame(), self.sink, self.pump, remote)
-        self.doors: Any = Doors()
+        self.transport: Any = AdoptingTransport()
         self.nature = BeatCapability(native_core.available() if native is None else native, os.getpid(), "")
         self.lifeline.begin(self.nature.native, None)
-        self.lifeline.connect(None, 3, self.doors, self.links.__getitem__)  # type: ignore[arg-type]
-        self.doors.taker(self.links[2])
+        self.lifeline.connect(None, 3, self.transport, self.links.__getitem__)  # type: ignore[arg-type]
+        self.transport.taker(self.links[2])
 
     def pump(self, reader: Reader) -> None:
         try:

@@ -16,7 +16,7 @@ def test_join_and_split_are_inverse(host: str, port: int) -> None:
 @pytest.mark.parametrize(
     "text", ["", "host", ":80", "host:", "host:port", "::1:80", "[host]:80", "host:65536", "h:-1", "h:²"]
 )
-def test_what_is_not_an_address(text: str) -> None:
+def test_split_malformed_address_raises(text: str) -> None:
     with pytest.raises(ConfigError, match=r"write host:port or \[ipv6\]:port"):
         split(text)
 
@@ -35,16 +35,16 @@ def test_what_is_not_an_address(text: str) -> None:
         ("fe80::1%lo", False),
     ],
 )
-def test_what_only_this_machine_can_reach(ip: str, loopback: bool) -> None:
+def test_loopback_is_true_only_for_addresses_of_this_machine(ip: str, loopback: bool) -> None:
     assert Endpoint(ip, 1).loopback is loopback
 
 
-def test_numbers_resolve_to_themselves() -> None:
+def test_resolve_numeric_address_returns_itself() -> None:
     assert resolve("127.0.0.1", 80) == [Endpoint("127.0.0.1", 80)]
     assert Endpoint("127.0.0.1", 80).sockaddr == ("127.0.0.1", 80)
 
 
-def test_a_name_that_leads_nowhere() -> None:
+def test_resolve_unknown_name_raises() -> None:
     with pytest.raises(Unresolved, match=r"'no-such-host\.invalid' cannot be resolved"):
         resolve("no-such-host.invalid", 80)
     with pytest.raises(Unresolved, match="cannot be resolved"):

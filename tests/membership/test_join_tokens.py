@@ -54,7 +54,7 @@ def coordinator(serve: Serve) -> Coordinator:
     return serve(1, minimum=1, maximum=1, job="mine")
 
 
-def test_its_holder_gets_in_and_is_told_the_key_of_the_links(coordinator: Coordinator) -> None:
+def test_join_token_admits_its_holder_and_hands_over_the_link_key(coordinator: Coordinator) -> None:
     invitation = token()
     assembly = join(coordinator, "guest", invitation)
     assert assembly.link_key == derive(SECRET, "links", assembly.run)
@@ -64,7 +64,7 @@ def test_its_holder_gets_in_and_is_told_the_key_of_the_links(coordinator: Coordi
     assert unregister(coordinator.address, again.members[0], secret=invitation)
 
 
-def test_holders_of_the_secret_derive_the_key_themselves(coordinator: Coordinator) -> None:
+def test_secret_holder_derives_the_link_key(coordinator: Coordinator) -> None:
     assert join(coordinator, "host", SECRET).link_key is None
 
 
@@ -79,7 +79,7 @@ def test_holders_of_the_secret_derive_the_key_themselves(coordinator: Coordinato
     ],
     ids=["stale", "of another job", "without its key", "too long", "changed"],
 )
-def test_one_that_does_not_hold_is_refused(
+def test_join_token_that_is_invalid_is_refused(
     invitation: Token, said: str, coordinator: Coordinator, captured: CapturedLog
 ) -> None:
     with pytest.raises(Refused, match=said):
@@ -88,14 +88,14 @@ def test_one_that_does_not_hold_is_refused(
     assert join(coordinator, "host", SECRET).rank == 0
 
 
-def test_it_serves_as_many_as_it_was_made_for(coordinator: Coordinator) -> None:
+def test_join_token_admits_as_many_members_as_it_was_made_for(coordinator: Coordinator) -> None:
     invitation = token(uses=1)
     join(coordinator, "guest", invitation)
     with pytest.raises(Refused, match="has been used by 1 already"):
         join(coordinator, "friend", invitation)
 
 
-def test_its_holder_speaks_only_for_those_whom_it_let_in(coordinator: Coordinator) -> None:
+def test_join_token_holder_represents_only_members_that_it_brought(coordinator: Coordinator) -> None:
     address, invitation = coordinator.address, token(uses=0)
     host = join(coordinator, "host", SECRET).members[0]
     assert heartbeat(address, ["host"], gone=["host"], secret=invitation).unknown == ("host",)
@@ -112,16 +112,14 @@ def test_its_holder_speaks_only_for_those_whom_it_let_in(coordinator: Coordinato
     assert (news.evicted, news.unknown, news.size) == ((), (), 1)
 
 
-def test_token_claim_that_was_refused_uses_nothing_up(coordinator: Coordinator) -> None:
+def test_join_token_claim_that_was_refused_uses_nothing_up(coordinator: Coordinator) -> None:
     invitation = token(uses=1)
     with pytest.raises(Refused, match="expects a job of 3 ranks"):
         register(coordinator.address, member("one"), size=3, secret=invitation, job=None, timeout=60)
     assert join(coordinator, "other", invitation).rank == 0
 
 
-def test_heartbeat_for_ids_that_the_token_has_not_let_in_says_nothing_of_them(
-    coordinator: Coordinator, captured: CapturedLog
-) -> None:
+def test_join_token_heartbeat_for_other_ids_reveals_nothing(coordinator: Coordinator, captured: CapturedLog) -> None:
     """A launcher speaks for its workers before they have registered; that is no reason to refuse the others' beats."""
     address, invitation = coordinator.address, token(uses=0)
     join(coordinator, "host", SECRET)
@@ -130,7 +128,7 @@ def test_heartbeat_for_ids_that_the_token_has_not_let_in_says_nothing_of_them(
 
 
 @pytest.mark.parametrize("with_token", [True, False])
-def test_launcher_with_a_token_keeps_the_leases_of_its_workers(
+def test_launcher_with_a_join_token_keeps_the_leases_of_its_workers(
     with_token: bool, serve: Serve, captured: CapturedLog
 ) -> None:
     """From their start on, before they have registered; without refusals, and for longer than a lease."""
@@ -154,7 +152,7 @@ def test_launcher_with_a_token_keeps_the_leases_of_its_workers(
     assert captured.count("refused|silent|not heard") == 0
 
 
-def test_who_came_with_it_is_known_after_a_restart(serve: Serve, tmp_path: Path) -> None:
+def test_join_token_members_are_remembered_after_a_restart(serve: Serve, tmp_path: Path) -> None:
     options = {"minimum": 1, "maximum": 2, "job": "mine", "journal": tmp_path / "journal"}
     first = serve(1, **options)
     invitation = token(uses=1)
@@ -166,7 +164,7 @@ def test_who_came_with_it_is_known_after_a_restart(serve: Serve, tmp_path: Path)
         join(second, "friend", invitation)
 
 
-def test_a_worker_node_takes_one_from_the_environment(
+def test_worker_node_takes_a_join_token_from_the_environment(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GRADWIRE_TOKEN", tokens.make(SECRET, job="mine", expires_in=60))

@@ -23,7 +23,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_generated_code_is_that_of_the_published_protocol(tmp_path: Path) -> None:
+def test_generated_code_matches_the_published_protocol(tmp_path: Path) -> None:
     protoc = pytest.importorskip("grpc_tools.protoc")
     target = tmp_path / "set"
     root = PROTO.parents[3]
@@ -37,7 +37,7 @@ def test_the_generated_code_is_that_of_the_published_protocol(tmp_path: Path) ->
     assert generated == published
 
 
-def test_the_package_can_be_imported_without_grpc() -> None:
+def test_membership_package_imports_without_grpc() -> None:
     code = (
         "import sys, gradwire.membership.coordinator.state_machine\n"
         "print({'grpc', 'google.protobuf'} & set(sys.modules))"
@@ -45,7 +45,7 @@ def test_the_package_can_be_imported_without_grpc() -> None:
     assert python(code).stdout == "set()\n"
 
 
-def test_importing_the_client_leaves_the_environment_as_it_was() -> None:
+def test_client_import_leaves_the_environment_unchanged() -> None:
     code = (
         "import os; before = dict(os.environ); import gradwire.membership.client.requests\n"
         "print(before == dict(os.environ))"
@@ -75,6 +75,6 @@ assert os.waitpid(pid, 0)[1] == 0
 """
 
 
-def test_forks_beside_a_coordinator_are_quiet_and_harmless() -> None:
+def test_fork_beside_a_coordinator_is_quiet_and_harmless() -> None:
     done = python(FORK)
     assert (done.stdout, done.stderr) == ("", "")

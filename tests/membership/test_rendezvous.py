@@ -33,7 +33,7 @@ from gradwire.membership import Member
 from gradwire.membership.client.requests import register
 address, rank, size, secret = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4].encode()
 me = Member(f"process-{os.getpid()}", rank, "machine", "host", os.getpid(), f"127.0.0.1:{rank + 1}")
-found = register(address, me, size=size, secret=secret, job=None, timeout=60)
+found = register(address, me, size=size, secret=secret, job=None, timeout=300)
 assert found.rank == rank and len(found.members) == size and found.members[rank] == me
 """
 
@@ -78,7 +78,7 @@ def spawn() -> Iterator[Spawn]:
         process.wait()
 
 
-def test_everybody_learns_everybody_else(serve: Serve) -> None:
+def test_register_returns_all_members_to_each(serve: Serve) -> None:
     coordinator = serve(3, job="named")
     others = [joining(coordinator, member(rank), 3) for rank in (2, 0)]
     found = join(coordinator, member(1), 3, job="named")
@@ -88,21 +88,21 @@ def test_everybody_learns_everybody_else(serve: Serve) -> None:
     assert {other.result().run for other in others} == {found.run}
 
 
-def test_a_job_of_one(serve: Serve) -> None:
+def test_register_in_a_job_of_one_returns_at_once(serve: Serve) -> None:
     coordinator = serve(1)
     found = join(coordinator, member(None, "alone"), 1)
     assert found.members == (member(0, "alone"),)
     assert found.job == coordinator.job
 
 
-def test_two_jobs_have_nothing_in_common(serve: Serve) -> None:
+def test_two_jobs_stay_separate(serve: Serve) -> None:
     one, other = (join(serve(1), member(0), 1) for _ in range(2))
     assert one.run != other.run
     assert one.job != other.job
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
-def test_the_address_is_one_that_workers_can_use(host: str, serve: Serve) -> None:
+def test_coordinator_address_is_usable_by_workers(host: str, serve: Serve) -> None:
     if host == "::1" and not _has_ipv6():
         pytest.skip("this machine has no IPv6 loopback")
     coordinator = serve(1, host=host)
@@ -110,7 +110,7 @@ def test_the_address_is_one_that_workers_can_use(host: str, serve: Serve) -> Non
     assert join(coordinator, member(0), 1).rank == 0
 
 
-def test_many_at_once(serve: Serve) -> None:
+def test_register_many_at_once(serve: Serve) -> None:
     size = 40
     coordinator = serve(size)
     with ThreadPoolExecutor(size) as pool:
@@ -118,7 +118,7 @@ def test_many_at_once(serve: Serve) -> None:
     assert [assembly.rank for assembly in found] == list(range(size))
 
 
-def test_more_than_can_be_held_back_at_a_time(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_register_more_than_can_be_held_at_a_time(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servicer, "HELD", 2)
     coordinator = serve(12)
     with ThreadPoolExecutor(12) as pool:
@@ -127,15 +127,13 @@ def test_more_than_can_be_held_back_at_a_time(serve: Serve, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("size", [8, pytest.param(32, marks=pytest.mark.slow)])
-def test_processes_meet(size: int, serve: Serve, spawn: Spawn) -> None:
+def test_register_by_processes(size: int, serve: Serve, spawn: Spawn) -> None:
     coordinator = serve(size)
     processes = [spawn(coordinator, rank, size) for rank in range(size)]
-    assert [process.wait(timeout=60) for process in processes] == [0] * size
+    assert [process.wait(timeout=300) for process in processes] == [0] * size
 
 
-def test_a_coordinator_that_is_stopped_at_once_has_told_everybody(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_coordinator_stopped_at_once_has_answered_all_members(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 may stop its coordinator as soon as it knows the others itself."""
     monkeypatch.setattr(servicer, "HELD", 3)
     coordinator = serve(8)
@@ -145,7 +143,7 @@ def test_a_coordinator_that_is_stopped_at_once_has_told_everybody(
     assert [other.result(60).rank for other in others] == list(range(1, 8))
 
 
-def test_no_thread_is_left_behind(serve: Serve) -> None:
+def test_coordinator_stop_leaves_no_thread(serve: Serve) -> None:
     before = set(threading.enumerate())
     coordinator = serve(2)
     other = joining(coordinator, member(1), 2)
@@ -162,7 +160,7 @@ def test_no_thread_is_left_behind(serve: Serve) -> None:
     assert left() == []
 
 
-def test_workers_may_come_before_their_coordinator(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_register_before_the_coordinator_starts_waits_for_it(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = threading.Semaphore(0)
 
     def pauses() -> Iterator[float]:  # asked after each try
@@ -179,7 +177,7 @@ def test_workers_may_come_before_their_coordinator(serve: Serve, monkeypatch: py
     assert early.result(60).rank == 0
 
 
-def test_workers_find_a_coordinator_that_was_started_anew(serve: Serve, captured: CapturedLog) -> None:
+def test_register_finds_a_coordinator_that_was_started_anew(serve: Serve, captured: CapturedLog) -> None:
     first = serve(2)
     patient = joining(first, member(1), 2)
     captured.wait_for("rank 1 .* has come")
@@ -207,7 +205,7 @@ def test_workers_find_a_coordinator_that_was_started_anew(serve: Serve, captured
         (member(1), 2, {"secret": b"another secret!!"}, "does not hold this job's secret"),
     ],
 )
-def test_refusals_reach_both_sides_and_harm_nobody(
+def test_refusal_reaches_both_sides_and_harms_no_other_member(
     who: Member, size: int, options: dict[str, Any], said: str | None, serve: Serve, captured: CapturedLog
 ) -> None:
     if said is None:
@@ -222,21 +220,21 @@ def test_refusals_reach_both_sides_and_harm_nobody(
     assert first.result(60).members == (member(0), member(1))
 
 
-def test_a_rank_of_a_running_job_stays_taken(serve: Serve) -> None:
+def test_register_for_a_rank_of_a_running_job_is_refused(serve: Serve) -> None:
     coordinator = serve(1)
     join(coordinator, member(0), 1)
     with pytest.raises(Refused, match="rank 0 is taken by rank 0"):
         join(coordinator, member(0, "late"), 1)
 
 
-def test_size_zero(serve: Serve) -> None:
+def test_register_with_size_zero_raises(serve: Serve) -> None:
     with pytest.raises(InvalidSize, match="not 0"):
         serve(0)
     with pytest.raises(InvalidSize, match="not 0"):
         join("127.0.0.1:1", member(0), 0)
 
 
-def test_the_deadline_names_who_did_not_come_and_frees_the_place(serve: Serve) -> None:
+def test_register_timeout_names_the_missing_ranks_and_frees_the_place(serve: Serve) -> None:
     coordinator = serve(4)
     start = time.monotonic()
     with pytest.raises(Timeout, match=r"within 1 s: of 4, ranks 0, 2, 3 did not come") as caught:
@@ -247,7 +245,7 @@ def test_the_deadline_names_who_did_not_come_and_frees_the_place(serve: Serve) -
         join(coordinator, member(1, "restarted"), 4, timeout=1.0)
 
 
-def test_a_killed_worker_frees_its_place_at_once(serve: Serve, spawn: Spawn, captured: CapturedLog) -> None:
+def test_killed_worker_frees_its_place_at_once(serve: Serve, spawn: Spawn, captured: CapturedLog) -> None:
     coordinator = serve(2)
     victim = spawn(coordinator, 1, 2)
     captured.wait_for("rank 1 .* has come", timeout=60)
@@ -259,7 +257,7 @@ def test_a_killed_worker_frees_its_place_at_once(serve: Serve, spawn: Spawn, cap
     assert again.result(60).rank == 1
 
 
-def test_a_coordinator_that_gives_up_tells_those_who_wait(serve: Serve, captured: CapturedLog) -> None:
+def test_coordinator_that_stops_refuses_waiting_members(serve: Serve, captured: CapturedLog) -> None:
     coordinator = serve(2)
     waiting = joining(coordinator, member(1), 2)
     captured.wait_for("rank 1 .* has come")
@@ -269,7 +267,9 @@ def test_a_coordinator_that_gives_up_tells_those_who_wait(serve: Serve, captured
     coordinator.stop()
 
 
-def test_waiting_long_is_said(serve: Serve, captured: CapturedLog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_register_that_waits_long_is_logged(
+    serve: Serve, captured: CapturedLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(requests, "HOLD_SECONDS", 0.05)
     coordinator = serve(3)
     waiting = joining(coordinator, member(1), 3, log_after=0.0)
@@ -279,7 +279,7 @@ def test_waiting_long_is_said(serve: Serve, captured: CapturedLog, monkeypatch: 
         waiting.result(60)
 
 
-def test_taking_leave(serve: Serve) -> None:
+def test_unregister_returns_whether_the_member_was_known(serve: Serve) -> None:
     coordinator = serve(1)
     join(coordinator, member(0), 1)
     assert unregister(coordinator.address, member(0), secret=SECRET)
@@ -291,7 +291,7 @@ def test_taking_leave(serve: Serve) -> None:
 # Addresses at which nobody can serve, or nobody answers.
 
 
-def test_a_busy_port_is_named(serve: Serve) -> None:
+def test_coordinator_at_a_busy_port_raises_and_names_it(serve: Serve) -> None:
     busy = serve(1)
     port = int(busy.address.rpartition(":")[2])
     with pytest.raises(
@@ -301,19 +301,19 @@ def test_a_busy_port_is_named(serve: Serve) -> None:
     assert join(busy, member(0), 1).rank == 0
 
 
-def test_a_foreign_address_is_named(serve: Serve) -> None:
+def test_coordinator_at_a_foreign_address_raises(serve: Serve) -> None:
     with pytest.raises(TransportError, match="this machine does not have that address"):
         serve(1, host="192.0.2.1", insecure=True)
 
 
-def test_listening_beyond_this_machine_must_be_meant(serve: Serve) -> None:
+def test_coordinator_beyond_this_machine_needs_insecure(serve: Serve) -> None:
     with pytest.raises(ConfigError, match=r"0\.0\.0\.0:0 could be reached from other machines.*insecure=True"):
         serve(1, host="0.0.0.0")
     coordinator = serve(1, host="0.0.0.0", insecure=True)
     assert join(coordinator, member(0), 1).rank == 0
 
 
-def test_an_unresolvable_host(serve: Serve) -> None:
+def test_unresolvable_host_raises_config_error(serve: Serve) -> None:
     with pytest.raises(ConfigError, match=r"'no-such-host\.invalid' cannot be resolved"):
         serve(1, host="no-such-host.invalid")
     with pytest.raises(ConfigError, match=r"'no-such-host\.invalid' cannot be resolved"):
@@ -322,7 +322,7 @@ def test_an_unresolvable_host(serve: Serve) -> None:
         join("127.0.0.1:0", member(0), 1)
 
 
-def test_nobody_there() -> None:
+def test_register_without_a_coordinator_raises_no_connection() -> None:
     address = f"127.0.0.1:{_free_port()}"
     start = time.monotonic()
     with pytest.raises(

@@ -19,7 +19,7 @@ def acquainted() -> tuple[WorkerSeal, CoordinatorSeal]:
 
 
 @given(bodies=st.lists(st.binary(max_size=100), min_size=1, max_size=5))
-def test_holders_of_the_secret_understand_each_other(bodies: list[bytes]) -> None:
+def test_seal_and_open_with_the_same_secret_return_the_body(bodies: list[bytes]) -> None:
     worker, coordinator = acquainted()
     for body in bodies:
         request = worker.seal("Method", body)
@@ -27,7 +27,7 @@ def test_holders_of_the_secret_understand_each_other(bodies: list[bytes]) -> Non
         assert worker.open("Method", request, coordinator.seal("Method", request, body[::-1])) == body[::-1]
 
 
-def test_a_wrong_secret_is_found_at_the_first_hello() -> None:
+def test_meet_with_a_wrong_secret_raises() -> None:
     stranger, coordinator = WorkerSeal(b"another secret!!"), CoordinatorSeal(SECRET)
     with pytest.raises(Unproven):
         coordinator.meet(stranger.hello())
@@ -40,7 +40,7 @@ def test_a_wrong_secret_is_found_at_the_first_hello() -> None:
 
 
 @pytest.mark.parametrize("nonce", [b"", b"short", bytes(33)])
-def test_nonces_have_one_length(nonce: bytes) -> None:
+def test_nonce_of_another_length_raises(nonce: bytes) -> None:
     worker, coordinator = acquainted()
     with pytest.raises(Unproven):
         coordinator.meet(pb.HelloRequest(worker_nonce=nonce))
@@ -50,7 +50,7 @@ def test_nonces_have_one_length(nonce: bytes) -> None:
         worker.meet(pb.HelloReply(coordinator_nonce=nonce))
 
 
-def test_a_request_is_heard_once() -> None:
+def test_open_accepts_each_request_once() -> None:
     worker, coordinator = acquainted()
     first, second = worker.seal("Method", b"1"), worker.seal("Method", b"2")
     coordinator.open("Method", second)
@@ -59,14 +59,14 @@ def test_a_request_is_heard_once() -> None:
             coordinator.open("Method", replayed)
 
 
-def test_a_request_to_an_earlier_coordinator_is_stale() -> None:
+def test_open_request_to_an_earlier_coordinator_raises_stale() -> None:
     worker, _ = acquainted()
     with pytest.raises(Stale):
         CoordinatorSeal(SECRET).open("Method", worker.seal("Method", b""))
 
 
 @given(field=st.sampled_from(["worker_nonce", "coordinator_nonce", "sequence", "body", "proof", "method"]))
-def test_every_part_of_a_message_is_bound(field: str) -> None:
+def test_open_message_with_any_part_changed_raises(field: str) -> None:
     worker, coordinator = acquainted()
     request = worker.seal("Method", b"body")
     reply = coordinator.seal("Method", request, b"answer")
@@ -82,14 +82,14 @@ def test_every_part_of_a_message_is_bound(field: str) -> None:
         worker.open(method, request, reply)
 
 
-def test_a_request_does_not_pass_for_its_own_reply() -> None:
+def test_open_request_as_its_own_reply_raises() -> None:
     worker, _ = acquainted()
     request = worker.seal("Method", b"body")
     with pytest.raises(Unproven):
         worker.open("Method", request, request)
 
 
-def test_strangers_are_not_remembered() -> None:
+def test_open_without_proof_remembers_nothing() -> None:
     worker, coordinator = acquainted()
     for number in range(100):
         with pytest.raises(Unproven):

@@ -50,7 +50,7 @@ def join(coordinator: Coordinator, name: str, credentials: Credentials | None) -
     )
 
 
-def test_members_get_in_with_their_certificates(coordinator: Coordinator) -> None:
+def test_register_with_certificates_succeeds(coordinator: Coordinator) -> None:
     mine = tls_files.credentials("m1")
     assembly = join(coordinator, "m1/0", mine)
     assert assembly.job == coordinator.job == "tests"
@@ -58,7 +58,7 @@ def test_members_get_in_with_their_certificates(coordinator: Coordinator) -> Non
     assert unregister(coordinator.address, assembly.members[0], secret=SECRET, credentials=mine)
 
 
-def test_a_certificate_speaks_for_its_own_member_only(coordinator: Coordinator, captured: CapturedLog) -> None:
+def test_certificate_covers_its_own_member_only(coordinator: Coordinator, captured: CapturedLog) -> None:
     address, mine, others = coordinator.address, tls_files.credentials("m1"), tls_files.credentials("m2")
     with pytest.raises(Refused, match="its certificate is for m2, which cannot speak for member m1"):
         join(coordinator, "m1", others)
@@ -80,12 +80,14 @@ def made(where: Path, job: str, name: str) -> Credentials:
     return tls_files.files(where, name)
 
 
-def test_another_authority(coordinator: Coordinator, tmp_path: Path) -> None:
+def test_register_with_another_authority_is_refused(coordinator: Coordinator, tmp_path: Path) -> None:
     with pytest.raises(Refused, match="certificate"):
         join(coordinator, "m1", made(tmp_path, "tests", "m1"))
 
 
-def test_a_certificate_that_the_coordinator_does_not_know(coordinator: Coordinator, tmp_path: Path) -> None:
+def test_register_with_a_certificate_unknown_to_the_coordinator_is_refused(
+    coordinator: Coordinator, tmp_path: Path
+) -> None:
     made(tmp_path, "tests", "m1")
     believed = tmp_path / "both.pem"  # this side believes both authorities, the coordinator only its own
     believed.write_bytes((tmp_path / "ca.pem").read_bytes() + (tls_files.folder() / "ca.pem").read_bytes())
@@ -93,7 +95,7 @@ def test_a_certificate_that_the_coordinator_does_not_know(coordinator: Coordinat
         join(coordinator, "m1", Credentials(believed, tmp_path / "m1.pem", tmp_path / "m1.key"))
 
 
-def test_a_rendezvous_that_is_over_says_so_to_those_with_certificates_too() -> None:
+def test_closed_listener_answers_clients_with_certificates_too() -> None:
     listener = ClosedListener(resolve("127.0.0.1", 0)[0], "all have come")
     try:
         with pytest.raises(Refused, match="is over: all have come"):
@@ -110,13 +112,13 @@ def test_a_rendezvous_that_is_over_says_so_to_those_with_certificates_too() -> N
         listener.close()
 
 
-def test_a_member_cannot_serve_in_the_coordinators_place(serve: Serve) -> None:
+def test_register_at_a_member_that_poses_as_the_coordinator_is_refused(serve: Serve) -> None:
     impostor = serve(1, credentials=tls_files.credentials("m3"))
     with pytest.raises(Refused, match="its certificate is for m3, which may not be the coordinator"):
         join(impostor, "m1", tls_files.credentials("m1"))
 
 
-def test_member_with_a_certificate_of_another_job_is_told_both_jobs(coordinator: Coordinator, tmp_path: Path) -> None:
+def test_register_with_a_certificate_of_another_job_names_both_jobs(coordinator: Coordinator, tmp_path: Path) -> None:
     made(tmp_path, "other", "m1")
     believed = tmp_path / "both.pem"
     believed.write_bytes((tmp_path / "ca.pem").read_bytes() + (tls_files.folder() / "ca.pem").read_bytes())
@@ -124,27 +126,27 @@ def test_member_with_a_certificate_of_another_job_is_told_both_jobs(coordinator:
         join(coordinator, "m1", Credentials(believed, tmp_path / "m1.pem", tmp_path / "m1.key"))
 
 
-def test_plaintext_to_a_coordinator_with_certificates(coordinator: Coordinator) -> None:
+def test_register_in_plaintext_at_a_coordinator_with_certificates_is_refused(coordinator: Coordinator) -> None:
     with pytest.raises(Refused, match="it uses TLS: give this process certificates too"):
         join(coordinator, "m1", None)
 
 
-def test_certificates_for_a_coordinator_without(serve: Serve) -> None:
+def test_register_with_certificates_at_a_coordinator_without_is_refused(serve: Serve) -> None:
     with pytest.raises(Refused, match="it does not use TLS, and this process does"):
         join(serve(1), "m1", tls_files.credentials("m1"))
 
 
-def test_beyond_this_machine_certificates_suffice(serve: Serve) -> None:
+def test_coordinator_beyond_this_machine_accepts_certificates(serve: Serve) -> None:
     coordinator = serve(1, host="0.0.0.0", credentials=tls_files.credentials("m0"))
     assert join(coordinator, "m1", tls_files.credentials("m1")).rank == 0
 
 
-def test_the_job_is_that_of_the_certificate(serve: Serve) -> None:
+def test_coordinator_job_must_match_its_certificate(serve: Serve) -> None:
     with pytest.raises(ConfigError, match="the certificate is for job tests, and this is job other"):
         serve(1, job="other", credentials=tls_files.credentials("m0"))
 
 
-def test_old_versions_of_tls_are_not_spoken(coordinator: Coordinator) -> None:
+def test_coordinator_refuses_old_versions_of_tls(coordinator: Coordinator) -> None:
     host, _, port = coordinator.address.rpartition(":")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -155,7 +157,7 @@ def test_old_versions_of_tls_are_not_spoken(coordinator: Coordinator) -> None:
         context.wrap_socket(plain).close()
 
 
-def test_renewed_files_are_used_without_a_restart(serve: Serve, tmp_path: Path) -> None:
+def test_coordinator_uses_renewed_files_without_a_restart(serve: Serve, tmp_path: Path) -> None:
     server = made(tmp_path, "tests", "m0")
     coordinator = serve(1, minimum=1, maximum=1, credentials=server)
     before = ssl.get_server_certificate(_place(coordinator))
@@ -169,11 +171,11 @@ def _place(coordinator: Coordinator) -> tuple[str, int]:
     return host, int(port)
 
 
-def test_health_over_tls(coordinator: Coordinator) -> None:
+def test_health_check_works_over_tls(coordinator: Coordinator) -> None:
     assert serving(coordinator.address, secret=SECRET, credentials=tls_files.credentials("m1"))
 
 
-def test_grpcs_own_client_gets_in_too(coordinator: Coordinator) -> None:
+def test_grpc_client_with_certificates_is_accepted(coordinator: Coordinator) -> None:
     mine = tls_files.credentials("m1")
     with grpc.secure_channel(coordinator.address, mine.grpc_channel(), options=mine.grpc_options()) as channel:
         stub = rpc.MembershipStub(channel)  # type: ignore[no-untyped-call]

@@ -21,7 +21,7 @@ needs_proc = pytest.mark.skipif(not leftovers.PROC.exists(), reason="needs /proc
 
 
 @needs_proc
-def test_a_child_process_is_seen_until_it_is_waited_for() -> None:
+def test_leftovers_child_process_is_listed_until_it_is_waited_for() -> None:
     code = "print('up', flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
@@ -32,7 +32,7 @@ def test_a_child_process_is_seen_until_it_is_waited_for() -> None:
 
 
 @needs_proc
-def test_children_that_were_left_are_ended() -> None:
+def test_leftovers_end_children_that_were_left() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"])
     leftovers.end([child.pid])
     assert child.pid not in leftovers.children()
@@ -41,7 +41,7 @@ def test_children_that_were_left_are_ended() -> None:
 
 @needs_proc
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_UNIX])
-def test_only_listening_sockets_are_seen(family: socket.AddressFamily) -> None:
+def test_leftovers_only_listening_sockets_are_listed(family: socket.AddressFamily) -> None:
     before = leftovers.listeners()
     with socket.socket(family) as quiet:
         quiet.bind(("127.0.0.1", 0) if family == socket.AF_INET else "")
@@ -51,7 +51,7 @@ def test_only_listening_sockets_are_seen(family: socket.AddressFamily) -> None:
     assert leftovers.listeners() == before
 
 
-def test_a_thread_is_seen_unless_it_is_a_daemon() -> None:
+def test_leftovers_thread_is_listed_unless_it_is_a_daemon() -> None:
     stop = threading.Event()
     kept, daemon = threading.Thread(target=stop.wait), threading.Thread(target=stop.wait, daemon=True)
     kept.start()
@@ -77,11 +77,11 @@ class Fake:
         raise Closed("an abort that fails does not hide the failure")
 
 
-def test_results_come_by_rank() -> None:
+def test_run_ranks_returns_results_by_rank() -> None:
     assert run_ranks([Fake(rank) for rank in range(5)], lambda group: group.rank * 10) == [0, 10, 20, 30, 40]
 
 
-def test_the_first_failure_is_raised_and_aborts() -> None:
+def test_run_ranks_raises_the_first_failure_and_aborts() -> None:
     groups = [Fake(rank) for rank in range(3)]
 
     def fn(group: Fake) -> None:
@@ -113,7 +113,7 @@ def test_start_job_failed_test_shows_the_stacks_of_ranks_that_still_run(job: Sta
     assert [" in waits_for_nothing\n" in note for note in caught.value.__notes__] == [True, True]
 
 
-def test_who_does_not_end_is_shown() -> None:
+def test_run_ranks_rank_that_does_not_end_is_shown_with_its_stack() -> None:
     stop = threading.Event()
     with pytest.raises(AssertionError, match=r"(?s)not done after 1 s.*rank 0 at.*stop.wait"):
         run_ranks([Fake(0)], lambda _group: stop.wait(), timeout=1.0)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import gradwire as gw
+from gradwire.training.step_protocol import Pause, StepProtocol, Steps
 from support.ranks import run_ranks
 
 
@@ -208,11 +209,12 @@ def test_a_pass_counts_only_if_the_others_went_on_from_it(
     """Of one that was given up at the vote and has come back, whatever the others have done meanwhile."""
     run = gw.elastic({"w": np.zeros(1)})
 
-    def vote() -> None:
-        run._completed, run._completed_in = version
-        run.committed = version[0]
+    def end(protocol: StepProtocol, step: int) -> Steps:
+        protocol.completed, protocol.completed_in = version
+        protocol.committed = version[0]
+        yield Pause(0.0)
 
-    monkeypatch.setattr(run, "_vote", vote)
+    monkeypatch.setattr(StepProtocol, "end", end)
     step = next(run.steps(20))
     with step:
         pass

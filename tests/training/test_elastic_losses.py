@@ -230,20 +230,6 @@ def test_only_spoiled_copies_left_is_told_as_such() -> None:
         assert "Start the job again, from a checkpoint if the program has written one" in result
 
 
-def test_nobody_begins_with_half_a_copy_of_somebody_else_s_state() -> None:
-    def begin(group: gw.Group) -> str:
-        run = gw.Elastic({"w": np.zeros(4)}, group, 1)
-        run._overwritten = True  # as it is when the giver is lost half-way
-        try:
-            next(run.steps(1))
-        except gw.StateLost as error:
-            return str(error)
-        return "begun"
-
-    for result in run_ranks(gw.local_group(2), begin):
-        assert "nobody has the whole state" in result
-
-
 def test_a_mismatch_is_no_loss_and_is_raised() -> None:
     def differ(group: gw.Group) -> str:
         run = gw.Elastic({"w": np.zeros(1)}, group, 1)

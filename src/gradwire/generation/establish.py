@@ -94,8 +94,13 @@ def _generation(
 def _give_up(connection: Connection, membership: ElasticMembership | None, error: BaseException) -> None:
     if membership is not None:
         membership.set_up_failed(connection.failure.unreachable())
-    # These errors are raised on every rank, or by the rank that is to blame while the others go on without it.
-    if isinstance(error, UnsupportedOp) or (membership is not None and isinstance(error, ConfigError)):
+    if is_known_to_others(error, elastic=membership is not None):
         connection.lifetime.close()
     else:
         connection.lifetime.give_up(error)
+
+
+def is_known_to_others(error: BaseException, *, elastic: bool) -> bool:
+    """Whether the other ranks find out for themselves why a set-up failed here: such errors are raised on every rank,
+    or by the rank that is to blame while the others go on without it."""
+    return isinstance(error, UnsupportedOp) or (elastic and isinstance(error, ConfigError))

@@ -106,18 +106,23 @@ class UnmatchedMessages:
     def __init__(self) -> None:
         # By group and tag, then by the rank that is said to have sent it, and the one that has.
         self._places: dict[tuple[int, int], dict[tuple[int, int], deque[IncomingMessage]]] = {}
-        self._arrived = 0
+        self.arrived = 0  # messages, so far
 
     def add(self, letter: IncomingMessage) -> None:
         if not letter.number:
-            self._arrived += 1
-            letter.number = self._arrived
+            self.arrived += 1
+            letter.number = self.arrived
         queue = self._places.setdefault((letter.group, letter.tag), {}).setdefault(letter.sender, deque())
         later = (position for position, other in enumerate(queue) if letter.number < other.number)
         if queue and letter.number < queue[-1].number:  # one that was taken and is put back
             queue.insert(next(later), letter)
         else:
             queue.append(letter)
+
+    @property
+    def queues(self) -> int:
+        """How many groups and tags have messages: nothing is kept of others."""
+        return len(self._places)
 
     def find(self, request: Request) -> IncomingMessage | None:
         """The eldest letter that a request means."""
@@ -151,7 +156,7 @@ class Mailbox:
         self.changed = threading.Condition(threading.RLock())
         self._accept = accept  # tells the sender of an offer (a world rank) to go on
         self._relieved = relieved  # told when a peer that was overfull no longer is
-        self._shelf = UnmatchedMessages()
+        self.unmatched = UnmatchedMessages()
         self._requests: list[Request] = []
         self._offers: dict[int, Offer] = {}
         self._offered: dict[tuple[int, int], IncomingMessage] = {}  # by sender and identity, until the payload is here
@@ -174,7 +179,7 @@ class Mailbox:
     def ask(self, request: Request) -> None:
         """Post a `recv`; it may be done at once."""
         with self.changed:
-            letter = self._shelf.find(request)
+            letter = self.unmatched.find(request)
             if letter is None:
                 self._requests.append(request)
             else:
@@ -220,11 +225,11 @@ class Mailbox:
         self.changed.notify_all()
 
     def _keep(self, letter: IncomingMessage) -> None:
-        self._shelf.add(letter)
+        self.unmatched.add(letter)
         self._kept[letter.world] = self._kept.get(letter.world, 0) + letter.weight
 
     def _unkeep(self, letter: IncomingMessage) -> None:
-        self._shelf.take(letter)
+        self.unmatched.take(letter)
         was_overfull = self.overfull(letter.world)
         self._kept[letter.world] -= letter.weight
         if was_overfull and not self.overfull(letter.world):

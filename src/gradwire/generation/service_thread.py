@@ -45,7 +45,7 @@ class ServiceThread:
         self._transport = transport
         self._cut_off = cut_off
         self.control = Control(
-            identity.rank, identity.names, identity.number, self._post_control, self._broke, rounds.receive
+            identity.rank, identity.names, identity.number, self.post_control, self._broke, rounds.receive
         )
         self._control_sink = ControlSink(self.control, identity.check_header)
         host = identity.topology.host_of(identity.rank)
@@ -74,7 +74,7 @@ class ServiceThread:
 
     def close(self) -> None:
         """Say goodbye, and end when it is sent."""
-        if self._thread.is_alive():
+        if self.serving:
             self.control.goodbye()
             self._ending = True
             self._bell.ring()
@@ -88,6 +88,11 @@ class ServiceThread:
     def _broke(self) -> None:
         self.failure.halt()
 
+    @property
+    def serving(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
     # -- links --------------------------------------------------------------------------------------------------------
 
     def add_control_link(self, link: Link) -> None:
@@ -100,6 +105,10 @@ class ServiceThread:
         self.control.introduce(link.peer)
         with self._met:
             self._met.notify_all()
+
+    def outbox(self, peer: int, channel: int) -> Outbox | None:
+        """Where messages to a world rank wait for their turn, if there is a link that this rank writes to."""
+        return self._outboxes.get((peer, channel))
 
     def not_met(self, peers: Iterable[int]) -> list[int]:
         """Those of these world ranks with which there is no control link."""
@@ -122,7 +131,7 @@ class ServiceThread:
         with self._lock:
             dialling = self._message_links.setdefault(peer, threading.Lock())
         with dialling:
-            outbox = self._outboxes.get((peer, MESSAGE_CHANNEL))
+            outbox = self.outbox(peer, MESSAGE_CHANNEL)
             if outbox is None:
                 outbox = self._serve_messages(dial(), MESSAGE_CHANNEL)
             return outbox
@@ -164,14 +173,15 @@ class ServiceThread:
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
-    def _post_control(self, peer: int, payload: bytes) -> None:
+    def post_control(self, peer: int, payload: bytes) -> None:
+        """Send a control message to a world rank, in its turn."""
         self._post(peer, CONTROL_CHANNEL, self._identity.frame(Kind.CONTROL, payload))
 
     def _accept_offer(self, world: int, letter: IncomingMessage) -> None:
         self._post(world, -MESSAGE_CHANNEL, self._identity.frame(Kind.ACCEPT, sequence=letter.identity))
 
     def _post(self, peer: int, channel: int, message: bytes) -> None:
-        outbox = self._outboxes.get((peer, channel))
+        outbox = self.outbox(peer, channel)
         if outbox is not None and outbox.full:  # who asks without end and hears no answer must not fill our memory
             # The service thread reports it: a thread that posts may hold the mailbox's lock, and the control takes it
             # while it holds its own.
@@ -240,7 +250,7 @@ class ServiceThread:
     def _may_read(self, reader: Reader) -> bool:
         """Whoever sends more than is asked for has to wait; but not with answers, which come on links dialled here."""
         link = reader.link
-        dialled = self._outboxes.get((link.peer, MESSAGE_CHANNEL))
+        dialled = self.outbox(link.peer, MESSAGE_CHANNEL)
         answers = dialled is not None and dialled.link is link
         return link.channel != MESSAGE_CHANNEL or answers or not self.mailbox.overfull(link.peer)
 

@@ -23,14 +23,14 @@ from gradwire.operations.types import settled
 
 
 class GroupParts(NamedTuple):
-    """The objects that a group is made of: for the code that sets jobs up, and for tests."""
+    """The objects that a group is made of: for tests, which look at them or make them fail."""
 
     generation: Generation
     runner: CollectiveRunner
 
 
 def parts_of(group: Group) -> GroupParts:
-    """The objects behind a group. Training code and adapters use `GroupInternals` instead."""
+    """The objects behind a group. The packages themselves use `GroupInternals` instead."""
     return GroupParts(group._generation, group._runner)
 
 

@@ -86,7 +86,7 @@ class Stream:
             works = list(self._works)
         if works:
             works[-1].hurry(here=deadline is None)
-        late = next((work for work in works if not work.has_ended(_left(deadline))), None)
+        late = next((work for work in works if not work._done.wait(_left(deadline))), None)
         ended = {work for work in works if work.done}
         first = next((work._error for work in works if work in ended and work._error is not None), None)
         if late is not None and first is None:

@@ -113,10 +113,6 @@ class Work:
                 raise
             log.exception("a callback of %s failed", self.operation)
 
-    def has_ended(self, within: float | None) -> bool:
-        """Whether it is done in so many seconds, well or badly; None waits without a limit. Raises nothing."""
-        return self._done.wait(within)
-
     def heed(self) -> BaseException | None:
         """The error, if there is one; from now on somebody knows of it."""
         self._heeded = True

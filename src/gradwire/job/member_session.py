@@ -1,4 +1,4 @@
-"""A process's place in a job, for its life: how it takes part in one generation after another."""
+"""A process's place in a job, for its life: it performs what `SessionProtocol` asks for, with sockets."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from gradwire.errors import Broken, ConfigError, GradwireError, NoConnection, Refused, Timeout, UnsupportedOp
+from gradwire.drive import drive
+from gradwire.errors import ConfigError, GradwireError
 from gradwire.generation.elastic_membership import ElasticMembership
 from gradwire.generation.establish import Endpoint
 from gradwire.generation.generation import Generation
@@ -26,6 +28,7 @@ from gradwire.job import process_hooks
 from gradwire.job.address import Address
 from gradwire.job.config import JobConfig
 from gradwire.job.environments import torchrun
+from gradwire.job.session_protocol import Failure, Past, Register, Repeat, Request, SessionProtocol, SetUp
 from gradwire.membership import Assembly, Member
 from gradwire.membership.client.news_pipe import NewsReader
 from gradwire.membership.closed_listener import ClosedListener
@@ -46,7 +49,6 @@ log = logging.getLogger("gradwire")
 
 HOST = "GRADWIRE_HOST"  # overrides the identity of this machine: several "hosts" on one, for tests
 LEAVE_SECONDS = 1.0  # for the coordinator to hear that a member has left
-SET_UP_SECONDS = 10.0  # in which the members of an elastic job's generation must have found each other
 TELL_SECONDS = 5.0  # between two lines about what a member waits for
 
 Agree = Callable[[str | None, float], str]
@@ -74,12 +76,7 @@ class MemberSession:
         self._job = config.job or (self._credentials.job if self._credentials else None)
         self._seal: WorkerSeal | None = None  # for all registrations, from the first one on
         self._succession = threading.Lock()
-        self._rank = -1  # in the last generation
-        self._generation = 0  # the last one this process was in
-        self._run = b""  # of that one
-        self._lost: tuple[str, ...] = ()  # its members that this process could not reach
-        self._stranger = False
-        self._stood_still = False
+        self._protocol = SessionProtocol(config.elastic)
         self._news = _news_pipe() if config.elastic else None
         self._lease: Lease | None = None
 
@@ -96,27 +93,16 @@ class MemberSession:
 
     def take(self, deadline: float) -> Group:
         """The group of the next generation. In an elastic job members that are lost meanwhile are done without."""
-        while True:
-            try:
-                return process_hooks.keep(self._take(deadline))
-            except (Broken, NoConnection, ConfigError, UnsupportedOp) as error:
-                recoverable = self.config.elastic and self._is_others_fault(error)
-                if not recoverable or time.monotonic() >= deadline:
-                    raise
-                log.warning("generation %d did not come about: %s", self._generation, error)
-
-    def _is_others_fault(self, error: GradwireError) -> bool:
-        """Whether the job can go on without the member that is to blame. What is wrong with one member's entry is
-        blamed on that member: the others regroup without it, and it raises the error itself."""
-        if isinstance(error, ConfigError | UnsupportedOp):
-            return error.peer not in (None, self._rank)
-        return not isinstance(error, Refused)
+        joining = _Joining(self, deadline)
+        drive(self._protocol.next_generation(), joining.perform)
+        assert joining.group is not None
+        return process_hooks.keep(joining.group)
 
     def next(self, generation: Generation, timeout: float) -> Group:
         """Leave a generation, broken or not, and take part in the next; who asks late gets the present one."""
         with self._succession:
             present = process_hooks.current()
-            if generation.identity.number < self._generation and present is not None:
+            if generation.identity.number < self._protocol.generation and present is not None:
                 return present
             deadline = time.monotonic() + timeout
             broken = not generation.control.sound
@@ -135,62 +121,74 @@ class MemberSession:
 
     def _leave(self, generation: Generation) -> Callable[[], None]:
         """Remember for the coordinator whom this process could not reach; what this returns ends the generation."""
-        lost = generation.failure.unreachable()
-        self._lost = tuple(generation.member_ids[rank] for rank in sorted(lost))
-        self._stood_still = generation.lifeline.standstill.lately(time.monotonic())
-        if generation.membership is not None:
-            self._stranger = generation.membership.lacks_state
-            generation.membership.go_on()
+        membership, stood_still = generation.membership, generation.lifeline.standstill.lately(time.monotonic())
+        stranger = membership is not None and membership.lacks_state
+        self._protocol.leave(generation.failure.unreachable(), stranger=stranger, stood_still=stood_still)
+        if membership is not None:
+            membership.go_on()
         return generation.close
 
-    def _take(self, deadline: float) -> Group:
-        transport = TcpTransport(_own_address(self._address), self._credentials)
+    # -- what the protocol asks for -----------------------------------------------------------------------------------
+
+    def register(self, past: Past, transport: TcpTransport, deadline: float) -> Assembly | Failure:
+        """The next generation, from the coordinator."""
         try:
-            endpoint = self._assemble(self._register(transport, deadline), transport)
-        except BaseException:
+            return self._ask(past, transport, deadline)
+        except BaseException as error:
             transport.close()
+            if isinstance(error, GradwireError):
+                return Failure(error)
             raise
-        if self.config.elastic:  # a frozen member must not hold up the others
-            deadline = min(deadline, time.monotonic() + SET_UP_SECONDS)
+
+    def set_up(self, request: SetUp, transport: TcpTransport, deadline: float) -> Group | Failure:
+        """The group of a generation, when its members are connected."""
+        try:
+            endpoint = self._assemble(request.assembly, transport, request.joined)
+        except GradwireError as error:
+            transport.close()
+            return Failure(error)
+        if request.within is not None:
+            deadline = min(deadline, time.monotonic() + request.within)
         try:
             return self._connect(endpoint, self.config, deadline)
         except BaseException as error:
-            if (membership := endpoint.membership) is not None:
-                self._stranger, self._stood_still = membership.joined, False
-                lost = _out_of_reach(membership.unreachable, error)
-                self._lost = tuple(endpoint.member_ids[rank] for rank in sorted(lost))
+            if isinstance(error, GradwireError):
+                membership = endpoint.membership
+                return Failure(error, frozenset() if membership is None else membership.unreachable)
             raise
 
-    def _elastic_membership(self) -> ElasticMembership:
+    def new_transport(self) -> TcpTransport:
+        return TcpTransport(_own_address(self._address), self._credentials)
+
+    def _elastic_membership(self, joined: bool) -> ElasticMembership:
         """How this member gets to the generation after the one that it has registered for."""
         if self._news is not None:
             news, cuts = self._own_news(self._news.latest), self._news.cuts
-            return ElasticMembership(self.next, self.give_up, joined=self._stranger, news=news, cuts=cuts)
+            return ElasticMembership(self.next, self.give_up, joined=joined, news=news, cuts=cuts)
         if self._lease is None:  # nobody speaks for this worker
             from gradwire.membership.client.worker_lease import Lease
 
             self._lease = Lease(
-                str(self._address), self._id, run=self._run, secret=self._secret, credentials=self._credentials
+                str(self._address), self._id, run=self._protocol.run, secret=self._secret, credentials=self._credentials
             )
             self._lease.start()
         lease = self._lease
-        lease.enter(self._run)
+        lease.enter(self._protocol.run)
         news = self._own_news(lambda: lease.news)
-        return ElasticMembership(self.next, self.give_up, joined=self._stranger, news=news)
+        return ElasticMembership(self.next, self.give_up, joined=joined, news=news)
 
     def _own_news(self, latest: Callable[[], News | None]) -> Callable[[], News | None]:
-        """The latest news, unless it is of another run: whatever happens there, it does not concern this member."""
-        run = self._run
+        """The latest news, unless it is of another run."""
 
         def own() -> News | None:
             news = latest()
-            return news if news is None or news.run in (b"", run) else None
+            return news if self._protocol.concerns(news) else None
 
         return own
 
     # -- finding the others -------------------------------------------------------------------------------------------
 
-    def _register(self, transport: TcpTransport, deadline: float) -> Assembly:
+    def _ask(self, past: Past, transport: TcpTransport, deadline: float) -> Assembly:
         from gradwire.membership.client import requests
         from gradwire.membership.sealing import WorkerSeal
 
@@ -202,7 +200,7 @@ class MemberSession:
                 agreed = self._agree(coordinator.address if coordinator else None, left)
                 self._address = Address.parse(agreed, "the address that the ranks agreed on")
                 self._secret_for(self._address)  # checks it too: the ranks' store proves nothing
-            first = self._generation == 0
+            first = past.generation == 0
             self._place = self._member(transport, config.rank if first else None)
             return requests.register(
                 str(self._address),
@@ -211,11 +209,7 @@ class MemberSession:
                 secret=self._secret,
                 job=self._job,
                 timeout=left,
-                generation=self._generation,
-                run=self._run,
-                lost=self._lost,
-                stranger=self._stranger,
-                stood_still=self._stood_still,
+                **asdict(past),
                 transport=config.transport if config.transport == "shm" or native_core.available() else "tcp",
                 credentials=self._credentials,
                 waiting=_Teller(),
@@ -234,7 +228,7 @@ class MemberSession:
                 self._place,
                 secret=self._secret,
                 finished=finished,
-                run=self._run,
+                run=self._protocol.run,
                 timeout=LEAVE_SECONDS,
                 credentials=self._credentials,
             )
@@ -287,12 +281,10 @@ class MemberSession:
 
     # -- becoming a generation ----------------------------------------------------------------------------------------
 
-    def _assemble(self, assembly: Assembly, transport: TcpTransport) -> Endpoint:
+    def _assemble(self, assembly: Assembly, transport: TcpTransport, joined: bool) -> Endpoint:
         members = assembly.members
-        self._stranger = self._stranger or assembly.generation > self._generation + 1
-        self._generation, self._run, self._rank, self._lost = assembly.generation, assembly.run, assembly.rank, ()
         topology = Topology.of([member.host for member in members])
-        places = [self._place_of(rank, member) for rank, member in enumerate(members)]
+        places = [_place_of(rank, member) for rank, member in enumerate(members)]
         neighbours = sum(member.host == members[assembly.rank].host for member in members)
         transport.assemble(
             rank=assembly.rank,
@@ -306,15 +298,8 @@ class MemberSession:
         names = tuple(str(member) for member in members)
         identity = Identity(assembly.run, assembly.generation, assembly.rank, names, topology)
         ids = tuple(member.id for member in members)
-        membership = self._elastic_membership() if self.config.elastic else None
+        membership = self._elastic_membership(joined) if self.config.elastic else None
         return Endpoint(identity, transport, ids, membership, tuple(self._closed_listeners()))
-
-    def _place_of(self, rank: int, member: Member) -> Address:
-        try:
-            return Address.parse(member.address, f"the address of {member}")
-        except ConfigError as error:
-            self._lost = (member.id,)
-            raise ConfigError(str(error), peer=rank) from error
 
     def _link_key(self, assembly: Assembly) -> bytes:
         if isinstance(self._secret, bytes):
@@ -323,20 +308,37 @@ class MemberSession:
         return assembly.link_key
 
 
-def _out_of_reach(unreachable: frozenset[int], error: BaseException) -> frozenset[int]:
-    """The ranks that this one could not reach while the generation came together, given those that it knows of.
+class _Joining:
+    """One way into the next generation: performs what the protocol asks for, until `group` is there."""
 
-    A rank that refuses connections is dead, or has left for the next generation: others know. Silence is a complaint,
-    and so is an entry that cannot be worked with.
-    """
-    silent = None
-    if isinstance(error, NoConnection) and not isinstance(error.__cause__, ConnectionRefusedError):
-        silent = error.peer
-    elif isinstance(error, Timeout):
-        silent = error.culprit
-    elif isinstance(error, ConfigError | UnsupportedOp):
-        silent = error.peer
-    return unreachable if silent is None else unreachable | {silent}
+    def __init__(self, session: MemberSession, deadline: float) -> None:
+        self._session, self._deadline = session, deadline
+        self._transport: TcpTransport | None = None
+        self.group: Group | None = None
+
+    def perform(self, request: Request) -> Assembly | Failure | None:
+        match request:
+            case Register(past):
+                self._transport = self._session.new_transport()
+                return self._session.register(past, self._transport, self._deadline)
+            case SetUp():
+                assert self._transport is not None
+                made = self._session.set_up(request, self._transport, self._deadline)
+                if isinstance(made, Failure):
+                    return made
+                self.group = made
+            case Repeat(generation, error):
+                if time.monotonic() >= self._deadline:
+                    raise error
+                log.warning("generation %d did not come about: %s", generation, error)
+        return None
+
+
+def _place_of(rank: int, member: Member) -> Address:
+    try:
+        return Address.parse(member.address, f"the address of {member}")
+    except ConfigError as error:
+        raise ConfigError(str(error), peer=rank) from error
 
 
 def _logged(act: Callable[[], None]) -> Callable[[], None]:

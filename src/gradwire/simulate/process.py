@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from gradwire.simulate.time import Action, Clock, Event, Timeline
 
+Request = TypeVar("Request")
 Program = Generator[float | None, None, Any]
 """What a thread of a process does: it yields the seconds for which it waits unless it is woken; None: only that."""
+
+
+def drive(protocol: Generator[Request, Any, Any], perform: Callable[[Request], Program]) -> Program:
+    """Run a protocol as `gradwire.drive.drive` does, in virtual time: `perform` gives a program for each request."""
+    try:
+        request = next(protocol)
+        while True:
+            try:
+                answer = yield from perform(request)
+            except Exception as error:
+                request = protocol.throw(error)
+            else:
+                request = protocol.send(answer)
+    except StopIteration as end:
+        return end.value
 
 
 class Stream(Protocol):
@@ -49,6 +65,12 @@ class Process:
             self._kept.append(action)
         elif self.alive:
             action()
+
+    def compute(self, seconds: float) -> Program:
+        """Work that notices nothing of what happens around it."""
+        until = self.now + seconds
+        while self.now < until - 1e-9:
+            yield until - self.now
 
     def wake(self) -> None:
         """Something came for this process, for whichever program of it waits."""

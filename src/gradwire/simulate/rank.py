@@ -6,12 +6,16 @@ which they are driven, are simulated.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from gradwire.errors import NoConnection
+import numpy as np
+
+from gradwire.arrays import Array, raw
+from gradwire.errors import ConfigError, NoConnection
 from gradwire.generation.connection import EXPECTED_SECONDS
-from gradwire.job.member_session import SET_UP_SECONDS
+from gradwire.job.session_protocol import SET_UP_SECONDS
 from gradwire.liveness import control_messages
 from gradwire.liveness.control_protocol import (
     Break,
@@ -39,6 +43,8 @@ from gradwire.transports.tcp.dial import REFUSING_SECONDS, RETRY_SECONDS
 
 CONTROL, DATA, STATE = 1, 2, 3  # channels
 VERSION, OTHER_VERSION = b"version 2", b"version 1"  # of the set-up protocol
+VALUE_BYTES = 160  # of a value that ranks tell each other
+CHUNK = 16  # bytes of state
 FAIR_SECONDS = 1.0  # without an answer, before that can be held against anybody
 
 
@@ -93,7 +99,6 @@ class Rank:
         self._pulses: dict[int, tuple[Pulse, Pulse]] = {}  # by rank: to listen to, and to beat
         self._beats = 0
         self._due: Event | None = None
-        self._unreachable: set[int] = set()
         self._misfits: dict[int, None] = {}  # that speak another version of the set-up protocol
         self._version = version
         self._ends: list[End] = []
@@ -102,9 +107,8 @@ class Rank:
 
     # -- finding each other -------------------------------------------------------------------------------------------
 
-    def connect(self) -> Program:
+    def connect(self, deadline: float) -> Program:
         """Dial the ranks below and wait for those above; `NoConnection` names one that cannot be found."""
-        deadline = self.worker.now + SET_UP_SECONDS
         for channel in (CONTROL, DATA):
             yield from self.dial(range(self.rank), channel, deadline)
         look_at = self.worker.now + EXPECTED_SECONDS
@@ -117,12 +121,12 @@ class Rank:
             if self.worker.now >= look_at:
                 look_at = self.worker.now + EXPECTED_SECONDS
                 if not self._peers.listens(self.assembly.members[missing[0]]):
-                    raise self._not_found(missing[0], "has registered and then ended", accused=False)
+                    raise self._refused(missing[0]) from ConnectionRefusedError()
             yield 0.1
 
     def _check_versions(self) -> None:
         for peer in self._misfits:
-            raise self._not_found(peer, "speaks another version of the set-up protocol")
+            raise ConfigError(f"rank {peer} speaks another version of the set-up protocol", peer=peer)
 
     def _missing(self) -> list[int]:
         above = range(self.rank + 1, self.size)
@@ -139,7 +143,7 @@ class Rank:
                     welcome = end.take()
                 except LinkClosed:
                     if now - since > REFUSING_SECONDS or now >= deadline:
-                        raise self._not_found(peer, "does not listen any more", accused=False) from None
+                        raise self._refused(peer) from ConnectionRefusedError()
                     yield RETRY_SECONDS
                     calling[peer] = (self._call(peer, channel), since)
                     continue
@@ -168,11 +172,13 @@ class Rank:
         self._ends.append(end)
         return end
 
-    def _not_found(self, peer: int, why: str, accused: bool = True) -> NoConnection:
-        """Whoever closed its door is dead, or has gone on: that is for others to find out. Silence is a complaint."""
-        if accused:
-            self._unreachable.add(peer)
-        return NoConnection(f"rank {peer}, {self.ids[peer]}, {why}", peer=peer)
+    def _not_found(self, peer: int, why: str, *, accused: bool) -> NoConnection:
+        """Silence is held against a rank, unless it may be this rank's own."""
+        return NoConnection(f"rank {peer}, {self.ids[peer]}, {why}", peer=peer if accused else None)
+
+    def _refused(self, peer: int) -> NoConnection:
+        """A rank that closed its door is dead, or has gone on: that is for others to find out."""
+        return NoConnection(f"rank {peer}, {self.ids[peer]}, does not listen any more", peer=peer)
 
     def welcome(self, hello: Hello, end: End) -> None:
         """A member of this generation has dialled."""
@@ -206,6 +212,47 @@ class Rank:
             self._hear(peer, end)  # what came right behind the welcome
         else:
             end.ready = self.worker.wake
+
+    # -- what ranks tell and hand each other --------------------------------------------------------------------------
+
+    def gather(self, value: Any, algorithm: str) -> Program:
+        """The values of all ranks, by rank."""
+        text = json.dumps(value).encode().ljust(VALUE_BYTES)
+        told = np.empty(VALUE_BYTES * self.size, np.uint8)
+        yield from self.calls.run("all_gather", algorithm, np.frombuffer(text, np.uint8), told)
+        return [json.loads(part.tobytes()) for part in told.reshape(self.size, VALUE_BYTES)]
+
+    def pull(self, state: Array, giver: int, overwrite: bool) -> Program:
+        """In pieces, put into place when all are there; a member that has nothing to lose lets them overwrite it."""
+        try:
+            yield from self.dial((giver,), STATE, self.worker.now + SET_UP_SECONDS)
+        except NoConnection:
+            yield from self.calls.find_out(giver, "transfer")
+        link, pulled, got = self.links[STATE][giver], state if overwrite else state.copy(), 0
+        view = raw(pulled)
+        while got < len(view):
+            try:
+                got += link.receive([view[got:]])
+            except LinkClosed:
+                yield from self.calls.find_out(giver, "transfer")
+            yield from self.calls.check("transfer")
+            if got < len(view):
+                yield None
+        state[:] = pulled
+
+    def give(self, state: Array, taker: int, seconds: float) -> Program:
+        """Send a state, which takes some seconds."""
+        while taker not in self.links[STATE]:
+            yield from self.calls.check("transfer")
+            yield None
+        data = state.tobytes()
+        for begin in range(0, len(data), CHUNK):
+            yield from self.worker.compute(seconds * CHUNK / len(data))
+            yield from self.calls.check("transfer")
+            try:
+                self.links[STATE][taker].send([data[begin : begin + CHUNK]])
+            except LinkClosed:
+                yield from self.calls.find_out(taker, "transfer")
 
     # -- the service thread -------------------------------------------------------------------------------------------
 
@@ -280,11 +327,6 @@ class Rank:
         """This generation does not come about: the others need not wait for this member."""
         if self.control.sound:
             self.handle(Found(Finding("aborted", reason, self.rank)))
-
-    def complaints(self) -> tuple[str, ...]:
-        """The ids of those that this member itself could not reach."""
-        lost = {*self.control.complaints, *self._unreachable}
-        return tuple(self.ids[rank] for rank in sorted(lost))
 
     def close(self) -> None:
         """Say goodbye and let go of all links."""

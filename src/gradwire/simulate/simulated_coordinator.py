@@ -1,19 +1,21 @@
-"""The simulated coordinator: the real membership behind calls, with a journal that survives its crashes."""
+"""The simulated coordinator: the real rules of calls, with a journal that survives its crashes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 from typing import Any, Literal, Protocol
 
 from gradwire.errors import JournalError
+from gradwire.membership.coordinator import call_rules
+from gradwire.membership.coordinator.call_rules import CallRules
 from gradwire.membership.coordinator.state_machine import Membership
-from gradwire.membership.types import Change, Claim, News, Outcome, Refusal, Waiting
-from gradwire.security.tokens import Gate
+from gradwire.membership.types import Change, Claim, Waiting
 from gradwire.simulate.coordinator_calls import CallTarget, Denied, Request, Stale, Unreachable
 from gradwire.simulate.disk import Disk
-from gradwire.simulate.network import Network
+from gradwire.simulate.network import Network, nothing
 from gradwire.simulate.process import Process
 from gradwire.simulate.scenario import Setting
 from gradwire.simulate.time import Clock, Event
@@ -31,6 +33,10 @@ class _Held:
     claim: Claim
     request: Request
     until: float
+
+
+class _Crashed(Exception):
+    """The coordinator ended while it answered a call."""
 
 
 class Observer(Protocol):
@@ -61,10 +67,13 @@ class Coordinator(CallTarget):
         self._held: list[_Held] = []
         self._doomed: Moment | None = None
         self._due: Event | None = None
-        self._failed = False  # the journal could not be written: nobody is told anything any more
-        self._gate_changed = False
+        self._formed = False  # a generation, of which those who wait have not been told
         self._unsynced = 0  # entries that the fsync under way has not made safe
         self._load()
+
+    @property
+    def membership(self) -> Membership:
+        return self._rules.membership
 
     @property
     def run(self) -> bytes:
@@ -81,26 +90,22 @@ class Coordinator(CallTarget):
     def _load(self) -> None:
         """Go on from the journal; without one this is a new run."""
         snapshot = self.disk.load()
-        self._gate = Gate(JOB)
-        if snapshot is not None:
-            self.membership = Membership.restore(snapshot, self.now)
-            self._gate.restore(snapshot["tokens"])
-            return
         setting = self._setting
-        self._runs += 1
-        self.membership = Membership(
+        membership = Membership(
             JOB,
-            run_id(self._runs),
+            run_id(self._runs + 1),
             start=setting.start,
             minimum=setting.minimum,
             maximum=setting.maximum,
             lease=setting.lease,
             settle=setting.settle,
         )
-        self.disk.save(self._snapshot())
-
-    def _snapshot(self) -> dict[str, Any]:
-        return self.membership.snapshot() | {"tokens": self._gate.snapshot()}
+        self._rules = CallRules(membership, self._save, self._report)
+        if snapshot is not None:
+            self._rules.resume(snapshot, self.now)
+        else:
+            self._runs += 1
+            self.disk.save(self._rules.snapshot())
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
@@ -111,104 +116,75 @@ class Coordinator(CallTarget):
         if request.sequence <= self._newest.get(request.session, 0):
             return
         self._newest[request.session] = request.sequence
-        if self._failed:
-            self._answer(request, Unreachable())
-            return
-        claim, outcome = self._event(request)
-        if self._write():
-            if claim is not None and isinstance(outcome, Waiting):
-                self._held.append(_Held(claim, request, self.now + HOLD_SECONDS))
-                self.later(HOLD_SECONDS, self._look)
-            else:
-                self._answer(request, outcome)
+        self._attempt(lambda: self._call(request), lambda: self._answer(request, Unreachable()))
+
+    def _attempt(self, act: Callable[[], None], failed: Callable[[], None] = nothing) -> None:
+        """Do something with the membership, and tell those who wait what has become of it. `failed` is called if the
+        journal cannot be written; a coordinator that crashes meanwhile does nothing more."""
+        try:
+            act()
             self._answer_held()
             self._plan_look()
+        except JournalError:
+            failed()
+        except _Crashed:
+            pass
 
-    def _event(self, request: Request) -> tuple[Claim | None, Any]:
-        """Tell the membership; the claim, if the call made one, and what it answers."""
+    def _call(self, request: Request) -> None:
         match request.method, request.body:
             case "register", Claim() as body:
-                claim = replace(body, sequence=request.sequence)
-                return claim, self._register(claim, request.ticket)
+                claim = replace(body, sequence=self._rules.next_call())
+                outcome: Any = self._rules.register(claim, request.ticket, self.now, self.timeline.now)
+                if isinstance(outcome, Waiting):
+                    self._held.append(_Held(claim, request, self.now + HOLD_SECONDS))
+                    self.later(HOLD_SECONDS, self._look)
+                    return
             case "beat", (ids, gone, run):
-                return None, self._beat(ids, gone, run, request.ticket)
+                outcome = self._rules.beat(ids, gone, run, request.ticket, self.now)
             case "leave", (member, run):
-                if not self._gate.speaks_for(request.ticket, member.id):
-                    return None, Denied(f"its join token has not let {member.id} in")
-                return None, self.membership.leave(member, self.now, run=run)
-        raise ValueError(request.method)
-
-    def _register(self, claim: Claim, ticket: bytes) -> Outcome:
-        """As `CoordinatorServicer` does: a use of a join token counts only if the membership has accepted the claim."""
-        name, now = claim.member.id, self.timeline.now
-        reason = self._gate.refusal(ticket, name, now, self.membership.knows) if ticket else None
-        if reason is not None:
-            return Refusal(reason)
-        outcome = self.membership.register(claim, self.now)
-        if not isinstance(outcome, Refusal) and self._gate.admit(ticket, name):
-            self._gate_changed = True
-        return outcome
-
-    def _beat(self, ids: list[str], gone: list[str], run: bytes, ticket: bytes) -> News:
-        """As `CoordinatorServicer` does: ids for which a join token does not speak are ignored."""
-        theirs = [name for name in ids if self._gate.speaks_for(ticket, name)]
-        gone = [name for name in gone if self._gate.speaks_for(ticket, name)]
-        if gone:
-            self.membership.gone(gone, self.now, run)
-        news = self.membership.beat(theirs, self.now, run)
-        return replace(news, unknown=(*news.unknown, *set(ids).difference(theirs)))
+                try:
+                    outcome = self._rules.leave(member, request.ticket, self.now, run=run)
+                except call_rules.Denied as denied:
+                    outcome = Denied(str(denied))
+            case _:
+                raise ValueError(request.method)
+        self._answer(request, outcome)
 
     def _answer(self, request: Request, outcome: Any) -> None:
         self.do(lambda: self._network.call(self, request.caller, lambda: request.answer(outcome)))
 
     def _answer_held(self) -> None:
-        """Tell those who wait what has become of it."""
-        for held in list(self._held):
-            outcome = self.membership.outcome(held.claim, self.now)
-            if not self._write():
-                return
-            if not isinstance(outcome, Waiting) or self.now >= held.until:
-                self._held.remove(held)
-                self._answer(held.request, outcome)
+        """Answer those whom a new generation concerns, and those who have waited long enough."""
+        formed, self._formed = self._formed, False
+        for held in [held for held in self._held if formed or self.now >= held.until]:
+            self._held.remove(held)
+            self._answer(held.request, self._rules.outcome(held.claim, self.now))
 
-    def _write(self) -> bool:
-        """Put what lasts into the journal; False if it ended over that. While the disk is slow, nobody is told."""
-        changes = self.membership.changes()
-        if any(change.kind == "formed" for change in changes):
-            self._gate.registered(self.member_ids)
-        for change in changes:
-            if change.kind == "went" and change.member and not self.membership.knows(change.member):
-                self._gate_changed |= self._gate.release(change.member)
-        lasting = self._gate_changed or any(change.lasting for change in changes)
-        self._gate_changed = False
-        if lasting:
-            if self._doomed == "unwritten":
-                self._fall("with a change unwritten")
-                return False
-            if not self._save():
-                return False
-        for change in changes:
-            self.do(partial(self._observer.changed, change))
-        if any(change.kind == "formed" for change in changes):
-            number, ids = self.membership.generation, self.member_ids
-            self.do(lambda: self._observer.formed(number, ids))
-        if self._doomed == "untold" and lasting:
-            self._fall("with a change untold")
-            return False
-        return True
-
-    def _save(self) -> bool:
+    def _save(self, changes: Sequence[Change], snapshot: Mapping[str, Any]) -> None:
+        """Write an entry of the journal. While the disk is slow, nobody is told anything."""
+        if self._doomed == "unwritten":
+            self._fall("with a change unwritten")
+            raise _Crashed
         try:
-            seconds = self.disk.save(self._snapshot())
+            seconds = self.disk.save(snapshot)
         except JournalError as error:
             self._fail(error)
-            return False
+            raise
         if seconds and not self.frozen:
             self._observer.note(self, "waits %.2f s for its disk", seconds)
             self.freeze()
             self.timeline.after(seconds, partial(self._synced, self._start))
         self._unsynced += self.frozen
-        return True
+
+    def _report(self, changes: Sequence[Change]) -> None:
+        for change in changes:
+            self.do(partial(self._observer.changed, change))
+        if any(change.kind == "formed" for change in changes):
+            self._formed = True
+            self.do(partial(self._observer.formed, self.membership.generation, self.member_ids))
+        if self._doomed == "untold" and any(change.lasting for change in changes):
+            self._fall("with a change untold")
+            raise _Crashed
 
     def _synced(self, start: int) -> None:
         if self._start == start:
@@ -216,16 +192,9 @@ class Coordinator(CallTarget):
             self.thaw()
 
     def _look(self) -> None:
-        if self._failed:
-            return
-        self.membership.tick(self.now)
-        if self._write():
-            self._answer_held()
-            self._plan_look()
+        self._attempt(lambda: self._rules.tick(self.now))
 
     def _plan_look(self) -> None:
-        if not self.alive or self._failed:
-            return
         if self._due is not None:
             self._due.cancel()
         due = self.membership.due()
@@ -248,7 +217,6 @@ class Coordinator(CallTarget):
     def _fail(self, error: JournalError) -> None:
         """The journal cannot be written: the process answers nothing more, ends, and is started again."""
         self._observer.note(self, "%s", error)
-        self._failed = True
 
         def end(start: int = self._start) -> None:
             if self._start == start and self.alive:
@@ -283,10 +251,11 @@ class Coordinator(CallTarget):
             if self.disk.full:
                 self.timeline.after(KEEPER_SECONDS, lambda: self.rise(clock))
             return
-        self.alive, self._failed = True, False
+        self.alive = True
         self._start += 1
         self._newest.clear()
         self._held.clear()
+        self._formed = False
         self._observer.resumed()
         self._plan_look()
 

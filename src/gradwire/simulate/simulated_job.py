@@ -211,7 +211,7 @@ class SimulatedJob:
     def _holders(self, run: bytes) -> list[str]:
         ledger = self.ledger_of(run)
         able = [worker for worker in self.workers if worker.name not in self.lost and worker.run == run]
-        return [one.name for one in able if ledger.holds((one.completed, one.completed_in), one.state)]
+        return [one.name for one in able if ledger.holds(one.protocol.version, one.state)]
 
     def state_lost(self, worker: Worker, members: list[str], error: StateLost) -> None:
         """A generation has found that none of its members has a sound copy of what was committed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from gradwire.identity import replaces
+from gradwire.membership.client.heartbeat_rules import HeartbeatRules
 from gradwire.membership.types import News
 from gradwire.simulate.coordinator_calls import Caller, CallTarget
 from gradwire.simulate.network import Network
@@ -37,15 +37,14 @@ class Launcher(Process):
         self._start = start
         self._random = random
         self._workers: dict[str, Worker] = {}
-        self._runs: dict[str, bytes] = {}  # by worker: the run that it is known to be a member of
-        self._run = b""  # of the last news
-        self._gone: dict[str, bytes] = {}  # of whose end the coordinator has not confirmed to have heard; by run
+        self._rules = HeartbeatRules()
         self._restarts = restarts
         self._coordinator = Caller(self, coordinator, network, ticket)
         self._beat()
 
     def watch(self, worker: Worker) -> None:
         self._workers[worker.name] = worker
+        self._rules.watch([worker.name])
 
     def lost(self, worker: Worker) -> None:
         """The system tells of a worker's end."""
@@ -53,7 +52,7 @@ class Launcher(Process):
 
     def _bury(self, worker: Worker) -> None:
         self._workers.pop(worker.name, None)
-        self._gone[worker.name] = self._runs.pop(worker.name, b"")
+        self._rules.end([worker.name])
         self._say()
         if self._restarts and not worker.leaving:
             self._restarts -= 1
@@ -64,21 +63,13 @@ class Launcher(Process):
         self.later(INTERVAL, self._beat)
 
     def _say(self) -> None:
-        told = list(self._gone)
-        gone = [name for name, run in self._gone.items() if run in (b"", self._run)]
-        of_this_run = [name for name in self._workers if self._runs.get(name, b"") in (b"", self._run)]
-        running = [name for name in of_this_run if not self._workers[name].stopped]  # the system tells that, too
+        stopped = [name for name, worker in self._workers.items() if worker.stopped]  # the system tells that, too
+        heartbeat = self._rules.next(stopped)
 
         def answered(news: object) -> None:
             if isinstance(news, News):
-                self._gone = {name: run for name, run in self._gone.items() if name not in told}
-                if replaces(news.run, self._run):  # it was said of the run before, and ignored
-                    self._gone |= dict.fromkeys(gone, b"")
-                self._runs.update(dict.fromkeys(set(running).difference(news.unknown), news.run))
-                if replaces(news.run, self._run):
-                    self._runs = {name: run for name, run in self._runs.items() if run != self._run}
-                self._run = news.run
+                self._rules.answered(heartbeat, news)
                 for worker in self._workers.values():
                     worker.news = news
 
-        self._coordinator.send("beat", (running, gone, self._run), answered)
+        self._coordinator.send("beat", (heartbeat.ids, heartbeat.gone, heartbeat.run), answered)

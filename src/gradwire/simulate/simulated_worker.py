@@ -1,40 +1,43 @@
 """A simulated member of an elastic job: it registers, trains, breaks, recovers, and keeps its lease.
 
-It goes the way of `training.elastic` and `MemberSession`, as a program that can be stopped anywhere; the rules are
-those of `training.commit_rules`.
+What decides is the real thing, `SessionProtocol` and `StepProtocol`; what is simulated is what they ask for: calls to
+the coordinator, links, collectives, and the transfer of the state.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
+from dataclasses import asdict
 from random import Random
 from typing import NoReturn, Protocol
 
-import numpy as np
-
-from gradwire.arrays import raw
-from gradwire.errors import Broken, NoConnection, StateLost
+from gradwire.errors import Broken, GradwireError, Refused, ReplicasDiverged, StateLost
+from gradwire.generation.establish import is_known_to_others
 from gradwire.identity import PROTOCOL
-from gradwire.job.member_session import SET_UP_SECONDS
+from gradwire.job import session_protocol
+from gradwire.job.session_protocol import SET_UP_SECONDS, Failure, Past, Register, Repeat, SessionProtocol, SetUp
 from gradwire.membership import Assembly, Member
-from gradwire.membership.types import Claim, News, Refusal, Waiting
+from gradwire.membership.client.registration_rules import accepted
+from gradwire.membership.types import Claim, News
 from gradwire.simulate.coordinator_calls import Caller, CallTarget
 from gradwire.simulate.invariants import Ledger, Version
 from gradwire.simulate.network import End, Network, nothing
-from gradwire.simulate.process import Process, Program, Thread
-from gradwire.simulate.rank import OTHER_VERSION, STATE, VERSION, Hello, Listener, Peers, Rank
+from gradwire.simulate.process import Process, Program, Thread, drive
+from gradwire.simulate.rank import OTHER_VERSION, VERSION, Hello, Listener, Peers, Rank
 from gradwire.simulate.scenario import Setting
 from gradwire.simulate.time import Clock, Timeline
 from gradwire.simulate.toy_training import applied, beginning, digest, gradient
 from gradwire.simulate.worker_profile import Profile
-from gradwire.training.commit_rules import NONE, Standing, ballot, count, has_joiners, is_sound, settle
-from gradwire.transports.base import LinkClosed
+from gradwire.training import step_protocol
+from gradwire.training.commit_rules import NONE, Settlement, has_joiners
+from gradwire.training.step_protocol import Gather, GatherDigests, HandOver, NextGeneration, Pause, StepProtocol, Vote
 
-STANDING_BYTES = 160
 LEASE_BEAT = 1.0
-CHUNK = 16  # bytes of state
 NORMAL = Profile()
+
+
+class _Left(Exception):
+    """The member has left its generation, for good."""
 
 
 class WorkerJob(Peers, Protocol):
@@ -86,27 +89,25 @@ class Worker(Listener):
         self._job = job
         self.profile = profile
         self.leaving = False
-        self.rank: Rank | None = None
-        self.run = profile.run  # of which it is a member; empty before its first generation
-        self.generation = profile.generation  # the last one it was in
-        self._stranger = False  # it joined a generation whose state it has not got yet
-        self._stood_still = False
+        self._rank: Rank | None = None
+        self.joined = False  # it was not in the generation before the present one
+        self.stranger = False  # it has joined, and does not have the state yet
         self.waiting = ""  # for what, as the coordinator says
         self.news: News | None = None
         self.state = beginning(random.randrange(1, 50))
-        self.digest = (
-            digest(self.state) if profile.run else ""
-        )  # after the last completed step, or of what all began with
-        self.completed, self.completed_in, self.committed = profile.completed, profile.generation, profile.completed
-        self._overwritten = False  # its state is neither its own nor yet another's
+        self._session = SessionProtocol(elastic=True, past=Past(profile.generation, profile.run))
+        self.protocol = StepProtocol(_Replica(self, job))
+        if profile.run:
+            self.protocol.digest = digest(self.state)
+            self.protocol.completed, self.protocol.completed_in = profile.completed, profile.generation
+            self.protocol.committed = profile.completed
         self._version = VERSION if profile.unfit is None else OTHER_VERSION  # of the set-up protocol
         self._random = random
         self._wish = wish
-        self._lost: tuple[str, ...] = ()
         self._ip = f"10.0.{number >> 8}.{number & 255}"
         self.address = ""
         self._attempts = 0
-        self._session = random.randbytes(16)
+        self._claims = random.randbytes(16)  # the session of its claims
         self._knocks: list[tuple[Hello, End]] = []
         self._coordinator = Caller(self, job.coordinator, job.network, profile.ticket)
         self.thread = Thread(self, self._live(), job.broke_down(self))
@@ -114,79 +115,110 @@ class Worker(Listener):
             self._lease = Caller(self, job.coordinator, job.network, profile.ticket)
             self._keep_lease()
 
+    @property
+    def rank(self) -> Rank:
+        """Its part in the present generation."""
+        assert self._rank is not None
+        return self._rank
+
+    @property
+    def run(self) -> bytes:
+        """Of which it is a member; empty before its first generation."""
+        return self._session.run
+
+    @property
+    def generation(self) -> int:
+        """The last one that it was in."""
+        return self._session.generation
+
     def wake(self) -> None:
         self.thread.wake()
 
     # -- the training thread ------------------------------------------------------------------------------------------
 
     def _live(self) -> Program:
-        while True:
-            assembly = yield from self._register()
-            if assembly is None:
-                self._job.end_worker(self)
-                return
-            rank = self.rank = Rank(self, assembly, self._job.network, self._job, self._version)
-            self._answer_knocks()
-            try:
-                yield from rank.connect()
-                yield from self._settle(rank)
-                yield from self._train(rank)
-            except Broken as error:
-                self._stood_still = rank.standstill.lately(self.now)
-                self._job.note(self, "generation %d broke: %s", rank.number, str(error))
-            except NoConnection as error:
-                self._job.note(self, "generation %d did not come about: %s", rank.number, str(error))
-                rank.give_up(str(error))
-            except StateLost as error:
-                self._job.state_lost(self, rank.ids, error)
-                return
-            self._lost = rank.complaints()
-            rank.close()
-            self.rank = None
-            if self.leaving:
-                yield from self._coordinator.ask("leave", (self.member(), self.run))
-                self._job.note(self, "left")
-                self._job.end_worker(self)
-                return
+        try:
+            yield from self._next_generation()
+            while True:
+                yield from self._follow(self.protocol.begin())
+                yield from self._step(self.protocol.completed + 1)
+        except Refused as error:
+            self._job.refused(self, str(error))
+            self._job.end_worker(self)
+        except StateLost as error:
+            self._job.state_lost(self, self.rank.ids, error)
+        except _Left:
+            self.rank.close()
+            yield from self._coordinator.ask("leave", (self.member(), self.run))
+            self._job.note(self, "left")
+            self._job.end_worker(self)
 
-    def _register(self) -> Program:
-        """Ask the coordinator until it has a generation for this member; None if it is refused."""
+    def _step(self, step: int) -> Program:
+        """One step, as a user's program does it; its last act is the vote."""
+        rank, state, setting = self.rank, self.state, self._job.setting
+        try:
+            yield from self.compute(setting.step_seconds * self._random.uniform(0.5, 1.5))
+            spoils = step % setting.spoiling == rank.rank
+            if spoils:
+                state += 1  # a body that works in place: cut short, it leaves this behind
+            total = gradient(self._job.seed, step, rank.rank, rank.size)
+            yield from rank.calls.run("all_reduce", setting.reducing, total, total, "sum")
+            state[:] = applied(state - 1 if spoils else state, total)
+        except Broken as error:
+            yield from self._follow(self.protocol.recover(error))
+            return
+        self._job.ledger_of(self.run).completed(self.name, (step, rank.number), rank.size, state)
+        yield from self._follow(self.protocol.end(step))
+
+    # -- from one generation to the next ------------------------------------------------------------------------------
+
+    def _next_generation(self) -> Program:
+        if self._rank is not None:
+            stood_still = self._rank.standstill.lately(self.now)
+            self._session.leave(self._rank.control.complaints, stranger=self.stranger, stood_still=stood_still)
+            self._rank.close()
+            self._rank = None
+        yield from drive(self._session.next_generation(), self._perform_session)
+
+    def _perform_session(self, request: session_protocol.Request) -> Program:
+        match request:
+            case Register(past):
+                return (yield from self._register(past))
+            case SetUp(assembly, joined):
+                self.joined = joined
+                return (yield from self._set_up(assembly, request.within))
+            case Repeat(generation, error):
+                self._job.note(self, "generation %d did not come about: %s", generation, str(error))
+
+    def _register(self, past: Past) -> Program:
+        """Ask the coordinator until it has a generation for this member."""
         self._attempts += 1
         self.address = f"{self._ip}:{self._attempts}"
-        self._job.note(self, "registers after generation %d, lost %s", self.generation, self._lost)
+        self._job.note(self, "registers after generation %d, lost %s", past.generation, past.lost)
         while True:
-            outcome = yield from self._coordinator.ask("register", self._claim())
+            claim = self._claim(past)
+            try:
+                outcome = accepted(claim, (yield from self._coordinator.ask("register", claim)), "coordinator")
+            except GradwireError as error:
+                return Failure(error)
             if isinstance(outcome, Assembly):
-                if self.run not in (b"", outcome.run, outcome.previous_run):
-                    self._job.note(self, "refuses the assembly of another run")
-                    return None
-                self.waiting, self._lost, self._stood_still = "", (), False
+                self.waiting = ""
                 self._job.ledger_of(outcome.run).assembled(self.name, outcome)
-                self._stranger = self._stranger or outcome.generation != self.generation + 1
-                self.run, self.generation = outcome.run, outcome.generation
                 return outcome
-            if isinstance(outcome, Refusal):
-                self._job.refused(self, outcome.reason)
-                return None
-            if isinstance(outcome, Waiting):
-                self.waiting = outcome.reason
-                if not outcome.reason:
-                    self._job.fail(f"{self.name} waits and is not told for what")
+            self.waiting = outcome.reason
+            if not outcome.reason:
+                self._job.fail(f"{self.name} waits and is not told for what")
 
-    def _claim(self) -> Claim:
-        first, unfit = self.generation == 0, self.profile.unfit
+    def _claim(self, past: Past) -> Claim:
+        first, unfit = past.generation == 0, self.profile.unfit
         return Claim(
             self.member(),
             self._job.setting.start if first and self._wish is not None else None,
             None,
-            self._session,
-            generation=self.generation,
-            lost=self._lost,
-            stranger=self._stranger,
-            stood_still=self._stood_still,
-            run=self.run,
+            self._claims,
             protocol=PROTOCOL - (unfit == "old protocol"),
             transport={"no data plane": "", "memory of another host": "shm"}.get(unfit or "", "auto"),
+            **asdict(past),
         )
 
     def member(self) -> Member:
@@ -195,100 +227,50 @@ class Worker(Listener):
         address = unusable.get(self.profile.unfit or "", self.address)
         return Member(self.name, wish, self.host, self.host, 1, address)
 
-    def _standing(self) -> Standing:
-        now = digest(self.state)
-        sound = is_sound(self.completed, self.digest, now, self._overwritten)
-        return Standing(self.completed, self.completed_in, self.committed, now, sound)
+    def _set_up(self, assembly: Assembly, within: float | None) -> Program:
+        rank = self._rank = Rank(self, assembly, self._job.network, self._job, self._version)
+        self._answer_knocks()
+        try:
+            yield from rank.connect(self.now + (within or SET_UP_SECONDS))
+        except GradwireError as error:
+            unreachable = frozenset(rank.control.complaints)
+            if not isinstance(error, Broken) and not is_known_to_others(error, elastic=True):
+                rank.give_up(str(error))
+            rank.close()
+            self._rank = None
+            return Failure(error, unreachable)
+        return None
 
-    def _settle(self, rank: Rank) -> Program:
-        """Tell where this member stands, hear where the others do, and pull the state if it is not the latest."""
-        ledger = self._job.ledger_of(self.run)
-        text = json.dumps(self._standing().to_wire()).encode().ljust(STANDING_BYTES)
-        told = np.empty(STANDING_BYTES * rank.size, np.uint8)
-        yield from rank.calls.run("all_gather", self._job.setting.gathering, np.frombuffer(text, np.uint8), told)
-        parts = told.reshape(rank.size, STANDING_BYTES)
-        standings = [Standing.from_wire(json.loads(part.tobytes())) for part in parts]
-        settlement = settle(standings)
-        ledger.settled(rank.number, settlement, self._job.state_is_held(self.run))
-        giver = settlement.pulls.get(rank.rank)
-        if giver is not None:
-            self._overwritten = self.completed == NONE and settlement.completed != NONE
-            yield from self._pull(rank, giver)
-            self._overwritten = False
-        for taker in settlement.gives(rank.rank):
-            yield from self._give(rank, taker)
-        ledger.began(self.name, rank.number, self.state)
-        self.completed, self.completed_in = settlement.version_in(rank.number)
-        self.digest = digest(self.state)
-        self._stranger = False
-        all_here = np.zeros(1, np.uint8)
-        yield from rank.calls.run("all_reduce", self._job.setting.voting, all_here, all_here, "max")
-        self.committed = settlement.completed
-        if self.committed != NONE:
-            self._job.committed(self, settlement.version)
+    # -- what all ranks do together -----------------------------------------------------------------------------------
 
-    def _pull(self, rank: Rank, giver: int) -> Program:
-        """In pieces, put into place when all are there; a member that has nothing to lose lets them overwrite it."""
-        yield from rank.dial((giver,), STATE, self.now + SET_UP_SECONDS)
-        link, pulled, got = rank.links[STATE][giver], self.state if self._overwritten else self.state.copy(), 0
-        view = raw(pulled)
-        while got < len(view):
-            try:
-                got += link.receive([view[got:]])
-            except LinkClosed:
-                yield from rank.calls.find_out(giver, "transfer")
-            yield from rank.calls.check("transfer")
-            if got < len(view):
-                yield None
-        self.state[:] = pulled
+    def _follow(self, steps: step_protocol.Steps) -> Program:
+        yield from drive(steps, self._perform)
 
-    def _give(self, rank: Rank, taker: int) -> Program:
-        while taker not in rank.links[STATE]:
-            yield from rank.calls.check("transfer")
-            yield None
-        data = self.state.tobytes()
-        for begin in range(0, len(data), CHUNK):
-            yield from self._compute(self._job.setting.transfer_seconds * CHUNK / len(data))
-            yield from rank.calls.check("transfer")
-            try:
-                rank.links[STATE][taker].send([data[begin : begin + CHUNK]])
-            except LinkClosed:
-                yield from rank.calls.find_out(taker, "transfer")
+    def _perform(self, request: step_protocol.Request) -> Program:
+        match request:
+            case Vote(ballot):
+                yield from self.rank.calls.run("all_reduce", self._job.setting.voting, ballot, ballot, "max")
+                return ballot
+            case Gather(value) | GatherDigests(value):
+                return (yield from self.rank.gather(value, self._job.setting.gathering))
+            case HandOver():
+                yield from self._hand_over(request)
+            case NextGeneration():
+                if self.leaving:
+                    raise _Left
+                yield from self._next_generation()
+            case Pause(seconds):
+                yield from self.compute(seconds)
 
-    def _train(self, rank: Rank) -> Program:
-        """Steps, until members join or this one leaves."""
-        setting, job = self._job.setting, self._job
-        while True:
-            step = self.completed + 1
-            yield from self._compute(setting.step_seconds * self._random.uniform(0.5, 1.5))
-            spoils = step % setting.spoiling == rank.rank
-            if spoils:
-                self.state += 1  # a body that works in place: cut short, it leaves this behind
-            total = gradient(job.seed, step, rank.rank, rank.size)
-            yield from rank.calls.run("all_reduce", setting.reducing, total, total, "sum")
-            self.state[:] = applied(self.state - 1 if spoils else self.state, total)
-            self.completed, self.completed_in, self.digest = step, rank.number, digest(self.state)
-            job.ledger_of(self.run).completed(self.name, (step, rank.number), rank.size, self.state)
-            votes = ballot(step, self.digest, self._wants_renewal(rank))
-            yield from rank.calls.run("all_reduce", setting.voting, votes, votes, "max")
-            tally = count(votes)
-            if not tally.agreed or not tally.identical:
-                job.fail(f"{self.name}: the vote on step {step} of generation {rank.number} shows {tally}")
-            self.committed = step
-            job.committed(self, (step, rank.number))
-            if tally.renew:
-                job.note(self, "generation %d ends at step %d: others join or leave", rank.number, step)
-                return
-
-    def _wants_renewal(self, rank: Rank) -> bool:
-        own = self.news is not None and self.news.run == self.run
-        return self.leaving or (own and has_joiners(self.news, rank.number))
-
-    def _compute(self, seconds: float) -> Program:
-        """Work that notices nothing of what happens around it."""
-        until = self.now + seconds
-        while self.now < until - 1e-9:
-            yield until - self.now
+    def _hand_over(self, request: HandOver) -> Program:
+        rank = self.rank
+        if request.giver != rank.rank:
+            yield from rank.pull(self.state, request.giver, request.overwrite)
+            if digest(self.state) != request.digest:
+                self._job.fail(f"{self.name} has pulled a state with another digest than it was promised")
+            return
+        for taker in request.takers:
+            yield from rank.give(self.state, taker, self._job.setting.transfer_seconds)
 
     # -- other threads ------------------------------------------------------------------------------------------------
 
@@ -312,10 +294,10 @@ class Worker(Listener):
     def _open(self, hello: Hello, end: End) -> None:
         if hello.address != self.address:  # a door of an earlier generation, closed since
             end.close()
-        elif self.rank is None:
+        elif self._rank is None:
             self._knocks.append((hello, end))
-        elif (self.rank.assembly.run, self.rank.number) == (hello.run, hello.generation):
-            self.rank.welcome(hello, end)
+        elif (self._rank.assembly.run, self._rank.number) == (hello.run, hello.generation):
+            self._rank.welcome(hello, end)
         else:
             end.close()
 
@@ -323,3 +305,77 @@ class Worker(Listener):
         knocks, self._knocks = self._knocks, []
         for hello, end in knocks:
             self._open(hello, end)
+
+    def ends_generation(self) -> bool:
+        """Whether this member votes for the end of its generation: others wait to join, or it wants to leave."""
+        news = self.news if self._session.concerns(self.news) else None
+        return self.leaving or has_joiners(news, self.generation)
+
+
+class _Replica:
+    """A simulated member, as the step protocol sees it."""
+
+    def __init__(self, worker: Worker, job: WorkerJob) -> None:
+        self._worker = worker
+        self._job = job
+
+    @property
+    def rank(self) -> int:
+        return self._worker.rank.rank
+
+    @property
+    def size(self) -> int:
+        return self._worker.rank.size
+
+    @property
+    def generation(self) -> int:
+        return self._worker.generation
+
+    def digest(self) -> str:
+        return digest(self._worker.state)
+
+    def digest_if_readable(self) -> str:
+        return self.digest()
+
+    def digests(self) -> list[tuple[str, str]]:
+        return [("state", self.digest())]
+
+    def others_wait(self) -> bool:
+        return self._worker.ends_generation()
+
+    def can_recover(self, error: Broken) -> bool:
+        return True
+
+    def begun_runs(self, number: int) -> int:
+        return 1
+
+    def leave(self) -> None:
+        """Never: each member begins one run."""
+
+    def is_short_of_members(self, wanted: int) -> None:
+        """Never: the coordinator has the same minimum."""
+
+    def begins(self) -> None:
+        self._worker.stranger = self._worker.joined
+
+    def decided(self, settlement: Settlement) -> None:
+        run = self._worker.run
+        self._job.ledger_of(run).settled(self.generation, settlement, self._job.state_is_held(run))
+
+    def holds(self, version: Version) -> None:
+        worker = self._worker
+        self._job.ledger_of(worker.run).began(worker.name, self.generation, worker.state)
+
+    def committed(self, version: Version) -> None:
+        self._worker.stranger = False
+        if version[0] != NONE:
+            self._job.committed(self._worker, version)
+
+    def diverged(self, error: ReplicasDiverged) -> None:
+        """Never: a divergence is raised."""
+
+    def broke(self, error: Broken, step: int) -> None:
+        self._job.note(self._worker, "generation %d broke after step %d: %s", self.generation, step, str(error))
+
+    def recovered(self) -> None:
+        self._job.note(self._worker, "generation %d of %d goes on", self.generation, self.size)

@@ -16,6 +16,7 @@ transfer          state on its way from one rank to others
 weights           means weighted by the number of samples
 bucket_reduction  the mean of one bucket over all ranks
 backward          one backward: gradients that are ready, buckets that are reduced, the vote at its end
+step_protocol     votes, and where to go on in a new generation; pure
 elastic           `gw.elastic`: goes on when ranks are lost, and lets others join
 gradients         `GradientSync`: buckets reduced while backward runs
 """

@@ -15,9 +15,12 @@ _CACHED = 8 << 20  # bytes of all gradients together: more will not be in the ca
 _LARGE = 32 << 10  # bytes of one
 
 
-class Places:
-    """The places of gradients in their buckets. Those in `finite` are not looked at again before they leave; so whoever
-    changes them in another way says so."""
+class BucketWriter:
+    """Writes gradients to their places in buckets, and looks on the way whether they are finite.
+
+    Those in `finite` are not looked at again before they leave. Code that changes one in another way calls
+    `look_again`.
+    """
 
     def __init__(self, gradients: Mapping[str, Array]) -> None:
         self._gradients = gradients

@@ -20,7 +20,7 @@ from gradwire.arrays import Array, DType, check_reduction
 from gradwire.errors import ArrayError, ConfigError, UnsupportedOp
 from gradwire.group import Group
 from gradwire.group.internals import GroupInternals
-from gradwire.training.bucket_writer import Places
+from gradwire.training.bucket_writer import BucketWriter
 
 ALIGNMENT = 64  # bytes: each gradient begins on a cache line, whatever lies before it
 
@@ -168,7 +168,7 @@ class BucketSet:
         self.buckets = make(group, [tensors[name] for name in order], *sizes)
         self.home = {tensor.name: bucket for bucket in self.buckets for tensor in bucket.tensors}
         self.gradients: dict[str, Array] = {name: self.home[name].views[name] for name in tensors}
-        self.places = Places(self.gradients)
+        self.places = BucketWriter(self.gradients)
         if before is not None:
             for name, view in before.gradients.items():
                 self.gradients[name][...] = view

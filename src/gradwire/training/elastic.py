@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, SupportsIndex, get_args
+from typing import Any, SupportsIndex, get_args
 
+from gradwire.drive import drive
 from gradwire.errors import (
     Aborted,
     Broken,
@@ -23,29 +23,26 @@ from gradwire.group import Group
 from gradwire.group.internals import GroupInternals
 from gradwire.job import init, process_hooks
 from gradwire.training import transfer
-from gradwire.training.commit_rules import (
-    NONE,
-    Settlement,
-    Standing,
-    ballot,
-    count,
-    has_begun,
-    has_joiners,
-    is_sound,
-    settle,
-)
-from gradwire.training.contract import diverged
+from gradwire.training.commit_rules import Settlement, has_joiners
 from gradwire.training.fence import Fence
 from gradwire.training.sampler import whole
 from gradwire.training.state import State
+from gradwire.training.step_protocol import (
+    Gather,
+    GatherDigests,
+    HandOver,
+    NextGeneration,
+    OnDivergence,
+    Pause,
+    Request,
+    StepProtocol,
+    Vote,
+)
 
 log = logging.getLogger("gradwire.training")
 
-WAIT_SECONDS = 0.2  # between two looks for others to join
 EARLY = 3  # steps before which it is seen whether the state is changed in between
 _RUNS: dict[tuple[int, str], int] = {}  # how many a member of a job has begun
-
-OnDivergence = Literal["raise", "warn"]
 
 
 def elastic(state: Any, *, min_size: int = 1, on_divergence: OnDivergence = "raise") -> Elastic:
@@ -84,31 +81,63 @@ class Elastic:
         if on_divergence not in get_args(OnDivergence):
             raise ConfigError(f"on_divergence is {on_divergence!r}: it can be {', '.join(get_args(OnDivergence))}")
         self._state = State(state)
-        self.group = group
-        self.min_size = min_size
-        self.committed = NONE  # the last step that all ranks are known to have completed; -1: none yet
-        self.digest = ""  # of the state after the last completed step
-        self.identical = True  # whether all ranks held the same state at the last vote
-        self.on_divergence = on_divergence
-        self._divergence: ReplicasDiverged | None = None  # the one that was found, while the ranks still differ
-        self.recoveries = 0
-        self._completed, self._completed_in = NONE, 0
-        self._overwritten = False  # the state is neither this rank's own nor yet another's
-        self._settled: Group | None = None
+        self._replica = _Replica(self._state, group)
+        self._protocol = StepProtocol(self._replica, min_size, on_divergence)
         self._told = False  # that the state was changed between steps
-        self._number = 0  # of the runs that this process has begun
-        self._undoing: list[Callable[[], None]] = []
+
+    @property
+    def group(self) -> Group:
+        """The present generation's."""
+        return self._replica.group
+
+    @group.setter
+    def group(self, group: Group) -> None:
+        self._replica.group = group
+
+    @property
+    def min_size(self) -> int:
+        """With fewer members the run waits."""
+        return self._protocol.min_size
+
+    @property
+    def on_divergence(self) -> OnDivergence:
+        """What happens when ranks hold different states: "raise" or "warn"."""
+        return self._protocol.on_divergence
+
+    @property
+    def completed(self) -> int:
+        """The last step whose body has ended here; -1: none yet."""
+        return self._protocol.completed
+
+    @property
+    def committed(self) -> int:
+        """The last step that all ranks are known to have completed; -1: none yet."""
+        return self._protocol.committed
+
+    @property
+    def digest(self) -> str:
+        """Of the state after the last completed step."""
+        return self._protocol.digest
+
+    @property
+    def identical(self) -> bool:
+        """Whether all ranks held the same state at the last vote."""
+        return self._protocol.identical
+
+    @property
+    def recoveries(self) -> int:
+        """How often the run went on after a break."""
+        return self._replica.recoveries
 
     def steps(self, total: SupportsIndex) -> Iterator[Step]:
         """The steps up to `total` that are still to do, each to be used as `with step:`; begun again after a loss."""
         last = whole("total", total) - 1
         while True:
-            if self._settled is not self.group:
-                self._go_on(self._settle)
-            GroupInternals(self.group).mark_finished(self._completed >= last)
-            if self._completed >= last:
+            drive(self._protocol.begin(), self._replica.perform)
+            GroupInternals(self.group).mark_finished(self.completed >= last)
+            if self.completed >= last:
                 return
-            step = Step(self, self._completed + 1)
+            step = Step(self, self.completed + 1)
             yield step
             if not step.ended:
                 raise ConfigError(f"step {step.index} was not entered: use `with step:` around the body")
@@ -122,21 +151,17 @@ class Elastic:
 
         For what a body changes even if it comes to nothing, like the running means of a model.
         """
-        self._undoing.append(undo)
+        self._replica.undoing.append(undo)
 
     def _check_between(self, index: int) -> None:
         """In the first steps, where it is seen at once: what is changed outside of a step is lost on whoever joins."""
-        if not self._told and self._completed == index - 1 < EARLY and self._state.digest() != self.digest:
+        if not self._told and self.completed == index - 1 < EARLY and self._state.digest() != self.digest:
             self._told = True
             log.error(
                 "the state was changed between steps %d and %d: a rank that joins there gets it without that change, "
                 "and after a loss it counts as spoiled. Change the state only inside of `with step`",
                 *(index - 1, index),
             )
-
-    def _holds(self, step: int, generation: int) -> bool:
-        """Whether the state is that after a step as it was done in a generation, and all ranks have it."""
-        return self.committed == step and (self._completed, self._completed_in) == (step, generation)
 
     def close(self) -> None:
         """Leave the job: the others go on without this rank."""
@@ -148,123 +173,42 @@ class Elastic:
         identity = GroupInternals(self.group).identity
         return Fence(identity.run, identity.number)
 
-    @property
-    def completed(self) -> int:
-        """The last step whose body has ended here; -1: none yet."""
-        return self._completed
-
-    # -- the end of a step --------------------------------------------------------------------------------------------
-
     def _end(self, index: int) -> None:
-        """The body of a step has ended here: take the vote, and let in who waits."""
-        if GroupInternals(self.group).is_closed:  # the program has left
-            return
-        digest = self._state.digest()
-        self._completed, self._completed_in = index, self.group.generation
-        self.digest = digest
-        self._go_on(self._vote)
-
-    def _vote(self) -> None:
-        tally = count(self.group.all_reduce(ballot(self._completed, self.digest, self._others_wait()), op="max"))
-        if not tally.agreed:
-            raise ConfigError("ranks vote on different steps: all must go through the same run.steps()")
-        self._check_identical(tally.identical, self._completed, holds=True)
-        self.committed = self._completed
-        if tally.renew:
-            self.group = self.group.recover()
-            self._settle(self.digest)
-
-    def _check_identical(self, identical: bool, step: int, holds: bool) -> None:
-        """Report that ranks hold different states of a step: all ranks call it with the same `identical` and `step`.
-
-        `holds` says whether this rank has a state of that step; one that has just joined has none.
-        """
-        self.identical = identical
-        if identical:
-            self._divergence = None
-            return
-        if self._divergence is None:
-            mine = list(self._state.digests().items()) if holds else None
-            everyones = self.group.all_gather_values(mine)
-            self._divergence = diverged(everyones, self.group.generation, step)
-            if self.on_divergence == "warn":
-                log.error("%s", self._divergence)
-        if self.on_divergence == "raise":
-            raise self._divergence.with_traceback(None)
-
-    def _others_wait(self) -> bool:
-        return has_joiners(GroupInternals(self.group).news(), self.group.generation)
-
-    # -- going on -----------------------------------------------------------------------------------------------------
-
-    def _go_on(self, act: Any) -> None:
-        """Do something together with all ranks; if that breaks, recover."""
-        try:
-            act()
-        except Broken as error:
-            self._recover(error)
+        """The body of a step has ended here: take the vote, and let in members that wait."""
+        if not GroupInternals(self.group).is_closed:  # else the program has left
+            drive(self._protocol.end(index), self._replica.perform)
 
     def _recover(self, error: Broken) -> None:
         """Go on in the next generation, however often it takes."""
-        while True:
-            if not self._can_recover(error):
-                raise error
-            began = time.monotonic()
-            log.warning("generation %d broke after step %d: %s", self.group.generation, self._completed, error)
-            for undo in self._undoing:
-                undo()
-            self.group = self.group.recover()
-            try:
-                self._settle()
-            except Broken as next_error:
-                error = next_error
-                continue
-            self.recoveries += 1
-            took = time.monotonic() - began
-            size, generation = self.group.size, self.group.generation
-            log.warning("generation %d of %d members goes on after %.2f s", generation, size, took)
-            return
+        drive(self._protocol.recover(error), self._replica.perform)
 
-    def _can_recover(self, error: Broken) -> bool:
-        if not isinstance(error, (PeerLost, Aborted, Timeout)) or not self.group.capabilities.recovers:
-            return False
-        internals = GroupInternals(self.group)
-        own = isinstance(error, Aborted) and error.culprit == self.group.rank and not internals.is_left_behind
-        return internals.is_broken and not own
 
-    def _settle(self, digest: str | None = None) -> None:
-        """Agree with all ranks of a new generation where to go on, and have or hand over the state of that step.
+class _Replica:
+    """This rank and its state, as the step protocol sees them; performs with the group what the protocol asks for."""
 
-        `digest` is the state's, if nothing can have changed it since.
-        """
-        GroupInternals(self.group).begin_settling()
-        while self.group.size < self.min_size:
-            self._await_others()
-        self._number = _begun_runs(GroupInternals(self.group), self._number)
-        begun = has_begun(self._completed, self.digest, self._overwritten)
-        digest = digest or (self._digest_if_readable() if begun else "")
-        sound = is_sound(self._completed, self.digest, digest, self._overwritten)
-        mine = Standing(self._completed, self._completed_in, self.committed, digest, sound, self._number)
-        standings = self._compared(mine)
-        self._check_runs([standing.run for standing in standings])
-        if all(one.completed == NONE for one in standings):  # else nobody asks for the digest of who has just come
-            digest = digest if begun else self._state.digest()
-            standings = self._compared(replace(mine, digest=digest), "settling, with digests")
-        settlement = settle(standings)
-        self._divergence = None  # ranks that have just joined know of none, and all must report it together
-        holds = self.group.rank not in settlement.pulls
-        self._check_identical(not settlement.differing, settlement.completed, holds)
-        self._exchange(settlement, standings)
-        # The digest too, before anything can break: a state that was just pulled must not count as spoiled.
-        self._completed, self._completed_in = settlement.version_in(self.group.generation)
-        giver = settlement.pulls.get(self.group.rank)
-        self.digest = digest if giver is None else standings[giver].digest
-        self._tell_all(None, "settling, done")  # until then nobody changes its state: takers may yet fail
-        self.committed = settlement.completed  # now all are known to have it
-        GroupInternals(self.group).settled()
-        self._settled = self.group
+    def __init__(self, state: State, group: Group) -> None:
+        self.group = group
+        self.recoveries = 0
+        self.undoing: list[Callable[[], None]] = []
+        self._state = state
+        self._broke_at = 0.0
 
-    def _digest_if_readable(self) -> str:
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    @property
+    def size(self) -> int:
+        return self.group.size
+
+    @property
+    def generation(self) -> int:
+        return self.group.generation
+
+    def digest(self) -> str:
+        return self._state.digest()
+
+    def digest_if_readable(self) -> str:
         """Of a state that a step has left in pieces (arrays of JAX that were donated), nothing: so it is not sound."""
         try:
             return self._state.digest()
@@ -272,48 +216,80 @@ class Elastic:
             log.warning("the state cannot be read any more: %s", error)
             return ""
 
-    def _check_runs(self, numbers: list[int]) -> None:
-        """Who has come in place of a lost rank begins with the program's first run; others may be in a later one."""
-        present = max(numbers)
-        if self._number != present:
-            self.close()
-            raise ConfigError(
-                f"this is run {self._number} of this process, and the others are in their run {present}: a process "
-                "that joins, or loses the others between two runs, cannot catch up. Use one run for all phases; keep "
-                "the phase in its state"
-            )
-        if min(numbers) != present:
-            self._tell_all(None, "settling, until those who are in another run have left")
+    def digests(self) -> list[tuple[str, str]]:
+        return list(self._state.digests().items())
 
-    def _compared(self, mine: Standing, what: str = "settling") -> list[Standing]:
-        """Where all ranks stand."""
-        return [Standing.from_wire(told) for told in self._tell_all(mine.to_wire(), what)]
+    def others_wait(self) -> bool:
+        return has_joiners(GroupInternals(self.group).news(), self.group.generation)
 
-    def _tell_all(self, value: Any, what: str) -> list[Any]:
-        return GroupInternals(self.group).gather(value, what)
+    def can_recover(self, error: Broken) -> bool:
+        if not isinstance(error, (PeerLost, Aborted, Timeout)) or not self.group.capabilities.recovers:
+            return False
+        internals = GroupInternals(self.group)
+        own = isinstance(error, Aborted) and error.culprit == self.rank and not internals.is_left_behind
+        return internals.is_broken and not own
 
-    def _exchange(self, settlement: Settlement, standings: list[Standing]) -> None:
-        rank, step = self.group.rank, settlement.completed
-        giver = settlement.pulls.get(rank, rank)
-        takers = settlement.gives(giver)
-        if not takers:
-            return
-        # Who has completed something keeps it until the new state is whole: the others may not survive this.
-        self._overwritten = giver != rank and self._completed == NONE and step != NONE
-        digest = standings[giver].digest
-        nbytes = transfer.hand_over(self.group, self._state, giver, takers, digest, overwrite=self._overwritten)
-        self._overwritten = False
-        if giver != rank:
-            log.info("rank %d has got the state of step %d (%d bytes)", rank, step, nbytes)
+    def begun_runs(self, number: int) -> int:
+        return _begun_runs(GroupInternals(self.group), number)
 
-    def _await_others(self) -> None:
-        """Too few members: wait, visibly, until others ask to join, and let them in."""
-        log.warning("waiting: %d of at least %d members are here", self.group.size, self.min_size)
-        while True:
-            if count(self.group.all_reduce(ballot(self._completed, "", self._others_wait()), op="max")).renew:
-                self.group = self.group.recover()
-                return
-            time.sleep(WAIT_SECONDS)
+    def leave(self) -> None:
+        self.group.close()
+
+    # -- requests of the protocol -------------------------------------------------------------------------------------
+
+    def perform(self, request: Request) -> Any:
+        group = self.group
+        match request:
+            case Vote(ballot):
+                return group.all_reduce(ballot, op="max")
+            case Gather(value, operation):
+                return GroupInternals(group).gather(value, operation)
+            case GatherDigests(digests):
+                return group.all_gather_values(digests)
+            case HandOver():
+                self._hand_over(request)
+            case NextGeneration():
+                self.group = group.recover()
+            case Pause(seconds):
+                time.sleep(seconds)
+        return None
+
+    def _hand_over(self, request: HandOver) -> None:
+        giver, takers, digest = request.giver, request.takers, request.digest
+        nbytes = transfer.hand_over(self.group, self._state, giver, takers, digest, overwrite=request.overwrite)
+        if giver != self.rank:
+            log.info("rank %d has got the state of step %d (%d bytes)", self.rank, request.step, nbytes)
+
+    # -- reports of the protocol --------------------------------------------------------------------------------------
+
+    def is_short_of_members(self, wanted: int) -> None:
+        log.warning("waiting: %d of at least %d members are here", self.size, wanted)
+
+    def begins(self) -> None:
+        GroupInternals(self.group).begin_settling()
+
+    def decided(self, settlement: Settlement) -> None:
+        """Nothing to do."""
+
+    def holds(self, version: tuple[int, int]) -> None:
+        """Nothing to do."""
+
+    def committed(self, version: tuple[int, int]) -> None:
+        GroupInternals(self.group).settled()
+
+    def diverged(self, error: ReplicasDiverged) -> None:
+        log.error("%s", error)
+
+    def broke(self, error: Broken, step: int) -> None:
+        self._broke_at = time.monotonic()
+        log.warning("generation %d broke after step %d: %s", self.generation, step, error)
+        for undo in self.undoing:
+            undo()
+
+    def recovered(self) -> None:
+        self.recoveries += 1
+        took = time.monotonic() - self._broke_at
+        log.warning("generation %d of %d members goes on after %.2f s", self.generation, self.size, took)
 
 
 def _begun_runs(internals: GroupInternals, number: int) -> int:
@@ -356,7 +332,7 @@ class Step:
         if error is None:
             generation = self._run.group.generation
             self._run._end(self.index)
-            self.committed = self._run._holds(self.index, generation)
+            self.committed = self._run._protocol.counts(self.index, generation)
             return False
         if isinstance(error, Broken):
             try:

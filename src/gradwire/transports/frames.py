@@ -113,7 +113,7 @@ class Outbox:
         self.link = link
         self._lock = threading.Lock()
         self._waiting: deque[memoryview] = deque()
-        self._bytes = 0
+        self.waiting_bytes = 0  # of messages that are left to flush
         self._held = False
 
     @property
@@ -123,7 +123,7 @@ class Outbox:
 
     @property
     def full(self) -> bool:
-        return self._bytes > self.MAX_WAITING
+        return self.waiting_bytes > self.MAX_WAITING
 
     def post(self, message: bytes) -> bool:
         """Send a message in its turn, without blocking; True if a part of it must be flushed later."""
@@ -133,7 +133,7 @@ class Outbox:
                 rest = rest[self.link.send([rest]) :]
             if rest:
                 self._waiting.append(rest)
-                self._bytes += len(rest)
+                self.waiting_bytes += len(rest)
             return bool(self._waiting)
 
     def flush(self) -> bool:
@@ -160,7 +160,7 @@ class Outbox:
         while self._waiting:
             message = self._waiting[0]
             sent = self.link.send([message])
-            self._bytes -= sent
+            self.waiting_bytes -= sent
             if sent < len(message):
                 self._waiting[0] = message[sent:]
                 return

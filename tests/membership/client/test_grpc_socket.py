@@ -81,13 +81,13 @@ def code(call: Callable[[], object]) -> str:
 
 
 @pytest.mark.parametrize("size", [0, 1, 16384, 65535, 65536, 3_000_000])
-def test_messages_of_any_size(size: int, connection: Connection) -> None:
+def test_call_messages_of_any_size_arrive(size: int, connection: Connection) -> None:
     message = os.urandom(size)
     for _ in range(3):
         assert connection.call("Same", message, 30, service="test") == message
 
 
-def test_how_calls_fail(connection: Connection) -> None:
+def test_call_failures_have_code_and_details(connection: Connection) -> None:
     with pytest.raises(CallFailed) as caught:
         connection.call("Refused", b"", 30, service="test")
     assert caught.value.code == "PERMISSION_DENIED"
@@ -98,13 +98,13 @@ def test_how_calls_fail(connection: Connection) -> None:
     assert code(lambda: connection.call("Never", b"", 0.1, service="test")) == "DEADLINE_EXCEEDED"
 
 
-def test_too_large_a_reply(place: tuple[str, int]) -> None:
+def test_call_with_a_reply_over_the_limit_fails(place: tuple[str, int]) -> None:
     connection = Connection(socket.create_connection(place), "test", 1000)
     assert code(lambda: connection.call("Same", bytes(2000), 30, service="test")) == "RESOURCE_EXHAUSTED"
     connection.close()
 
 
-def test_streams(connection: Connection) -> None:
+def test_stream_exchanges_messages_in_turn(connection: Connection) -> None:
     connection.begin_stream("OneByOne", service="test")
     for message in (b"a", b"", b"b" * 100_000):
         assert connection.ask(message, 30) == message * 2
@@ -114,7 +114,7 @@ def test_streams(connection: Connection) -> None:
     assert code(lambda: connection.ask(b"end", 30)) == "UNAVAILABLE"
 
 
-def test_a_call_under_way_is_answered_while_the_server_stops() -> None:
+def test_call_under_way_is_answered_while_the_server_stops() -> None:
     begun, go_on = threading.Event(), threading.Event()
 
     def slow(request: bytes, context: Any) -> bytes:
@@ -159,7 +159,7 @@ def heard(data: bytes) -> str:
 @pytest.mark.parametrize(
     "data", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x15\x03\x01\x00\x02\x02\x46", b"\xff" * 50]
 )
-def test_what_is_not_http2(data: bytes) -> None:
+def test_connection_to_something_other_than_http2_fails(data: bytes) -> None:
     assert heard(data) == "UNAVAILABLE"
 
 
@@ -192,7 +192,7 @@ def answer(parts: list[tuple[str, bytes]]) -> bytes:
 
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=300))
-def test_any_bytes_are_an_error_and_nothing_worse(data: bytes) -> None:
+def test_connection_any_bytes_raise_only_call_failed(data: bytes) -> None:
     heard(data)
 
 
@@ -208,7 +208,7 @@ def test_any_bytes_are_an_error_and_nothing_worse(data: bytes) -> None:
         max_size=8,
     )
 )
-def test_any_answer_is_understood_or_an_error(parts: list[tuple[str, bytes]]) -> None:
+def test_connection_any_answer_is_understood_or_an_error(parts: list[tuple[str, bytes]]) -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         theirs.sendall(answer(parts))
@@ -246,7 +246,7 @@ assert not lease.trouble, lease.trouble
 """
 
 
-def test_forks_in_the_middle_of_calls_are_quiet_and_harmless(serve: Callable[..., Coordinator]) -> None:
+def test_fork_in_the_middle_of_calls_is_quiet_and_harmless(serve: Callable[..., Coordinator]) -> None:
     coordinator = serve(1, minimum=1, maximum=1)
     done = subprocess.run(
         [sys.executable, "-c", FORKS, coordinator.address, SECRET.decode()],

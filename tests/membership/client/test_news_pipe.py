@@ -1,3 +1,5 @@
+"""The pipe that carries news from a launcher to its worker."""
+
 from __future__ import annotations
 
 import os
@@ -27,7 +29,7 @@ def ends() -> Iterator[tuple[NewsWriter, NewsReader]]:
     reader.close()
 
 
-def test_the_last_news_counts(ends: tuple[NewsWriter, NewsReader]) -> None:
+def test_latest_returns_the_last_news(ends: tuple[NewsWriter, NewsReader]) -> None:
     writer, reader = ends
     assert reader.latest() is None
     writer.tell(news(1, 0))
@@ -49,7 +51,9 @@ def test_cuts_last_until_they_heal(ends: tuple[NewsWriter, NewsReader]) -> None:
     assert reader.latest() is None
 
 
-def test_who_does_not_read_holds_up_nobody_and_gets_the_newest(ends: tuple[NewsWriter, NewsReader]) -> None:
+def test_writer_with_a_reader_that_does_not_read_never_blocks_and_keeps_the_newest(
+    ends: tuple[NewsWriter, NewsReader],
+) -> None:
     writer, reader = ends
     for generation in range(5000):
         writer.tell(news(generation, 0))
@@ -60,14 +64,14 @@ def test_who_does_not_read_holds_up_nobody_and_gets_the_newest(ends: tuple[NewsW
     assert reader.cuts() == {"box/2"}
 
 
-def test_the_same_news_is_told_once(ends: tuple[NewsWriter, NewsReader]) -> None:
+def test_writer_repeated_news_is_written_once(ends: tuple[NewsWriter, NewsReader]) -> None:
     writer, reader = ends
     for _ in range(3):
         writer.tell(news(1, 0))
     assert os.read(reader.fileno(), 4096).count(b"\n") == 1
 
 
-def test_a_reader_that_is_gone_is_no_error() -> None:
+def test_writer_without_a_reader_is_no_error() -> None:
     writer = NewsWriter("box/1")
     writer.handed_over()  # to nobody
     writer.tell(news(1, 0))
@@ -76,7 +80,7 @@ def test_a_reader_that_is_gone_is_no_error() -> None:
     writer.close()
 
 
-def test_a_launcher_that_is_gone_leaves_its_last_news() -> None:
+def test_reader_without_a_writer_keeps_the_last_news() -> None:
     writer = NewsWriter("box/1")
     reader = NewsReader(os.dup(writer.theirs))
     writer.tell(news(1, 2))
@@ -89,11 +93,11 @@ def test_a_launcher_that_is_gone_leaves_its_last_news() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "7", "x:y", "999:1", f"{'9' * 30}:1", "-1:1"])
-def test_what_is_no_pipe_of_ours_is_left_alone(text: str) -> None:
+def test_from_environ_with_malformed_text_returns_none(text: str) -> None:
     assert NewsReader.from_environ({NEWS: text} if text else {}) is None
 
 
-def test_a_number_that_means_something_else_by_now_is_left_alone() -> None:
+def test_from_environ_with_a_reused_descriptor_returns_none() -> None:
     reading, writing = os.pipe()
     inode = os.fstat(reading).st_ino
     with open(os.devnull) as other:
@@ -103,7 +107,7 @@ def test_a_number_that_means_something_else_by_now_is_left_alone() -> None:
     os.close(writing)
 
 
-def test_a_fork_reads_nothing_away(ends: tuple[NewsWriter, NewsReader]) -> None:
+def test_reader_in_forked_child_reads_nothing(ends: tuple[NewsWriter, NewsReader]) -> None:
     writer, reader = ends
     writer.tell(news(1, 0))
     pid = os.fork()
@@ -113,7 +117,7 @@ def test_a_fork_reads_nothing_away(ends: tuple[NewsWriter, NewsReader]) -> None:
     assert reader.latest() == news(1, 0)
 
 
-def test_a_worker_inherits_its_end_and_what_it_starts_does_not() -> None:
+def test_worker_inherits_its_end_and_its_children_do_not() -> None:
     writer = NewsWriter("box/1")
     code = """
 import os, subprocess, sys

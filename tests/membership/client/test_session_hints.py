@@ -175,7 +175,7 @@ def test_member_meeting_an_impostor_waits_for_its_coordinator(
 
 
 @pytest.mark.parametrize("impostor", ["closed_listener", "unauthenticated", "denied"], indirect=True)
-def test_newcomer_waiting_at_its_coordinator_has_met_it(
+def test_newcomer_waiting_for_the_first_generation_counts_as_acquainted(
     impostor: Callable[[int], Any], serve: Serve, captured: CapturedLog
 ) -> None:
     """Between its arrival and the first generation too."""

@@ -44,7 +44,7 @@ def together(*calls: Callable[[], object]) -> None:
         assert not thread.is_alive()
 
 
-def test_its_life(serve: Serve, make: Make) -> None:
+def test_worker_node_start_and_close_join_and_leave_the_job(serve: Serve, make: Make) -> None:
     coordinator = serve(2)
     nodes = [make(coordinator, f"w{n}", rank=n, size=2, endpoint=f"10.0.0.{n}:1") for n in range(2)]
     assert [(node.rank, node.size, node.generation, node.peers) for node in nodes] == [(-1, 0, 0, ())] * 2
@@ -58,7 +58,7 @@ def test_its_life(serve: Serve, make: Make) -> None:
     assert (nodes[0].rank, nodes[0].size, nodes[0].healthy()) == (-1, 0, False)
 
 
-def test_it_is_started_once(serve: Serve, make: Make) -> None:
+def test_worker_node_starts_only_once(serve: Serve, make: Make) -> None:
     node = make(serve(1))
     with node:
         assert (node.rank, node.size) == (0, 1)
@@ -71,7 +71,7 @@ def test_it_is_started_once(serve: Serve, make: Make) -> None:
         node.start_checkpoint(1)
 
 
-def test_a_start_that_failed_may_be_tried_again(serve: Serve, make: Make) -> None:
+def test_worker_node_start_that_failed_may_be_tried_again(serve: Serve, make: Make) -> None:
     coordinator = serve(1)
     node = make(coordinator, rank=3, size=1)
     for _ in range(2):
@@ -80,14 +80,14 @@ def test_a_start_that_failed_may_be_tried_again(serve: Serve, make: Make) -> Non
     assert (node.rank, node.size) == (-1, 0)
 
 
-def test_nothing_can_be_asked_of_one_that_was_not_started(serve: Serve, make: Make) -> None:
+def test_worker_node_before_its_start_refuses_calls(serve: Serve, make: Make) -> None:
     node = make(serve(1))
     for call in (node.rejoin, lambda: node.start_checkpoint(1), lambda: node.end_checkpoint(1)):
         with pytest.raises(gw.ConfigError, match="was not started"):
             call()
 
 
-def test_it_keeps_its_lease_hears_the_news_and_goes_on(serve: Serve, make: Make) -> None:
+def test_worker_node_keeps_its_lease_and_follows_generations(serve: Serve, make: Make) -> None:
     coordinator = serve(2, minimum=1, maximum=2)
     told: queue.SimpleQueue[News] = queue.SimpleQueue()
     node, other = make(coordinator, "node", on_news=told.put), make(coordinator, "other")
@@ -100,7 +100,7 @@ def test_it_keeps_its_lease_hears_the_news_and_goes_on(serve: Serve, make: Make)
     assert node.healthy(30)
 
 
-def test_one_that_was_evicted_is_not_healthy(serve: Serve, make: Make) -> None:
+def test_worker_node_that_was_evicted_is_not_healthy(serve: Serve, make: Make) -> None:
     coordinator = serve(1, minimum=1, maximum=1)
     node = make(coordinator, "node").start()
     heartbeat(coordinator.address, [], gone=["node"], secret=SECRET)
@@ -110,7 +110,7 @@ def test_one_that_was_evicted_is_not_healthy(serve: Serve, make: Make) -> None:
     assert node.news.evicted == ("node",)
 
 
-def test_a_coordinator_that_is_away_is_not_healthy_and_does_not_hold_up_the_end(serve: Serve, make: Make) -> None:
+def test_worker_node_without_its_coordinator_is_not_healthy_and_closes_at_once(serve: Serve, make: Make) -> None:
     coordinator = serve(1)
     node = make(coordinator).start()
     coordinator.stop()
@@ -119,7 +119,7 @@ def test_a_coordinator_that_is_away_is_not_healthy_and_does_not_hold_up_the_end(
     node.close()
 
 
-def test_checkpoints(serve: Serve, make: Make) -> None:
+def test_worker_node_writes_checkpoints(serve: Serve, make: Make) -> None:
     coordinator = serve(2, minimum=1, maximum=2)
     nodes = [make(coordinator, name) for name in ("a", "b")]
     together(*(node.start for node in nodes))
@@ -131,19 +131,19 @@ def test_checkpoints(serve: Serve, make: Make) -> None:
     assert nodes[0].start_checkpoint(3).complete
 
 
-def test_with_certificates(serve: Serve, make: Make) -> None:
+def test_worker_node_with_certificates_joins(serve: Serve, make: Make) -> None:
     coordinator = serve(1, credentials=tls_files.credentials("m0"))
     node = make(coordinator, "m1", credentials=tls_files.credentials("m1")).start()
     assert node.healthy(30)
 
 
-def test_beyond_this_machine_it_must_be_meant() -> None:
+def test_worker_node_beyond_this_machine_needs_insecure_or_certificates() -> None:
     with pytest.raises(gw.ConfigError, match="beyond this machine, and nothing would be encrypted"):
         gw.WorkerNode("192.0.2.1:1", secret=SECRET)
     assert gw.WorkerNode("192.0.2.1:1", secret=SECRET, insecure=True).rank == -1
 
 
-def test_a_forked_child_leaves_it_alone(serve: Serve, make: Make) -> None:
+def test_worker_node_in_forked_child_leaves_the_parents_membership_alone(serve: Serve, make: Make) -> None:
     coordinator = serve(1, minimum=1, maximum=1)
     node = make(coordinator, "node").start()
     for _ in range(10):

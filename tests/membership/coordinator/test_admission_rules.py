@@ -85,7 +85,9 @@ def test_node_that_waits_first_does_not_keep_the_trainers_out() -> None:
     ("here", "newcomer", "host"),
     [("auto", "shm", "other"), ("tcp", "shm", "machine"), ("shm", "auto", "other"), ("shm", "tcp", "machine")],
 )
-def test_newcomer_that_cannot_share_memory_where_one_insists_is_refused(here: str, newcomer: str, host: str) -> None:
+def test_newcomer_that_cannot_share_memory_where_a_member_insists_is_refused(
+    here: str, newcomer: str, host: str
+) -> None:
     refused = reason(running(here, here).register(claim("new", newcomer, host=host), 1.0))
     assert "insists on transport 'shm'" in refused
     assert "Use transport 'auto'" in refused
@@ -109,13 +111,13 @@ def test_newcomer_is_not_refused_for_the_sake_of_a_dead_member_that_insisted() -
     assert waits(state.register(claim("new", host="other"), 1.0))
 
 
-def test_claim_that_only_says_it_was_a_member_is_checked_like_a_newcomer() -> None:
+def test_claim_without_proof_of_membership_is_checked_like_a_newcomer() -> None:
     state = running("auto", "auto")
     made_up = replace(claim("new", "", address=""), generation=1, run=RUN)
     assert "has no data address" in reason(state.register(made_up, 1.0))
 
 
-def test_claim_that_only_says_it_was_a_member_does_not_hold_the_state() -> None:
+def test_claim_without_proof_of_membership_does_not_hold_the_state() -> None:
     state = running("auto", "auto")
     made_up, now = replace(claim("new"), generation=1, run=RUN), pass_time(state, 0.0, 12.0)
     assert state.news().size == 0, "the members are silent"
@@ -161,7 +163,7 @@ def test_heartbeats_and_deaths_of_another_run_do_not_count() -> None:
     assert state.news().evicted == ("a",), "another run's heartbeats keep no lease"
 
 
-def test_heartbeat_for_an_id_that_has_not_registered_is_ignored_and_told() -> None:
+def test_heartbeat_for_an_unregistered_id_is_ignored_and_reported() -> None:
     state = running("auto", "auto")
     news = state.beat(["a", "b", "starting"], 1.0)
     assert (news.unknown, news.size) == (("starting",), 2)
@@ -177,7 +179,7 @@ def test_leaving_of_another_run_is_not_believed() -> None:
 # -- who may say that all work is done
 
 
-def test_finished_from_one_that_only_waits_is_not_believed() -> None:
+def test_finished_from_a_waiting_process_is_not_believed() -> None:
     state = running("auto", "auto")
     waiting = claim("new")
     state.register(waiting, 1.0)
@@ -247,7 +249,7 @@ def test_generation_of_survivors_stays_in_its_run() -> None:
     assert (outcome.run, outcome.previous_run) == (RUN, b"")
 
 
-def test_founder_of_a_new_run_that_hears_of_it_late_is_told_the_run_that_it_knows() -> None:
+def test_founder_of_a_new_run_that_learns_of_it_late_gets_the_earlier_run_id() -> None:
     """Two strangers found a new run; one of them is back from it before the other has heard of it."""
     state = running("auto", "auto")
     strangers = [replace(claim(name), generation=1, run=RUN, session=b"again", stranger=True) for name in "ab"]

@@ -62,7 +62,7 @@ def elastic(serve: Serve) -> Coordinator:
     return serve(3, minimum=2, maximum=4)
 
 
-def test_survivors_go_on_without_the_one_they_lost(elastic: Coordinator) -> None:
+def test_survivors_continue_without_the_lost_member(elastic: Coordinator) -> None:
     first = assembled(elastic, "abc")[0]
     lost = ids(first)[1]
     survivors = [name for name in ids(first) if name != lost]
@@ -84,7 +84,7 @@ def test_a_newcomer_is_announced_and_joins_with_the_next_generation(elastic: Coo
     assert heartbeat(elastic.address, order, secret=SECRET) == News(2, 0, (), None)
 
 
-def test_below_the_minimum_it_is_said_what_is_waited_for(elastic: Coordinator) -> None:
+def test_wait_below_the_minimum_reports_the_reason(elastic: Coordinator) -> None:
     order = ids(assembled(elastic, "abc")[0])
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
     last = joining(elastic, order[0], generation=1, lost=order[1:], waiting=said.put)
@@ -94,7 +94,7 @@ def test_below_the_minimum_it_is_said_what_is_waited_for(elastic: Coordinator) -
     assert ids(last.result(30)) == ids(joined.result(30)) == [order[0], "new"]
 
 
-def test_a_worker_that_takes_its_leave_is_not_waited_for(elastic: Coordinator) -> None:
+def test_worker_that_unregisters_is_not_waited_for(elastic: Coordinator) -> None:
     found = assembled(elastic, "abc")[0]
     order = ids(found)
     assert unregister(elastic.address, found.members[2], secret=SECRET)
@@ -102,13 +102,13 @@ def test_a_worker_that_takes_its_leave_is_not_waited_for(elastic: Coordinator) -
     assert [ids(future.result(30)) for future in again] == [order[:2]] * 2
 
 
-def test_a_generation_that_never_was(elastic: Coordinator) -> None:
+def test_generation_that_never_existed_is_refused(elastic: Coordinator) -> None:
     assembled(elastic, "abc")
     with pytest.raises(Refused, match=r"generation 7, and this coordinator .*knows of 1"):
         joining(elastic, "d", generation=7).result(30)
 
 
-def test_a_static_job_has_one_generation(serve: Serve) -> None:
+def test_static_job_has_one_generation(serve: Serve) -> None:
     coordinator = serve(1)
     assembled(coordinator, "a")
     with pytest.raises(Refused, match="this job is static"):
@@ -118,7 +118,7 @@ def test_a_static_job_has_one_generation(serve: Serve) -> None:
 # Leases.
 
 
-def test_a_silent_member_is_evicted_and_the_others_are_told(serve: Serve, captured: CapturedLog) -> None:
+def test_silent_member_is_evicted_and_the_news_says_so(serve: Serve, captured: CapturedLog) -> None:
     coordinator = serve(2, minimum=1, maximum=2, lease=0.5)
     order = ids(assembled(coordinator, "ab")[0])
     told: queue.SimpleQueue[News] = queue.SimpleQueue()
@@ -146,7 +146,7 @@ def launcher(elastic: Coordinator) -> Iterator[tuple[Heartbeats, queue.SimpleQue
 Launcher = tuple[Heartbeats, "queue.SimpleQueue[News]"]
 
 
-def test_a_launcher_tells_at_once_who_died(elastic: Coordinator, launcher: Launcher) -> None:
+def test_launcher_reports_a_death_at_once(elastic: Coordinator, launcher: Launcher) -> None:
     assembled(elastic, "abc")
     beats, told = launcher
     while told.get(timeout=30) != News(1, 0, (), None):
@@ -159,7 +159,7 @@ def test_a_launcher_tells_at_once_who_died(elastic: Coordinator, launcher: Launc
     assert sorted(ids(again[0].result(30))) == ["a", "c"]
 
 
-def test_a_launcher_does_not_speak_for_those_who_stand_still(serve: Serve) -> None:
+def test_launcher_sends_no_heartbeats_for_stopped_workers(serve: Serve) -> None:
     coordinator = serve(2, minimum=1, maximum=2, lease=0.5)
     assembled(coordinator, "ab")
     told: queue.SimpleQueue[News] = queue.SimpleQueue()
@@ -176,7 +176,7 @@ def test_a_launcher_does_not_speak_for_those_who_stand_still(serve: Serve) -> No
         beats.close()
 
 
-def test_a_launcher_finds_its_coordinator_again(
+def test_launcher_finds_its_coordinator_again(
     serve: Serve, elastic: Coordinator, launcher: Launcher, captured: CapturedLog
 ) -> None:
     _, told = launcher
@@ -191,7 +191,7 @@ def test_a_launcher_finds_its_coordinator_again(
     captured.wait_for("answers the heartbeats of this host again", timeout=30)
 
 
-def test_closing_says_who_is_gone(elastic: Coordinator, launcher: Launcher) -> None:
+def test_launcher_close_reports_dead_workers(elastic: Coordinator, launcher: Launcher) -> None:
     assembled(elastic, "abc")
     beats, told = launcher
     told.get(timeout=30)
@@ -201,14 +201,14 @@ def test_closing_says_who_is_gone(elastic: Coordinator, launcher: Launcher) -> N
     assert sorted(heartbeat(elastic.address, ["c"], secret=SECRET).evicted) == ["a", "b"]
 
 
-def test_closing_does_not_wait_for_a_coordinator_that_is_away() -> None:
+def test_launcher_close_does_not_wait_for_an_absent_coordinator() -> None:
     beats = Heartbeats("127.0.0.1:9", ["a"], secret=SECRET)
     beats.start()
     beats.gone(["a"])
     beats.close()
 
 
-def test_a_launcher_without_a_stream_uses_single_calls(
+def test_launcher_without_a_stream_uses_single_calls(
     elastic: Coordinator, monkeypatch: pytest.MonkeyPatch, captured: CapturedLog
 ) -> None:
     monkeypatch.setattr("gradwire.membership.coordinator.servicer.STREAMS", 0)
@@ -229,7 +229,7 @@ def test_a_launcher_without_a_stream_uses_single_calls(
 # Checkpoints.
 
 
-def test_a_checkpoint_is_complete_when_all_who_live_have_reported(elastic: Coordinator) -> None:
+def test_checkpoint_is_complete_when_all_live_members_have_reported(elastic: Coordinator) -> None:
     order = ids(assembled(elastic, "abc")[0])
     address = elastic.address
     begun = start_checkpoint(address, order[0], 5, secret=SECRET)
@@ -242,7 +242,7 @@ def test_a_checkpoint_is_complete_when_all_who_live_have_reported(elastic: Coord
     assert heartbeat(address, order[:2], secret=SECRET).checkpoint is None
 
 
-def test_a_checkpoint_that_cannot_be(elastic: Coordinator) -> None:
+def test_impossible_checkpoint_is_refused(elastic: Coordinator) -> None:
     assembled(elastic, "abc")
     with pytest.raises(Refused, match=r"'stranger' is no.* live member of generation 1"):
         start_checkpoint(elastic.address, "stranger", 1, secret=SECRET)

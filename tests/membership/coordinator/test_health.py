@@ -46,7 +46,7 @@ def watch(channel: Any, service: str) -> Any:
     return ask(StringValue(value=service), timeout=30)
 
 
-def test_check(channel: Any) -> None:
+def test_check_known_service_is_serving_and_unknown_is_not_found(channel: Any) -> None:
     assert [check(channel, service) for service in ("", MEMBERSHIP)] == [SERVING, SERVING]
     with pytest.raises(grpc.RpcError) as caught:
         check(channel, "something.else")
@@ -101,7 +101,7 @@ def test_watch_beyond_the_limit_is_refused_until_a_watcher_leaves() -> None:
             break
 
 
-def test_the_package_that_is_made_for_it_understands_it(channel: Any) -> None:
+def test_health_messages_match_the_grpc_health_package(channel: Any) -> None:
     messages = pytest.importorskip("grpc_health.v1.health_pb2")
     stubs = pytest.importorskip("grpc_health.v1.health_pb2_grpc")
     reply = stubs.HealthStub(channel).Check(messages.HealthCheckRequest(service=MEMBERSHIP))

@@ -53,7 +53,7 @@ def status(call: Callable[[], object]) -> grpc.StatusCode:
     return code
 
 
-def test_strangers_get_nothing_and_are_logged(stub: Any, captured: CapturedLog) -> None:
+def test_call_without_proof_is_refused_and_logged(stub: Any, captured: CapturedLog) -> None:
     unproven = pb.HelloRequest(worker_nonce=bytes(32), proof=bytes(32))
     assert status(lambda: stub.Hello(unproven)) == grpc.StatusCode.UNAUTHENTICATED
     assert status(lambda: stub.RegisterWorker(pb.Sealed(body=b"x"))) == grpc.StatusCode.UNAUTHENTICATED
@@ -61,7 +61,7 @@ def test_strangers_get_nothing_and_are_logged(stub: Any, captured: CapturedLog) 
     captured.wait_for(r"refused a call from 127\.0\.0\.1:[0-9]+: the caller does not hold this job's secret", times=3)
 
 
-def test_a_recorded_request_is_not_heard_again(stub: Any) -> None:
+def test_recorded_request_is_refused(stub: Any) -> None:
     seal = WorkerSeal(SECRET)
     seal.meet(stub.Hello(seal.hello()))
     sealed = seal.seal("UnregisterWorker", b"")
@@ -69,13 +69,13 @@ def test_a_recorded_request_is_not_heard_again(stub: Any) -> None:
     assert status(lambda: stub.UnregisterWorker(sealed)) == grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_a_request_to_an_earlier_coordinator_is_sent_back(stub: Any) -> None:
+def test_request_to_an_earlier_coordinator_fails_precondition(stub: Any) -> None:
     seal = WorkerSeal(SECRET)
     seal.meet(CoordinatorSeal(SECRET).meet(seal.hello()))
     assert status(lambda: stub.RegisterWorker(seal.seal("RegisterWorker", b""))) == grpc.StatusCode.FAILED_PRECONDITION
 
 
-def test_nonsense_from_a_holder_of_the_secret(stub: Any) -> None:
+def test_malformed_body_from_a_holder_of_the_secret_is_refused(stub: Any) -> None:
     seal = WorkerSeal(SECRET)
     seal.meet(stub.Hello(seal.hello()))
     sealed = seal.seal("RegisterWorker", b"\xff\xff\xff")
@@ -86,7 +86,7 @@ UNARY = ["RegisterWorker", "UnregisterWorker", "Heartbeat", "StartCheckpoint", "
 
 
 @pytest.mark.parametrize("method", UNARY)
-def test_every_call_is_proven_fresh_and_understood(method: str, stub: Any) -> None:
+def test_call_is_accepted_only_if_proven_fresh_and_well_formed(method: str, stub: Any) -> None:
     call = getattr(stub, method)
     assert status(lambda: call(pb.Sealed(body=b"x"))) == grpc.StatusCode.UNAUTHENTICATED
     seal = WorkerSeal(SECRET)
@@ -101,7 +101,7 @@ def test_every_call_is_proven_fresh_and_understood(method: str, stub: Any) -> No
     assert status(lambda: call(forged)) == grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_heartbeats_of_a_stream_are_proven_one_by_one(stub: Any) -> None:
+def test_heartbeats_stream_proves_each_message(stub: Any) -> None:
     seal = WorkerSeal(SECRET)
     seal.meet(stub.Hello(seal.hello()))
     first = seal.seal("Heartbeats", b"")
@@ -122,7 +122,7 @@ def test_heartbeats_stream_without_a_heartbeat_is_ended(serve: Serve) -> None:
         never.put(None)
 
 
-def test_streams_of_strangers_leave_room_for_workers(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_without_proof_leave_room_for_workers(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servicer, "STRANGERS", 2)
     coordinator = serve(1)
     never: queue.SimpleQueue[pb.Sealed | None] = queue.SimpleQueue()
@@ -139,7 +139,7 @@ def test_streams_of_strangers_leave_room_for_workers(serve: Serve, monkeypatch: 
             never.put(None)
 
 
-def test_a_session_of_another_length(stub: Any) -> None:
+def test_session_of_another_length_is_refused(stub: Any) -> None:
     seal = WorkerSeal(SECRET)
     seal.meet(stub.Hello(seal.hello()))
     request = pb.RegisterWorkerRequest(session=b"short")
@@ -149,7 +149,7 @@ def test_a_session_of_another_length(stub: Any) -> None:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(method=st.sampled_from(UNARY), body=st.binary(max_size=200))
-def test_any_body_from_a_holder_of_the_secret(method: str, body: bytes, stub: Any) -> None:
+def test_any_body_from_a_holder_of_the_secret_is_answered_or_refused(method: str, body: bytes, stub: Any) -> None:
     seal = WorkerSeal(SECRET)
     seal.meet(stub.Hello(seal.hello()))
     sealed = seal.seal(method, body)
@@ -161,11 +161,11 @@ def test_any_body_from_a_holder_of_the_secret(method: str, body: bytes, stub: An
     assert codes <= {grpc.StatusCode.INVALID_ARGUMENT}
 
 
-def test_oversized_requests_are_not_taken_in(stub: Any) -> None:
+def test_oversized_request_is_refused(stub: Any) -> None:
     assert status(lambda: stub.RegisterWorker(pb.Sealed(body=bytes(1 << 20)))) == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-def test_noise_on_the_port_does_not_disturb(serve: Serve) -> None:
+def test_noise_on_the_port_does_not_disturb_workers(serve: Serve) -> None:
     coordinator = serve(1)
     host, _, port = coordinator.address.rpartition(":")
     noise = [
@@ -221,26 +221,26 @@ def impose() -> Iterator[Callable[[Impostor | None], str]]:
         server.stop(None).wait()
 
 
-def test_an_impostor_without_the_secret_is_told_nothing(impose: Callable[[Impostor | None], str]) -> None:
+def test_register_at_an_impostor_without_the_secret_reveals_nothing(impose: Callable[[Impostor | None], str]) -> None:
     impostor = Impostor(lambda request: pb.HelloReply(coordinator_nonce=bytes(32), proof=request.proof))
     with pytest.raises(Refused, match="does not hold this job's secret: check GRADWIRE_TOKEN"):
         join(impose(impostor))
     assert impostor.told == []
 
 
-def test_a_forged_reply_is_not_believed(impose: Callable[[Impostor | None], str]) -> None:
+def test_register_with_a_forged_reply_is_refused(impose: Callable[[Impostor | None], str]) -> None:
     impostor = Impostor(CoordinatorSeal(SECRET).meet)
     with pytest.raises(Refused, match="its reply is not authenticated"):
         join(impose(impostor))
     assert len(impostor.told) == 1
 
 
-def test_another_grpc_service_is_recognised(impose: Callable[[Impostor | None], str]) -> None:
+def test_register_at_another_grpc_service_says_so(impose: Callable[[Impostor | None], str]) -> None:
     with pytest.raises(Refused, match="is no gradwire coordinator"):
         join(impose(None))
 
 
-def test_something_else_on_the_port_is_said() -> None:
+def test_register_at_something_other_than_grpc_says_so() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def hang_up() -> None:
@@ -256,7 +256,7 @@ def test_something_else_on_the_port_is_said() -> None:
         listener.shutdown(socket.SHUT_RDWR)
 
 
-def test_who_says_little_at_a_time_is_not_listened_to_for_ever() -> None:
+def test_told_at_a_slow_speaker_ends_in_time() -> None:
     over = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
 

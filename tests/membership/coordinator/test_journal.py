@@ -75,7 +75,7 @@ def other_process(path: Path, largest_file: int = 0, durable: bool = True) -> An
             process.kill()
 
 
-def test_what_was_saved_comes_back(tmp_path: Path) -> None:
+def test_journal_loads_the_saved_snapshot(tmp_path: Path) -> None:
     path, state = tmp_path / "journal", elastic()
     with Journal(path) as journal:
         assert journal.load() is None
@@ -94,11 +94,11 @@ def test_what_was_saved_comes_back(tmp_path: Path) -> None:
     assert ("formed", 1) in rows(path, "SELECT kind, generation FROM changes")
 
 
-def test_only_its_owner_may_read_it(tmp_path: Path) -> None:
+def test_journal_file_is_readable_by_its_owner_only(tmp_path: Path) -> None:
     assert sound(tmp_path / "journal").stat().st_mode & 0o777 == 0o600
 
 
-def test_it_does_not_grow_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_journal_size_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journals, "CHANGES_KEPT", 20)
     path, state = tmp_path / "journal", elastic()
     with Journal(path) as journal:
@@ -114,7 +114,7 @@ def test_it_does_not_grow_without_end(tmp_path: Path, monkeypatch: pytest.Monkey
     assert rows(path, "SELECT count(*) FROM changes") == [(20,)]
 
 
-def test_two_coordinators_cannot_have_it(tmp_path: Path) -> None:
+def test_journal_in_use_by_another_coordinator_is_refused(tmp_path: Path) -> None:
     path = sound(tmp_path / "journal")
     with Journal(path) as journal:
         with pytest.raises(JournalError, match="another coordinator has it: stop that one first"):
@@ -131,7 +131,7 @@ def test_two_coordinators_cannot_have_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_what_was_saved_survives_a_kill(tmp_path: Path, durable: bool) -> None:
+def test_journal_saved_entries_survive_a_kill(tmp_path: Path, durable: bool) -> None:
     path = tmp_path / "journal"
     with other_process(path, durable=durable) as process:
         told = [int(process.stdout.readline()) for _ in range(25)][-1]
@@ -199,7 +199,7 @@ def statement(text: str) -> Callable[[Path], None]:
         (statement("PRAGMA application_id = 0"), "not a coordinator's journal"),
     ],
 )
-def test_damage_is_an_error_and_changes_nothing(tmp_path: Path, spoil: Callable[[Path], None], said: str) -> None:
+def test_damaged_journal_raises_and_is_left_unchanged(tmp_path: Path, spoil: Callable[[Path], None], said: str) -> None:
     path = sound(tmp_path / "journal")
     spoil(path)
     before = path.read_bytes()
@@ -211,7 +211,7 @@ def test_damage_is_an_error_and_changes_nothing(tmp_path: Path, spoil: Callable[
         journal.load()
 
 
-def test_a_journal_that_cannot_be_opened(tmp_path: Path) -> None:
+def test_journal_that_cannot_be_opened_raises(tmp_path: Path) -> None:
     for path in (tmp_path / "no such folder" / "journal", tmp_path):
         with pytest.raises(JournalError, match="check that its folder exists"):
             Journal(path)
@@ -243,7 +243,7 @@ def test_save_to_a_full_disk_raises_and_keeps_earlier_entries(
     assert rows(path, "SELECT count(*) FROM changes") == [(0,)]
 
 
-def test_a_write_that_the_system_refuses_is_an_error_too(tmp_path: Path) -> None:
+def test_save_that_the_system_refuses_raises(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     size = sound(path).stat().st_size
     path.unlink()
@@ -258,7 +258,7 @@ def test_a_write_that_the_system_refuses_is_an_error_too(tmp_path: Path) -> None
     assert snapshot["generation"] == int(told.split()[-1])
 
 
-def test_a_generation_never_becomes_another(tmp_path: Path) -> None:
+def test_save_of_another_membership_for_a_known_generation_raises(tmp_path: Path) -> None:
     path = sound(tmp_path / "journal")
     for number in (1, 2):
         other = elastic()

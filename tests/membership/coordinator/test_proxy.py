@@ -112,7 +112,7 @@ def test_calls_without_a_body_end_with_their_connection(serve: Serve, captured: 
     captured.wait_for("closed connections to the coordinator: 1 did not prove the job's secret in time")
 
 
-def test_unproven_connection_that_says_nothing_is_closed(serve: Serve, captured: CapturedLog) -> None:
+def test_unproven_silent_connection_is_closed(serve: Serve, captured: CapturedLog) -> None:
     coordinator = serve(1, limits=Limits(seconds_to_prove=0.1))
     with connect(coordinator.address) as stranger:
         assert closed(stranger)
@@ -136,7 +136,7 @@ def test_connection_with_a_recorded_hello_is_closed(serve: Serve, captured: Capt
     captured.wait_for("1 did not prove the job's secret in time")
 
 
-def test_one_connection_too_many_of_a_source_replaces_the_oldest(serve: Serve) -> None:
+def test_connection_beyond_the_limit_of_its_source_replaces_the_oldest(serve: Serve) -> None:
     coordinator = serve(1, limits=Limits(strangers_per_source=2, seconds_to_prove=60.0))
     with connect(coordinator.address) as first, connect(coordinator.address) as second:
         hello(second)  # so both have been accepted
@@ -152,7 +152,9 @@ def test_more_callers_than_may_be_unproven_are_served_in_turn(serve: Serve) -> N
     assert {found.generation for found in assemble(coordinator.address, "abcdefghijkl")} == {1}
 
 
-def test_stranger_loses_its_place_at_the_server_when_others_wait(serve: Serve, captured: CapturedLog) -> None:
+def test_unproven_connection_loses_its_place_at_the_server_when_others_wait(
+    serve: Serve, captured: CapturedLog
+) -> None:
     limits = Limits(unproven=1, seconds_to_prove=60.0, seconds_to_prove_in_a_crowd=0.01)
     coordinator = serve(1, limits=limits)
     with begin_calls(coordinator.address, 8) as stranger:
@@ -196,7 +198,7 @@ def test_log_names_the_address_of_a_client_by_ipv6(serve: Serve, captured: Captu
     captured.wait_for(rf"refused a call from \[::1\]:{port}: ")
 
 
-def test_coordinator_leaves_no_file_even_while_it_serves(
+def test_coordinator_leaves_no_file_while_it_serves(
     serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deep = tmp_path / ("long-" * 30)  # longer than the path of a Unix socket may be
@@ -207,7 +209,7 @@ def test_coordinator_leaves_no_file_even_while_it_serves(
     assert serving(coordinator.address, secret=SECRET)
 
 
-def test_coordinator_without_a_folder_for_temporary_files_says_so(
+def test_coordinator_without_a_folder_for_temporary_files_raises(
     serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
@@ -276,7 +278,7 @@ def test_bytes_for_a_slow_client_all_arrive_although_the_server_has_ended(
     assert received(client, len(MANY)) == MANY[:sent]
 
 
-def test_server_is_told_when_its_client_is_gone(passage: tuple[socket.socket, socket.socket]) -> None:
+def test_server_connection_ends_when_its_client_is_gone(passage: tuple[socket.socket, socket.socket]) -> None:
     client, server = passage
     client.sendall(b"last words")
     client.close()
@@ -311,7 +313,7 @@ def test_front_without_descriptors_pauses_and_goes_on(captured: CapturedLog) -> 
         assert server.recv(1) == b"x"
 
 
-def test_descriptors_few_lower_the_limits_and_are_given_back() -> None:
+def test_few_descriptors_lower_the_limits_and_are_given_back() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1000, hard))
     try:

@@ -101,7 +101,7 @@ def assembled(address: str, names: str, generation: int = 0, run_id: bytes = b""
     return [future.result(60) for future in [joining(address, name, generation, run_id) for name in names]]
 
 
-def test_killed_and_started_again_it_goes_on(coordinate: Callable[..., Process], tmp_path: Path) -> None:
+def test_killed_coordinator_started_again_resumes(coordinate: Callable[..., Process], tmp_path: Path) -> None:
     options = ["--size", "3", "--min", "2", "--max", "4", "--journal", str(tmp_path / "journal")]
     first = coordinate("--listen", "127.0.0.1:0", *options)
     before = assembled(first.address, "abc")
@@ -137,7 +137,7 @@ def test_killed_and_started_again_it_goes_on(coordinate: Callable[..., Process],
     assert {found.run for found in after} == {before[0].run}
 
 
-def test_one_that_is_frozen_is_found_again(coordinate: Callable[..., Process], captured: CapturedLog) -> None:
+def test_frozen_coordinator_is_found_again(coordinate: Callable[..., Process], captured: CapturedLog) -> None:
     process = coordinate("--size", "1", "--min", "1", "--max", "2")
     assembled(process.address, "a")
     told: queue.SimpleQueue[News] = queue.SimpleQueue()
@@ -158,7 +158,9 @@ def test_one_that_is_frozen_is_found_again(coordinate: Callable[..., Process], c
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_it_ends_cleanly(number: signal.Signals, coordinate: Callable[..., Process]) -> None:
+def test_coordinator_command_ends_cleanly_on_signals(
+    number: signal.Signals, coordinate: Callable[..., Process]
+) -> None:
     process = coordinate("--size", "1", "--job", "named")
     assert process.line == f"coordinator of job named at {process.address}"
     assembled(process.address, "a")
@@ -168,7 +170,9 @@ def test_it_ends_cleanly(number: signal.Signals, coordinate: Callable[..., Proce
     assert "Traceback" not in said
 
 
-def test_it_says_what_it_cannot_do(coordinate: Callable[..., Process], tmp_path: Path) -> None:
+def test_coordinator_command_with_impossible_options_names_the_reason(
+    coordinate: Callable[..., Process], tmp_path: Path
+) -> None:
     beyond = coordinate("--size", "1", "--listen", "0.0.0.0:0")
     assert beyond.process.wait(30) == 1
     assert beyond.said().startswith("Error: a coordinator at 0.0.0.0:0 could be reached from other machines")
@@ -183,7 +187,7 @@ def test_it_says_what_it_cannot_do(coordinate: Callable[..., Process], tmp_path:
     assert damaged.read_bytes() == b"not a journal"
 
 
-def test_a_journal_of_another_job(serve: Serve, tmp_path: Path) -> None:
+def test_journal_of_another_job_is_refused(serve: Serve, tmp_path: Path) -> None:
     file = tmp_path / "journal"
     first = serve(2, minimum=1, journal=file, job="mine")
     with pytest.raises(JournalError, match="another coordinator has it"):
@@ -196,7 +200,7 @@ def test_a_journal_of_another_job(serve: Serve, tmp_path: Path) -> None:
     assert serve(2, minimum=1, journal=file).job == "mine"
 
 
-def test_who_registers_again_says_hello_to_a_restarted_coordinator_only(serve: Serve, tmp_path: Path) -> None:
+def test_register_again_says_hello_only_to_a_restarted_coordinator(serve: Serve, tmp_path: Path) -> None:
     class Counting(WorkerSeal):
         hellos = 0
 

@@ -35,7 +35,7 @@ def join(coordinator: Coordinator, name: str) -> bytes:
     return register(coordinator.address, member, size=None, secret=SECRET, job=None, timeout=30).run
 
 
-def test_launcher_of_an_old_run_keeps_and_ends_no_lease_in_the_new_one(serve: Serve, captured: CapturedLog) -> None:
+def test_launcher_of_an_old_run_keeps_and_ends_no_lease_in_the_new_run(serve: Serve, captured: CapturedLog) -> None:
     first = serve(1, minimum=1, maximum=4)
     told: queue.SimpleQueue[News] = queue.SimpleQueue()
     beats = Heartbeats(first.address, ["a"], secret=SECRET, on_news=told.put, interval=0.05)
@@ -57,7 +57,7 @@ def test_launcher_of_an_old_run_keeps_and_ends_no_lease_in_the_new_one(serve: Se
         beats.close()
 
 
-def test_launcher_speaks_for_a_newcomer_that_begins_a_run_in_place_of_the_one_it_waited_in(serve: Serve) -> None:
+def test_launcher_represents_a_newcomer_that_begins_the_next_run(serve: Serve) -> None:
     """The only member dies while a newcomer waits; the newcomer begins another run, and needs its lease there."""
     coordinator = serve(1, minimum=1, maximum=4, lease=0.5)
     before = join(coordinator, "a")
@@ -77,7 +77,7 @@ def test_launcher_speaks_for_a_newcomer_that_begins_a_run_in_place_of_the_one_it
         beats.close()
 
 
-def test_lease_speaks_for_its_member_in_the_run_that_the_member_has_entered(serve: Serve) -> None:
+def test_lease_represents_its_member_in_the_run_that_the_member_has_entered(serve: Serve) -> None:
     coordinator = serve(1, minimum=1, maximum=4)
     join(coordinator, "a")
     told: queue.SimpleQueue[News] = queue.SimpleQueue()
@@ -92,7 +92,7 @@ def test_lease_speaks_for_its_member_in_the_run_that_the_member_has_entered(serv
         lease.close()
 
 
-def test_worker_node_of_an_old_run_is_told_in_its_log_and_cannot_rejoin(
+def test_worker_node_of_an_old_run_logs_the_reason_and_cannot_rejoin(
     serve: Serve, captured: CapturedLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GRADWIRE_TOKEN", SECRET.decode())
@@ -105,7 +105,7 @@ def test_worker_node_of_an_old_run_is_told_in_its_log_and_cannot_rejoin(
     assert heartbeat(second.address, [], secret=SECRET).generation == 0
 
 
-def test_not_a_member_says_why_or_nothing() -> None:
+def test_not_a_member_gives_the_reason_or_an_empty_text() -> None:
     news = News(1, 0, (), None, run=b"n" * 16)
     assert not_a_member(news, "a", b"n" * 16) == ""
     assert not_a_member(news, "a", b"") == ""

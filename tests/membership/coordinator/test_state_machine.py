@@ -28,7 +28,7 @@ def claim(
     return Claim(member, size, job, name.encode() if session is None else session)
 
 
-def test_all_who_come_are_told_the_same_members_and_their_own_rank() -> None:
+def test_register_gives_all_members_the_same_list_and_their_own_rank() -> None:
     state = static()
     assert missing(state.register(claim(2), 0.0)) == (0, 1)
     assert missing(state.register(claim(0), 0.1)) == (1,)
@@ -39,7 +39,7 @@ def test_all_who_come_are_told_the_same_members_and_their_own_rank() -> None:
     assert state.outcome(claim(0), 0.3) == replace(last, rank=0)
 
 
-def test_workers_without_a_rank_get_the_lowest_that_nobody_named() -> None:
+def test_register_without_a_rank_gets_the_lowest_free_rank() -> None:
     state = static(4)
     assert missing(state.register(claim(None, "first", size=4), 0.0)) == (1, 2, 3)
     assert missing(state.register(claim(None, "second", size=4), 0.0)) == (2, 3)
@@ -69,7 +69,7 @@ def test_workers_without_a_rank_get_the_lowest_that_nobody_named() -> None:
         (claim(2, "worker-0"), "came back as something else"),
     ],
 )
-def test_whoever_does_not_belong_is_refused_and_changes_nothing(wrong: Claim, said: str) -> None:
+def test_register_that_does_not_fit_is_refused_and_changes_nothing(wrong: Claim, said: str) -> None:
     state = static()
     state.register(claim(0), 0.0)
     assert said in reason(state.register(wrong, 0.1))
@@ -78,7 +78,7 @@ def test_whoever_does_not_belong_is_refused_and_changes_nothing(wrong: Claim, sa
     assert isinstance(state.register(claim(2), 0.3), Assembly)
 
 
-def test_a_full_job_is_final() -> None:
+def test_register_at_a_full_job_is_refused_for_good() -> None:
     state = static(1)
     state.register(claim(0, size=1), 0.0)
     assert reason(state.register(claim(0, "late", size=1), 1e6)).startswith("rank 0 is taken by rank 0")
@@ -87,7 +87,7 @@ def test_a_full_job_is_final() -> None:
     assert isinstance(state.register(claim(0, size=1), 1e6), Assembly)
 
 
-def test_a_place_that_nobody_claims_any_more_is_free_after_a_while() -> None:
+def test_unclaimed_place_is_free_after_a_while() -> None:
     state = static()
     state.register(claim(1), 10.0)
     now = pass_time(state, 10.0, 10.0 + LAPSE - 0.01)
@@ -100,7 +100,7 @@ def test_a_place_that_nobody_claims_any_more_is_free_after_a_while() -> None:
     assert isinstance(state.register(claim(1), now), Refusal)
 
 
-def test_a_worker_that_is_gone_frees_its_place_at_once() -> None:
+def test_withdraw_frees_the_place_at_once() -> None:
     state = static()
     state.register(claim(1), 0.0)
     assert state.withdraw(claim(1)) == claim(1).member
@@ -108,7 +108,7 @@ def test_a_worker_that_is_gone_frees_its_place_at_once() -> None:
     assert missing(state.register(claim(1, "restarted"), 0.1)) == (0, 2)
 
 
-def test_the_end_of_an_old_call_does_not_free_what_was_claimed_again() -> None:
+def test_withdraw_of_an_old_call_does_not_free_a_renewed_claim() -> None:
     state = static()
     old, new = replace(claim(1), sequence=1), replace(claim(1), sequence=2)
     state.register(old, 0.0)
@@ -117,7 +117,7 @@ def test_the_end_of_an_old_call_does_not_free_what_was_claimed_again() -> None:
     assert state.withdraw(new) == claim(1).member
 
 
-def test_only_a_member_itself_can_leave() -> None:
+def test_leave_counts_only_from_the_member_itself() -> None:
     state = static()
     state.register(claim(1), 0.0)
     assert not state.leave(replace(claim(1).member, pid=1), 0.0)
@@ -127,7 +127,7 @@ def test_only_a_member_itself_can_leave() -> None:
     assert missing(state.register(claim(1, "restarted"), 0.1)) == (0, 2)
 
 
-def test_leaving_after_the_start_keeps_the_assembly() -> None:
+def test_leave_after_the_start_keeps_the_assembly() -> None:
     state = static(1)
     state.register(claim(0, size=1), 0.0)
     assert state.leave(claim(0, size=1).member, 0.0)
@@ -135,7 +135,7 @@ def test_leaving_after_the_start_keeps_the_assembly() -> None:
     assert reason(state.register(claim(None, "late", size=1), 0.1)) == "all ranks of this job are taken"
 
 
-def test_a_death_before_the_start_frees_a_place_and_later_keeps_the_assembly() -> None:
+def test_gone_before_the_start_frees_the_place_and_later_keeps_the_assembly() -> None:
     state = static(2)
     state.register(claim(1, size=2), 0.0)
     state.gone(["worker-1", "nobody"], 0.0)
@@ -146,7 +146,7 @@ def test_a_death_before_the_start_frees_a_place_and_later_keeps_the_assembly() -
     assert (state.generation, len(state.members)) == (1, 2)
 
 
-def test_a_static_job_has_one_generation_and_no_leases() -> None:
+def test_static_job_has_one_generation_and_no_leases() -> None:
     state = static(1)
     state.register(claim(0, size=1), 0.0)
     assert state.due() is None
@@ -156,7 +156,7 @@ def test_a_static_job_has_one_generation_and_no_leases() -> None:
     assert "start it with a minimum size" in reason(state.register(again, 100.0))
 
 
-def test_stopped_refuses_those_who_wait_and_those_who_come() -> None:
+def test_stop_refuses_waiting_and_new_members() -> None:
     state = static()
     state.register(claim(1), 0.0)
     state.stop("over")
@@ -166,7 +166,7 @@ def test_stopped_refuses_those_who_wait_and_those_who_come() -> None:
     assert not state.uninformed(0.1)
 
 
-def test_stopped_still_tells_the_assembly_and_who_has_not_heard_it() -> None:
+def test_stop_still_answers_members_of_the_assembly() -> None:
     state = static(2)
     state.register(claim(0, size=2), 0.0)
     state.register(claim(1, size=2), 0.0)
@@ -176,7 +176,7 @@ def test_stopped_still_tells_the_assembly_and_who_has_not_heard_it() -> None:
     assert not state.uninformed(0.1)
 
 
-def test_whoever_no_longer_asks_need_not_be_told() -> None:
+def test_uninformed_ignores_members_that_no_longer_ask() -> None:
     state = static(2)
     state.register(claim(0, size=2), 0.0)
     state.register(claim(1, size=2), 0.0)
@@ -185,12 +185,12 @@ def test_whoever_no_longer_asks_need_not_be_told() -> None:
 
 
 @pytest.mark.parametrize("size", [0, -1, 65_537])
-def test_impossible_sizes(size: int) -> None:
+def test_impossible_sizes_raise(size: int) -> None:
     with pytest.raises(InvalidSize, match="1 to 65536 ranks"):
         static(size)
 
 
-def test_impossible_names() -> None:
+def test_impossible_names_raise() -> None:
     with pytest.raises(ConfigError, match="job's name"):
         Membership("", RUN, start=1)
     with pytest.raises(ConfigError, match="16 bytes"):
@@ -198,7 +198,7 @@ def test_impossible_names() -> None:
 
 
 @given(st.permutations(range(7)), st.sets(st.integers(0, 6)))
-def test_any_order_of_arrival_seats_everybody(order: list[int], unnamed: set[int]) -> None:
+def test_any_order_of_arrival_gives_every_member_a_rank(order: list[int], unnamed: set[int]) -> None:
     state = static(7)
     claims = {rank: claim(None if rank in unnamed else rank, f"w{rank}", size=7) for rank in order}
     for rank in order:
@@ -265,5 +265,5 @@ TestAnyHistory = AnyHistory.TestCase
 TestAnyHistory.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-def test_ranks_are_named_briefly() -> None:
+def test_named_ranks_are_abbreviated() -> None:
     assert named(range(1, 40)) == "ranks 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16 and 23 more"

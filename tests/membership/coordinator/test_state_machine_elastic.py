@@ -43,14 +43,14 @@ def members(state: Membership) -> str:
     return "".join(member.id for member in state.members)
 
 
-def test_the_first_generation_forms_when_as_many_have_come_as_were_expected() -> None:
+def test_first_generation_forms_with_the_expected_number() -> None:
     state = elastic(3)
     assert waits(state.register(worker("a"), 0.0)) == "1 of 3 members are here; 2 are enough if nobody comes for 30 s"
     state.register(worker("b"), 0.0)
     assert order(state.register(worker("c"), 0.0)) == ["a", "b", "c"]
 
 
-def test_a_first_generation_makes_do_with_fewer_after_a_while() -> None:
+def test_first_generation_forms_with_fewer_after_a_while() -> None:
     state = elastic(4)
     claims = [worker("late"), replace(worker("b"), member=replace(worker("b").member, rank=3)), worker("c")]
     now = 0.0
@@ -68,7 +68,7 @@ def test_a_first_generation_makes_do_with_fewer_after_a_while() -> None:
     assert isinstance(state.register(claims[1], until), Assembly), "it may ask again, though its rank was closed up"
 
 
-def test_survivors_keep_their_order_and_newcomers_follow() -> None:
+def test_next_generation_keeps_the_order_of_survivors_and_appends_newcomers() -> None:
     state = at_work("abcd")
     assert "you join between two steps" in waits(state.register(worker("y"), 1.0))
     state.register(worker("x"), 1.0)
@@ -83,7 +83,7 @@ def test_survivors_keep_their_order_and_newcomers_follow() -> None:
 
 
 @pytest.mark.parametrize("cause", ["left", "gone", "silent", "accused"])
-def test_the_next_generation_forms_without_those_who_are_out(cause: Cause) -> None:
+def test_next_generation_forms_without_members_that_are_out(cause: Cause) -> None:
     state = at_work("abc")
     now = 1.0
     if cause == "left":
@@ -102,7 +102,7 @@ def test_the_next_generation_forms_without_those_who_are_out(cause: Cause) -> No
     assert [change.member for change in state.changes() if change.kind == cause] == ["b"]
 
 
-def test_nobody_goes_on_while_a_member_may_still_come() -> None:
+def test_next_generation_waits_while_a_member_may_still_come() -> None:
     state = at_work("abc")
     back(state, 0.0, "ab")
     now = 0.0
@@ -113,7 +113,7 @@ def test_nobody_goes_on_while_a_member_may_still_come() -> None:
     assert order(state.register(worker("c", 1), now)) == ["a", "b", "c"]
 
 
-def test_whoever_is_accused_has_a_moment_to_come() -> None:
+def test_accused_member_has_a_moment_to_come_back() -> None:
     state = at_work("abcd")
     back(state, 1.0, {"a": "d", "b": "", "c": ""})
     assert state.due() == pytest.approx(1.0 + SETTLE)
@@ -123,7 +123,7 @@ def test_whoever_is_accused_has_a_moment_to_come() -> None:
     assert members(state) == "abc"
 
 
-def test_a_minority_waits_longer_for_those_whom_it_calls_lost() -> None:
+def test_minority_waits_longer_for_members_that_it_calls_lost() -> None:
     state = at_work("abcd", minimum=1)
     back(state, 1.0, {"a": "bcd"})
     state.tick(1.0 + OUTNUMBERED / 2)
@@ -132,7 +132,7 @@ def test_a_minority_waits_longer_for_those_whom_it_calls_lost() -> None:
     assert members(state) == "bcd", "three witnesses against one"
 
 
-def test_a_minority_is_alone_if_nobody_objects() -> None:
+def test_minority_continues_alone_without_an_objection() -> None:
     state = at_work("abc", minimum=1)
     back(state, 1.0, {"a": "bc"})
     assert state.due() == pytest.approx(1.0 + OUTNUMBERED)
@@ -153,9 +153,7 @@ def test_a_minority_is_alone_if_nobody_objects() -> None:
         ({"a": ["d", "d", "d"], "b": "", "c": "", "d": ["b", "stranger"]}, "abc"),  # a witness counts once
     ],
 )
-def test_of_those_who_cannot_reach_each_other_the_one_with_more_complaints_goes(
-    complaints: dict[str, Sequence[str]], left: str
-) -> None:
+def test_mutual_complaints_drop_the_member_with_more_of_them(complaints: dict[str, Sequence[str]], left: str) -> None:
     state = at_work("abcd")
     back(state, 1.0, complaints)
     assert members(state) == left
@@ -170,7 +168,7 @@ def test_of_those_who_cannot_reach_each_other_the_one_with_more_complaints_goes(
         ("cd", {"a": "bcd", "b": "acd", "c": "ab", "d": "ab"}, "a"),  # two have it, and reach nobody
     ],
 )
-def test_the_last_one_that_has_the_state_does_not_go_because_joiners_cannot_reach_it(
+def test_last_holder_of_the_state_stays_although_joiners_cannot_reach_it(
     strangers: str, complaints: dict[str, str], left: str
 ) -> None:
     state = at_work("abcd", minimum=1)
@@ -179,7 +177,7 @@ def test_the_last_one_that_has_the_state_does_not_go_because_joiners_cannot_reac
     assert members(state) == left
 
 
-def test_who_has_not_heard_that_it_was_let_in_does_not_have_the_state() -> None:
+def test_member_that_never_learned_of_its_admission_does_not_hold_the_state() -> None:
     state = at_work("a", minimum=1)
     for name in "bc":
         state.register(worker(name), 1.0)
@@ -192,7 +190,7 @@ def test_who_has_not_heard_that_it_was_let_in_does_not_have_the_state() -> None:
     assert members(state) == "ab"
 
 
-def test_whoever_stood_still_and_is_back_keeps_nobody_apart() -> None:
+def test_member_that_stood_still_and_is_back_is_not_dropped() -> None:
     """Two of three were stopped for a moment: the third is the only one that complains, and is not the one cut off."""
     state = at_work("abc")
     back(state, 1.0, {"b": "ac"})
@@ -201,7 +199,7 @@ def test_whoever_stood_still_and_is_back_keeps_nobody_apart() -> None:
     assert members(state) == "abc"
 
 
-def test_whoever_stood_still_is_dropped_if_the_next_generation_does_not_come_about() -> None:
+def test_member_that_stood_still_is_dropped_if_the_next_generation_fails() -> None:
     state = at_work("abc")
     back(state, 1.0, {"a": "c", "b": "c"})
     state.register(replace(worker("c", 1), stood_still=True), 1.1)
@@ -210,7 +208,7 @@ def test_whoever_stood_still_is_dropped_if_the_next_generation_does_not_come_abo
     assert members(state) == "ab"
 
 
-def test_whoever_was_cut_off_may_join_again_after_a_rest_that_grows() -> None:
+def test_member_that_was_cut_off_may_join_again_after_a_growing_rest() -> None:
     state = at_work("ab", minimum=1)
     now, rest = 1.0, REST
     for generation in range(1, 20, 2):
@@ -229,7 +227,7 @@ def test_whoever_was_cut_off_may_join_again_after_a_rest_that_grows() -> None:
         rest = min(LONGEST_REST, 2 * rest)
 
 
-def test_joiner_that_breaks_each_generation_it_is_let_into_rests_longer_each_time() -> None:
+def test_joiner_that_breaks_each_generation_rests_longer_each_time() -> None:
     """It is not even back when the others have regrouped without it; then it asks again."""
     state = at_work("ab", minimum=1)
     now, last, rests = 1.0, 0, []
@@ -248,7 +246,7 @@ def test_joiner_that_breaks_each_generation_it_is_let_into_rests_longer_each_tim
     assert rests == [1.0, REST, 2 * REST]
 
 
-def test_below_the_minimum_all_wait_and_are_told_so() -> None:
+def test_below_the_minimum_all_wait_with_a_reason() -> None:
     state = at_work("abc", minimum=3)
     state.gone("c", 1.0)
     state.register(worker("a", 1), 1.0)
@@ -256,7 +254,7 @@ def test_below_the_minimum_all_wait_and_are_told_so() -> None:
     assert order(state.register(worker("x"), 2.0)) == ["a", "b", "x"]
 
 
-def test_a_full_job_lets_nobody_in_before_somebody_goes() -> None:
+def test_full_job_admits_a_newcomer_only_after_a_member_leaves() -> None:
     state = at_work("ab", maximum=2)
     assert waits(state.register(worker("x"), 1.0)) == "the job is full: 2 of at most 2; you are first in line"
     assert waits(state.register(worker("y"), 1.0)) == "the job is full: 2 of at most 2; 1 are before you in line"
@@ -267,7 +265,7 @@ def test_a_full_job_lets_nobody_in_before_somebody_goes() -> None:
     assert waits(state.outcome(worker("y"), 2.0)) == "the job is full: 2 of at most 2; you are first in line"
 
 
-def test_a_member_that_was_frozen_comes_again_as_a_newcomer() -> None:
+def test_member_that_was_frozen_returns_as_a_newcomer() -> None:
     state = at_work("abc")
     back(state, 1.0, {"a": "b", "c": "b"})
     state.tick(1.0 + SETTLE)
@@ -278,7 +276,7 @@ def test_a_member_that_was_frozen_comes_again_as_a_newcomer() -> None:
     assert order(state.outcome(thawed, 3.0)) == ["a", "c", "b"]
 
 
-def test_a_member_that_was_only_silent_is_in_again_if_nobody_went_on() -> None:
+def test_silent_member_returns_if_no_generation_formed_without_it() -> None:
     for comes_back in (True, False):
         state = at_work("abc")
         for now in range(1, 11):
@@ -293,7 +291,7 @@ def test_a_member_that_was_only_silent_is_in_again_if_nobody_went_on() -> None:
         assert members(state) == "abc"
 
 
-def test_a_member_that_was_silent_and_was_started_anew_has_no_place_to_return_to() -> None:
+def test_silent_member_that_was_started_anew_cannot_return() -> None:
     state = at_work("ab", minimum=1)
     for now in range(1, 11):
         state.beat("a", float(now))
@@ -302,7 +300,7 @@ def test_a_member_that_was_silent_and_was_started_anew_has_no_place_to_return_to
     assert order(state.register(worker("a", 1), 10.0)) == ["a", "b"]
 
 
-def test_all_members_out_leaves_the_job_to_the_line() -> None:
+def test_queue_forms_the_next_generation_when_all_members_are_out() -> None:
     state = at_work("ab")
     state.register(worker("x"), 1.0)
     state.gone("ab", 1.0)
@@ -311,7 +309,7 @@ def test_all_members_out_leaves_the_job_to_the_line() -> None:
     assert state.generation == 2
 
 
-def test_a_pause_of_the_coordinator_costs_nobody_its_lease() -> None:
+def test_pause_of_the_coordinator_ends_no_lease() -> None:
     state = at_work("ab")
     state.beat("ab", 1.0)
     state.tick(1.0 + 10 * LEASE)
@@ -319,7 +317,7 @@ def test_a_pause_of_the_coordinator_costs_nobody_its_lease() -> None:
     assert STALL < LEASE
 
 
-def test_an_answer_that_got_lost_is_given_again() -> None:
+def test_lost_answer_is_given_again() -> None:
     state = at_work("ab")
     claim = worker("a", 1)
     back(state, 1.0, "ab")
@@ -328,7 +326,7 @@ def test_an_answer_that_got_lost_is_given_again() -> None:
     assert state.generation == 2
 
 
-def test_a_process_that_gave_up_and_asks_anew_gives_up_its_seat() -> None:
+def test_process_that_registers_with_a_new_session_gives_up_its_place() -> None:
     state = at_work("ab")
     again = worker("b", session="another try")
     assert "1 of" not in waits(state.register(again, 1.0))
@@ -337,7 +335,7 @@ def test_a_process_that_gave_up_and_asks_anew_gives_up_its_seat() -> None:
     assert order(state.outcome(again, 1.0)) == ["a", "b"]
 
 
-def test_a_claim_that_was_late_does_not_undo_a_later_one() -> None:
+def test_late_claim_does_not_undo_a_newer_one() -> None:
     state = at_work("ab")
     back(state, 1.0, "ab")
     assert "a later generation" in reason(state.register(worker("b", 0, session="late"), 2.0))
@@ -357,7 +355,7 @@ def test_a_claim_that_was_late_does_not_undo_a_later_one() -> None:
         (replace(worker("new"), job="other"), "belongs to job 'other', and this is job 'job'"),
     ],
 )
-def test_whoever_does_not_belong_is_refused_and_changes_nothing(wrong: object, said: str) -> None:
+def test_register_that_does_not_fit_is_refused_and_changes_nothing(wrong: object, said: str) -> None:
     state = at_work("ab")
     state.register(worker("x"), 1.0)
     before = state.snapshot(), state.news()
@@ -367,7 +365,7 @@ def test_whoever_does_not_belong_is_refused_and_changes_nothing(wrong: object, s
     assert state.changes() == []
 
 
-def test_a_restarted_coordinator_goes_on_from_its_snapshot() -> None:
+def test_restored_membership_continues_from_its_snapshot() -> None:
     state = at_work("abcd")
     state.gone("b", 1.0)
     state.start_checkpoint(3, "a", 1.0)
@@ -379,7 +377,7 @@ def test_a_restarted_coordinator_goes_on_from_its_snapshot() -> None:
     assert members(restored) == "acd"
 
 
-def test_a_checkpoint_is_complete_when_all_who_live_have_reported() -> None:
+def test_checkpoint_is_complete_when_all_live_members_have_reported() -> None:
     state = at_work("abc")
     status = state.start_checkpoint(5, "a", 0.0)
     assert status == state.start_checkpoint(5, "b", 0.0)
@@ -397,7 +395,7 @@ def test_a_checkpoint_is_complete_when_all_who_live_have_reported() -> None:
     assert "no checkpoint of epoch -1" in reason(state.start_checkpoint(-1, "a", 1.0))
 
 
-def test_a_checkpoint_outlives_its_generation_and_does_not_wait_for_newcomers() -> None:
+def test_checkpoint_outlives_its_generation_and_does_not_wait_for_newcomers() -> None:
     state = at_work("abc")
     state.start_checkpoint(1, "a", 0.0)
     state.end_checkpoint(1, "a", 0.0)
@@ -408,7 +406,7 @@ def test_a_checkpoint_outlives_its_generation_and_does_not_wait_for_newcomers() 
     assert state.end_checkpoint(1, "b", SETTLE).complete  # type: ignore[union-attr]
 
 
-def test_a_checkpoint_that_nobody_wrote_never_was() -> None:
+def test_checkpoint_without_a_writer_is_dropped() -> None:
     state = at_work("ab")
     state.start_checkpoint(1, "a", 0.0)
     state.gone("ab", 1.0)
@@ -418,12 +416,12 @@ def test_a_checkpoint_that_nobody_wrote_never_was() -> None:
 
 
 @pytest.mark.parametrize(("start", "minimum", "maximum"), [(2, 3, 4), (5, 2, 4), (2, 0, 4)])
-def test_impossible_sizes(start: int, minimum: int, maximum: int) -> None:
+def test_impossible_sizes_raise(start: int, minimum: int, maximum: int) -> None:
     with pytest.raises(InvalidSize):
         elastic(start, minimum, maximum)
 
 
-def test_a_finished_job_takes_nobody_in_and_its_members_may_still_regroup() -> None:
+def test_finished_job_admits_no_newcomer_and_its_members_may_regroup() -> None:
     state = at_work("abc", minimum=1)
     state.register(worker("late"), 0.1)
     assert state.news().joiners == 1
@@ -441,7 +439,7 @@ def test_a_finished_job_takes_nobody_in_and_its_members_may_still_regroup() -> N
     assert members(state) == "b"
 
 
-def test_a_leave_before_the_end_lets_others_in() -> None:
+def test_leave_before_the_end_makes_room_for_newcomers() -> None:
     state = at_work("abc")
     state.leave(worker("a").member, 0.2)
     state.register(worker("new"), 0.3)

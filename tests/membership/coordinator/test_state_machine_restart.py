@@ -67,7 +67,7 @@ class Job:
 
 @given(EVENTS, EVENTS)
 @settings(max_examples=60, deadline=None)
-def test_the_restarted_one_answers_as_the_old_one_would_have(before: list, after: list) -> None:  # type: ignore[type-arg]
+def test_restored_membership_answers_as_the_original_would(before: list, after: list) -> None:  # type: ignore[type-arg]
     job, twin = Job(), Job()
     for event in before:
         assert job.play(*event) == twin.play(*event)

@@ -32,7 +32,7 @@ def wait_in_line(state: Membership, name: str, since: float, until: float) -> No
         assert isinstance(state.register(worker(name), now), Waiting)
 
 
-def test_the_line_does_not_begin_anew_beside_a_generation_that_is_only_not_heard_of() -> None:
+def test_queue_does_not_start_over_beside_a_generation_that_is_only_silent() -> None:
     state = at_work("ab")
     wait_in_line(state, "x", 0.0, LEASE + 2.0)
     assert state.news().evicted == ("a", "b")
@@ -41,27 +41,27 @@ def test_the_line_does_not_begin_anew_beside_a_generation_that_is_only_not_heard
     assert state.beat("ab", LEASE + 2.0).evicted == (), "it was at work all the time"
 
 
-def test_one_of_that_generation_who_comes_takes_the_line_along() -> None:
+def test_member_of_a_silent_generation_that_returns_takes_the_queue_along() -> None:
     state = at_work("ab")
     wait_in_line(state, "x", 0.0, LEASE + 2.0)
     assert order(state.register(worker("b", 1), LEASE + 2.0)) == ["b", "x"]
 
 
-def test_the_line_goes_on_when_nobody_of_that_generation_is_left() -> None:
+def test_queue_starts_over_when_the_silent_generation_is_gone() -> None:
     state = at_work("ab")
     wait_in_line(state, "x", 0.0, LEASE + 2.0)
     state.gone("ab", LEASE + 2.0)
     assert order(state.register(worker("x"), LEASE + 3.0)) == ["x"]
 
 
-def test_a_generation_that_is_not_heard_of_at_all_is_given_up_in_the_end() -> None:
+def test_silent_generation_is_given_up_after_a_limit() -> None:
     state = at_work("ab")
     wait_in_line(state, "x", 0.0, LEASE + HOPE - 1.0)
     now = pass_time(state, LEASE + HOPE - 1.0, LEASE + HOPE + 1.0)
     assert order(state.register(worker("x"), now)) == ["x"]
 
 
-def test_whoever_was_dropped_is_needed_when_the_others_are_dead() -> None:
+def test_dropped_member_is_needed_when_the_others_are_dead() -> None:
     """b is sent to rest, and a, who goes on without it, dies: b still knows more than one who was never at work."""
     state = at_work("ab")
     state.register(worker("x"), 1.0)
@@ -73,7 +73,7 @@ def test_whoever_was_dropped_is_needed_when_the_others_are_dead() -> None:
     assert order(state.register(worker("b", 1), 1.6)) == ["b", "y"]
 
 
-def test_a_generation_that_is_over_is_nobody_s_next() -> None:
+def test_member_that_missed_a_generation_that_is_over_gets_the_next() -> None:
     """b has not been told of generation 2 when a is back from it already: both go straight to generation 3."""
     state = at_work("ab")
     state.register(worker("b", 1), 1.0)
@@ -88,7 +88,7 @@ def test_a_generation_that_is_over_is_nobody_s_next() -> None:
     assert state.generation == 3
 
 
-def test_a_survivor_that_never_got_the_state_does_not_go_on_alone() -> None:
+def test_survivor_that_never_got_the_state_does_not_continue_alone() -> None:
     """x has joined a, and a freezes before x has the state: x must not begin anew, whomever it complains of."""
     state = at_work("a")
     state.register(worker("x"), 1.0)
@@ -102,7 +102,7 @@ def test_a_survivor_that_never_got_the_state_does_not_go_on_alone() -> None:
     assert order(state.register(worker("a", 2), now)) == ["x", "a"]
 
 
-def test_a_survivor_that_has_the_state_goes_on_alone() -> None:
+def test_survivor_that_has_the_state_continues_alone() -> None:
     state = at_work("a")
     state.register(worker("x"), 1.0)
     state.register(worker("a", 1), 1.0)
@@ -110,7 +110,7 @@ def test_a_survivor_that_has_the_state_goes_on_alone() -> None:
     assert order(state.register(worker("x", 2, lost="a"), pass_time(state, 2.0, 4.0))) == ["x"]
 
 
-def test_two_who_never_reach_each_other_do_not_keep_the_job_from_going_on() -> None:
+def test_two_members_that_never_reach_each_other_do_not_block_the_job() -> None:
     """Only a and b know something of the state, and they are cut off for good: after some tries a goes on without b."""
     state = at_work("ab")
     state.register(worker("x"), 0.5)
@@ -124,7 +124,7 @@ def test_two_who_never_reach_each_other_do_not_keep_the_job_from_going_on() -> N
     assert [member.id for member in state.members] == ["a", "x"]
 
 
-def test_whoever_was_silent_can_leave() -> None:
+def test_silent_member_can_leave() -> None:
     state = at_work("ab")
     now = 0.0
     while now <= LEASE:
@@ -146,7 +146,7 @@ def without(state: Membership, dropped: str, left: str) -> None:
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_the_line_does_not_begin_anew_while_one_that_was_dropped_may_live(restarted: bool) -> None:
+def test_queue_does_not_start_over_while_a_dropped_member_may_live(restarted: bool) -> None:
     state = at_work("abc")
     without(state, "c", "ab")
     if restarted:
@@ -157,7 +157,7 @@ def test_the_line_does_not_begin_anew_while_one_that_was_dropped_may_live(restar
     assert order(state.register(worker("c", 1), pass_time(state, 9.0, 10.0))) == ["c", "x"]
 
 
-def test_one_that_was_dropped_and_is_not_heard_of_is_given_up_in_the_end() -> None:
+def test_dropped_silent_member_is_given_up_after_a_limit() -> None:
     state = at_work("abc")
     without(state, "c", "ab")
     wait_in_line(state, "x", 3.0, LEASE + HOPE)
@@ -165,7 +165,7 @@ def test_one_that_was_dropped_and_is_not_heard_of_is_given_up_in_the_end() -> No
     assert order(state.register(worker("x"), now)) == ["x"]
 
 
-def test_one_that_was_dropped_and_has_died_is_not_waited_for() -> None:
+def test_dropped_member_that_died_is_not_waited_for() -> None:
     state = at_work("abc")
     without(state, "c", "ab")
     state.gone("c", 3.0)
@@ -173,14 +173,14 @@ def test_one_that_was_dropped_and_has_died_is_not_waited_for() -> None:
     assert order(state.register(worker("x"), pass_time(state, 3.0, 4.0))) == ["x"]
 
 
-def test_one_that_was_dropped_is_not_waited_for_by_those_who_know_as_much() -> None:
+def test_dropped_member_is_not_waited_for_by_members_with_the_same_state() -> None:
     state = at_work("abcd")
     without(state, "cd", "ab")
     state.register(worker("c", 1), 3.0)
     assert order(state.register(worker("c", 1), pass_time(state, 3.0, 4.0))) == ["c"]
 
 
-def test_death_of_a_member_that_was_dropped_before_is_in_the_journal() -> None:
+def test_death_of_a_dropped_member_is_in_the_journal() -> None:
     state = at_work("abc")
     for name in "ab":
         state.register(worker(name, 1, "c"), 1.0)

@@ -1,4 +1,4 @@
-"""How neighbours exchange their memory: all of a host or none, whoever else knocks at the door."""
+"""Ranks of one host exchange their memory: all of a host or none, whatever other processes send to their sockets."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def sealed() -> int:
     return os.dup(arena.descriptor)
 
 
-# What comes to the door of a rank that has one neighbour, `peer`, and a token.
+# What strangers send to the socket of a rank that has one neighbour, `peer`, and a token.
 STRANGERS: dict[str, Callable[[int, str], tuple[bytes, list[Callable[[], int]]]]] = {
     "says nothing": lambda peer, token: (b"", []),
     "talks rubbish": lambda peer, token: (b"\xff" * 4096, []),

@@ -1,4 +1,4 @@
-"""Links inside TLS: their bytes on the wire, threads at both directions, renewed certificates, crowds at the door."""
+"""Links inside TLS: their bytes on the wire, threads at both directions, renewed certificates, many strangers."""
 
 from __future__ import annotations
 
@@ -371,7 +371,7 @@ def test_renewal_of_the_key_alone_changes_nothing_until_the_certificate_follows(
         wire.close()
 
 
-# -- the door ---------------------------------------------------------------------------------------------------------
+# -- accepting --------------------------------------------------------------------------------------------------------
 
 
 def test_slow_tls_handshakes_do_not_delay_other_links(

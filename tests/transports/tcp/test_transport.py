@@ -1,4 +1,4 @@
-"""TCP: admission over real sockets, and doors that stay open whatever stands in front of them."""
+"""TCP: admission over real sockets, and acceptors that keep working whatever strangers send."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_dial_ends_at_its_deadline_and_when_its_check_raises(assemble: Assemble,
         filler.close()
 
 
-# -- the door ---------------------------------------------------------------------------------------------------------
+# -- accepting --------------------------------------------------------------------------------------------------------
 
 
 def test_accept_slow_stranger_is_dropped_at_the_time_limit(

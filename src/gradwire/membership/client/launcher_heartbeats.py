@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 
 from gradwire.errors import GradwireError, NoConnection, Refused
-from gradwire.identity import replaces
 from gradwire.membership.client.grpc_socket import CallFailed
+from gradwire.membership.client.heartbeat_rules import HeartbeatRules
 from gradwire.membership.client.session import Conversation, Secret, pauses_between_tries
 from gradwire.membership.codec import Malformed, news_from_wire, parse
 from gradwire.membership.sealing import WorkerSeal
@@ -47,12 +47,8 @@ class Heartbeats:
         self._seal = WorkerSeal(secret)
         self._on_news = on_news
         self._interval = interval
-        self._ids: dict[str, bytes] = dict.fromkeys(ids, b"")  # with the run that each is known to be a member of
-        self._run_id = b""  # of the last news
+        self._rules = HeartbeatRules(ids)
         self._frozen: frozenset[str] = frozenset()
-        self._gone: dict[
-            str, bytes
-        ] = {}  # with their runs: of whose end the coordinator has not confirmed to have heard
         self._changed = threading.Condition()
         self._closed = False
         self._give_up: Callable[[], object] = lambda: None
@@ -68,7 +64,7 @@ class Heartbeats:
     def watch(self, ids: Iterable[str]) -> None:
         """Speak for these members too."""
         with self._changed:
-            self._ids.update(dict.fromkeys(ids, b""))
+            self._rules.watch(ids)
 
     def frozen(self, ids: Iterable[str]) -> None:
         """These, and only these, stand still: nothing is said of them, so that their leases run out if that lasts."""
@@ -78,8 +74,7 @@ class Heartbeats:
     def gone(self, ids: Iterable[str]) -> None:
         """The processes of these members have ended: said at once, and again until the coordinator has heard it."""
         with self._changed:
-            for name in ids:
-                self._gone[name] = self._ids.pop(name, b"")
+            self._rules.end(ids)
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -141,39 +136,21 @@ class Heartbeats:
     def _beats(self, ask: Callable[[bytes], bytes]) -> Iterator[News]:
         while True:
             with self._changed:
-                told = list(self._gone)
-                gone = [name for name, run in self._gone.items() if run in (b"", self._run_id)]
-                living = [name for name, run in self._ids.items() if run in (b"", self._run_id)]
-                ids = [name for name in living if name not in self._frozen]
-            request = pb.HeartbeatRequest(ids=ids, gone=gone, run=self._run_id)
+                sent = self._rules.next(self._frozen)
+            request = pb.HeartbeatRequest(ids=sent.ids, gone=sent.gone, run=sent.run)
             try:
                 news = news_from_wire(parse(pb.News, ask(request.SerializeToString())))
             except Malformed as error:
                 raise NoConnection(f"the coordinator at {self._address} answers in another version") from error
             with self._changed:
-                again = gone if replaces(news.run, request.run) else ()  # it was said of the run before, and ignored
-                for name in told:  # those of another run concern nobody here
-                    del self._gone[name]
-                self._gone.update(dict.fromkeys(again, b""))
-                self._learn(ids, news)
+                left_behind = self._rules.answered(sent, news)
+            if left_behind is not None:
+                log.warning("the coordinator at %s %s", self._address, not_a_member(news, left_behind, sent.run))
             yield news
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._gone, self._interval)
-                if self._closed and not self._gone:
+                self._changed.wait_for(lambda: self._closed or self._rules.unconfirmed, self._interval)
+                if self._closed and not self._rules.unconfirmed:
                     return
-
-    def _learn(self, ids: Iterable[str], news: News) -> None:
-        """Remember which members are known in which run. Those of another run get no more heartbeats here."""
-        for name in set(ids).difference(news.unknown):
-            if name in self._ids:
-                self._ids[name] = news.run
-        if replaces(news.run, self._run_id):  # members that wait or come back may be in the new run: ask of all of them
-            self._ids = {name: b"" if run == self._run_id else run for name, run in self._ids.items()}
-        elif self._run_id and news.run != self._run_id:
-            lost = [name for name, run in self._ids.items() if run == self._run_id]
-            for name in lost[:1]:
-                log.warning("the coordinator at %s %s", self._address, not_a_member(news, name, self._run_id))
-        self._run_id = news.run
 
     def _tell(self, news: News) -> None:
         try:

@@ -12,7 +12,8 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from gradwire.errors import Finished, InvalidSize, NoConnection, OtherRun, Refused, Timeout
+from gradwire.errors import InvalidSize, NoConnection, Refused, Timeout
+from gradwire.membership.client.registration_rules import accepted, other_version
 from gradwire.membership.client.session import BYTES_PER_MEMBER, HOLD_SECONDS, Conversation, Secret
 from gradwire.membership.codec import (
     SESSION,
@@ -26,7 +27,18 @@ from gradwire.membership.codec import (
     parse,
 )
 from gradwire.membership.sealing import WorkerSeal
-from gradwire.membership.types import LARGEST_JOB, Assembly, CheckpointStatus, Claim, Member, News, named
+from gradwire.membership.types import (
+    LARGEST_JOB,
+    Assembly,
+    CheckpointStatus,
+    Claim,
+    Member,
+    News,
+    Outcome,
+    Refusal,
+    Waiting,
+    named,
+)
 from gradwire.membership.v1 import gradwire_pb2 as pb
 from gradwire.security.admission import printable
 from gradwire.security.credentials import Credentials
@@ -73,25 +85,23 @@ def register(
         raise InvalidSize(f"a job has at least one rank, not {size}")
     session = _session(member.id, generation)
     complaints = tuple(lost)[:_MOST_LOST]
-    request = claim_to_wire(
-        Claim(
-            member,
-            size,
-            job,
-            session,
-            generation=generation,
-            lost=complaints,
-            stranger=stranger,
-            stood_still=stood_still,
-            run=run,
-            version=_version(),
-            transport=transport,
-        )
+    claim = Claim(
+        member,
+        size,
+        job,
+        session,
+        generation=generation,
+        lost=complaints,
+        stranger=stranger,
+        stood_still=stood_still,
+        run=run,
+        version=_version(),
+        transport=transport,
     )
     room = BYTES_PER_MEMBER * ((size or LARGEST_JOB) + 64)
     with Conversation(address, secret, timeout, seal=seal, credentials=credentials, largest_reply=room) as coordinator:
         try:
-            return _wait_for_all(coordinator, request, waiting, log_after)
+            return _wait_for_all(coordinator, claim, waiting, log_after)
         except NoConnection:  # also when refused: there is no place to give back, or nobody to give it to
             raise
         except BaseException:
@@ -186,7 +196,7 @@ def _checkpoint(
         reply = _answer(coordinator, pb.CheckpointReply, method, request.SerializeToString())
         outcome = reply.WhichOneof("outcome")
         if outcome is None:
-            raise _another_version(coordinator)
+            raise other_version(coordinator.address)
         if outcome == "refusal":
             raise Refused(f"the coordinator at {address} refused the checkpoint: {reply.refusal.reason}")
     return checkpoint_from_wire(reply.checkpoint)
@@ -215,23 +225,16 @@ def _unregister(coordinator: Conversation, member: Member, finished: bool = Fals
 
 
 def _wait_for_all(
-    coordinator: Conversation,
-    request: pb.RegisterWorkerRequest,
-    tell: Callable[[str], None] | None,
-    log_after: float,
+    coordinator: Conversation, claim: Claim, tell: Callable[[str], None] | None, log_after: float
 ) -> Assembly:
+    request = claim_to_wire(claim)
     start, told = time.monotonic(), ""
     while True:
         request.patience_ms = max(0, round(1000 * min(HOLD_SECONDS, coordinator.left)))
         reply = _answer(coordinator, pb.RegisterWorkerReply, "RegisterWorker", request.SerializeToString())
-        outcome = reply.WhichOneof("outcome")
-        if outcome == "assembly":
-            return _believed(coordinator, reply.assembly, request)
-        if outcome == "refusal":
-            kind = Finished if reply.refusal.finished else OtherRun if reply.refusal.other_run else Refused
-            raise kind(f"the coordinator at {coordinator.address} refused this worker: {reply.refusal.reason}")
-        if outcome is None:
-            raise _another_version(coordinator)
+        assembly = accepted(claim, _outcome(coordinator, reply), coordinator.address)
+        if isinstance(assembly, Assembly):
+            return assembly
         reason = _reason(reply.waiting, request.size, "have not come")
         if tell is not None and reason != told:
             tell(reason)
@@ -260,27 +263,19 @@ def _answer(coordinator: Conversation, kind: type[M], method: str, body: bytes) 
     try:
         return parse(kind, coordinator.ask(method, body))
     except Malformed as error:
-        raise _another_version(coordinator) from error
+        raise other_version(coordinator.address) from error
 
 
-def _believed(coordinator: Conversation, message: pb.Assembly, request: pb.RegisterWorkerRequest) -> Assembly:
-    try:
-        link_key = coordinator.seal.unveil(message.link_key) if message.link_key else None
-        assembly = assembly_from_wire(message, link_key)
-    except (Malformed, ValueError) as error:
-        raise _another_version(coordinator) from error
-    ours = assembly.members[assembly.rank].id == request.member.id
-    if not ours or assembly.generation <= request.generation:
-        raise _another_version(coordinator)
-    if request.run and request.run not in (assembly.run, assembly.previous_run):
-        raise OtherRun(
-            f"the coordinator at {coordinator.address} serves run {assembly.run.hex()} of the job, and this worker is "
-            f"a member of run {request.run.hex()}: the two must not be mixed. Start this worker anew to join that run"
-        )
-    return assembly
-
-
-def _another_version(coordinator: Conversation) -> Refused:
-    return Refused(
-        f"the coordinator at {coordinator.address} answers in a way that this version of gradwire does not know"
-    )
+def _outcome(coordinator: Conversation, reply: pb.RegisterWorkerReply) -> Outcome:
+    match reply.WhichOneof("outcome"):
+        case "waiting":
+            return Waiting(tuple(reply.waiting.missing), reply.waiting.reason)
+        case "refusal":
+            return Refusal(reply.refusal.reason, reply.refusal.finished, reply.refusal.other_run)
+        case "assembly":
+            try:
+                key = reply.assembly.link_key
+                return assembly_from_wire(reply.assembly, coordinator.seal.unveil(key) if key else None)
+            except (Malformed, ValueError) as error:
+                raise other_version(coordinator.address) from error
+    raise other_version(coordinator.address)

@@ -11,6 +11,7 @@ roster              the present generation, returned members and newcomers: move
 proxy               the public address: passes bytes of admitted connections on to gRPC
 admission_rules     which claims are valid, and which are in conflict with other members; pure
 state_machine       `Membership`: claims, deaths and the time in, answers out; pure
-servicer            answers calls: checks proofs, asks the state machine, writes the journal
+call_rules          what each call does: join tokens, heartbeats, the journal before the answer; pure
+servicer            answers gRPC calls: checks proofs and certificates, holds calls back
 service             `Coordinator`: starts and stops all of it
 """

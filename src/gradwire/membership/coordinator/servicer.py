@@ -1,5 +1,4 @@
-"""Where the coordinator answers calls: proofs and certificates are checked, the state machine is asked, what it changed
-is written to the journal, and only then anybody is told.
+"""Where the coordinator answers calls: proofs and certificates are checked here, and `CallRules` has the answer.
 
 Each call runs in a thread, one at a time at the servicer. A RegisterWorker call is held back until there is news or its
 patience ends, and the worker asks again. A held call occupies its thread, so only `HELD` of them are; further workers
@@ -9,11 +8,11 @@ are told when to ask again instead. A launcher's stream occupies a thread too, w
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from urllib.parse import unquote
@@ -30,15 +29,15 @@ from gradwire.membership.codec import (
     parse,
 )
 from gradwire.membership.coordinator.admission_rules import Terms
+from gradwire.membership.coordinator.call_rules import CallRules, Denied
 from gradwire.membership.coordinator.state_machine import Membership
 from gradwire.membership.grpc_import import grpc
 from gradwire.membership.sealing import CoordinatorSeal, Stale, Unproven
-from gradwire.membership.types import Assembly, Change, Claim, News, Outcome, Refusal, Waiting
+from gradwire.membership.types import Assembly, Change, Claim, Outcome, Refusal, Waiting
 from gradwire.membership.v1 import gradwire_pb2 as pb
 from gradwire.membership.v1 import gradwire_pb2_grpc as rpc
 from gradwire.security.admission import NO_SECRET
 from gradwire.security.refusal_log import RefusalLog
-from gradwire.security.tokens import Gate
 
 if TYPE_CHECKING:
     from gradwire.membership.coordinator.journal import Journal
@@ -74,24 +73,25 @@ class CoordinatorServicer(rpc.MembershipServicer):
         proves the job's secret; `failed` hears that the journal cannot be written, after which nobody is told anything.
         A stream without a heartbeat for `seconds_between_heartbeats` is ended.
         """
-        self.membership = membership
+        self._rules = CallRules(membership, self._save, self._report)
         self._seal = seal
-        self._gate = Gate(membership.terms.job)
         self._journal: Journal | None = None
         self._vouched = vouched
         self._proved = proved
         self._failed = failed
         self._seconds_between_heartbeats = seconds_between_heartbeats
-        self._failure = ""
         self._replies = Replies()
         self._refusals = RefusalLog(log)
-        self._calls = itertools.count(1)
         self._lock = threading.Lock()
         self._told = threading.Condition(self._lock)
         self._stirred = threading.Condition(self._lock)
         self._held: set[_Held] = set()
         self._streams: set[_Listened] = set()
         self._closed = False
+
+    @property
+    def membership(self) -> Membership:
+        return self._rules.membership
 
     # -- calls
 
@@ -104,7 +104,7 @@ class CoordinatorServicer(rpc.MembershipServicer):
     def RegisterWorker(self, request: pb.Sealed, context: Any) -> pb.Sealed:  # noqa: N802
         body = self._open("RegisterWorker", pb.RegisterWorkerRequest, request, context)
         try:
-            claim = claim_from_wire(body, next(self._calls))
+            claim = claim_from_wire(body, self._rules.next_call())
         except Malformed as error:
             self._abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
         reason = self._vouched(context, [claim.member.id])
@@ -121,9 +121,11 @@ class CoordinatorServicer(rpc.MembershipServicer):
 
     def UnregisterWorker(self, request: pb.Sealed, context: Any) -> pb.Sealed:  # noqa: N802
         body = self._open("UnregisterWorker", pb.UnregisterWorkerRequest, request, context)
-        self._check(context, request.ticket, body.member.id)
+        self._check(context, [body.member.id])
         member, finished, run = member_from_wire(body.member), body.finished, body.run
-        known = self._event(context, lambda now: self.membership.leave(member, now, finished=finished, run=run))
+        known = self._event(
+            context, lambda now: self._rules.leave(member, request.ticket, now, finished=finished, run=run)
+        )
         reply = pb.UnregisterWorkerReply(known=known)
         return self._seal.seal("UnregisterWorker", request, reply.SerializeToString())
 
@@ -143,10 +145,10 @@ class CoordinatorServicer(rpc.MembershipServicer):
                 self._streams.discard(stream)
 
     def StartCheckpoint(self, request: pb.Sealed, context: Any) -> pb.Sealed:  # noqa: N802
-        return self._checkpoint("StartCheckpoint", self.membership.start_checkpoint, request, context)
+        return self._checkpoint("StartCheckpoint", self._rules.start_checkpoint, request, context)
 
     def EndCheckpoint(self, request: pb.Sealed, context: Any) -> pb.Sealed:  # noqa: N802
-        return self._checkpoint("EndCheckpoint", self.membership.end_checkpoint, request, context)
+        return self._checkpoint("EndCheckpoint", self._rules.end_checkpoint, request, context)
 
     # -- what the server does
 
@@ -155,11 +157,10 @@ class CoordinatorServicer(rpc.MembershipServicer):
         snapshot = journal.load()
         if snapshot is None:
             self.membership.terms = replace(self.membership.terms, run=new_run(after=journal.earlier_run()))
-            journal.save([], self._snapshot())
+            journal.save([], self._rules.snapshot())
         else:
-            self.membership = _restored(snapshot, self.membership.terms, journal)
-            self._gate = Gate(self.membership.terms.job)
-            self._gate.restore(snapshot["tokens"], [member.id for member in self.membership.members])
+            _check_terms(snapshot, self.membership.terms, journal)
+            self._rules.resume(snapshot, time.monotonic())
             members = len(self.membership.members)
             log.info("resumed from %s: generation %d, %d members", journal.path, self.membership.generation, members)
         self._journal = journal
@@ -170,9 +171,9 @@ class CoordinatorServicer(rpc.MembershipServicer):
             while not self._closed:
                 now = time.monotonic()
                 due = self.membership.due()
-                if due is not None and due <= now and not self._failure:
-                    self.membership.tick(now)
-                    self._record()
+                if due is not None and due <= now and self._rules.failure is None:
+                    with contextlib.suppress(JournalError):  # `_save` has reported it
+                        self._rules.tick(now)
                     due = self.membership.due()
                 oldest = now - self._seconds_between_heartbeats
                 for stream in [stream for stream in self._streams if stream.heard < oldest]:
@@ -207,77 +208,47 @@ class CoordinatorServicer(rpc.MembershipServicer):
         except Malformed as error:
             self._abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
-    def _check(self, context: Any, ticket: bytes, name: str) -> None:
-        """Whether a caller may speak for a member: by its certificate, and by the ticket that it came with."""
-        reason = self._vouched(context, [name])
-        with self._lock:
-            if reason is None and not self._gate.speaks_for(ticket, name):
-                reason = f"its join token has not let {name} in"
+    def _check(self, context: Any, names: Iterable[str]) -> None:
+        """Whether a caller's certificate lets it speak for members."""
+        reason = self._vouched(context, names)
         if reason is not None:
             self._abort(context, grpc.StatusCode.PERMISSION_DENIED, reason)
 
-    def _register(self, claim: Claim, ticket: bytes, now: float) -> Outcome:
-        """Register a claim. A use of its join token counts only if that succeeds."""
-        name = claim.member.id
-        reason = self._gate.refusal(ticket, name, time.time(), self.membership.knows) if ticket else None
-        if reason is not None:
-            return Refusal(reason)
-        outcome = self.membership.register(claim, now)
-        if not isinstance(outcome, Refusal) and self._gate.admit(ticket, name):
-            self._save([])
-        return outcome
-
     def _event(self, context: Any, event: Callable[[float], T]) -> T:
         """Something happens to the membership; what it changes is in the journal when this returns."""
-        with self._lock:
-            answer = event(time.monotonic())
-            self._record()
-            self._told.notify_all()
-        self._check_sound(context)
+        try:
+            with self._lock:
+                answer = event(time.monotonic())
+                self._told.notify_all()
+        except Denied as denied:
+            self._abort(context, grpc.StatusCode.PERMISSION_DENIED, str(denied))
+        except JournalError as error:
+            self._abort(context, grpc.StatusCode.UNAVAILABLE, str(error))
         return answer
 
-    def _record(self) -> None:
-        changes = self.membership.changes()
-        if not changes:
+    def _save(self, changes: Sequence[Change], snapshot: Mapping[str, Any]) -> None:
+        if self._journal is None:
             return
-        if any(change.lasting for change in changes):
-            self._save(changes)
-        if self._failure:
-            return
+        try:
+            self._journal.save(changes, snapshot)
+        except JournalError as error:
+            log.error("%s; nobody is told anything any more", error)
+            self._failed(error)
+            raise
+
+    def _report(self, changes: Sequence[Change]) -> None:
         for change in changes:
             _log(change)
         if any(change.kind == "formed" for change in changes):
-            self._gate.registered(member.id for member in self.membership.members)
             self._wake()
-        went = (change.member for change in changes if change.kind == "went" and change.member)
-        released = [self._gate.release(name) for name in went if not self.membership.knows(name)]
-        if any(released):
-            self._save([])
         self._stirred.notify_all()
-
-    def _save(self, changes: Sequence[Change]) -> None:
-        if self._journal is None or self._failure:
-            return
-        try:
-            self._journal.save(changes, self._snapshot())
-        except JournalError as error:
-            self._failure = str(error)
-            log.error("%s; nobody is told anything any more", error)
-            self._failed(error)
-
-    def _snapshot(self) -> dict[str, Any]:
-        return self.membership.snapshot() | {"tokens": self._gate.snapshot()}
-
-    def _check_sound(self, context: Any) -> None:
-        if self._failure:
-            self._abort(context, grpc.StatusCode.UNAVAILABLE, self._failure)
 
     def _answer(self, claim: Claim, ticket: bytes, patience: float, context: Any) -> tuple[Outcome, float]:
         """The answer to a claim, held back while it is only `Waiting`, and after which time to ask again."""
         held = _Held()
 
         def event(now: float) -> Outcome:
-            outcome = self._register(claim, ticket, now)
+            outcome = self._rules.register(claim, ticket, now, time.time())
             if isinstance(outcome, Waiting) and len(self._held) < HELD:
                 self._held.add(held)
             return outcome
@@ -292,9 +263,9 @@ class CoordinatorServicer(rpc.MembershipServicer):
         held.wait(min(patience, _LONGEST_HOLD))
         with self._lock:
             self._held.discard(held)
-            if held.gone:
-                self.membership.withdraw(claim)
-        return self._event(context, lambda now: self.membership.outcome(claim, now)), 0.0
+        if held.gone:
+            self._event(context, lambda now: self._rules.withdraw(claim))
+        return self._event(context, lambda now: self._rules.outcome(claim, now)), 0.0
 
     def _wake(self) -> None:
         for held in self._held:
@@ -302,26 +273,14 @@ class CoordinatorServicer(rpc.MembershipServicer):
 
     def _beat(self, method: str, request: pb.Sealed, context: Any) -> pb.Sealed:
         body = self._open(method, pb.HeartbeatRequest, request, context)
-        reason = self._vouched(context, [*body.ids, *body.gone])
-        if reason is not None:
-            self._abort(context, grpc.StatusCode.PERMISSION_DENIED, reason)
-        news = self._event(context, lambda now: self._heard(body, request.ticket, now))
+        self._check(context, [*body.ids, *body.gone])
+        news = self._event(context, lambda now: self._rules.beat(body.ids, body.gone, body.run, request.ticket, now))
         return self._seal.seal(method, request, news_to_wire(news).SerializeToString())
-
-    def _heard(self, body: pb.HeartbeatRequest, ticket: bytes, now: float) -> News:
-        """The news for a caller that has said who lives. Ids for which its join token does not speak are ignored: they
-        may be about to register."""
-        ids, gone = ([n for n in names if self._gate.speaks_for(ticket, n)] for names in (body.ids, body.gone))
-        if gone:
-            self.membership.gone(gone, now, body.run)
-        news = self.membership.beat(ids, now, body.run)
-        not_theirs = set(body.ids).difference(ids)
-        return replace(news, unknown=(*news.unknown, *not_theirs)) if not_theirs else news
 
     def _checkpoint(self, method: str, ask: Any, request: pb.Sealed, context: Any) -> pb.Sealed:
         body = self._open(method, pb.CheckpointRequest, request, context)
-        self._check(context, request.ticket, body.id)
-        outcome = self._event(context, lambda now: ask(body.epoch, body.id, now))
+        self._check(context, [body.id])
+        outcome = self._event(context, lambda now: ask(body.epoch, body.id, request.ticket, now))
         return self._seal.seal(method, request, checkpoint_to_wire(outcome).SerializeToString())
 
     def _abort(self, context: Any, code: grpc.StatusCode, reason: str) -> NoReturn:
@@ -382,17 +341,15 @@ class _Listened:
         self.proven = False
 
 
-def _restored(snapshot: dict[str, Any], terms: Terms, journal: Journal) -> Membership:
-    """What the journal holds, if that is the same job. A name that was made up gives way to the one in it."""
-    membership = Membership.restore(snapshot, time.monotonic())
+def _check_terms(snapshot: Mapping[str, Any], terms: Terms, journal: Journal) -> None:
+    """Whether the journal is of the same job. A name that was made up gives way to the one in it."""
     for name, what in {"start": "a start with {}", "minimum": "at least {}", "maximum": "at most {}"}.items():
-        here, there = getattr(terms, name), getattr(membership.terms, name)
+        here, there = getattr(terms, name), snapshot[name]
         if here != there:
             raise ConfigError(
                 f"the journal {journal.path} is of a job of {what.format(there)} members, not {here}: "
                 "describe the job as before, or name another file"
             )
-    return membership
 
 
 def _log(change: Change) -> None:
