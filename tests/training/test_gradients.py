@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from gradwire import operations
 from gradwire.arrays import Array, parse_dtype
 from gradwire.group.internals import GroupInternals
-from gradwire.operations import Exchange, Operation, Position
+from gradwire.operations import Exchange, Operation, Position, elementwise
 from support.gradients import LIKE, SMALL, bits, copied, some
 from support.gradients import pair_fixture as pair_fixture
 from support.gradients import three_fixture as three_fixture
@@ -255,7 +254,7 @@ class Halves:
         def body(exchange: Exchange) -> None:
             self.shares.append(scale())
             half[:] = bucket * np.float32(scale())
-            operations.all_reduce(Position(exchange.rank, exchange.size), half).body(exchange)
+            elementwise.all_reduce(Position(exchange.rank, exchange.size), half).body(exchange)
             bucket[:] = half
 
         return Operation("halves", body)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradwire import operations
 from gradwire.arrays import Array, Counts
 from gradwire.group.runner import CollectiveRunner
 from gradwire.group.work import bounded
 from gradwire.liveness.call_log import call_site
-from gradwire.operations import Operation, Position
+from gradwire.operations import Operation, Position, elementwise, named, split_join, values
 from gradwire.operations.types import settled
 
 
@@ -45,7 +44,7 @@ class CollectiveCalls:
         done = self._runner.fast_path.all_reduce(x, op, None, out, algorithm, timeout)
         if done is not None:
             return done
-        return self._now(operations.all_reduce(self._position, x, op, out=out, algorithm=algorithm), timeout)
+        return self._now(elementwise.all_reduce(self._position, x, op, out=out, algorithm=algorithm), timeout)
 
     def broadcast(self, x: Any, root: int = 0, *, algorithm: str = "auto", timeout: float | None = None) -> Any:
         """Copy the root's x into every rank's x; returns x.
@@ -57,7 +56,7 @@ class CollectiveCalls:
         done = self._runner.fast_path.broadcast(x, None, root, None, algorithm, timeout)
         if done is not None:
             return done
-        return self._now(operations.broadcast(self._position, x, root, algorithm=algorithm), timeout)
+        return self._now(elementwise.broadcast(self._position, x, root, algorithm=algorithm), timeout)
 
     def reduce(
         self,
@@ -75,7 +74,7 @@ class CollectiveCalls:
         >>> with gw.init() as group: group.reduce(np.ones(2), op="max", root=0)
         array([1., 1.])
         """
-        return self._now(operations.reduce(self._position, x, op, root, out=out, algorithm=algorithm), timeout)
+        return self._now(elementwise.reduce(self._position, x, op, root, out=out, algorithm=algorithm), timeout)
 
     def all_gather(self, x: Any, *, out: Any = None, algorithm: str = "auto", timeout: float | None = None) -> Any:
         """Every rank's x joined along the first axis, in rank order; first axes may differ in length.
@@ -89,7 +88,7 @@ class CollectiveCalls:
         done = self._runner.fast_path.all_gather(x, None, None, out, algorithm, timeout)
         if done is not None:
             return done
-        return self._now(operations.all_gather(self._position, x, out=out, algorithm=algorithm), timeout)
+        return self._now(split_join.all_gather(self._position, x, out=out, algorithm=algorithm), timeout)
 
     def gather(self, x: Any, root: int = 0, *, algorithm: str = "auto", timeout: float | None = None) -> Array | None:
         """As `all_gather`, but only the root gets the result; None elsewhere.
@@ -98,7 +97,7 @@ class CollectiveCalls:
         >>> with gw.init() as group: group.gather(np.zeros((2, 3)), root=0).shape
         (2, 3)
         """
-        operation = operations.gather(self._position, x, root, algorithm=algorithm)
+        operation = split_join.gather(self._position, x, root, algorithm=algorithm)
         result: Array | None = self._now(operation, timeout)
         return result
 
@@ -124,7 +123,7 @@ class CollectiveCalls:
             done = self._runner.fast_path.reduce_scatter(x, op, None, out, algorithm, timeout)
             if done is not None:
                 return done
-        operation = operations.reduce_scatter(self._position, x, op, counts=counts, out=out, algorithm=algorithm)
+        operation = split_join.reduce_scatter(self._position, x, op, counts=counts, out=out, algorithm=algorithm)
         return self._now(operation, timeout)
 
     def scatter(
@@ -142,7 +141,7 @@ class CollectiveCalls:
         >>> with gw.init() as group: group.scatter(np.arange(3), root=0)
         array([0, 1, 2])
         """
-        operation = operations.scatter(self._position, x, root, counts=counts, algorithm=algorithm)
+        operation = split_join.scatter(self._position, x, root, counts=counts, algorithm=algorithm)
         result: Array = self._now(operation, timeout)
         return result
 
@@ -161,7 +160,7 @@ class CollectiveCalls:
         >>> with gw.init() as group: group.all_to_all(np.arange(3), send_counts=[3])
         array([0, 1, 2])
         """
-        operation = operations.all_to_all(self._position, x, send_counts, recv_counts, algorithm=algorithm)
+        operation = split_join.all_to_all(self._position, x, send_counts, recv_counts, algorithm=algorithm)
         result: Array = self._now(operation, timeout)
         return result
 
@@ -174,7 +173,7 @@ class CollectiveCalls:
         >>> with gw.init() as group: group.all_reduce_named({"w": np.ones(2), "b": np.zeros(1)}, op="mean")
         {'w': array([1., 1.]), 'b': array([0.])}
         """
-        self._now(operations.all_reduce_named(self._position, tensors, op, algorithm=algorithm), timeout)
+        self._now(named.all_reduce_named(self._position, tensors, op, algorithm=algorithm), timeout)
         return tensors
 
     def barrier(self, *, algorithm: str = "auto", timeout: float | None = None) -> None:
@@ -184,7 +183,7 @@ class CollectiveCalls:
         >>> with gw.init() as group: group.barrier()
         """
         if self._runner.fast_path.barrier(None, None, None, None, algorithm, timeout) is None:
-            self._now(operations.barrier(self._position, algorithm=algorithm), timeout)
+            self._now(elementwise.barrier(self._position, algorithm=algorithm), timeout)
 
     def broadcast_value(self, value: Any = None, root: int = 0, *, timeout: float | None = None) -> Any:
         """The root's JSON-like value, on every rank. One that cannot be sent is an error on all; the group goes on.
@@ -193,7 +192,7 @@ class CollectiveCalls:
         >>> with gw.init() as group: group.broadcast_value({"epoch": 3})
         {'epoch': 3}
         """
-        return self._now(operations.broadcast_value(self._position, value, root), timeout)
+        return self._now(values.broadcast_value(self._position, value, root), timeout)
 
     def all_gather_values(self, value: Any, *, timeout: float | None = None) -> list[Any]:
         """Every rank's JSON-like value, in rank order. One that cannot be sent is an error on all; the group goes on.
@@ -202,5 +201,5 @@ class CollectiveCalls:
         >>> with gw.init() as group: group.all_gather_values({"loss": 0.5})
         [{'loss': 0.5}]
         """
-        result: list[Any] = self._now(operations.all_gather_values(self._position, value), timeout)
+        result: list[Any] = self._now(values.all_gather_values(self._position, value), timeout)
         return result

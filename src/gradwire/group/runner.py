@@ -34,8 +34,9 @@ from gradwire.host import native_core
 from gradwire.liveness import call_log
 from gradwire.liveness.call_log import CallLog
 from gradwire.liveness.verdict import disagreement
-from gradwire.operations import CallKey, Operation, Shape, all_gather_rows
+from gradwire.operations import CallKey, Operation, Shape
 from gradwire.operations.registry import result_layouts
+from gradwire.operations.split_join import all_gather_rows
 from gradwire.operations.types import settled
 from gradwire.topology import Topology
 from gradwire.transports.base import Link

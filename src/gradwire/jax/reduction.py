@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from gradwire import operations
 from gradwire.arrays import Array
 from gradwire.errors import ConfigError, NotFinite
 from gradwire.group import Group
 from gradwire.group.internals import GroupInternals
 from gradwire.group.runner import Site
 from gradwire.jax import failures, trees
+from gradwire.operations import named
 from gradwire.training.finite import all_finite, faults
 
 
@@ -43,7 +43,7 @@ def reduced(
     group = group_of(source)
     results = trees.copied(group, arrays)
     internals = GroupInternals(group)
-    operation = operations.all_reduce_named(internals.position, dict(zip(names, results, strict=True)), op)
+    operation = named.all_reduce_named(internals.position, dict(zip(names, results, strict=True)), op)
     internals.run(operation, site=site)
     # A NaN or Inf of any rank is still there in the sum, on all ranks alike: nothing more need be exchanged to see it.
     if check_finite and op in ("sum", "mean") and not all(map(_finite, results)):

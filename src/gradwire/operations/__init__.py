@@ -17,13 +17,10 @@ group/stream.
 
 from __future__ import annotations
 
+from gradwire.operations import elementwise, named, split_join, values
 from gradwire.operations.capabilities import Capabilities
-from gradwire.operations.elementwise import all_reduce, barrier, broadcast, reduce
-from gradwire.operations.named import all_reduce_named
 from gradwire.operations.registry import COLLECTIVES
-from gradwire.operations.split_join import all_gather, all_gather_rows, all_to_all, gather, reduce_scatter, scatter
 from gradwire.operations.types import CallKey, Declined, Exchange, Operation, Position, Shape
-from gradwire.operations.values import all_gather_values, broadcast_value
 
 __all__ = [
     "COLLECTIVES",
@@ -34,17 +31,8 @@ __all__ = [
     "Operation",
     "Position",
     "Shape",
-    "all_gather",
-    "all_gather_rows",
-    "all_gather_values",
-    "all_reduce",
-    "all_reduce_named",
-    "all_to_all",
-    "barrier",
-    "broadcast",
-    "broadcast_value",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
+    "elementwise",
+    "named",
+    "split_join",
+    "values",
 ]

@@ -19,13 +19,12 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import ProcessGroup
 
-from gradwire import operations
 from gradwire.errors import InvalidSize, UnsupportedOp
 from gradwire.group import Group
 from gradwire.group.internals import GroupInternals
 from gradwire.host import malloc
 from gradwire.job.config import TRANSPORT, resolve
-from gradwire.operations import Exchange, Operation
+from gradwire.operations import Exchange, Operation, elementwise, named
 from gradwire.operations.preallocated import Strip, all_gather_into, all_to_all_into, gather_into, scatter_into
 from gradwire.torch.backend import reductions, sparse, store_rendezvous
 from gradwire.torch.backend.monitored_barrier import monitored_barrier
@@ -160,8 +159,8 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
         opts = _options(opts, None, c10d.AllreduceCoalescedOptions)
         hows = [reduction(opts.reduceOp, tensor) for tensor in tensors]
         if len(tensors) > 1 and all(how.plain for how in hows):
-            named = {f"{number:06}": array_of(tensor) for number, tensor in enumerate(tensors)}
-            return self._run(operations.all_reduce_named(self._at, named, hows[0].op), opts, tensors)
+            arrays = {f"{number:06}": array_of(tensor) for number, tensor in enumerate(tensors)}
+            return self._run(named.all_reduce_named(self._at, arrays, hows[0].op), opts, tensors)
         parts = [
             reductions.all_reduce(self._at, array_of(tensor), how) for tensor, how in zip(tensors, hows, strict=True)
         ]
@@ -177,7 +176,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
         if not opts.asyncOp and opts.timeout < timedelta(0):
             self.group.broadcast(array, root)
             return Done(tensors)
-        return self._run(operations.broadcast(self._at, array, root), opts, tensors)
+        return self._run(elementwise.broadcast(self._at, array, root), opts, tensors)
 
     @no_dynamo
     def reduce(self, tensors: Any, opts: Any = None, *more: Any) -> Done | Handle:
@@ -319,7 +318,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
     @no_dynamo
     def barrier(self, opts: Any = None, timeout: Any = None) -> Done | Handle:
         opts = _options(opts, timeout, c10d.BarrierOptions)
-        return self._run(operations.barrier(self._at), opts, [])
+        return self._run(elementwise.barrier(self._at), opts, [])
 
     @no_dynamo
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:

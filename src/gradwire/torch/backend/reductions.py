@@ -7,9 +7,8 @@ from functools import reduce as fold_up
 
 import numpy as np
 
-from gradwire import operations
 from gradwire.arrays import Array
-from gradwire.operations import Exchange, Operation, Position
+from gradwire.operations import Exchange, Operation, Position, elementwise
 from gradwire.operations.preallocated import Strip, all_gather_into, reduce_scatter_into
 from gradwire.torch.backend.tensors import Reduction
 
@@ -18,7 +17,7 @@ def all_reduce(at: Position, x: Array, how: Reduction) -> Operation:
     """In place."""
     if how.fold is not None:
         return _fold(at, x, how)
-    reducing = operations.all_reduce(at, x, how.op)
+    reducing = elementwise.all_reduce(at, x, how.op)
     if how.plain:
         return reducing
 
@@ -48,7 +47,7 @@ def reduce(at: Position, x: Array, how: Reduction, root: int) -> Operation:
     """In place on the root."""
     out = x if at.rank == root else None
     if how.plain:
-        return operations.reduce(at, x, how.op, root, out=out)
+        return elementwise.reduce(at, x, how.op, root, out=out)
     return _by_all_reduce("reduce", at, [x], how, out, slice(None))
 
 

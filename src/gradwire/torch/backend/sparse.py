@@ -8,9 +8,8 @@ import numpy as np
 import torch
 import xxhash
 
-from gradwire import operations
 from gradwire.errors import UnsupportedOp
-from gradwire.operations import Exchange, Operation, Position
+from gradwire.operations import Exchange, Operation, Position, split_join
 from gradwire.torch.backend.tensors import array_of, describe, reduction
 
 
@@ -25,8 +24,8 @@ def all_reduce(tensor: torch.Tensor, op: Any, size: int) -> Operation:
         own = tensor.detach().coalesce()
         _check_alike(own, exchange)
         at = Position(exchange.rank, exchange.size)
-        indices = operations.all_gather(at, array_of(own.indices().t().contiguous())).body(exchange)
-        values = operations.all_gather(at, array_of(own.values().contiguous())).body(exchange)
+        indices = split_join.all_gather(at, array_of(own.indices().t().contiguous())).body(exchange)
+        values = split_join.all_gather(at, array_of(own.values().contiguous())).body(exchange)
         there = torch.from_numpy(np.ascontiguousarray(indices.T))
         brought = torch.from_numpy(values)
         # Each rank adds in rank order: the same bits everywhere.
@@ -41,7 +40,7 @@ def _check_alike(own: torch.Tensor, exchange: Exchange) -> None:
     """Indices of another shape would be beyond the end of this one."""
     mine = xxhash.xxh3_128_digest(f"{describe(own)}, {own.sparse_dim()} sparse".encode())
     at = Position(exchange.rank, exchange.size)
-    everyones = operations.all_gather(at, np.frombuffer(mine, np.uint8)).body(exchange)
+    everyones = split_join.all_gather(at, np.frombuffer(mine, np.uint8)).body(exchange)
     for rank, other in enumerate(np.asarray(everyones).reshape(exchange.size, -1)):
         if other.tobytes() != mine:
             raise exchange.disagree(f"rank {exchange.rank} has {describe(own)}, and rank {rank} has another")
