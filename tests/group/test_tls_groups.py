@@ -49,7 +49,7 @@ def test_ranks_of_one_host_share_memory_as_without_tls(ranks: Make) -> None:
     groups = ranks("aaa")
     assert [(group.capabilities.native, group.capabilities.transport) for group in groups] == [(True, "shm")] * 3
     assert run_ranks(groups, sums) == [[6.0] * 4] * 3
-    assert all(parts_of(group).runner.shares_memory for group in groups)
+    assert all(parts_of(group).runner.links.shares_memory for group in groups)
 
 
 @needs_core
@@ -57,7 +57,7 @@ def test_a_group_of_several_hosts_uses_python_and_its_neighbours_among_themselve
     groups = ranks("aab")
     assert [group.capabilities.native for group in groups] == [False] * 3
     assert run_ranks(groups, sums) == [[6.0] * 4] * 3
-    assert not any(parts_of(group).runner.shares_memory for group in groups)
+    assert not any(parts_of(group).runner.links.shares_memory for group in groups)
 
     def beside(group: gw.Group) -> list[float]:
         if group.rank == 2:
@@ -65,7 +65,7 @@ def test_a_group_of_several_hosts_uses_python_and_its_neighbours_among_themselve
         neighbours = group.subgroup([0, 1])
         assert neighbours.capabilities.native
         found = sums(neighbours)
-        assert parts_of(neighbours).runner.shares_memory
+        assert parts_of(neighbours).runner.links.shares_memory
         return found
 
     assert run_ranks(groups, beside) == [[3.0] * 4, [3.0] * 4, []]

@@ -29,24 +29,37 @@ FastCall = Callable[[Any, Any, Any, Any, Any, Any], Any]
 class FastPath:
     """The fast calls of one group, each an attribute by the name of the collective.
 
-    Without the core, every call takes the general path.
+    Before the core is started, and after the end, every call takes the general path.
     """
 
     if TYPE_CHECKING:
 
         def __getattr__(self, collective: str) -> FastCall: ...
 
-    def __init__(self, layouts: Mapping[str, ResultLayout], core: _native.FastPath | None = None) -> None:
+    def __init__(self, layouts: Mapping[str, ResultLayout]) -> None:
         """`layouts`: the collectives that have a fast path, and how their results are laid out."""
-        self._core = core
+        self._layouts = layouts
+        self._core: _native.FastPath | None = None
         self._collectives: dict[str, _native.FastCollective] = {}
-        for name, layout in layouts.items():
-            call: FastCall = _general_path
-            if core is not None:
-                result = _native_core.ResultLayout[layout]
-                collective = self._collectives[name] = _native_core.FastCollective(path=core, name=name, result=result)
-                call = collective.run
-            setattr(self, name, call)
+        self._take_general_path()
+
+    def _take_general_path(self) -> None:
+        for name in self._layouts:
+            setattr(self, name, _general_path)
+
+    def start(self, core: _native.FastPath) -> None:
+        """From now on the core tries each call first."""
+        self._core = core
+        for name, layout in self._layouts.items():
+            result = _native_core.ResultLayout[layout]
+            collective = self._collectives[name] = _native_core.FastCollective(path=core, name=name, result=result)
+            setattr(self, name, collective.run)
+
+    def end(self) -> None:
+        """Halt, and let go of the core, which refers to the group."""
+        self.halt()
+        self._take_general_path()
+        self._core, self._collectives = None, {}
 
     def add_plan(
         self,
@@ -60,9 +73,10 @@ class FastPath:
     ) -> None:
         """From now on calls with these arguments run this plan. `counts`: the elements of the array; all ranks' rows,
         where the plan joins them."""
-        if self._core is None:
+        fast = self._collectives.get(collective)
+        if fast is None:
             return
-        self._collectives[collective].add_plan(
+        fast.add_plan(
             dtype=dtype.storage if dtype is not None else None,
             op=op,
             root=root,
@@ -76,8 +90,9 @@ class FastPath:
 
     def halt(self) -> None:
         """Send every call to the general path from now on: the group is broken or closed."""
-        if self._core is not None:
-            self._core.halt()
+        core = self._core
+        if core is not None:
+            core.halt()
 
 
 def _general_path(*args: object) -> None:

@@ -8,7 +8,7 @@ from gradwire.arrays import Array, Counts
 from gradwire.group.runner import CollectiveRunner
 from gradwire.group.work import bounded
 from gradwire.liveness.call_log import call_site
-from gradwire.operations import Operation, Position, elementwise, named, split_join, values
+from gradwire.operations import Operation, elementwise, named, split_join, values
 from gradwire.operations.types import settled
 
 
@@ -20,7 +20,8 @@ class CollectiveCalls:
 
     def __init__(self, runner: CollectiveRunner) -> None:
         self._runner = runner
-        self._position = Position(runner.rank, runner.size)
+        self._fast_path = runner.fast_path
+        self._position = runner.position
 
     def _seconds(self, timeout: float | None) -> float:
         """The timeout of a call, or the group's if it has none."""
@@ -41,7 +42,7 @@ class CollectiveCalls:
         >>> with gw.init() as group: group.all_reduce(2.5)
         2.5
         """
-        done = self._runner.fast_path.all_reduce(x, op, None, out, algorithm, timeout)
+        done = self._fast_path.all_reduce(x, op, None, out, algorithm, timeout)
         if done is not None:
             return done
         return self._now(elementwise.all_reduce(self._position, x, op, out=out, algorithm=algorithm), timeout)
@@ -53,7 +54,7 @@ class CollectiveCalls:
         >>> with gw.init() as group: group.broadcast(np.ones(2), root=0)
         array([1., 1.])
         """
-        done = self._runner.fast_path.broadcast(x, None, root, None, algorithm, timeout)
+        done = self._fast_path.broadcast(x, None, root, None, algorithm, timeout)
         if done is not None:
             return done
         return self._now(elementwise.broadcast(self._position, x, root, algorithm=algorithm), timeout)
@@ -85,7 +86,7 @@ class CollectiveCalls:
         >>> with gw.init() as group: group.all_gather(np.zeros((2, 3))).shape
         (2, 3)
         """
-        done = self._runner.fast_path.all_gather(x, None, None, out, algorithm, timeout)
+        done = self._fast_path.all_gather(x, None, None, out, algorithm, timeout)
         if done is not None:
             return done
         return self._now(split_join.all_gather(self._position, x, out=out, algorithm=algorithm), timeout)
@@ -120,7 +121,7 @@ class CollectiveCalls:
         array([0, 1, 2])
         """
         if counts is None:
-            done = self._runner.fast_path.reduce_scatter(x, op, None, out, algorithm, timeout)
+            done = self._fast_path.reduce_scatter(x, op, None, out, algorithm, timeout)
             if done is not None:
                 return done
         operation = split_join.reduce_scatter(self._position, x, op, counts=counts, out=out, algorithm=algorithm)
@@ -182,7 +183,7 @@ class CollectiveCalls:
         >>> import gradwire as gw
         >>> with gw.init() as group: group.barrier()
         """
-        if self._runner.fast_path.barrier(None, None, None, None, algorithm, timeout) is None:
+        if self._fast_path.barrier(None, None, None, None, algorithm, timeout) is None:
             self._now(elementwise.barrier(self._position, algorithm=algorithm), timeout)
 
     def broadcast_value(self, value: Any = None, root: int = 0, *, timeout: float | None = None) -> Any:

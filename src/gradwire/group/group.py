@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import threading
 import time
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
-from gradwire.arrays import Array
+import numpy as np
+
+from gradwire.arrays import Array, parse_dtype
 from gradwire.collectives import COLLECTIVES, algorithms
 from gradwire.errors import InvalidRank, InvalidSize, UnsupportedOp
 from gradwire.generation.generation import Generation
 from gradwire.group.collective_calls import CollectiveCalls
 from gradwire.group.point_to_point import PointToPoint, PointToPointCalls
-from gradwire.group.registered_memory import empty
 from gradwire.group.runner import CollectiveRunner
 from gradwire.group.stream import Stream
 from gradwire.liveness.verdict import Finding
@@ -22,10 +25,12 @@ from gradwire.operations import Capabilities
 from gradwire.operations.types import check_rank
 from gradwire.topology import Topology
 from gradwire.transports.base import Link
+from gradwire.transports.shm.shared_memory import SharedMemory
 from gradwire.wire import fingerprint, group_identity
 
 CONFER_SECONDS = 0.25  # that leaving `with group` may take to learn whether the last calls agreed
 WORLD = 1
+_NOTHING = np.dtype([])  # elements without a byte: NumPy says what it thinks of a shape, and takes no memory
 
 
 def collective_channel(identity: int) -> int:
@@ -64,7 +69,7 @@ class Group(CollectiveCalls, PointToPointCalls):
         channel = collective_channel(identity)
         runner = CollectiveRunner(generation, identity, channel, self._members, self._topology, timeout, links)
         CollectiveCalls.__init__(self, runner)
-        PointToPointCalls.__init__(self, PointToPoint(generation, identity, runner.rank, self._members))
+        PointToPointCalls.__init__(self, PointToPoint(generation, identity, runner.position.rank, self._members))
         self._subgroups: dict[tuple[int, ...], Group] = {}
         self._instances: dict[tuple[int, ...], int] = {}
         self._lock = threading.Lock()
@@ -99,7 +104,11 @@ class Group(CollectiveCalls, PointToPointCalls):
         sharing = self.size > 1 and len(self.topology.hosts) == 1 and all(map(generation.shares, self._members))
         transport = "shm" if sharing else generation.transport.name
         return Capabilities(
-            transport, self._runner.is_native, generation.shared is not None, generation.membership is not None, table
+            transport,
+            self._runner.links.is_native,
+            generation.shared is not None,
+            generation.membership is not None,
+            table,
         )
 
     @property
@@ -232,7 +241,7 @@ class Group(CollectiveCalls, PointToPointCalls):
         identity = group_identity(self._identity, ranks, instance)
         group = Group(self._generation, [self._members[rank] for rank in ranks], identity, timeout)
         try:
-            group._runner.dial(time.monotonic() + max(timeout, self._runner.timeout))
+            group._runner.links.dial(time.monotonic() + max(timeout, self._runner.timeout))
         except BaseException:
             group.close()
             raise
@@ -261,8 +270,24 @@ class Group(CollectiveCalls, PointToPointCalls):
         >>> with gw.init() as group: group.empty((2, 3), "bfloat16").nbytes
         12
         """
-        return empty(shape, dtype, None if self._closed else self._generation.shared)
+        return _empty(shape, dtype, None if self._closed else self._generation.shared)
 
 
 def _restricted(topology: Topology, members: Sequence[int]) -> Topology:
     return Topology.of([str(topology.host_of(world)) for world in members])
+
+
+def _empty(shape: int | tuple[int, ...], dtype: Any, shared: SharedMemory | None) -> Array:
+    """An uninitialised array, in shared memory if there is any."""
+    row = parse_dtype(dtype)
+    if shape is None:  # which NumPy used to take for ()
+        raise InvalidSize("no array of shape None")
+    try:
+        lengths = np.empty(shape, _NOTHING).shape
+        nbytes = math.prod(lengths) * row.storage.itemsize
+        if shared is not None and nbytes:
+            with contextlib.suppress(MemoryError):  # the arena is full: any memory will do
+                return shared.own.array(nbytes).view(row.storage).reshape(lengths)
+        return np.empty(shape, row.storage)
+    except (TypeError, ValueError, OverflowError, MemoryError) as error:
+        raise InvalidSize(f"no array of shape {shape!r}: {error}") from error

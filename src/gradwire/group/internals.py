@@ -13,7 +13,8 @@ from gradwire.arrays import Array
 from gradwire.generation.generation import Generation
 from gradwire.group.group import Group
 from gradwire.group.point_to_point import PointToPoint
-from gradwire.group.runner import CollectiveRunner, Site
+from gradwire.group.runner import CollectiveRunner
+from gradwire.group.schedule_runner import Site
 from gradwire.group.stream import Stream
 from gradwire.group.work import Work, bounded
 from gradwire.identity import Identity
@@ -63,7 +64,7 @@ class GroupInternals:
     @property
     def position(self) -> Position:
         """What the builders of collectives need to know of the group."""
-        return Position(self._runner.rank, self._runner.size)
+        return self._runner.position
 
     def check(self, operation: str | None = None) -> None:
         """Raise the group's error if it is broken or closed."""

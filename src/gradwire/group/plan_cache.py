@@ -9,7 +9,7 @@ from gradwire.collectives import build, choose, prove_once
 from gradwire.executors.plan import Plan, even_bounds, ragged_bounds
 from gradwire.generation.generation import Generation
 from gradwire.liveness.call_log import CallDescription
-from gradwire.operations import Shape
+from gradwire.operations import Position, Shape
 from gradwire.topology import Topology
 from gradwire.wire import fingerprint
 
@@ -19,13 +19,16 @@ KEPT = 256  # per group
 class PlanCache:
     """The plans of one rank in one group, the last ones used."""
 
-    def __init__(self, generation: Generation, topology: Topology, rank: int, size: int) -> None:
+    def __init__(
+        self, generation: Generation, topology: Topology, at: Position, hosts_share: bool, tile_bytes: int | None
+    ) -> None:
+        """`hosts_share`: whether ranks of the same host share memory, on all hosts. `tile_bytes`: None is best for
+        sockets."""
         self._generation = generation
         self._topology = topology
-        self._rank = rank
-        self._size = size
-        self.hosts_share = False  # whether ranks of the same host share memory, on all hosts
-        self.tile_bytes: int | None = None  # as is best for sockets
+        self._at = at
+        self._inside = "shm" if hosts_share else generation.transport.name
+        self._tile_bytes = tile_bytes
         self._kept: OrderedDict[Shape, Plan] = OrderedDict()
 
     def find(self, shape: Shape) -> Plan | None:
@@ -39,15 +42,15 @@ class PlanCache:
         """A new one, by the algorithm that costs least."""
         dtype, counts = shape.dtype, shape.counts
         total = (counts if isinstance(counts, int) else sum(counts)) * dtype.itemsize
-        table, inside = self._generation.table, "shm" if self.hosts_share else self._generation.transport.name
-        algorithm = choose(shape.collective, shape.algorithm, total, self._topology, table, inside)
-        schedule = build(shape.collective, algorithm, self._size, topology=self._topology, root=shape.root or 0)
+        table = self._generation.table
+        algorithm = choose(shape.collective, shape.algorithm, total, self._topology, table, self._inside)
+        schedule = build(shape.collective, algorithm, self._at.size, topology=self._topology, root=shape.root or 0)
         prove_once(schedule)
         if isinstance(counts, int):
             bounds = even_bounds(counts, schedule.segments, dtype.itemsize)
         else:
             bounds = ragged_bounds(counts)
-        plan = Plan(schedule, self._rank, dtype, shape.op, bounds, _meaning(shape, algorithm), self.tile_bytes)
+        plan = Plan(schedule, self._at.rank, dtype, shape.op, bounds, _meaning(shape, algorithm), self._tile_bytes)
         self._kept[shape] = plan
         if len(self._kept) > KEPT:
             self._kept.popitem(last=False)

@@ -13,7 +13,7 @@ from gradwire.group.collective_calls import CollectiveCalls
 from gradwire.group.runner import CollectiveRunner
 from gradwire.group.work import Work, bounded
 from gradwire.liveness.call_log import call_site
-from gradwire.operations import COLLECTIVES, Operation, Position
+from gradwire.operations import COLLECTIVES, Operation
 
 Parameters = ParamSpec("Parameters")
 CROWDED = 64  # works that a stream keeps before it looks which of them are done
@@ -53,7 +53,7 @@ class Stream:
     def __init__(self, runner: CollectiveRunner) -> None:
         """For `Group.stream`, which makes streams."""
         self._runner = runner
-        self._position = Position(runner.rank, runner.size)
+        self._position = runner.position
         self._lock = threading.Lock()
         self._works: list[Work] = []  # those that synchronize() still has to look at
         self._crowded = CROWDED

@@ -12,7 +12,7 @@ from gradwire.arrays import Array
 from gradwire.errors import ConfigError, NotFinite
 from gradwire.group import Group
 from gradwire.group.internals import GroupInternals
-from gradwire.group.runner import Site
+from gradwire.group.schedule_runner import Site
 from gradwire.jax import failures, trees
 from gradwire.operations import named
 from gradwire.training.finite import all_finite, faults

@@ -19,7 +19,7 @@ from jax.interpreters import ad, batching, mlir
 
 from gradwire.arrays import Array
 from gradwire.errors import UnsupportedOp
-from gradwire.group.runner import Site
+from gradwire.group.schedule_runner import Site
 from gradwire.jax import failures, reduction, trees
 
 all_reduce_p = Primitive("gradwire_all_reduce")
