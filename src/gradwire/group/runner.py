@@ -34,7 +34,7 @@ from gradwire.operations.types import settled
 from gradwire.topology import Topology
 from gradwire.transports.base import Link
 
-HELD_BACK = 0.1  # seconds at most
+HELD_BACK = 0.1  # seconds at most that queued work waits for a thread to want it
 # Seconds in which a waiting thread that has a core for that keeps it busy: the program's own, which could do nothing
 # else with it (ranks that train wait so long for the slowest in each step); and one beside the program, which may yet
 # want it.
