@@ -31,7 +31,7 @@ from typing import NoReturn
 from h2.connection import H2Connection
 
 from gradwire.membership import Member
-from gradwire.membership.client.session import Conversation
+from gradwire.membership.client.session import CoordinatorSession
 from gradwire.membership.coordinator.journal import Journal
 from gradwire.membership.coordinator.state_machine import Membership
 from gradwire.membership.endpoints import split
@@ -202,7 +202,7 @@ def play(address: str, hosts: range, folder: Path, options: argparse.Namespace) 
         credentials = None
         if options.tls:
             credentials = Credentials(folder / "ca.pem", folder / f"host-{number}.pem", folder / f"host-{number}.key")
-        with Conversation(address, TOKEN.encode(), 60.0, credentials=credentials) as coordinator:
+        with CoordinatorSession(address, TOKEN.encode(), 60.0, credentials=credentials) as coordinator:
             ask = coordinator.stream("Heartbeats")
             due = begin = time.monotonic()
             count = 0

@@ -14,7 +14,7 @@ import pytest
 from gradwire.errors import WorkerFailed
 from gradwire.launch import elastic_setup, process_tree
 from gradwire.launch.coordinator_process import CoordinatorProcess
-from gradwire.launch.elastic_setup import ElasticSetup, Meeting
+from gradwire.launch.elastic_setup import ElasticRendezvous, ElasticSetup
 from gradwire.launch.fault_injection import Chaos, parse
 from gradwire.launch.output import Output
 from gradwire.launch.restart_policy import FIRST_DELAY, Restarts
@@ -70,7 +70,7 @@ class Elastic:
     ) -> None:
         self.out, self.err = io.StringIO(), io.StringIO()
         self._pulses: list[Pulse] = []
-        meeting = Meeting("127.0.0.1:9", "a token of this job", "box", "a-job", size, heartbeats=self._pulse)
+        meeting = ElasticRendezvous("127.0.0.1:9", "a token of this job", "box", "a-job", size, heartbeats=self._pulse)
         coordinator_process = (
             CoordinatorProcess(Task.script(coordinator), os.environ) if coordinator is not None else None
         )

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.errors import ConfigError
-from gradwire.launch.fault_injection import LASTING, TARGETS, Chaos, Deed, Fault, Script, parse
+from gradwire.launch.fault_injection import LASTING, TARGETS, Chaos, Fault, FaultAction, Script, parse
 
 seconds = st.integers(0, 10**9).map(lambda milliseconds: milliseconds / 1000)
 numbers = st.integers(0, 999)
@@ -85,14 +85,14 @@ def test_due_returns_deeds_at_their_times() -> None:
     plan = chaos("kill 2 @5s; freeze 1 @8s for 3s; cut 0-3 @12s; restart coordinator @15s")
     done = [(time, deed) for time in range(17) for deed in plan.due(time, range(4))]
     assert done == [
-        (5, Deed("kill", (2,))),
-        (8, Deed("freeze", (1,), 3.0)),
-        (11, Deed("thaw", (1,))),
-        (12, Deed("cut", (0, 3))),
-        (15, Deed("restart coordinator", ())),
+        (5, FaultAction("kill", (2,))),
+        (8, FaultAction("freeze", (1,), 3.0)),
+        (11, FaultAction("thaw", (1,))),
+        (12, FaultAction("cut", (0, 3))),
+        (15, FaultAction("restart coordinator", ())),
     ]
     assert plan.next_due is None  # the cut lasts
-    assert plan.stop(range(4)) == [Deed("heal", (0, 3))]
+    assert plan.stop(range(4)) == [FaultAction("heal", (0, 3))]
 
 
 def test_due_repeated_deed_keeps_its_interval_without_catching_up() -> None:
@@ -104,13 +104,13 @@ def test_due_repeated_deed_keeps_its_interval_without_catching_up() -> None:
 def test_due_deed_for_a_dead_worker_is_marked_missing() -> None:
     plan = chaos("kill 2 @1s; freeze 1 @1s for 1s; cut 1-2 @1s; kill random @1s")
     assert plan.due(1, [1]) == [
-        Deed("kill", (2,), missing=True),
-        Deed("freeze", (1,), 1.0),
-        Deed("cut", (1, 2), missing=True),
-        Deed("kill", (1,)),
+        FaultAction("kill", (2,), missing=True),
+        FaultAction("freeze", (1,), 1.0),
+        FaultAction("cut", (1, 2), missing=True),
+        FaultAction("kill", (1,)),
     ]
     assert plan.due(3, []) == []  # it died before it was to thaw
-    assert chaos("kill random @1s").due(1, []) == [Deed("kill", (), missing=True)]
+    assert chaos("kill random @1s").due(1, []) == [FaultAction("kill", (), missing=True)]
 
 
 @given(st.integers(0, 2**32), st.sets(numbers, min_size=2, max_size=8))
@@ -130,4 +130,4 @@ def test_due_frozen_worker_is_not_frozen_again() -> None:
     plan = chaos("freeze random every 1s for 10s", seed=3)
     frozen = [deed.targets for now in (1, 2, 3) for deed in plan.due(now, range(3))]
     assert sorted(frozen) == [(0,), (1,), (2,)]
-    assert plan.due(4, range(3)) == [Deed("freeze", (), 10.0, missing=True)]
+    assert plan.due(4, range(3)) == [FaultAction("freeze", (), 10.0, missing=True)]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.launch.restart_policy import Backoff, Fate, Restarts, Verdict
+from gradwire.launch.restart_policy import Backoff, EndKind, Restarts, Verdict
 
 GO_ON, REPLACE, GIVE_UP = Verdict.GO_ON, Verdict.REPLACE, Verdict.GIVE_UP
-WELL, LOST, ERROR, TURNED_AWAY = Fate.WELL, Fate.LOST, Fate.ERROR, Fate.TURNED_AWAY
+WELL, LOST, ERROR, TURNED_AWAY = EndKind.WELL, EndKind.LOST, EndKind.ERROR, EndKind.TURNED_AWAY
 
 
 def job(size: int, minimum: int, restarts: int = 0, *, fixed: bool = False) -> Restarts:
@@ -125,7 +125,7 @@ def test_any_history_of_a_job_ends(size: int, data: st.DataObject) -> None:
     elastic = job(size, minimum, restarts)
     number, gave_up = size, False
     while elastic.living:
-        fate = data.draw(st.sampled_from(Fate))
+        fate = data.draw(st.sampled_from(EndKind))
         verdict = elastic.ended(data.draw(st.sampled_from(sorted(elastic.living))), fate)
         assert fate is not WELL or verdict is GO_ON
         if verdict is REPLACE:

@@ -9,10 +9,10 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from nemesis.front import Front
 from nemesis.job import Job
 from nemesis.machines import COORDINATOR
 from nemesis.plan import MACHINES, Fault
+from nemesis.progress import Progress
 
 LOOK_EVERY = 0.02  # seconds
 
@@ -26,7 +26,7 @@ class Nemesis:
     is frozen or cut off.
     """
 
-    def __init__(self, job: Job, front: Front, faults: Sequence[Fault], tell: Callable[[str], None]) -> None:
+    def __init__(self, job: Job, front: Progress, faults: Sequence[Fault], tell: Callable[[str], None]) -> None:
         self._job, self._front, self._tell = job, front, tell
         self._coming = collections.deque(faults)
         self._began = time.monotonic()

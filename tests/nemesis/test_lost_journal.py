@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from nemesis.front import Front
 from nemesis.history import broken_promises, read
 from nemesis.job import Job
 from nemesis.machines import OneMachine
+from nemesis.progress import Progress
 from support.ranks import eventually
 
 STEPS = 30
@@ -23,7 +23,7 @@ def test_coordinator_without_its_journal_takes_no_member_of_the_old_run(tmp_path
     with contextlib.ExitStack() as ends:
         job = Job(tmp_path, OneMachine(tmp_path))
         ends.callback(job.close)
-        front = Front(job.records)
+        front = Progress(job.records)
         job.start_coordinator()
         job.start_guests(0)  # whom nobody replaces
         assert eventually(lambda: front.update().step > 2 * STEPS)

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 import gradwire as gw
-from nemesis.front import Front
 from nemesis.history import Record, broken_promises, read, summary
 from nemesis.job import Job
 from nemesis.machines import machines
 from nemesis.plan import DECK, MACHINES, plan
+from nemesis.progress import Progress
 from nemesis.strikes import Nemesis
 from support.ranks import eventually
 
@@ -72,7 +72,7 @@ def test_training_under_a_nemesis_keeps_one_history(tmp_path: Path, capsys: pyte
 
 
 def train(job: Job, seed: int, tell: Callable[[str], None], report: Callable[[str], None]) -> Nemesis:
-    front = Front(job.records)
+    front = Progress(job.records)
     assert eventually(lambda: front.update().step >= 0), "no step was committed"
     nemesis = Nemesis(job, front, plan(seed, SECONDS), tell)
     while nemesis.elapsed < SECONDS:
@@ -101,7 +101,7 @@ def check_checkpoint(folder: Path, records: Sequence[Record]) -> None:
     assert (written.run.hex(), written.generation, int(step), digest) in committed
 
 
-def see_progress(front: Front, nemesis: Nemesis) -> None:
+def see_progress(front: Progress, nemesis: Nemesis) -> None:
     """With all faults undone, the run of the present coordinator goes on."""
     goals: dict[str, int] = {}
     deadline = time.monotonic() + RECOVERY

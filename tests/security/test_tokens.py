@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gradwire.errors import ConfigError
 from gradwire.security import tokens
-from gradwire.security.tokens import Gate, Ticket, Token, key_of, make, read, wrapped
+from gradwire.security.tokens import Ticket, Token, TokenGate, key_of, make, read, wrapped
 
 SECRET = secrets.token_bytes(32)
 NOW = 1_800_000_000.0
@@ -43,7 +43,7 @@ def test_ticket_with_any_change_is_refused() -> None:
     assert key_of(secrets.token_bytes(32), held.ticket) != held.key
 
 
-def register(gate: Gate, ticket: bytes, member: str, now: float, known: Collection[str] = ()) -> str | None:
+def register(gate: TokenGate, ticket: bytes, member: str, now: float, known: Collection[str] = ()) -> str | None:
     """Why a member may not register with a ticket; None if it may, and then it has."""
     reason = gate.refusal(ticket, member, now, known.__contains__)
     if reason is None:
@@ -52,7 +52,7 @@ def register(gate: Gate, ticket: bytes, member: str, now: float, known: Collecti
 
 
 def test_gate_admits_as_many_members_as_the_token_allows_and_keeps_them() -> None:
-    gate, held = Gate("digits"), token(uses=2)
+    gate, held = TokenGate("digits"), token(uses=2)
     assert register(gate, held.ticket, "a", NOW) is None
     assert register(gate, held.ticket, "a", NOW + 1) is None
     assert register(gate, held.ticket, "b", NOW + 59) is None
@@ -64,20 +64,20 @@ def test_gate_admits_as_many_members_as_the_token_allows_and_keeps_them() -> Non
 
 
 def test_gate_expired_token_is_refused() -> None:
-    gate, held = Gate("digits"), token()
+    gate, held = TokenGate("digits"), token()
     assert register(gate, held.ticket, "late", NOW + 75) == "its join token expired 15 s ago"
     assert register(gate, held.ticket, "late", NOW + 60) == "its join token expired 0 s ago"
     assert register(gate, held.ticket, "punctual", NOW + 59.9) is None
 
 
 def test_gate_token_without_a_number_of_uses_admits_any_number_until_it_expires() -> None:
-    gate, held = Gate("digits"), token(uses=0)
+    gate, held = TokenGate("digits"), token(uses=0)
     assert all(register(gate, held.ticket, f"worker {n}", NOW) is None for n in range(1000))
     assert register(gate, held.ticket, "late", NOW + 60) is not None
 
 
 def test_gate_token_of_another_job_or_malformed_is_refused() -> None:
-    gate = Gate("digits")
+    gate = TokenGate("digits")
     assert register(gate, token(job="letters").ticket, "a", NOW) == (
         "its join token is for job letters, and this is job digits"
     )
@@ -86,16 +86,16 @@ def test_gate_token_of_another_job_or_malformed_is_refused() -> None:
 
 
 def test_gate_restored_from_a_snapshot_remembers_its_members() -> None:
-    gate, held = Gate("digits"), token()
+    gate, held = TokenGate("digits"), token()
     register(gate, held.ticket, "a", NOW)
-    again = Gate("digits")
+    again = TokenGate("digits")
     again.restore(gate.snapshot())
     assert register(again, held.ticket, "a", NOW + 1000) is None
     assert register(again, held.ticket, "b", NOW) is not None
 
 
 def test_gate_id_registered_with_other_credentials_is_refused_and_not_spoken_for() -> None:
-    gate, held, other = Gate("digits"), token(uses=4), token(uses=4)
+    gate, held, other = TokenGate("digits"), token(uses=4), token(uses=4)
     assert register(gate, held.ticket, "secret holder", NOW, {"secret holder"}) == (
         "the id 'secret holder' is registered with other credentials than this join token"
     )
@@ -107,7 +107,7 @@ def test_gate_id_registered_with_other_credentials_is_refused_and_not_spoken_for
 
 
 def test_gate_id_taken_over_is_represented_by_its_present_holder_only() -> None:
-    gate, held, other = Gate("digits"), token(), token()
+    gate, held, other = TokenGate("digits"), token(), token()
     register(gate, held.ticket, "guest", NOW)
     register(gate, other.ticket, "guest", NOW)  # the first one has left
     assert (gate.speaks_for(held.ticket, "guest"), gate.speaks_for(other.ticket, "guest")) == (False, True)
@@ -117,13 +117,13 @@ def test_gate_id_taken_over_is_represented_by_its_present_holder_only() -> None:
 
 
 def test_gate_refusal_uses_nothing_up() -> None:
-    gate, held = Gate("digits"), token()
+    gate, held = TokenGate("digits"), token()
     for name in ("a", "b", "c"):
         assert gate.refusal(held.ticket, name, NOW, lambda _: False) is None
 
 
 def test_gate_member_that_leaves_before_any_generation_returns_its_use() -> None:
-    gate, held = Gate("digits"), token()
+    gate, held = TokenGate("digits"), token()
     register(gate, held.ticket, "a", NOW)
     assert gate.release("a")
     assert register(gate, held.ticket, "b", NOW) is None
@@ -153,7 +153,7 @@ def test_read_any_text_raises_only_config_errors(text: str) -> None:
 
 @given(st.binary(max_size=400))
 def test_gate_any_ticket_is_admitted_or_refused_without_an_error(ticket: bytes) -> None:
-    register(Gate("digits"), ticket, "a", NOW)
+    register(TokenGate("digits"), ticket, "a", NOW)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from gradwire.membership.coordinator.call_rules import CallRules, Report, Save
 from gradwire.membership.coordinator.roster import Roster
 from gradwire.membership.coordinator.state_machine import Membership
 from gradwire.membership.types import Change, Claim
-from gradwire.security.tokens import Gate
+from gradwire.security.tokens import TokenGate
 from gradwire.simulate import faults
 from gradwire.simulate.collective import Collectives
 from gradwire.simulate.disk import Disk
@@ -107,10 +107,10 @@ def an_unfit_newcomer_is_let_in(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_refused_claim_counts_as_a_use_of_its_join_token(patch: pytest.MonkeyPatch) -> None:
-    def hasty(gate: Gate, ticket: bytes, member: str, now: float, known: object) -> None:
+    def hasty(gate: TokenGate, ticket: bytes, member: str, now: float, known: object) -> None:
         gate.admit(ticket, member)
 
-    patch.setattr(Gate, "refusal", hasty)
+    patch.setattr(TokenGate, "refusal", hasty)
 
 
 def a_generation_without_the_state_stays_in_its_run(patch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def a_call_is_answered_before_the_journal_is_written(patch: pytest.MonkeyPatch) 
 
 
 def a_join_token_speaks_for_all_members(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Gate, "speaks_for", lambda gate, ticket, member: True)
+    patch.setattr(TokenGate, "speaks_for", lambda gate, ticket, member: True)
 
 
 def a_member_does_not_name_its_run(patch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gradwire.arrays import Array
-from gradwire.simulate.invariants import Ledger, Version
+from gradwire.simulate.invariants import Invariants, Version
 from gradwire.simulate.toy_training import applied, gradient
 from gradwire.training.commit_rules import Settlement
 
@@ -24,9 +24,9 @@ def fail(text: str) -> NoReturn:
 
 
 @pytest.fixture
-def ledger() -> Ledger:
+def ledger() -> Invariants:
     """Generation 1 of two has committed steps 0 and 1; one of them has completed step 2 too."""
-    ledger = Ledger(SEED, fail)
+    ledger = Invariants(SEED, fail)
     ledger.settled(1, Settlement(-1, 0, {}), True)
     ledger.began("a", 1, np.zeros_like(gradient(SEED, 0, 0, 2)))
     for step in range(3):
@@ -36,7 +36,7 @@ def ledger() -> Ledger:
     return ledger
 
 
-def complete(ledger: Ledger, version: Version, size: int) -> Array:
+def complete(ledger: Invariants, version: Version, size: int) -> Array:
     """A step on top of the one before it, in its own generation or where that began."""
     step, number = version
     before = ledger.states.get((step - 1, number))
@@ -49,11 +49,11 @@ def complete(ledger: Ledger, version: Version, size: int) -> Array:
     return state
 
 
-def commit(ledger: Ledger, version: Version) -> None:
+def commit(ledger: Invariants, version: Version) -> None:
     ledger.commit("a", version, ledger.states[version])
 
 
-def test_a_settlement_that_came_to_nothing_forbids_nothing(ledger: Ledger) -> None:
+def test_a_settlement_that_came_to_nothing_forbids_nothing(ledger: Invariants) -> None:
     """Generation 2 broke while the state was handed over; then the one that knows step 2 returned."""
     ledger.settled(2, Settlement(1, 1, {}), True)
     ledger.settled(3, Settlement(2, 1, {}), True)
@@ -61,7 +61,7 @@ def test_a_settlement_that_came_to_nothing_forbids_nothing(ledger: Ledger) -> No
     assert ledger.committed == 2
 
 
-def test_a_step_is_not_committed_once_a_later_generation_has_gone_on_without_it(ledger: Ledger) -> None:
+def test_a_step_is_not_committed_once_a_later_generation_has_gone_on_without_it(ledger: Invariants) -> None:
     ledger.settled(2, Settlement(1, 1, {}), True)
     complete(ledger, (2, 2), size=1)
     commit(ledger, (1, 1))
@@ -71,14 +71,14 @@ def test_a_step_is_not_committed_once_a_later_generation_has_gone_on_without_it(
         commit(ledger, (2, 1))
 
 
-def test_who_holds_what_was_committed(ledger: Ledger) -> None:
+def test_who_holds_what_was_committed(ledger: Invariants) -> None:
     assert ledger.holds((1, 1), ledger.states[(1, 1)])
     assert ledger.holds((2, 1), ledger.states[(2, 1)])
     assert not ledger.holds((0, 1), ledger.states[(0, 1)])
     assert not ledger.holds((1, 1), ledger.states[(2, 1)])
 
 
-def test_a_state_of_another_history_is_not_what_was_committed(ledger: Ledger) -> None:
+def test_a_state_of_another_history_is_not_what_was_committed(ledger: Invariants) -> None:
     """One went on alone from step 1, and committed a step 2 that is not the one the other had completed."""
     ledger.settled(2, Settlement(1, 1, {}), True)
     alone = complete(ledger, (2, 2), size=1)
@@ -91,7 +91,7 @@ def test_a_state_of_another_history_is_not_what_was_committed(ledger: Ledger) ->
         ledger.settled(4, Settlement(2, 1, {}), True)
 
 
-def test_what_died_with_all_who_knew_it_is_done_again(ledger: Ledger) -> None:
+def test_what_died_with_all_who_knew_it_is_done_again(ledger: Invariants) -> None:
     ledger.settled(2, Settlement(0, 1, {}), False)
     assert ledger.committed == 0
     complete(ledger, (1, 2), size=1)
@@ -100,7 +100,7 @@ def test_what_died_with_all_who_knew_it_is_done_again(ledger: Ledger) -> None:
         commit(ledger, (1, 1))
 
 
-def test_after_a_loss_what_is_committed_counts_as_before(ledger: Ledger) -> None:
+def test_after_a_loss_what_is_committed_counts_as_before(ledger: Invariants) -> None:
     commit(ledger, (2, 1))
     ledger.settled(2, Settlement(1, 1, {}), False)  # step 2 died with all who knew it
     complete(ledger, (2, 2), size=1)  # by one only, never committed
@@ -112,7 +112,7 @@ def test_after_a_loss_what_is_committed_counts_as_before(ledger: Ledger) -> None
 
 
 def test_who_returns_with_a_state_that_is_farther_on_than_a_new_beginning_brings_its_history_back(
-    ledger: Ledger,
+    ledger: Invariants,
 ) -> None:
     ledger.settled(2, Settlement(-1, 0, {}), False)
     ledger.began("b", 2, np.ones_like(gradient(SEED, 0, 0, 1)))

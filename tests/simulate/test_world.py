@@ -10,14 +10,14 @@ from gradwire.simulate import __main__ as command
 from gradwire.simulate import faults, invariants
 from gradwire.simulate.faults import ENDLESS, Fault
 from gradwire.simulate.invariants import Violation
-from gradwire.simulate.scenario import Setting, draw_setting
+from gradwire.simulate.scenario import Scenario, draw_setting
 from gradwire.simulate.simulated_coordinator import run_id
 from gradwire.simulate.world import World
 
 
 def quiet(*happening: Fault, **facts: object) -> World:
     """A job of four on four hosts, to which only this happens."""
-    return World(1, Setting(faults=happening, **facts))  # type: ignore[arg-type]
+    return World(1, Scenario(faults=happening, **facts))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("first", range(0, 100, 10))

@@ -124,7 +124,7 @@ def see_through(make: Callable[[Output], Supervisor], log_dir: Path | None) -> N
     sys.exit(supervisor.outcome.exit_code)
 
 
-class _Sayer(logging.Handler):
+class _Reporter(logging.Handler):
     def __init__(self, output: Output) -> None:
         super().__init__(logging.WARNING)
         self._output = output
@@ -136,7 +136,7 @@ class _Sayer(logging.Handler):
 @contextlib.contextmanager
 def _warnings_to(output: Output) -> Iterator[None]:
     """What this process itself logs, as of a coordinator that does not answer, is said among the workers' lines."""
-    logger, handler = logging.getLogger("gradwire"), _Sayer(output)
+    logger, handler = logging.getLogger("gradwire"), _Reporter(output)
     logger.addHandler(handler)
     logger.propagate = False
     try:

@@ -31,7 +31,7 @@ log = logging.getLogger("gradwire")
 _TAG_MASK = (1 << 64) - 1
 
 
-class Promised(NamedTuple):
+class OfferedMessage(NamedTuple):
     """A long message that was offered, and is not delivered yet."""
 
     outbox: Outbox
@@ -66,7 +66,7 @@ class PointToPoint:
 
     def begin_send(
         self, data: memoryview, dst: int, tag: int, timeout: float, operation: str = "send", *, waits: bool = True
-    ) -> Promised | None:
+    ) -> OfferedMessage | None:
         """Give bytes their place among the messages to a rank; None if nothing is left to do for them.
 
         Where too many are on their way, it waits until some have gone, or else offers what is short, too.
@@ -80,7 +80,7 @@ class PointToPoint:
         offer = self.generation.mailbox.offer()
         size = {"tile": len(data) & 0xFFFFFFFF, "round": len(data) >> 32}
         self._tell(outbox, dst, operation, self._frame(Kind.OFFER, b"", tag, sequence=offer.identity, **size))
-        return Promised(outbox, offer, data, dst, tag, deadline, timeout, operation)
+        return OfferedMessage(outbox, offer, data, dst, tag, deadline, timeout, operation)
 
     def _outbox(self, dst: int, deadline: float, operation: str) -> Outbox:
         generation, world = self.generation, self.members[dst]
@@ -106,12 +106,12 @@ class PointToPoint:
                 )
         self._tell(outbox, dst, operation, self._frame(Kind.EAGER, bytes(data), tag))
 
-    def due(self, promised: Promised) -> bool:
+    def due(self, promised: OfferedMessage) -> bool:
         """Whether `finish_send` has something to do but wait: the receiver is ready, gone, or late."""
         late = time.monotonic() >= promised.deadline
         return promised.offer.accepted or late or not self._usable() or self._absent(promised.dst)
 
-    def finish_send(self, promised: Promised, within: float | None = None) -> None:
+    def finish_send(self, promised: OfferedMessage, within: float | None = None) -> None:
         """Deliver a long message when the receiver has a buffer for it; if that is not `within` seconds, recall it."""
         outbox, offer, data, dst, tag, deadline, timeout, operation = promised
         begin_by, patience = deadline, timeout

@@ -41,13 +41,13 @@ NOT_BUILT = ("grpc", "mpi")  # names that are kept for transports to come; refus
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
-class _UnlessSaid(float):
+class _DefaultValue(float):
     """A default that can be told from the same number given on purpose, which no variable may override."""
 
     __slots__ = ()
 
 
-DEFAULT_TIMEOUT: Final[float] = _UnlessSaid(300.0)
+DEFAULT_TIMEOUT: Final[float] = _DefaultValue(300.0)
 
 _JOB_NAME = re.compile(r"[!-~]{1,128}")
 
@@ -295,7 +295,7 @@ def _transport(argument: str, environ: Mapping[str, str], sources: dict[str, str
 
 
 def _timeout(argument: float, environ: Mapping[str, str], sources: dict[str, str]) -> float:
-    found = find(environ, TIMEOUT) if isinstance(argument, _UnlessSaid) else None
+    found = find(environ, TIMEOUT) if isinstance(argument, _DefaultValue) else None
     value: object = found.text if found else argument
     source = sources["timeout"] = found.source if found else "the argument timeout"
     try:

@@ -212,7 +212,7 @@ class MemberSession:
                 **asdict(past),
                 transport=config.transport if config.transport == "shm" or native_core.available() else "tcp",
                 credentials=self._credentials,
-                waiting=_Teller(),
+                waiting=_WaitReporter(),
                 seal=self._seal,
             )
 
@@ -351,7 +351,7 @@ def _logged(act: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
-class _Teller:
+class _WaitReporter:
     """Tells in the log what a member waits for, when that is new or has lasted."""
 
     def __init__(self) -> None:

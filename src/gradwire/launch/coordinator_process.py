@@ -13,7 +13,7 @@ from gradwire.errors import WorkerFailed
 from gradwire.launch.restart_policy import Backoff
 from gradwire.launch.root_cause import Ending, fate
 from gradwire.launch.worker_process import Task, Worker
-from gradwire.launch.worker_setup import Hands
+from gradwire.launch.worker_setup import SupervisorAccess
 
 LABEL = "coordinator"
 LOG = "coordinator.log"
@@ -21,7 +21,7 @@ _TRIES = 5  # in a row that it may end by itself, for which it has a reason that
 _FIRST, _LONGEST = 0.2, 5.0  # seconds between two tries
 
 
-class Revival:
+class RestartSchedule:
     """When to start it anew. Pure."""
 
     def __init__(self) -> None:
@@ -47,8 +47,8 @@ class CoordinatorProcess:
         self._task = task
         self._environ = environ
         self.heard = False  # it has answered
-        self._revival = Revival()
-        self._hands: Hands | None = None
+        self._revival = RestartSchedule()
+        self._supervisor: SupervisorAccess | None = None
         self._process: Worker | None = None
         self._began = 0.0
         self._due: float | None = None
@@ -58,8 +58,8 @@ class CoordinatorProcess:
     def next_due(self) -> float | None:
         return self._due
 
-    def start(self, hands: Hands, now: float) -> None:
-        self._hands = hands
+    def start(self, supervisor: SupervisorAccess, now: float) -> None:
+        self._supervisor = supervisor
         self._launch(now)
 
     def attend(self, now: float) -> None:
@@ -83,22 +83,22 @@ class CoordinatorProcess:
             self._process.signal(signal.SIGTERM, now)
 
     def _launch(self, now: float) -> None:
-        assert self._hands is not None
+        assert self._supervisor is not None
         self._due, self._began = None, now
-        self._process = self._hands.start_process(LABEL, LOG, self._task, self._environ)
+        self._process = self._supervisor.start_process(LABEL, LOG, self._task, self._environ)
 
     def _lost(self, ending: Ending, now: float) -> None:
-        assert self._hands is not None
+        assert self._supervisor is not None
         self._process = None
         delay = self._revival.delay(now - self._began, killed=ending.status < 0, heard=self.heard)
         what = f"the coordinator (pid {ending.pid}) {fate(ending)}"
         if delay is not None:
             self._due = now + delay
-            self._hands.say(f"gradwire: {what}; it is started anew{f' in {delay:g} s' if delay else ''}")
+            self._supervisor.say(f"gradwire: {what}; it is started anew{f' in {delay:g} s' if delay else ''}")
         elif not self.heard:
-            raise WorkerFailed("\n".join([f"{what} before the job began", *self._hands.last_words(LABEL)]))
+            raise WorkerFailed("\n".join([f"{what} before the job began", *self._supervisor.last_words(LABEL)]))
         else:
-            self._hands.restarts.recoverable = False
-            self._hands.say(f"gradwire: {what} again and again; the job goes on without it until a worker is lost")
-            for line in self._hands.last_words(LABEL)[-1:]:
-                self._hands.say(f"gradwire: its last words: {line}")
+            self._supervisor.restarts.recoverable = False
+            self._supervisor.say(f"gradwire: {what} again and again; the job goes on without it until a worker is lost")
+            for line in self._supervisor.last_words(LABEL)[-1:]:
+                self._supervisor.say(f"gradwire: its last words: {line}")

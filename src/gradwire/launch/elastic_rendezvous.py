@@ -17,7 +17,7 @@ from gradwire.job import config
 from gradwire.job.address import Address
 from gradwire.launch import worker_setup
 from gradwire.launch.coordinator_process import CoordinatorProcess
-from gradwire.launch.elastic_setup import ElasticSetup, Heartbeats, Meeting
+from gradwire.launch.elastic_setup import ElasticRendezvous, ElasticSetup, Heartbeats
 from gradwire.launch.worker_process import Task
 from gradwire.membership.types import News
 from gradwire.security import tokens
@@ -65,7 +65,7 @@ def _meeting(
     job: str | None,
     size: int | None,
     credentials: Credentials | None,
-) -> Meeting:
+) -> ElasticRendezvous:
     """`token` is what the workers are given; None: as this process did, they read the secret in this user's file."""
 
     def heartbeats(on_news: Callable[[News], None]) -> Heartbeats:
@@ -73,7 +73,7 @@ def _meeting(
 
         return Stream(str(address), secret=secret, on_news=on_news, credentials=credentials)
 
-    return Meeting(str(address), token, _name(credentials), job, size, heartbeats=heartbeats)
+    return ElasticRendezvous(str(address), token, _name(credentials), job, size, heartbeats=heartbeats)
 
 
 def _name(credentials: Credentials | None) -> str:

@@ -15,7 +15,7 @@ from gradwire.launch.fault_injection import BY_CHAOS
 from gradwire.launch.restart_policy import Restarts, Verdict
 from gradwire.launch.root_cause import fate
 from gradwire.launch.worker_process import Worker
-from gradwire.launch.worker_setup import Equipment, Hands
+from gradwire.launch.worker_setup import SupervisorAccess, WorkerEnvironment
 from gradwire.membership.client.news_pipe import NewsWriter
 from gradwire.membership.types import News
 
@@ -63,7 +63,7 @@ class Heartbeats(Protocol):
 
 
 @dataclass(frozen=True)
-class Meeting:
+class ElasticRendezvous:
     """Where the members of an elastic job meet, and what the workers of this host are called there."""
 
     address: str
@@ -82,7 +82,7 @@ class ElasticSetup:
     def __init__(
         self,
         count: int,
-        meeting: Meeting,
+        meeting: ElasticRendezvous,
         coordinator_process: CoordinatorProcess | None = None,
         *,
         welcome: str = "",
@@ -102,30 +102,30 @@ class ElasticSetup:
         self._inbox: collections.deque[News] = collections.deque()
         self._news: News | None = None
         self._frozen = StoppedWorkers()
-        self._hands: Hands | None = None
+        self._supervisor: SupervisorAccess | None = None
         self._heartbeats: Heartbeats | None = None
         self._formed = False
         self._next_look = 0.0
 
     # -- workers come and go ------------------------------------------------------------------------------------------
 
-    def start(self, hands: Hands) -> None:
-        self._hands = hands
+    def start(self, supervisor: SupervisorAccess) -> None:
+        self._supervisor = supervisor
         if self._welcome:
-            hands.say(f"gradwire: {self._welcome}")
+            supervisor.say(f"gradwire: {self._welcome}")
         if self._coordinator is not None:
-            self._coordinator.start(hands, time.monotonic())
+            self._coordinator.start(supervisor, time.monotonic())
         self._heartbeats = self._meeting.heartbeats(self._hear)
         self._heartbeats.start()
 
-    def equip(self, number: int, local_rank: int) -> Equipment:
+    def equip(self, number: int, local_rank: int) -> WorkerEnvironment:
         if number in self._pipes:  # of one that could not be started
             self._pipes.pop(number).close()
         member, size = self._member(number), self._meeting.size
         pipe = self._pipes[number] = NewsWriter(member)
         wish = (number, size) if size is not None and number < size else None
         environ = worker_setup.of_member(self._shared, member, local_rank, news=pipe.variable, wish=wish)
-        return Equipment(environ, (pipe.theirs,))
+        return WorkerEnvironment(environ, (pipe.theirs,))
 
     def started(self, worker: Worker) -> None:
         pipe = self._pipes[worker.number]
@@ -143,10 +143,10 @@ class ElasticSetup:
             self._heartbeats.gone([self._member(worker.number)])
 
     def judged(self, worker: Worker, verdict: Verdict, successor: Worker | None, delay: float) -> None:
-        hands = self._the_hands
+        supervisor = self._the_hands
         what = worker.report.summary() if worker.ending is None and worker.report else ""
         what = what or (fate(worker.ending) if worker.ending else "has failed")
-        hands.say(f"gradwire: {worker} {what}; {_consequence(hands.restarts, verdict, successor, delay)}")
+        supervisor.say(f"gradwire: {worker} {what}; {_consequence(supervisor.restarts, verdict, successor, delay)}")
 
     # -- news, and what is to be done by now --------------------------------------------------------------------------
 
@@ -196,12 +196,12 @@ class ElasticSetup:
         self._the_hands.restarts.elsewhere = max(0, news.size - ours)
 
     def _end_frozen(self, now: float) -> None:
-        hands = self._the_hands
-        living = [worker for worker in hands.workers if worker.ending is None]
+        supervisor = self._the_hands
+        living = [worker for worker in supervisor.workers if worker.ending is None]
         paused = {worker.number for worker in living if process_tree.is_paused(worker.pid)}
         if self._heartbeats is not None:
             self._heartbeats.frozen(map(self._member, paused))
-        alone = len(paused) == len(living) and hands.restarts.finished > 0
+        alone = len(paused) == len(living) and supervisor.restarts.finished > 0
         generation = self._news.generation if self._news is not None else 0
         for worker in living:
             at_rest = worker.number in paused
@@ -238,9 +238,9 @@ class ElasticSetup:
         self._pipes = {}
 
     @property
-    def _the_hands(self) -> Hands:
-        assert self._hands is not None, "not started"
-        return self._hands
+    def _the_hands(self) -> SupervisorAccess:
+        assert self._supervisor is not None, "not started"
+        return self._supervisor
 
     def _member(self, number: int) -> str:
         return f"{self._meeting.name}/{number}"

@@ -71,7 +71,7 @@ def parse(text: str) -> Script:
 
 
 @dataclass(frozen=True)
-class Deed:
+class FaultAction:
     """What is to be done now. `missing`: not all of these workers live, so it cannot be."""
 
     action: str  # one of TARGETS, or what ends a LASTING one
@@ -88,14 +88,14 @@ class Chaos:
         self.faults = script.faults
         self._random = random.Random(self.seed)
         self._coming = [(fault.at, fault) for fault in script.faults]
-        self._ends: list[tuple[float, Deed]] = []
+        self._ends: list[tuple[float, FaultAction]] = []
 
     @property
     def next_due(self) -> float | None:
         times = [time for time, _ in self._coming] + [time for time, _ in self._ends if time < float("inf")]
         return min(times, default=None)
 
-    def due(self, now: float, living: Collection[int]) -> list[Deed]:
+    def due(self, now: float, living: Collection[int]) -> list[FaultAction]:
         """The deeds whose time has come, ends of earlier ones first. What came round several times is done once."""
         deeds = [deed for time, deed in self._ends if time <= now and living_all(deed, living)]
         self._ends = [(time, deed) for time, deed in self._ends if time > now]
@@ -108,32 +108,32 @@ class Chaos:
                 self._coming.append((max(time + rounds * fault.every, now), fault))
         return deeds
 
-    def stop(self, living: Collection[int]) -> list[Deed]:
+    def stop(self, living: Collection[int]) -> list[FaultAction]:
         """Nothing more is to be done but to end what lasts."""
         deeds = [deed for _, deed in self._ends if living_all(deed, living)]
         self._coming, self._ends = [], []
         return deeds
 
-    def _deed(self, fault: Fault, now: float, living: Collection[int]) -> Deed:
+    def _deed(self, fault: Fault, now: float, living: Collection[int]) -> FaultAction:
         count = TARGETS[fault.action]
         targets = fault.targets
         if targets is None:
             frozen = {number for _, deed in self._ends if deed.action == "thaw" for number in deed.targets}
             choice = sorted(set(living) - (frozen if fault.action == "freeze" else set()))
             if len(choice) < count:
-                return Deed(fault.action, (), fault.duration, missing=True)
+                return FaultAction(fault.action, (), fault.duration, missing=True)
             targets = tuple(self._random.sample(choice, count))
-        deed = Deed(fault.action, targets, fault.duration)
+        deed = FaultAction(fault.action, targets, fault.duration)
         if not living_all(deed, living):
-            return Deed(fault.action, targets, fault.duration, missing=True)
+            return FaultAction(fault.action, targets, fault.duration, missing=True)
         if fault.action in LASTING:
             # What lasts for ever ends with the job: a frozen process would not hear that it is to stop.
             end = float("inf") if fault.duration is None else now + fault.duration
-            self._ends.append((end, Deed(LASTING[fault.action], targets)))
+            self._ends.append((end, FaultAction(LASTING[fault.action], targets)))
         return deed
 
 
-def living_all(deed: Deed, living: Collection[int]) -> bool:
+def living_all(deed: FaultAction, living: Collection[int]) -> bool:
     return all(number in living for number in deed.targets)
 
 
@@ -216,7 +216,7 @@ def _seconds(value: float) -> str:
 BY_CHAOS = "was killed by chaos"
 
 
-class Victim(Protocol):
+class FaultyJob(Protocol):
     """The job, as far as trouble is made for it."""
 
     @property
@@ -230,13 +230,13 @@ class Victim(Protocol):
         """Do what only the job itself can, and say what was done."""
 
 
-class Trouble:
-    def __init__(self, chaos: Chaos, victim: Victim, began: float) -> None:
+class FaultInjector:
+    def __init__(self, chaos: Chaos, job: FaultyJob, began: float) -> None:
         self._chaos = chaos
-        self._victim = victim
+        self._job = job
         self._began = began
         if any(fault.targets is None for fault in chaos.faults):
-            victim.say(f"chaos: the workers are chosen with seed {chaos.seed}")
+            job.say(f"chaos: the workers are chosen with seed {chaos.seed}")
 
     @property
     def next_due(self) -> float | None:
@@ -245,7 +245,7 @@ class Trouble:
 
     def make(self, now: float) -> None:
         for deed in self._chaos.due(now - self._began, self._living()):
-            self._victim.say(f"chaos: {self._do(deed)} at {now - self._began:.1f} s{_lasting(deed)}")
+            self._job.say(f"chaos: {self._do(deed)} at {now - self._began:.1f} s{_lasting(deed)}")
 
     def stop(self) -> None:
         """Quietly end what lasts."""
@@ -253,14 +253,14 @@ class Trouble:
             self._do(deed)
 
     def _living(self) -> list[int]:
-        return [worker.number for worker in self._victim.workers if worker.ending is None]
+        return [worker.number for worker in self._job.workers if worker.ending is None]
 
-    def _do(self, deed: Deed) -> str:
+    def _do(self, deed: FaultAction) -> str:
         if deed.missing:
             return (
                 f"found no {' and '.join(f'worker {number}' for number in deed.targets) or 'worker'} to {deed.action}"
             )
-        workers = [self._victim.workers[number] for number in deed.targets]
+        workers = [self._job.workers[number] for number in deed.targets]
         match deed.action, workers:
             case "kill", [worker]:
                 worker.kill(BY_CHAOS)
@@ -272,10 +272,10 @@ class Trouble:
                 worker.resume()
                 return f"thawed {worker}"
             case "join", []:
-                added = self._victim.add_worker()
+                added = self._job.add_worker()
                 return f"started {added}" if added is not None else "started nobody, because all work is done"
-        return self._victim.disturb(deed.action, workers)
+        return self._job.disturb(deed.action, workers)
 
 
-def _lasting(deed: Deed) -> str:
+def _lasting(deed: FaultAction) -> str:
     return f", for {deed.duration:g} s" if deed.duration is not None and not deed.missing else ""

@@ -101,7 +101,7 @@ class Guard:
             os.write(self._process.stdin.fileno(), text)  # type: ignore[union-attr]
 
 
-class _Ears:
+class _GuardOrders:
     """What the guard has heard from its supervisor."""
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class _Ears:
 def _guard(supervisor: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    ears = _Ears()
+    ears = _GuardOrders()
     _listen(ears, supervisor)
     if ears.goodbye:
         return
@@ -140,7 +140,7 @@ def _guard(supervisor: int) -> None:
         time.sleep(0.01)
 
 
-def _listen(ears: _Ears, supervisor: int) -> None:
+def _listen(ears: _GuardOrders, supervisor: int) -> None:
     """Until the supervisor is gone. The pipe alone would not tell: processes that it forked hold its other end too."""
     poll = select.poll()
     poll.register(0, select.POLLIN)

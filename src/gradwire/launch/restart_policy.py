@@ -21,7 +21,7 @@ _BEGUN = 1.0  # likewise for one that was killed
 FIRST_DELAY, LONGEST_DELAY = 1.0, 30.0  # seconds before a worker that died young twice, or many times, is replaced
 
 
-class Fate(enum.Enum):
+class EndKind(enum.Enum):
     """How a worker ended."""
 
     WELL = "well"  # with code 0: it was done, or has left
@@ -95,23 +95,23 @@ class Restarts:
         self.finished = 0
         self.errors = []
 
-    def ended(self, number: int, fate: Fate, failed: float = 0.0) -> Verdict:
+    def ended(self, number: int, fate: EndKind, failed: float = 0.0) -> Verdict:
         """A worker that ends well has left: others may go on, or end too. Otherwise it is a loss.
 
         `failed` is when it failed: often the others have regrouped before its process has ended.
         """
         self.living.discard(number)
-        if fate is Fate.WELL:
+        if fate is EndKind.WELL:
             self.finished += 1
             return Verdict.GO_ON
         if (self.finished or self.done) and not self._others:  # a newcomer would begin the work anew
-            return Verdict.GIVE_UP if fate is Fate.ERROR or self.fixed else Verdict.GO_ON
-        if fate is not Fate.TURNED_AWAY and self._may_replace:  # another would be turned away too
+            return Verdict.GIVE_UP if fate is EndKind.ERROR or self.fixed else Verdict.GO_ON
+        if fate is not EndKind.TURNED_AWAY and self._may_replace:  # another would be turned away too
             self.used += 1
             verdict = Verdict.REPLACE
         else:
             verdict = self.without_it()
-        if fate is Fate.ERROR and failed >= self._regrouped:
+        if fate is EndKind.ERROR and failed >= self._regrouped:
             self.errors.append(number)
         return verdict
 

@@ -25,10 +25,10 @@ from types import TracebackType
 from gradwire.errors import ConfigError, InvalidSize, TransportError
 from gradwire.launch import root_cause
 from gradwire.launch.defer_signals import deferred_signals
-from gradwire.launch.fault_injection import Chaos, Trouble
+from gradwire.launch.fault_injection import Chaos, FaultInjector
 from gradwire.launch.output import Output
 from gradwire.launch.process_tree import Guard
-from gradwire.launch.restart_policy import Fate, Restarts, Verdict
+from gradwire.launch.restart_policy import EndKind, Restarts, Verdict
 from gradwire.launch.root_cause import Ending
 from gradwire.launch.stop_escalation import GRACE, KILL_AFTER, StopEscalation
 from gradwire.launch.worker_process import Task, Worker
@@ -91,7 +91,7 @@ class Supervisor:
         self._task = task
         self._setup = setup
         self._chaos = chaos
-        self._trouble: Trouble | None = None
+        self._injector: FaultInjector | None = None
         self._output = output or Output()
         self._escalation = StopEscalation(grace, kill_after)
         self._local_ranks: dict[int, int] = {}
@@ -235,7 +235,7 @@ class Supervisor:
     def _run(self) -> None:
         try:
             if self._chaos is not None:
-                self._trouble = Trouble(self._chaos, self, time.monotonic())
+                self._injector = FaultInjector(self._chaos, self, time.monotonic())
             self._watch_until_gone()
             self._see_output_through()
             root = self._root()
@@ -270,7 +270,7 @@ class Supervisor:
     def _pause(self) -> float | None:
         """How long nothing needs to be done if no descriptor tells."""
         pauses = [_ASK_EVERY] if any(process.must_be_asked for process in (*self.workers, *self._beside)) else []
-        dues = [self._escalation.next_due, self._setup.next_due, self._trouble.next_due if self._trouble else None]
+        dues = [self._escalation.next_due, self._setup.next_due, self._injector.next_due if self._injector else None]
         for due in dues + [one.due for one in self._successions]:
             if due is not None:
                 pauses.append(max(0.0, due - time.monotonic()))
@@ -299,8 +299,8 @@ class Supervisor:
                 self._judge(worker, now)
         self._setup.attend(now)
         self._replace(now)
-        if self._trouble is not None:
-            self._trouble.make(now)
+        if self._injector is not None:
+            self._injector.make(now)
         for number in self._escalation.due(now):
             for worker in self.workers:
                 worker.signal(number, now)
@@ -312,7 +312,7 @@ class Supervisor:
             return
         end = worker.fate
         verdict = self.restarts.ended(worker.number, end, worker.failure_time(now))
-        if end is Fate.WELL:
+        if end is EndKind.WELL:
             return
         if verdict is Verdict.REPLACE:
             verdict = self._replaced(worker, now)
@@ -374,8 +374,8 @@ class Supervisor:
 
     def _end_begins(self) -> None:
         self.restarts.stopping = True
-        if self._trouble is not None:
-            self._trouble.stop()
+        if self._injector is not None:
+            self._injector.stop()
 
     def _root(self) -> Ending | None:
         if self._given_up_at is not None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from gradwire.launch import process_tree, worker_main
-from gradwire.launch.restart_policy import Fate
+from gradwire.launch.restart_policy import EndKind
 from gradwire.launch.root_cause import Ending, Report
 
 _LAST_STEPS = 2.0  # seconds from an uncaught exception to the exit, before it counts as hanging
@@ -117,13 +117,13 @@ class Worker:
         return self.report is not None and self.report.fatal and now >= self.report.time + _LAST_STEPS
 
     @property
-    def fate(self) -> Fate:
+    def fate(self) -> EndKind:
         """Of one that has ended, or has failed."""
         if self.ending is not None and not self.ending.failed:
-            return Fate.WELL
+            return EndKind.WELL
         if self.report is not None and self.report.fatal:
-            return Fate.TURNED_AWAY if self.report.turned_away else Fate.ERROR
-        return Fate.LOST if self.ending is not None and self.ending.status < 0 else Fate.ERROR
+            return EndKind.TURNED_AWAY if self.report.turned_away else EndKind.ERROR
+        return EndKind.LOST if self.ending is not None and self.ending.status < 0 else EndKind.ERROR
 
     @property
     def was_killed(self) -> bool:

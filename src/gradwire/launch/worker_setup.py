@@ -112,7 +112,7 @@ def free_port() -> int:
     raise TransportError(f"found no free port between {_PORTS.start} and {_PORTS.stop - 1} on 127.0.0.1")
 
 
-class Hands(Protocol):
+class SupervisorAccess(Protocol):
     """What a setup needs of its supervisor. To be used in the supervisor's own thread, except for `wake`."""
 
     restarts: Restarts
@@ -134,7 +134,7 @@ class Hands(Protocol):
 
 
 @dataclass(frozen=True)
-class Equipment:
+class WorkerEnvironment:
     environ: Mapping[str, str]
     inherited: tuple[int, ...] = ()
 
@@ -148,9 +148,9 @@ class WorkerSetup(Protocol):
     def formed(self) -> bool:
         """Whether members have come together, here or elsewhere, as far as is known."""
 
-    def start(self, hands: Hands) -> None: ...
+    def start(self, supervisor: SupervisorAccess) -> None: ...
 
-    def equip(self, number: int, local_rank: int) -> Equipment:
+    def equip(self, number: int, local_rank: int) -> WorkerEnvironment:
         """What the worker that is about to be started gets."""
 
     def started(self, worker: Worker) -> None: ...
@@ -191,7 +191,7 @@ class StaticSetup:
         self._environ = os.environ if environ is None else environ
         self._shared: Mapping[str, str] = {}
 
-    def start(self, hands: Hands) -> None:
+    def start(self, supervisor: SupervisorAccess) -> None:
         self._rendezvous.coordinator.start()
         self._shared = shared_by_workers(
             self._environ,
@@ -202,8 +202,8 @@ class StaticSetup:
             port=free_port(),
         )
 
-    def equip(self, number: int, local_rank: int) -> Equipment:
-        return Equipment(of_worker(self._shared, number))
+    def equip(self, number: int, local_rank: int) -> WorkerEnvironment:
+        return WorkerEnvironment(of_worker(self._shared, number))
 
     def started(self, worker: Worker) -> None:
         pass

@@ -9,7 +9,7 @@ than 5 s, only a network that drops packets gets all of it. Three rules keep fal
                          anew, and those between hosts are put off by that time
     a look               at a rank on this machine tells whether it was stopped: then there is no doubt. If not, it has
                          0.7 s; and if it is seen waiting for a core, or for the kernel (state D), 5 s
-    the roll call        before a silence is told, every other rank is heard once more, or is silent for too long as
+    confirmation         before a silence is told, every other rank is heard once more, or is silent for too long as
                          well: so of ranks that fell silent together all are told at once, and the lowest is named
 """
 

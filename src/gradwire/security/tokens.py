@@ -121,7 +121,7 @@ def wrapped(key: bytes, over: bytes, *context: bytes) -> bytes:
     return bytes(one ^ other for one, other in zip(key, pad, strict=True))
 
 
-class Gate:
+class TokenGate:
     """The coordinator's side: which members came in by which ticket. Not thread-safe.
 
     A ticket speaks for the members that it admitted, and for no others: not for one that holds the secret itself, nor

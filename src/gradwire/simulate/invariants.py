@@ -39,11 +39,11 @@ class Violation(AssertionError):
         self.reason = reason
 
 
-class Ledger:
+class Invariants:
     """All that was ever agreed on in one run; `fail` is told what contradicts it."""
 
     def __init__(
-        self, seed: int, fail: Callable[[str], NoReturn], run: int = 1, previous: Ledger | None = None
+        self, seed: int, fail: Callable[[str], NoReturn], run: int = 1, previous: Invariants | None = None
     ) -> None:
         """`previous` is of the run in whose place this one was begun: it may begin with an earlier state of that."""
         self._seed = seed

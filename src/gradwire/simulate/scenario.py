@@ -18,7 +18,7 @@ MOST_RARE = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class Scenario:
     """Everything about a job but what comes of it."""
 
     start: int = 4
@@ -47,7 +47,7 @@ class Setting:
 
 def draw_setting(
     seed: int, random: Random, members: int | None = None, kinds: Collection[str] = faults.USUAL
-) -> Setting:
+) -> Scenario:
     """`members` is how many the job has at its start, if that is not for the seed to decide."""
     rare = Random(f"rare faults of {seed}")  # its own, so that the rest of a job does not depend on them
     start = members or random.randint(3, 6)
@@ -62,7 +62,7 @@ def draw_setting(
         calls_lost=random.choice((0.0, 0.0, 0.05)),
         calls_twice=random.choice((0.0, 0.05)),
     )
-    return Setting(
+    return Scenario(
         start=start,
         minimum=random.randint(1, start),
         maximum=start + random.randint(0, 2),

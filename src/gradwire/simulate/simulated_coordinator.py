@@ -17,7 +17,7 @@ from gradwire.simulate.coordinator_calls import CallTarget, Denied, Request, Sta
 from gradwire.simulate.disk import Disk
 from gradwire.simulate.network import Network, nothing
 from gradwire.simulate.process import Process
-from gradwire.simulate.scenario import Setting
+from gradwire.simulate.scenario import Scenario
 from gradwire.simulate.time import Clock, Event
 from gradwire.simulate.worker_profile import JOB
 
@@ -54,7 +54,7 @@ class Observer(Protocol):
 class Coordinator(CallTarget):
     """Answers calls one at a time. What lasts is written before anybody is told of it."""
 
-    def __init__(self, setting: Setting, network: Network, clock: Clock, random: Random, observer: Observer) -> None:
+    def __init__(self, setting: Scenario, network: Network, clock: Clock, random: Random, observer: Observer) -> None:
         super().__init__("coordinator", "elsewhere", network.timeline, clock)
         self._setting = setting
         self._network = network

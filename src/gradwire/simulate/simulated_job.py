@@ -14,10 +14,10 @@ from gradwire.membership import Member
 from gradwire.membership.coordinator.roster import REST
 from gradwire.membership.types import Cause, Change
 from gradwire.simulate.impostor import Impostor
-from gradwire.simulate.invariants import Ledger, Version, Violation
+from gradwire.simulate.invariants import Invariants, Version, Violation
 from gradwire.simulate.network import Network
 from gradwire.simulate.process import Process
-from gradwire.simulate.scenario import Setting
+from gradwire.simulate.scenario import Scenario
 from gradwire.simulate.simulated_coordinator import Coordinator
 from gradwire.simulate.simulated_launcher import Launcher
 from gradwire.simulate.simulated_worker import NORMAL, Worker
@@ -33,14 +33,14 @@ _WHY = {"gone": "died", "left": "left"}
 class SimulatedJob:
     """One simulated job: its processes, and the checks of what they report."""
 
-    def __init__(self, seed: int, setting: Setting, random: Random, again: str) -> None:
+    def __init__(self, seed: int, setting: Scenario, random: Random, again: str) -> None:
         """`random` draws what happens from here on; `again` is the command that simulates this very job."""
         self.seed = seed
         self.random = random
         self.setting = setting
         self.timeline = Timeline()
         self.network = Network(self.timeline, Random(seed + 1), self.setting.quality)
-        self._ledgers: dict[bytes, Ledger] = {}  # by run
+        self._ledgers: dict[bytes, Invariants] = {}  # by run
         self.history: deque[tuple[float, str, str, tuple[object, ...]]] = deque(maxlen=KEPT)
         self.quiet_at = max((fault.over_at for fault in self.setting.faults), default=1.0)
         self.ending = ""
@@ -194,14 +194,14 @@ class SimulatedJob:
                 self.ending = "went on"
 
     @property
-    def ledger(self) -> Ledger:
+    def ledger(self) -> Invariants:
         """Of the run that the coordinator serves."""
         return self.ledger_of(self.coordinator.run)
 
-    def ledger_of(self, run: bytes) -> Ledger:
+    def ledger_of(self, run: bytes) -> Invariants:
         if run not in self._ledgers:
             previous = self._ledgers.get(self.coordinator.previous_run) if run == self.coordinator.run else None
-            self._ledgers[run] = Ledger(self.seed, self.fail, len(self._ledgers) + 1, previous)
+            self._ledgers[run] = Invariants(self.seed, self.fail, len(self._ledgers) + 1, previous)
         return self._ledgers[run]
 
     def state_is_held(self, run: bytes) -> bool:

@@ -20,11 +20,11 @@ from gradwire.membership import Assembly, Member
 from gradwire.membership.client.registration_rules import accepted
 from gradwire.membership.types import Claim, News
 from gradwire.simulate.coordinator_calls import Caller, CallTarget
-from gradwire.simulate.invariants import Ledger, Version
+from gradwire.simulate.invariants import Invariants, Version
 from gradwire.simulate.network import End, Network, nothing
 from gradwire.simulate.process import Process, Program, Thread, drive
 from gradwire.simulate.rank import OTHER_VERSION, VERSION, Hello, Listener, Peers, Rank
-from gradwire.simulate.scenario import Setting
+from gradwire.simulate.scenario import Scenario
 from gradwire.simulate.time import Clock, Timeline
 from gradwire.simulate.toy_training import applied, beginning, digest, gradient
 from gradwire.simulate.worker_profile import Profile
@@ -44,7 +44,7 @@ class WorkerJob(Peers, Protocol):
     """What a worker needs of the job that it is in, and what it reports to it."""
 
     seed: int
-    setting: Setting
+    setting: Scenario
     timeline: Timeline
     network: Network
 
@@ -59,7 +59,7 @@ class WorkerJob(Peers, Protocol):
 
     def broke_down(self, process: Process) -> Callable[[BaseException], None]: ...
 
-    def ledger_of(self, run: bytes) -> Ledger: ...
+    def ledger_of(self, run: bytes) -> Invariants: ...
 
     def state_is_held(self, run: bytes) -> bool: ...
 

@@ -17,7 +17,7 @@ import numpy as np
 from gradwire.membership.coordinator.state_machine import HOPE
 from gradwire.simulate import faults
 from gradwire.simulate.fault_effects import strike
-from gradwire.simulate.scenario import Setting, draw_setting
+from gradwire.simulate.scenario import Scenario, draw_setting
 from gradwire.simulate.simulated_job import SimulatedJob
 
 PROGRESS_SECONDS = 150.0  # seconds after the last fault in which the job must go on
@@ -45,7 +45,7 @@ class World(SimulatedJob):
     def __init__(
         self,
         seed: int,
-        setting: Setting | None = None,
+        setting: Scenario | None = None,
         members: int | None = None,
         kinds: Collection[str] = faults.USUAL,
     ) -> None:

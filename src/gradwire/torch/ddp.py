@@ -15,7 +15,7 @@ from gradwire.host import malloc
 from gradwire.job import init, process_hooks
 from gradwire.torch import join
 from gradwire.torch.buffers import Buffers, describe
-from gradwire.torch.model_guard import Parts, trained
+from gradwire.torch.model_guard import ModelGuard, trained
 from gradwire.torch.reducer import Reducer
 from gradwire.torch.views import as_array
 from gradwire.training import agreement_check, weights
@@ -73,7 +73,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]  # torch i
         self.broadcast_buffers = broadcast_buffers
         self._owner: Any = group if group is not None else process_hooks.current() or init.init()
         self._buffers_of = Buffers(module)
-        self._parts = Parts(module)
+        self._parts = ModelGuard(module)
         self.reducer = Reducer(
             self.group,
             trained(module),

@@ -12,7 +12,7 @@ from gradwire.errors import ConfigError
 _ANEW = "make a new DistributedDataParallel after changing the model"
 
 
-class Parts:
+class ModelGuard:
     """The modules and parameters of a model, and which of them are trained."""
 
     def __init__(self, model: Any) -> None:

@@ -22,7 +22,7 @@ BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20
 
 
-class Follows(Protocol):
+class HasGroup(Protocol):
     """Something whose group changes: `gw.Elastic`."""
 
     group: Group
@@ -61,7 +61,7 @@ class GradientSync:
 
     def __init__(
         self,
-        group: Group | Follows,
+        group: Group | HasGroup,
         like: Mapping[str, Any],
         *,
         bucket_bytes: int = BUCKET_BYTES,

@@ -50,7 +50,7 @@ def read_token(data: bytes) -> bool:
 
 def show_ticket(data: bytes) -> bool:
     """A ticket whose key was proven: made by the coordinator, or by a holder of the secret."""
-    gate = tokens.Gate("job")
+    gate = tokens.TokenGate("job")
     reason = gate.refusal(data, "member", 1000.0, lambda name: False)
     assert not gate.speaks_for(data, "member") or not data
     if reason is None:

@@ -21,7 +21,7 @@ from gradwire.membership.client.grpc_socket import CallFailed, Connection
 from gradwire.membership.client.launcher_heartbeats import Heartbeats
 from gradwire.membership.client.requests import heartbeat, register, serving, unregister
 from gradwire.membership.coordinator.connection_limits import Limits
-from gradwire.membership.coordinator.proxy import Front
+from gradwire.membership.coordinator.proxy import ConnectionProxy
 from gradwire.membership.coordinator.proxy_sockets import DescriptorRoom
 from gradwire.membership.coordinator.service import Coordinator
 from gradwire.membership.endpoints import Endpoint, split
@@ -244,7 +244,7 @@ MANY = bytes(range(256)) * (32 << 10)  # 8 MiB: more than the buffers of all soc
 @pytest.fixture
 def passage() -> Iterator[tuple[socket.socket, socket.socket]]:
     """Two sockets, the client's and the server's, with a front in between that nobody but them uses."""
-    front = Front(Endpoint("127.0.0.1", 0), Limits())
+    front = ConnectionProxy(Endpoint("127.0.0.1", 0), Limits())
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(front.inner.removeprefix("unix:"))
         listener.listen()
@@ -294,7 +294,7 @@ def received(sock: socket.socket, most: int) -> bytes:
 
 
 def test_front_without_descriptors_pauses_and_goes_on(captured: CapturedLog) -> None:
-    front = Front(Endpoint("127.0.0.1", 0), Limits())
+    front = ConnectionProxy(Endpoint("127.0.0.1", 0), Limits())
     with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as ending:
         listener.bind(front.inner.removeprefix("unix:"))
         listener.listen()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from gradwire.errors import GradwireError, NoConnection, Refused
 from gradwire.membership.client.grpc_socket import CallFailed
 from gradwire.membership.client.heartbeat_rules import HeartbeatRules
-from gradwire.membership.client.session import Conversation, Secret, pauses_between_tries
+from gradwire.membership.client.session import CoordinatorSession, Secret, pauses_between_tries
 from gradwire.membership.codec import Malformed, news_from_wire, parse
 from gradwire.membership.sealing import WorkerSeal
 from gradwire.membership.types import News
@@ -112,7 +112,7 @@ class Heartbeats:
 
     def _conversation(self) -> Iterator[News]:
         """The answers to the heartbeats, until the connection breaks or this is closed."""
-        with Conversation(
+        with CoordinatorSession(
             self._address, self._secret, _ONE_TRY, credentials=self._credentials, seal=self._seal
         ) as coordinator:
             self._give_up = lambda: coordinator.hurry(0.0)

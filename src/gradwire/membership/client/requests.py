@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from gradwire.errors import InvalidSize, NoConnection, Refused, Timeout
 from gradwire.membership.client.registration_rules import accepted, other_version
-from gradwire.membership.client.session import BYTES_PER_MEMBER, HOLD_SECONDS, Conversation, Secret
+from gradwire.membership.client.session import BYTES_PER_MEMBER, HOLD_SECONDS, CoordinatorSession, Secret
 from gradwire.membership.codec import (
     SESSION,
     M,
@@ -99,7 +99,9 @@ def register(
         transport=transport,
     )
     room = BYTES_PER_MEMBER * ((size or LARGEST_JOB) + 64)
-    with Conversation(address, secret, timeout, seal=seal, credentials=credentials, largest_reply=room) as coordinator:
+    with CoordinatorSession(
+        address, secret, timeout, seal=seal, credentials=credentials, largest_reply=room
+    ) as coordinator:
         try:
             return _wait_for_all(coordinator, claim, waiting, log_after)
         except NoConnection:  # also when refused: there is no place to give back, or nobody to give it to
@@ -122,7 +124,7 @@ def unregister(
     credentials: Credentials | None = None,
 ) -> bool:
     """Take leave of `run`, also for good if all work is `finished`; False if the coordinator knows no such member."""
-    with Conversation(address, secret, timeout, credentials=credentials) as coordinator:
+    with CoordinatorSession(address, secret, timeout, credentials=credentials) as coordinator:
         return _unregister(coordinator, member, finished, run)
 
 
@@ -142,14 +144,14 @@ def heartbeat(
     Whoever does so often keeps a `seal` for it: the coordinator remembers each of them.
     """
     request = pb.HeartbeatRequest(ids=ids, gone=gone, run=run)
-    with Conversation(address, secret, timeout, credentials=credentials, seal=seal) as coordinator:
+    with CoordinatorSession(address, secret, timeout, credentials=credentials, seal=seal) as coordinator:
         reply = _answer(coordinator, pb.News, "Heartbeat", request.SerializeToString())
     return news_from_wire(reply)
 
 
 def serving(address: str, *, secret: Secret, timeout: float = 5.0, credentials: Credentials | None = None) -> bool:
     """Whether the coordinator is there, holds the secret, and says that it serves (`grpc.health.v1`)."""
-    with Conversation(address, secret, timeout, credentials=credentials) as coordinator:
+    with CoordinatorSession(address, secret, timeout, credentials=credentials) as coordinator:
         return coordinator.serving()
 
 
@@ -192,7 +194,7 @@ def _checkpoint(
     seal: WorkerSeal | None,
 ) -> CheckpointStatus:
     request = pb.CheckpointRequest(id=id, epoch=epoch)
-    with Conversation(address, secret, timeout, credentials=credentials, seal=seal) as coordinator:
+    with CoordinatorSession(address, secret, timeout, credentials=credentials, seal=seal) as coordinator:
         reply = _answer(coordinator, pb.CheckpointReply, method, request.SerializeToString())
         outcome = reply.WhichOneof("outcome")
         if outcome is None:
@@ -219,13 +221,13 @@ def _version() -> str:
         return ""
 
 
-def _unregister(coordinator: Conversation, member: Member, finished: bool = False, run: bytes = b"") -> bool:
+def _unregister(coordinator: CoordinatorSession, member: Member, finished: bool = False, run: bytes = b"") -> bool:
     request = pb.UnregisterWorkerRequest(member=member_to_wire(member), finished=finished, run=run)
     return _answer(coordinator, pb.UnregisterWorkerReply, "UnregisterWorker", request.SerializeToString()).known
 
 
 def _wait_for_all(
-    coordinator: Conversation, claim: Claim, tell: Callable[[str], None] | None, log_after: float
+    coordinator: CoordinatorSession, claim: Claim, tell: Callable[[str], None] | None, log_after: float
 ) -> Assembly:
     request = claim_to_wire(claim)
     start, told = time.monotonic(), ""
@@ -259,14 +261,14 @@ def _reason(waiting: pb.Waiting, size: int, verb: str) -> str:
     return printable(waiting.reason) or "others are missing"
 
 
-def _answer(coordinator: Conversation, kind: type[M], method: str, body: bytes) -> M:
+def _answer(coordinator: CoordinatorSession, kind: type[M], method: str, body: bytes) -> M:
     try:
         return parse(kind, coordinator.ask(method, body))
     except Malformed as error:
         raise other_version(coordinator.address) from error
 
 
-def _outcome(coordinator: Conversation, reply: pb.RegisterWorkerReply) -> Outcome:
+def _outcome(coordinator: CoordinatorSession, reply: pb.RegisterWorkerReply) -> Outcome:
     match reply.WhichOneof("outcome"):
         case "waiting":
             return Waiting(tuple(reply.waiting.missing), reply.waiting.reason)

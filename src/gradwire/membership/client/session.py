@@ -67,7 +67,7 @@ class _Unbelieved(Exception):
         self.by_status = by_status
 
 
-class Conversation:
+class CoordinatorSession:
     """A proven conversation with the coordinator at an address, begun again as often as it breaks until time is up."""
 
     def __init__(

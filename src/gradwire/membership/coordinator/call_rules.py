@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from gradwire.errors import JournalError
 from gradwire.membership.coordinator.state_machine import Membership
 from gradwire.membership.types import Change, CheckpointStatus, Claim, Member, News, Outcome, Refusal
-from gradwire.security.tokens import Gate
+from gradwire.security.tokens import TokenGate
 
 T = TypeVar("T")
 Save = Callable[[Sequence[Change], Mapping[str, Any]], None]
@@ -36,7 +36,7 @@ class CallRules:
     def __init__(self, membership: Membership, save: Save, report: Report) -> None:
         self.membership = membership
         self.failure: JournalError | None = None  # of the journal
-        self._gate = Gate(membership.terms.job)
+        self._gate = TokenGate(membership.terms.job)
         self._gate_changed = False
         self._save = save
         self._report = report
@@ -45,7 +45,7 @@ class CallRules:
     def resume(self, snapshot: Mapping[str, Any], now: float) -> None:
         """Go on from what a journal holds."""
         self.membership = Membership.restore(snapshot, now)
-        self._gate = Gate(self.membership.terms.job)
+        self._gate = TokenGate(self.membership.terms.job)
         self._gate.restore(snapshot["tokens"], [member.id for member in self.membership.members])
 
     def snapshot(self) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class ClientConnection:
         self.proof = 0.0  # when it last proved the secret
 
 
-class Front:
+class ConnectionProxy:
     """Listens at an endpoint from the beginning; raises `TransportError` if it cannot.
 
     The server binds to `inner`; `start` then begins to pass connections on to it.
@@ -89,7 +89,7 @@ class Front:
         self._paused_until, self._complained = 0.0, -_REPORT_EVERY
         self._listening = self._open = True
         self._thread: threading.Thread | None = None
-        _fronts.add(self)
+        _proxies.add(self)
 
     @property
     def port(self) -> int:
@@ -106,7 +106,7 @@ class Front:
         self._inner.hide()
         self._poll.register(self._bell, select.EPOLLIN)
         self._poll.register(self._listener, select.EPOLLIN)
-        self._thread = threading.Thread(target=self._run, name="gradwire-coordinator-front", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="gradwire-coordinator-proxy", daemon=True)
         self._thread.start()
 
     def find(self, peer: str) -> ClientConnection | None:
@@ -145,7 +145,7 @@ class Front:
 
     def abandon(self) -> None:
         """In a forked child: close its copies of the descriptors; the parent goes on."""
-        _fronts.discard(self)
+        _proxies.discard(self)
         self._sockets.abandon()
         self._inner.abandon()
         self._poll.close()
@@ -412,12 +412,12 @@ def _send(sock: socket.socket, data: bytes) -> bytes:
         return data
 
 
-_fronts: weakref.WeakSet[Front] = weakref.WeakSet()
+_proxies: weakref.WeakSet[ConnectionProxy] = weakref.WeakSet()
 
 
 def _abandon_all() -> None:
-    for front in list(_fronts):
-        front.abandon()
+    for proxy in list(_proxies):
+        proxy.abandon()
 
 
 os.register_at_fork(after_in_child=_abandon_all)

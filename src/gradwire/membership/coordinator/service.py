@@ -18,7 +18,7 @@ from gradwire.errors import ConfigError, JournalError, TransportError
 from gradwire.identity import new_run
 from gradwire.membership.coordinator.connection_limits import Limits
 from gradwire.membership.coordinator.health import Health
-from gradwire.membership.coordinator.proxy import Front
+from gradwire.membership.coordinator.proxy import ConnectionProxy
 from gradwire.membership.coordinator.servicer import THREADS, CoordinatorServicer
 from gradwire.membership.coordinator.state_machine import Membership
 from gradwire.membership.endpoints import join, resolve
@@ -118,12 +118,12 @@ class Coordinator:
                 "give it certificates (GRADWIRE_TLS_CA, _CERT and _KEY; `gradwire certs` makes them), "
                 "listen on 127.0.0.1, or pass insecure=True (GRADWIRE_INSECURE=1) in a network that you trust"
             )
-        self._front = Front(endpoint, self._limits)
+        self._proxy = ConnectionProxy(endpoint, self._limits)
         try:
             self._take_journal()
             self._serve()
         except BaseException:
-            self._front.close()
+            self._proxy.close()
             self._journal.close()
             raise
 
@@ -141,22 +141,22 @@ class Coordinator:
         calls = THREADS + _CALLS * self._limits.unproven  # what strangers can begin leaves the members' share alone
         self._pool = ThreadPoolExecutor(calls, thread_name_prefix="gradwire-coordinator")
         server = grpc.server(self._pool, options=_OPTIONS, maximum_concurrent_rpcs=calls)
-        callers = _Callers(self._servicer, self._front)
+        callers = _Callers(self._servicer, self._proxy)
         rpc.add_MembershipServicer_to_server(callers, server)  # type: ignore[no-untyped-call]
         server.add_generic_rpc_handlers((self._health.handler(),))
         try:
             if self._credentials is None:
-                server.add_insecure_port(self._front.inner)
+                server.add_insecure_port(self._proxy.inner)
             else:
-                server.add_secure_port(self._front.inner, self._credentials.grpc_server())
+                server.add_secure_port(self._proxy.inner, self._credentials.grpc_server())
         except RuntimeError as error:
             raise TransportError(
                 f"the coordinator at {self.address} cannot make a socket in the folder for temporary files "
                 f"({tempfile.gettempdir()}): {error}"
             ) from error
         server.start()
-        self._front.start()
-        self._port = self._front.port
+        self._proxy.start()
+        self._port = self._proxy.port
         self._clock = threading.Thread(target=self._servicer.keep_time, name="gradwire-coordinator-clock", daemon=True)
         self._clock.start()
         self._health.set(True)
@@ -170,15 +170,15 @@ class Coordinator:
         self._health.close()
         self._servicer.close(grace)
         self._clock.join()
-        self._front.refuse()
+        self._proxy.refuse()
         server.stop(grace=1.0).wait()
-        self._front.close()
+        self._proxy.close()
         self._pool.shutdown()
         self._journal.close()
 
     def cut_off(self) -> None:
         """Close the address and all connections and tell nobody anything, as if this had crashed. For tests."""
-        self._front.close()
+        self._proxy.close()
 
     def __enter__(self) -> Self:
         self.start()
@@ -212,22 +212,22 @@ class Coordinator:
 
 
 class _Callers:
-    """The servicer, as gRPC calls it: each call's context names the client's own address, not the front's."""
+    """The servicer, as gRPC calls it: each call's context names the client's own address, not the proxy's."""
 
-    def __init__(self, servicer: CoordinatorServicer, front: Front) -> None:
-        self._servicer, self._front = servicer, front
+    def __init__(self, servicer: CoordinatorServicer, proxy: ConnectionProxy) -> None:
+        self._servicer, self._proxy = servicer, proxy
 
     def __getattr__(self, method: str) -> Callable[[Any, Any], Any]:
         answer = getattr(self._servicer, method)
-        return lambda request, context: answer(request, _Caller(context, self._front))
+        return lambda request, context: answer(request, _Caller(context, self._proxy))
 
 
 class _Caller:
-    """The context of a call that came by way of the front."""
+    """The context of a call that came by way of the proxy."""
 
-    def __init__(self, context: Any, front: Front) -> None:
-        self._context, self._front = context, front
-        self._connection = front.find(context.peer())
+    def __init__(self, context: Any, proxy: ConnectionProxy) -> None:
+        self._context, self._proxy = context, proxy
+        self._connection = proxy.find(context.peer())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
@@ -239,4 +239,4 @@ class _Caller:
     def proved(self) -> None:
         """The call has proved the job's secret."""
         if self._connection is not None:
-            self._front.proved(self._connection)
+            self._proxy.proved(self._connection)

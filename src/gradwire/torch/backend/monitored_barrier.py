@@ -14,7 +14,7 @@ HERE, GO_ON = MAX_TAG, MAX_TAG - 1  # no tag of torch's is as large
 SHORTEST = 1e-3
 
 
-class RollCallFailed(Timeout, RuntimeError):
+class MonitoredBarrierFailed(Timeout, RuntimeError):
     """Somebody did not come to a monitored barrier in time; a RuntimeError as in torch."""
 
 
@@ -26,7 +26,7 @@ def monitored_barrier(group: Group, seconds: float, *, everybody: bool) -> None:
             group.send(token, 0, HERE, timeout=seconds or SHORTEST)
             group.recv(token, 0, GO_ON, timeout=seconds or SHORTEST)
         except GradwireError as error:
-            raise RollCallFailed(
+            raise MonitoredBarrierFailed(
                 f"Rank {group.rank} successfully reached monitoredBarrier, but received errors while waiting for "
                 f"send/recv from rank 0, which knows who is missing: {error}",
                 seconds=seconds,
@@ -35,7 +35,7 @@ def monitored_barrier(group: Group, seconds: float, *, everybody: bool) -> None:
     missing = _missing(group, seconds, everybody)
     if missing:
         ranks = f"Rank {missing[0]}" if len(missing) == 1 else f"Ranks {', '.join(map(str, missing))}"
-        raise RollCallFailed(
+        raise MonitoredBarrierFailed(
             f"{ranks} failed to pass monitoredBarrier in {seconds * 1e3:.0f} ms", peer=missing[0], seconds=seconds
         )
     for rank in range(1, group.size):
@@ -49,7 +49,9 @@ def _missing(group: Group, seconds: float, everybody: bool) -> list[int]:
     for rank in range(1, group.size):
         left = deadline - time.monotonic()
         if left <= 0 and not missing:
-            raise RollCallFailed(f"Rank 0 timed out in monitoredBarrier after {seconds * 1e3:.0f} ms", seconds=seconds)
+            raise MonitoredBarrierFailed(
+                f"Rank 0 timed out in monitoredBarrier after {seconds * 1e3:.0f} ms", seconds=seconds
+            )
         try:
             group.recv(np.zeros(1, np.uint8), rank, HERE, timeout=max(SHORTEST, left))
         except Timeout:

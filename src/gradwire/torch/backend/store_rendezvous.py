@@ -34,7 +34,7 @@ def meet(store: Any, rank: int, size: int, timeout: float) -> Group:
         return init.alone(timeout)
     deadline = time.monotonic() + max(timeout, MEETING_SECONDS)
     # A store may serve one group after another under the same name: each rank counts its own.
-    board = _Board(store, f"gradwire/{store.add(f'gradwire/{rank}', 1)}", size)
+    board = _StoreKeys(store, f"gradwire/{store.add(f'gradwire/{rank}', 1)}", size)
     board.write(f"host/{rank}", os.environ.get(HOST) or machine.identity())
     hosts = {board.read(f"host/{other}", f"rank {other} has not come") for other in range(size)}
     place = _LOOPBACK if len(hosts) == 1 else _master(store)
@@ -56,7 +56,7 @@ def part(world: Group, ranks: Sequence[int], name: str, times: int, timeout: flo
     return GroupInternals(world).form(tuple(ranks), fingerprint("torch", name, times), timeout)
 
 
-class _Board:
+class _StoreKeys:
     """What ranks tell each other in a store."""
 
     def __init__(self, store: Any, prefix: str, size: int) -> None:

@@ -28,7 +28,7 @@ __all__ = ["Arena", "OwnArena", "PidfdLink", "SharedMemory", "Sharing"]
 
 TOKEN_BYTES = 16
 WAITING = 4096  # connections that may wait to be looked at; strangers' among them
-CONNECT_SECONDS = 10.0  # a Unix socket connects at once, unless strangers crowd the door
+CONNECT_SECONDS = 10.0  # a Unix socket connects at once, unless other processes fill its backlog
 GREETING = struct.Struct(f"<I{TOKEN_BYTES}sQ")  # sent with an arena: rank, token, when the process started
 _CREDENTIALS = struct.Struct("3i")
 _OFFER = re.compile(rf"[0-9a-f]{{{2 * TOKEN_BYTES}}}")
@@ -97,46 +97,46 @@ class Sharing:
         self._rank = rank
         self._hosts = hosts
         self._neighbours = [peer for peer, host in enumerate(hosts) if host == hosts[rank] and peer != rank]
-        self._door: _Door | None = None
+        self._exchange: _ArenaExchange | None = None
         if wanted and self._neighbours:
             with contextlib.suppress(OSError, AttributeError):  # systems that have no such thing
-                self._door = _Door(rank)
+                self._exchange = _ArenaExchange(rank)
 
     @property
     def arena(self) -> OwnArena | None:
         """This rank's own, if it has one to share."""
-        return self._door.arena if self._door is not None else None
+        return self._exchange.arena if self._exchange is not None else None
 
     def offer(self) -> list[str] | None:
         """First: what neighbours need to come here."""
-        return self._door.offer if self._door is not None else None
+        return self._exchange.offer if self._exchange is not None else None
 
     def dial(self, offers: Sequence[object], deadline: float) -> bool:
         """Second: with all ranks' offers, hand the own arena to the neighbours; whether it reached them."""
-        return self._door is not None and self._door.dial(self._neighbours, offers, deadline)
+        return self._exchange is not None and self._exchange.dial(self._neighbours, offers, deadline)
 
     def answer(self, dialled: Sequence[object]) -> bool:
         """Third: take in the neighbours' arenas, if all have dialled; whether they were all there."""
-        if self._door is None or not all(dialled[peer] is True for peer in (self._rank, *self._neighbours)):
+        if self._exchange is None or not all(dialled[peer] is True for peer in (self._rank, *self._neighbours)):
             return False
-        self._door.answer(self._neighbours)
-        return len(self._door.peers) == len(self._neighbours)
+        self._exchange.answer(self._neighbours)
+        return len(self._exchange.peers) == len(self._neighbours)
 
     def keep(self, complete: Sequence[object]) -> tuple[SharedMemory | None, tuple[bool, ...]]:
         """Last: this rank's share, and for each rank whether it has one."""
         lacking = {host for peer, host in enumerate(self._hosts) if complete[peer] is not True}
         sharing = tuple(host not in lacking for host in self._hosts)
-        return (self._door.keep() if self._door is not None and sharing[self._rank] else None), sharing
+        return (self._exchange.keep() if self._exchange is not None and sharing[self._rank] else None), sharing
 
     def __enter__(self) -> Sharing:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._door is not None:
-            self._door.close()
+        if self._exchange is not None:
+            self._exchange.close()
 
 
-class _Door:
+class _ArenaExchange:
     """Where a rank hands out its arena and gets those of its neighbours: each dials all others."""
 
     def __init__(self, rank: int) -> None:

@@ -84,7 +84,7 @@ class Acceptance:
             try:
                 self._turn()
             except Exception:
-                # One link less is better than a door that nobody opens any more.
+                # Better to lose one link than to stop accepting.
                 log.exception("a connection could not be handled")
                 self._paused_until = time.monotonic() + 0.5
         for descriptor in list(self._strangers):

@@ -133,7 +133,7 @@ class Attempts:
                 raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
         except (Refused, Closed, Broken):
             raise
-        except OSError as error:  # an admission that was broken off is tried again too: the door may be crowded
+        except OSError as error:  # an admission that was broken off is tried again too: many peers may dial at once
             self._failed(error, now)
         return None
 

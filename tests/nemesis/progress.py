@@ -1,4 +1,4 @@
-"""How far the workers have come, read from their records while they write them."""
+"""The progress of the workers, read from their records while they write them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from nemesis.history import Record
 
 
-class Front:
+class Progress:
     """The newest run is the one that began last. `update` reads what has been written since."""
 
     def __init__(self, folder: Path) -> None:
@@ -18,7 +18,7 @@ class Front:
         self.run = ""
         self.generation, self.step = 0, -1  # of the newest run
 
-    def update(self) -> Front:
+    def update(self) -> Progress:
         for path in self._folder.glob("*.txt"):
             begin = self._read.get(path, 0)
             with path.open("rb") as file:
