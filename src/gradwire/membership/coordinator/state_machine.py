@@ -345,7 +345,7 @@ class Membership:
         return {one: seconds for one, seconds in left.items() if seconds > 0 and roster.place(one.id) is None}
 
     def _form(self, order: list[str]) -> None:
-        """Seat the next generation. Where nobody in it holds the state of the present one, it begins a new run: members
+        """Form the next generation. Where nobody in it holds the state of the present one, it begins a new run: members
         that were out of sight may have committed more, and must not come back into a history that differs."""
         roster = self._roster
         anew = roster.generation > 0 and not any(self._holds_state(name) for name in order)
