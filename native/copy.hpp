@@ -1,3 +1,4 @@
+// memmove and stores of bytes without the worst case of the string instructions.
 #pragma once
 
 #include <cstddef>

@@ -1,3 +1,4 @@
+// Executes programs for one group: waves of messages, waiting, and the result of a run.
 #include "engine.hpp"
 
 #include <algorithm>

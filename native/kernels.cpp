@@ -1,3 +1,4 @@
+// Selects the reduction kernels for this processor.
 #include "kernels.hpp"
 
 namespace gradwire {

@@ -1,2 +1,3 @@
+// The reduction kernels, compiled for AVX2.
 #define NAMESPACE avx2
 #include "kernels.inc"

@@ -1,2 +1,3 @@
+// The reduction kernels, compiled for any x86-64 or other processor.
 #define NAMESPACE base
 #include "kernels.inc"

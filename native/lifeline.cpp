@@ -1,3 +1,4 @@
+// The native heartbeat thread of a rank.
 #include "lifeline.hpp"
 
 #include <pthread.h>

@@ -1,3 +1,4 @@
+// Python bindings of the log of calls and of the order of turns.
 #include "module_calls.hpp"
 
 namespace gradwire {

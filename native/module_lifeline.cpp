@@ -1,3 +1,4 @@
+// Python bindings of the native heartbeat thread (lifeline.hpp) and of remapped memory (pages.hpp).
 #include "module_lifeline.hpp"
 
 #include <nanobind/stl/pair.h>

@@ -1,3 +1,4 @@
+// Remaps pages of an arena: private to this process, or shared again.
 #include "pages.hpp"
 
 #include <fcntl.h>

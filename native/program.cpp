@@ -1,3 +1,4 @@
+// Binds one rank's part of a collective to counts and a dtype.
 #include "program.hpp"
 
 #include <algorithm>

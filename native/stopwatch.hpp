@@ -1,3 +1,4 @@
+// Measures elapsed time.
 #pragma once
 
 #include <chrono>

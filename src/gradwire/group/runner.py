@@ -1,7 +1,7 @@
 """Runs the operations of one group, one at a time, in the group's order.
 
-The operation whose ticket is served runs on the thread that called it or, from a stream, on the group's progress
-thread.
+Every call draws a ticket in the order of the program. A call on the group runs on the calling thread, a call queued
+on a `Stream` on the group's progress thread.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from gradwire.operations.types import settled
 from gradwire.topology import Topology
 from gradwire.transports.base import Link
 
-HELD_BACK = 0.1  # seconds at most that queued work waits for a thread to want it
-# Seconds in which a waiting thread that has a core for that keeps it busy: the program's own, which could do nothing
-# else with it (ranks that train wait so long for the slowest in each step); and one beside the program, which may yet
-# want it.
+HELD_BACK = 0.1  # seconds at most that queued work is held back until a thread waits for its result
+# Seconds that a waiting thread spins, if there is a core for it, before it sleeps. The calling thread can do nothing
+# else with the core, and in training it waits about so long for the slowest rank. The progress thread takes the core
+# from the program.
 AWAKE, AWAKE_BESIDE = 50e-3, 1e-3
 
 

@@ -1,8 +1,9 @@
 """The all-reduce as a JAX primitive: what `jit`, `grad` and `vmap` see of it.
 
 A compiled program calls back into Python, in the order of the program: it is an ordered effect, and JAX keeps the
-order from one program to the next, too. Operands come as NumPy views of XLA's own memory. `io_callback` would put them
-on a device first, which may need a thread of the very pool whose threads wait here; so the callback is emitted by hand.
+order from one program to the next, too. Operands come as NumPy views of XLA's own memory. `io_callback` would copy
+them to a device first. That copy may need a thread of the pool whose threads wait here: a deadlock. So the callback is
+emitted by hand, and `io_callback` is used only to get its ordering effect.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def _order() -> Any:
 
 
 def _at_once(*leaves: Any, names: tuple[str, ...], source: Any, op: str, check_finite: bool, site: Site) -> list[Any]:
-    """Nothing is compiled: plain Python, or `grad` in it."""
+    """The primitive outside of compiled programs: in plain Python, or in `grad` there."""
     results = reduction.reduced(source, names, reduction.values(leaves), op, check_finite, site)
     return trees.as_jax(results, leaves)
 

@@ -4,10 +4,10 @@ In a job whose members are fixed, any failure ends it.
 
 >>> job = Restarts(minimum=2, restarts=1)
 >>> for number in range(3): job.started(number)
->>> job.ended(0, Fate.LOST), job.used
+>>> job.ended(0, EndKind.LOST), job.used
 (<Verdict.REPLACE: 'replace'>, 1)
 >>> job.started(3)
->>> job.ended(1, Fate.LOST), job.ended(2, Fate.LOST)
+>>> job.ended(1, EndKind.LOST), job.ended(2, EndKind.LOST)
 (<Verdict.GO_ON: 'go on'>, <Verdict.GIVE_UP: 'give up'>)
 """
 

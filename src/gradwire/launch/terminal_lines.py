@@ -1,4 +1,4 @@
-"""Splits the bytes of a stream into lines as a terminal would show them.
+r"""Splits the bytes of a stream into lines as a terminal would show them.
 
 Progress bars draw over one line with carriage returns: such a line counts as its last drawing. Bytes that are not UTF-8
 and control characters are shown escaped; colours stay, movements of the cursor go, since the line will stand elsewhere.

@@ -1,4 +1,4 @@
-"""A simulated launcher: it speaks for the workers of its host, says who died, and starts others in their place."""
+"""A simulated launcher: sends heartbeats for the workers of its host, reports deaths, and starts replacements."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOTICE_SECONDS = 0.01  # from a worker's death to the launcher's knowing of it
 
 
 class Launcher(Process):
-    """One for each host."""
+    """The launcher of one host."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Launcher(Process):
         restarts: int = 0,
         ticket: bytes = b"",
     ) -> None:
-        """`start` starts a worker on a host. `ticket` is that of a join token, for a launcher without the secret."""
+        """`start` starts a worker on a host. `ticket` proves a join token, for a launcher without the job's secret."""
         super().__init__(f"launcher of {host}", host, network.timeline, clock)
         self._start = start
         self._random = random

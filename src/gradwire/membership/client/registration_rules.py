@@ -1,4 +1,4 @@
-"""What the coordinator's answer to a claim means to the member that made it. No I/O."""
+"""Checks the coordinator's answer to a member's claim: accepted, waiting, or an error to raise. Pure."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from gradwire.membership.types import Assembly, Claim, Outcome, Refusal, Waiting
 
 
 def accepted(claim: Claim, outcome: Outcome, address: str) -> Assembly | Waiting:
-    """The answer to a claim, unless it is a refusal or cannot be believed: that raises `Refused`.
+    """The answer to a claim. A refusal, or an answer that does not fit the claim, raises `Refused` or a subclass.
 
-    Members are fenced by the id of their run: a member of one run takes no part in another, except in one that the
-    coordinator has begun in place of its own.
+    A member of one run takes no part in another run, with one exception: the coordinator may start a new run in place
+    of the member's own (`Assembly.previous_run`).
     """
     if isinstance(outcome, Waiting):
         return outcome
