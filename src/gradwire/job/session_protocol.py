@@ -1,7 +1,8 @@
 """How a member goes from one generation to the next: what it tells the coordinator, and what a failed set-up means.
 
 Pure: `next_generation` yields what is to be done (`Register`, `SetUp`, `Repeat`) and receives what came of it, without
-I/O and without a clock. `MemberSession` performs the requests with sockets, the simulator in virtual time.
+I/O and without a clock. `MemberSession` performs the requests with sockets,
+`ThreadJob` between threads, the simulator in virtual time.
 """
 
 from __future__ import annotations

@@ -9,16 +9,19 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 
 from gradwire.collectives import Table, tuning_table
-from gradwire.errors import InvalidSize, Refused, Timeout
+from gradwire.drive import drive
+from gradwire.errors import GradwireError, InvalidSize, Refused, Timeout
 from gradwire.generation.elastic_membership import ElasticMembership
 from gradwire.generation.establish import Endpoint
 from gradwire.generation.generation import Generation
 from gradwire.group import Group
 from gradwire.group.internals import GroupInternals
 from gradwire.identity import Identity, new_run
+from gradwire.job.session_protocol import Failure, Past, Register, Repeat, Request, SessionProtocol, SetUp
 from gradwire.membership.coordinator.state_machine import Membership
 from gradwire.membership.types import Assembly, Claim, Member, News, Refusal
 from gradwire.topology import Topology
@@ -46,6 +49,7 @@ class ThreadJob:
         self._hubs: dict[int, Hub] = {}
         self._table = tuning_table.load(os.environ)
         self._sequence = itertools.count(1)
+        self._sessions: dict[str, SessionProtocol] = {}  # of each member
         self._present: dict[str, Group] = {}  # of each member, where it has moved on
 
     def begin(self, n: int) -> list[Group]:
@@ -59,65 +63,101 @@ class ThreadJob:
         claims = [Claim(member, n, None, _session(member), next(self._sequence)) for member in members]
         for claim in claims:
             self._membership.register(claim, time.monotonic())
-        assemblies = [self._membership.outcome(claim, time.monotonic()) for claim in claims]
-        endpoints = [self._endpoint(assembly) for assembly in assemblies if isinstance(assembly, Assembly)]
-        return self._connect(endpoints, self._table, self._timeout, time.monotonic() + self._timeout)
+        entering = [self._session_of(member.id).next_generation() for member in members]
+        endpoints = []
+        for claim, protocol in zip(claims, entering, strict=True):  # all at once: one thread connects all ranks
+            next(protocol)
+            assembly = self._membership.outcome(claim, time.monotonic())
+            assert isinstance(assembly, Assembly)
+            request = protocol.send(assembly)
+            assert isinstance(request, SetUp)
+            endpoints.append(self._endpoint(request))
+        groups = self._connect(endpoints, self._table, self._timeout, time.monotonic() + self._timeout)
+        for protocol in entering:
+            next(protocol, None)
+        return groups
 
     def join(self) -> Group:
         """A member more, as soon as the others let it in."""
-        return self._take(secrets.token_hex(4), 0, (), self._timeout)
+        return self._take(secrets.token_hex(4), self._timeout)
+
+    def _session_of(self, member: str) -> SessionProtocol:
+        return self._sessions.setdefault(member, SessionProtocol(elastic=True))
 
     def _next(self, generation: Generation, timeout: float) -> Group:
-        ids = generation.member_ids
-        present = self._present.get(ids[generation.identity.rank])
+        member = generation.member_ids[generation.identity.rank]
+        present = self._present.get(member)
         if (
             present is not None
             and present.generation > generation.identity.number
             and not GroupInternals(present).is_closed
         ):
-            return present  # who asks late gets the present one
-        lost = tuple(ids[rank] for rank in sorted(generation.failure.unreachable()))
-        if generation.membership is not None:
-            generation.membership.go_on()
+            return present  # a call that comes late gets the present one
+        membership = generation.membership
+        assert membership is not None
+        unreachable = generation.failure.unreachable()
+        self._session_of(member).leave(unreachable, stranger=membership.lacks_state, stood_still=False)
+        membership.go_on()
         generation.close()
-        return self._take(ids[generation.identity.rank], generation.identity.number, lost, timeout)
+        return self._take(member, timeout)
 
-    def _take(self, member: str, generation: int, lost: tuple[str, ...], timeout: float) -> Group:
-        deadline = time.monotonic() + timeout
-        assembly = self._registered(_member(member, None), generation, lost, deadline)
+    def _take(self, member: str, timeout: float) -> Group:
+        deadline, made = time.monotonic() + timeout, list[Group]()
+
+        def perform(request: Request) -> Assembly | Failure | None:
+            match request:
+                case Register(past):
+                    return self._registered(_member(member, None), past, deadline)
+                case SetUp():
+                    return self._set_up(request, deadline, made)
+                case Repeat(_, error):
+                    if time.monotonic() >= deadline:
+                        raise error
+                    return None
+
         try:
-            group = self._connect([self._endpoint(assembly)], self._table, self._timeout, deadline)[0]
+            drive(self._session_of(member).next_generation(), perform)
         except BaseException:
             self.leave(member)
             raise
-        self._present[member] = group
-        return group
+        self._present[member] = made[0]
+        return made[0]
 
-    def _registered(self, member: Member, generation: int, lost: tuple[str, ...], deadline: float) -> Assembly:
+    def _set_up(self, request: SetUp, deadline: float, made: list[Group]) -> Failure | None:
+        assert request.within is not None
+        endpoint, deadline = self._endpoint(request), min(deadline, time.monotonic() + request.within)
+        try:
+            made += self._connect([endpoint], self._table, self._timeout, deadline)
+        except GradwireError as error:
+            assert endpoint.membership is not None
+            return Failure(error, endpoint.membership.unreachable)
+        return None
+
+    def _registered(self, member: Member, past: Past, deadline: float) -> Assembly | Failure:
         with self._changed:
             while True:
                 now = time.monotonic()
-                run = self._membership.terms.run if generation else b""
-                sequence = next(self._sequence)
-                claim = Claim(member, None, None, _session(member), sequence, generation, lost, run=run)
+                claim = Claim(member, None, None, _session(member), next(self._sequence), **asdict(past))
                 outcome = self._membership.register(claim, now)
                 self._membership.changes()
                 if isinstance(outcome, Assembly):
                     self._changed.notify_all()
                     return outcome
                 if isinstance(outcome, Refusal):
-                    raise Refused(outcome.reason, operation="recover")
+                    return Failure(Refused(outcome.reason, operation="recover"))
                 if now >= deadline:
-                    raise Timeout(f"no next generation came about: {outcome.reason}", operation="recover")
+                    return Failure(Timeout(f"no next generation came about: {outcome.reason}", operation="recover"))
                 self._changed.wait(LOOK_SECONDS)
 
-    def _endpoint(self, assembly: Assembly) -> Endpoint:
+    def _endpoint(self, request: SetUp) -> Endpoint:
+        assembly = request.assembly
         members = assembly.members
         ids = tuple(member.id for member in members)
         hub = self._hubs.setdefault(assembly.generation, self._hub(ids))
         names = tuple(f"rank {rank} (a thread of this process)" for rank in range(len(members)))
         identity = Identity(assembly.run, assembly.generation, assembly.rank, names, Topology.single(len(members)))
-        membership = ElasticMembership(self._next, partial(self.leave, ids[assembly.rank]), news=self.news)
+        leave = partial(self.leave, ids[assembly.rank])
+        membership = ElasticMembership(self._next, leave, joined=request.joined, news=self.news)
         return Endpoint(identity, hub.transports[assembly.rank], ids, membership)
 
     def _hub(self, ids: tuple[str, ...]) -> Hub:
@@ -133,6 +173,7 @@ class ThreadJob:
     def leave(self, member: str, finished: bool = False) -> None:
         """A member has closed its group for good."""
         self._present.pop(member, None)
+        self._sessions.pop(member, None)
         with self._changed:
             self._membership.gone([member], time.monotonic())
             self._changed.notify_all()
