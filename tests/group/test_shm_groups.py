@@ -1,4 +1,4 @@
-"""Groups of processes that share memory: who shares it, when it is freed, and how the death of a process is noticed."""
+"""Groups of processes that share memory: which ranks share it, when it is freed, how a death is noticed."""
 
 from __future__ import annotations
 
