@@ -1,4 +1,4 @@
-"""What users may hand in, what they get back, and what is refused with which words."""
+"""Arrays, numbers and buffers as arguments: which are accepted, what is returned, and the errors of refused ones."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ LAYOUTS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
 @pytest.mark.parametrize("make", LAYOUTS.values(), ids=LAYOUTS)
-def test_arrays_of_any_layout_are_reduced_in_place(two: Crew, make: Callable[[], Any]) -> None:
+def test_all_reduce_of_an_array_of_any_layout_is_in_place(two: Crew, make: Callable[[], Any]) -> None:
     def reduce(group: gw.Group) -> None:
         x = make()
         before = np.array(x)
@@ -88,7 +88,7 @@ def test_arrays_of_any_layout_are_reduced_in_place(two: Crew, make: Callable[[],
 
 @pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
 @pytest.mark.parametrize("make", LAYOUTS.values(), ids=LAYOUTS)
-def test_arrays_of_any_layout_are_read_and_left_alone(two: Crew, make: Callable[[], Any]) -> None:
+def test_collectives_with_a_separate_result_leave_x_of_any_layout_unchanged(two: Crew, make: Callable[[], Any]) -> None:
     def call(group: gw.Group) -> None:
         x, before = make(), np.array(make())
         out = np.zeros_like(np.array(x))
@@ -105,7 +105,7 @@ def test_arrays_of_any_layout_are_read_and_left_alone(two: Crew, make: Callable[
 
 @pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
 @pytest.mark.parametrize("make", LAYOUTS.values(), ids=LAYOUTS)
-def test_results_go_into_any_layout(two: Crew, make: Callable[[], Any]) -> None:
+def test_all_reduce_and_broadcast_write_into_an_array_of_any_layout(two: Crew, make: Callable[[], Any]) -> None:
     def call(group: gw.Group) -> None:
         x, out = np.array(make()), make()
         assert group.all_reduce(x, out=out) is out
@@ -130,7 +130,7 @@ BUFFERS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("make", BUFFERS.values(), ids=BUFFERS)
-def test_buffers_and_tensors_of_other_libraries(two: Crew, make: Callable[[], Any]) -> None:
+def test_all_reduce_of_buffers_and_dlpack_tensors_is_in_place(two: Crew, make: Callable[[], Any]) -> None:
     if not as_array(make()).flags.writeable:
         pytest.skip("this version of NumPy reads other libraries' tensors only")
 
@@ -144,14 +144,14 @@ def test_buffers_and_tensors_of_other_libraries(two: Crew, make: Callable[[], An
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool", "complex64", "int8"])
-def test_dtypes_by_name(dtype: str) -> None:
+def test_parse_dtype_of_a_name_returns_its_row(dtype: str) -> None:
     row = parse_dtype(dtype)
     assert isinstance(row, DType)
     assert row.name == dtype
     assert dtype_of(np.zeros(1, row.storage)) is row
 
 
-def test_platform_names_of_the_same_dtype_are_one() -> None:
+def test_dtype_of_platform_aliases_is_the_same_row() -> None:
     assert dtype_of(np.zeros(1, "longlong")) is dtype_of(np.zeros(1, "long")) is parse_dtype(int)
 
 
@@ -175,26 +175,26 @@ def test_platform_names_of_the_same_dtype_are_one() -> None:
         (np.bool_(False), "max", np.bool_(False)),
     ],
 )
-def test_a_number_returns_a_number_of_its_type(two: Crew, number: Any, op: str, expected: Any) -> None:
+def test_all_reduce_of_a_number_returns_a_number_of_its_type(two: Crew, number: Any, op: str, expected: Any) -> None:
     for result in two.run(lambda group: group.all_reduce(number, op)):
         assert type(result) is type(number)
         assert result == expected
         assert repr(result) == repr(expected)
 
 
-def test_nan_passes_through(two: Crew) -> None:
+def test_all_reduce_max_with_a_nan_returns_nan(two: Crew) -> None:
     for result in two.run(lambda group: group.all_reduce(float("nan") if group.rank else 1.0, "max")):
         assert result != result
 
 
 @pytest.mark.parametrize("number", [2**63, -(2**63) - 1, 10**30])
-def test_an_integer_beyond_64_bits_is_refused(number: int) -> None:
+def test_number_as_array_of_an_integer_beyond_64_bits_raises_array_error(number: int) -> None:
     with pytest.raises(gw.ArrayError, match="does not fit into a 64-bit integer"):
         number_as_array(number)
 
 
 @pytest.mark.parametrize("number", [Decimal("2.5"), Fraction(5, 2)])
-def test_numbers_that_would_be_cut_are_refused(alone: gw.Group, number: Any) -> None:
+def test_all_reduce_of_a_decimal_or_fraction_raises_array_error(alone: gw.Group, number: Any) -> None:
     with pytest.raises(gw.ArrayError, match=r"pass float\(x\)"):
         alone.all_reduce(number)
 
@@ -215,7 +215,7 @@ def read_only(x: Any) -> Any:
 
 
 @pytest.mark.parametrize("x", [read_only([1.0]), b"abc", memoryview(b"abc")], ids=["array", "bytes", "memoryview"])
-def test_read_only_arrays_want_out(alone: gw.Group, x: Any) -> None:
+def test_all_reduce_of_a_read_only_array_needs_out(alone: gw.Group, x: Any) -> None:
     with pytest.raises(gw.ArrayError, match="out="):
         alone.all_reduce(x)
     assert np.array_equal(alone.all_reduce(x, out=np.zeros_like(as_array(x))), as_array(x))
@@ -223,7 +223,7 @@ def test_read_only_arrays_want_out(alone: gw.Group, x: Any) -> None:
     assert np.array_equal(alone.all_gather(x), as_array(x))
 
 
-def test_a_read_only_array_cannot_be_broadcast_into(two: Crew) -> None:
+def test_broadcast_into_a_read_only_array_raises_array_error(two: Crew) -> None:
     def call(group: gw.Group) -> None:
         if group.rank == 1:
             with pytest.raises(gw.ArrayError, match="read-only: pass a copy"):
@@ -254,7 +254,7 @@ REFUSED["a released buffer"][0].release()
 
 
 @pytest.mark.parametrize(("x", "words"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_travel_is_refused(alone: gw.Group, x: Any, words: str) -> None:
+def test_collectives_of_an_unsupported_object_or_dtype_raise_array_error(alone: gw.Group, x: Any, words: str) -> None:
     for call in (alone.all_reduce, alone.broadcast, alone.reduce, alone.all_gather, alone.all_to_all):
         with pytest.raises(gw.ArrayError, match=words):
             call(x)
@@ -262,7 +262,7 @@ def test_what_cannot_travel_is_refused(alone: gw.Group, x: Any, words: str) -> N
         alone.all_reduce_named({"w": x})
 
 
-def test_a_number_is_no_array_elsewhere(alone: gw.Group) -> None:
+def test_all_gather_of_a_number_and_out_for_a_number_raise_array_error(alone: gw.Group) -> None:
     for x in (1, 2.5, np.float32(1), np.bool_(True)):
         with pytest.raises(gw.ArrayError, match="broadcast_value and all_gather_values take plain values"):
             alone.all_gather(x)
@@ -270,7 +270,7 @@ def test_a_number_is_no_array_elsewhere(alone: gw.Group) -> None:
         alone.all_reduce(1.0, out=np.zeros(1))
 
 
-def test_a_tensor_that_can_only_be_read_says_so(alone: gw.Group) -> None:
+def test_all_reduce_of_a_read_only_dlpack_tensor_needs_out(alone: gw.Group) -> None:
     class Old(Foreign):
         def __dlpack__(self, **named: Any) -> Any:
             return self.values.__dlpack__()  # without a word on whether it may be written
@@ -280,7 +280,7 @@ def test_a_tensor_that_can_only_be_read_says_so(alone: gw.Group) -> None:
     assert alone.all_reduce(Old([1.0]), out=np.zeros(1)).tolist() == [1.0]
 
 
-def test_a_tensor_that_hides_itself_is_refused(alone: gw.Group) -> None:
+def test_all_reduce_of_a_tensor_that_refuses_dlpack_raises_array_error(alone: gw.Group) -> None:
     class Graph(Foreign):
         def __dlpack__(self, **named: Any) -> Any:
             raise BufferError("it requires grad")
@@ -295,18 +295,18 @@ def test_a_tensor_that_hides_itself_is_refused(alone: gw.Group) -> None:
 @pytest.mark.parametrize(
     "out", [np.zeros(2), np.zeros((2, 2)), np.zeros(3, np.float32), np.zeros(3, int)], ids=lambda out: str(out.dtype)
 )
-def test_out_must_fit(alone: gw.Group, out: Any) -> None:
+def test_out_of_another_size_or_dtype_raises_array_error(alone: gw.Group, out: Any) -> None:
     for call in (alone.all_reduce, alone.reduce):
         with pytest.raises(gw.ArrayError, match=r"out is .*, which does not fit float64\[3\]"):
             call(np.zeros(3), out=out)
 
 
-def test_out_must_be_writable(alone: gw.Group) -> None:
+def test_out_that_is_read_only_raises_array_error(alone: gw.Group) -> None:
     with pytest.raises(gw.ArrayError, match="read-only"):
         alone.all_reduce(np.zeros(3), out=read_only(np.zeros(3)))
 
 
-def test_out_may_be_x_itself(two: Crew) -> None:
+def test_out_may_be_x_itself_or_a_view_of_all_of_it(two: Crew) -> None:
     def call(group: gw.Group) -> None:
         for x in (np.arange(4.0), np.arange(8.0)[::2], np.arange(6.0).reshape(2, 3).T):
             before = x.copy()
@@ -321,7 +321,7 @@ def test_out_may_be_x_itself(two: Crew) -> None:
     two.run(call)
 
 
-def test_out_must_not_overlap_half_way(alone: gw.Group) -> None:
+def test_out_that_partly_overlaps_x_raises_array_error(alone: gw.Group) -> None:
     memory = np.zeros(12)
     square = np.zeros((3, 3))
     pairs = [
@@ -354,12 +354,12 @@ def test_out_may_have_another_shape_of_as_many_elements(alone: gw.Group) -> None
 # -- views -------------------------------------------------------------------------------------------------------------
 
 
-def test_flat_arrays_are_not_copied() -> None:
+def test_view_of_a_contiguous_array_shares_its_memory() -> None:
     for x in (np.arange(6.0), np.arange(6.0).reshape(2, 3), np.array(1.0), np.asfortranarray(np.arange(3))):
         assert np.shares_memory(view(x, writable=True).flat, x)
 
 
-def test_a_view_of_a_strided_array_is_filled_when_it_is_loaded() -> None:
+def test_view_of_a_strided_array_is_read_by_load_and_written_by_store() -> None:
     x = np.arange(6)[::2]
     seen = view(x, writable=True)
     x += 1

@@ -1,4 +1,4 @@
-"""The tracing point: what subscribers are told, and that they cannot break what they watch."""
+"""Events: what subscribers receive, and that a failing subscriber does not break the call that it observes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradwire import events
 from gradwire.events import Event
 
 
-def test_a_collective_begins_and_ends() -> None:
+def test_subscribe_sees_begin_and_end_of_each_collective() -> None:
     seen: list[Event] = []
     unsubscribe = events.subscribe(seen.append)
     try:
@@ -69,7 +69,7 @@ def test_subscribe_after_repeated_calls_sees_the_next_one_and_unsubscribe_none()
         assert len(seen) == 4
 
 
-def test_a_failure_is_told_with_its_error() -> None:
+def test_subscribe_sees_a_failed_collective_with_its_error() -> None:
     seen: list[Event] = []
     one, two = gw.loopback_pair()
     one.abort("enough")
@@ -85,7 +85,7 @@ def test_a_failure_is_told_with_its_error() -> None:
     assert seen[1].facts["error"] is caught.value
 
 
-def test_a_subscriber_that_fails_breaks_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_subscriber_that_raises_is_logged_and_breaks_nothing(caplog: pytest.LogCaptureFixture) -> None:
     seen: list[str] = []
 
     def fails(event: Event) -> None:
@@ -102,7 +102,7 @@ def test_a_subscriber_that_fails_breaks_nothing(caplog: pytest.LogCaptureFixture
     assert "out of ink" in caplog.text
 
 
-def test_who_subscribed_twice_can_end_one_of_the_two() -> None:
+def test_unsubscribe_of_a_callback_subscribed_twice_ends_one_subscription() -> None:
     seen: list[Event] = []
     ends = [events.subscribe(seen.append) for _ in range(2)]
     events.emit("begin", "barrier")

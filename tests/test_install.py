@@ -1,4 +1,4 @@
-"""How the package is built: with its core where that can be compiled, without it elsewhere, and it knows why."""
+"""Building the package: with its native core if that can be compiled, otherwise without it and with the reason."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def tree(sources: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(sources, tmp_path / "tree"))
 
 
-def test_the_source_distribution_has_what_a_build_needs_and_nothing_of_this_machine(sources: Path) -> None:
+def test_source_distribution_has_the_build_inputs_and_no_build_outputs(sources: Path) -> None:
     for needed in (BACKEND, "CMakeLists.txt", "native/kernels.inc", "src/gradwire/py.typed", "Makefile", "LICENSE"):
         assert (sources / needed).exists(), needed
     here = {
@@ -80,7 +80,7 @@ def no_compiler(directory: Path) -> str:
         ({"PATH": "nothing", "CXX": "c++ --no-such-option"}, "c++ --no-such-option does not run"),
     ],
 )
-def test_without_a_core_the_wheel_is_pure_and_says_why(
+def test_build_wheel_without_a_core_is_pure_and_records_the_reason(
     tree: Path, tmp_path: Path, environ: dict[str, str], reason: str
 ) -> None:
     if "PATH" in environ:
@@ -100,7 +100,7 @@ def test_without_a_core_the_wheel_is_pure_and_says_why(
     assert not [file for file in files if file.endswith((".so", ".cpp", ".inc")) or file.startswith("native")]
 
 
-def test_a_build_that_fails_halfway_falls_back(tree: Path, tmp_path: Path) -> None:
+def test_build_wheel_with_a_failing_cmake_is_pure(tree: Path, tmp_path: Path) -> None:
     (tree / "CMakeLists.txt").write_text('message(FATAL_ERROR "broken")\n')
     name = made(hook(tree, f"build_wheel({str(tmp_path)!r})"))
     with zipfile.ZipFile(tmp_path / name) as wheel:
@@ -108,14 +108,14 @@ def test_a_build_that_fails_halfway_falls_back(tree: Path, tmp_path: Path) -> No
     assert record == {"native": False, "reason": "its compilation failed; pip install -v shows how"}
 
 
-def test_a_strict_build_does_not_fall_back(tree: Path, tmp_path: Path) -> None:
+def test_build_wheel_with_gradwire_strict_and_no_core_fails(tree: Path, tmp_path: Path) -> None:
     done = hook(tree, f"build_wheel({str(tmp_path)!r})", CXX="/bin/false", GRADWIRE_STRICT="1")
     assert done.returncode != 0
     assert "GRADWIRE_STRICT is set, but there would be no native core" in done.stderr
     assert not list(tmp_path.glob("*.whl"))
 
 
-def test_an_editable_installation_names_the_sources(tree: Path, tmp_path: Path) -> None:
+def test_build_editable_points_to_the_sources(tree: Path, tmp_path: Path) -> None:
     name = made(hook(tree, f"build_editable({str(tmp_path)!r})", GRADWIRE_PURE="1"))
     with zipfile.ZipFile(tmp_path / name) as wheel:
         lines = [wheel.read(file).decode().strip() for file in wheel.namelist() if file.endswith(".pth")]
@@ -124,7 +124,7 @@ def test_an_editable_installation_names_the_sources(tree: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_the_whole_way_with_a_compiler(tree: Path, tmp_path: Path) -> None:
+def test_build_wheel_with_a_compiler_has_a_working_core(tree: Path, tmp_path: Path) -> None:
     if native_core.why_pure():
         pytest.skip(f"there is no core here: {native_core.why_pure()}")
     name = made(hook(tree, f"build_wheel({str(tmp_path)!r})", GRADWIRE_STRICT="1"))
@@ -147,7 +147,7 @@ def test_the_whole_way_with_a_compiler(tree: Path, tmp_path: Path) -> None:
 # --- what the installed package says
 
 
-def test_the_package_knows_why_it_has_no_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_missing_reports_the_reason_from_the_build_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record, error = tmp_path / "_build.json", ImportError("undefined symbol")
     assert "pip install --editable ." in native_core.why_missing(record, error)
     record.write_text("cut o")

@@ -1,4 +1,4 @@
-"""What users see: exactly these names, each with a docstring."""
+"""The public surface: exactly these names, their signatures and defaults, each with a docstring."""
 
 from __future__ import annotations
 
@@ -101,33 +101,33 @@ ON_GROUP = COLLECTIVES | {
 }
 
 
-def test_the_names_are_these() -> None:
+def test_package_exports_exactly_the_expected_names() -> None:
     assert len(gw.__all__) == len(set(gw.__all__))
     assert set(gw.__all__) == EXPECTED
     assert set(gw.__all__) <= set(dir(gw))
 
 
-def test_launch_can_be_called_beside_the_package_of_its_name() -> None:
+def test_launch_is_callable_after_its_package_is_imported() -> None:
     importlib.import_module("gradwire.launch")  # which binds the package's name to the module
     assert callable(gw.launch)
 
 
-def test_every_error_is_public() -> None:
+def test_error_classes_are_all_public() -> None:
     kinds = (kind for kind in vars(errors).values() if isinstance(kind, type))
     assert {kind.__name__ for kind in kinds if issubclass(kind, errors.GradwireError)} <= EXPECTED
 
 
-def test_the_version_is_the_installed_one() -> None:
+def test_version_is_that_of_the_installed_package() -> None:
     assert metadata.version("gradwire") == gw.__version__
 
 
 @pytest.mark.parametrize(("kind", "expected"), [(gw.Group, ON_GROUP), (gw.Stream, COLLECTIVES | {"synchronize"})])
-def test_methods(kind: type, expected: set[str]) -> None:
+def test_group_and_stream_have_the_expected_methods(kind: type, expected: set[str]) -> None:
     assert expected <= {name for name in dir(kind) if not name.startswith("_")} | set(inspect.get_annotations(kind))
 
 
 @pytest.mark.parametrize("name", sorted(COLLECTIVES))
-def test_group_and_stream_say_the_same(name: str) -> None:
+def test_collective_has_the_same_signature_on_group_and_stream(name: str) -> None:
     on_group, on_stream = (
         [(parameter.name, parameter.kind, parameter.default) for parameter in signature.parameters.values()]
         for signature in (inspect.signature(getattr(kind, name)) for kind in (gw.Group, gw.Stream))
@@ -136,13 +136,13 @@ def test_group_and_stream_say_the_same(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(COLLECTIVES))
-def test_every_collective_takes_an_algorithm_and_a_timeout(name: str) -> None:
+def test_collective_takes_an_algorithm_and_a_timeout(name: str) -> None:
     parameters = inspect.signature(getattr(gw.Group, name)).parameters
     assert (parameters["algorithm"].default, parameters["timeout"].default) == ("auto", None)
     assert parameters["algorithm"].kind is parameters["timeout"].kind is inspect.Parameter.KEYWORD_ONLY
 
 
-def test_init_has_the_promised_defaults() -> None:
+def test_init_has_the_expected_defaults() -> None:
     parameters = inspect.signature(gw.init).parameters
     defaults = {name: parameter.default for name, parameter in parameters.items()}
     assert defaults == {
@@ -171,6 +171,6 @@ def public_things() -> Iterator[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("thing", [pytest.param(thing, id=name) for name, thing in public_things()])
-def test_is_documented(thing: Any) -> None:
+def test_public_name_has_a_docstring_of_its_own(thing: Any) -> None:
     # Not inspect.getdoc, which would accept the docstring of a base class.
     assert (getattr(thing, "__doc__", None) or "").strip()

@@ -1,4 +1,4 @@
-"""What the README and the other pages show is so."""
+"""The README and the other pages: the example runs, links lead to files, and all variables are documented."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ README = (ROOT / "README.md").read_text("utf-8")
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
 
 
-def test_the_example_runs(tmp_path: Path) -> None:
+def test_readme_example_runs_on_two_ranks(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)[0], "utf-8")
     environ = {name: value for name, value in os.environ.items() if not name.startswith("GRADWIRE_")}
@@ -31,14 +31,14 @@ def test_the_example_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_page_links_point_to_existing_files(page: Path) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
     for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
         if "://" not in link and not link.startswith("mailto:"):
             assert (page.parent / link).exists(), f"{link} does not exist"
 
 
-def test_every_variable_is_documented() -> None:
+def test_environment_variables_page_documents_every_variable() -> None:
     code = "".join(file.read_text("utf-8") for file in (ROOT / "src").rglob("*.py"))
     page = (ROOT / "docs" / "environment-variables.md").read_text("utf-8")
     assert [name for name in sorted(set(re.findall(r"GRADWIRE_[A-Z_]+", code))) if f"`{name}`" not in page] == []

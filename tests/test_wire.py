@@ -1,4 +1,4 @@
-"""The wire format: headers survive, and nothing else passes for one."""
+"""The wire format: headers are packed and parsed, and other bytes are refused; fingerprints and group identities."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEADERS = st.builds(Header, st.sampled_from(Kind).map(int), U64, U32, U32, U64, 
 
 
 @given(HEADERS)
-def test_a_header_survives_and_has_one_size(header: Header) -> None:
+def test_header_packed_and_parsed_is_equal_and_has_64_bytes(header: Header) -> None:
     packed = header.pack()
     assert len(packed) == HEADER_BYTES == 64
     assert packed.startswith(MAGIC)
@@ -21,7 +21,7 @@ def test_a_header_survives_and_has_one_size(header: Header) -> None:
     assert parse(memoryview(bytearray(packed))) == header
 
 
-def test_the_layout_is_as_published() -> None:
+def test_header_layout_is_as_documented() -> None:
     packed = Header(1, 0x0807060504030201, 2, 3, 4, 5, 6, 7, 8, 9).pack()
     assert packed.hex(" ", 4).split() == [
         *("47575231", "01000000", "01020304", "05060708", "02000000", "03000000"),
@@ -31,13 +31,15 @@ def test_the_layout_is_as_published() -> None:
 
 
 @given(st.binary(max_size=200))
-def test_random_bytes_are_no_header(data: bytes) -> None:
+def test_parse_of_random_bytes_raises_wire_error(data: bytes) -> None:
     with pytest.raises(WireError):
         parse(data)
 
 
 @given(HEADERS, st.integers(0, 4), st.integers(1, 255))
-def test_a_wrong_magic_or_kind_is_no_header(header: Header, position: int, change: int) -> None:
+def test_parse_of_a_header_with_a_wrong_magic_or_kind_raises_wire_error(
+    header: Header, position: int, change: int
+) -> None:
     packed = bytearray(header.pack())
     packed[position] ^= change
     if position == 4 and packed[4] in set(Kind):
@@ -48,12 +50,12 @@ def test_a_wrong_magic_or_kind_is_no_header(header: Header, position: int, chang
 
 
 @given(HEADERS, st.integers(0, 63))
-def test_a_cut_header_is_none(header: Header, cut: int) -> None:
+def test_parse_of_a_truncated_header_raises_wire_error(header: Header, cut: int) -> None:
     with pytest.raises(WireError, match=f"a header has 64 bytes, got {cut}"):
         parse(header.pack()[:cut])
 
 
-def test_fingerprints_tell_meanings_apart() -> None:
+def test_fingerprint_and_group_identity_differ_for_different_inputs() -> None:
     assert fingerprint("sum", 3) == fingerprint("sum", 3)
     assert len({fingerprint("sum", 3), fingerprint("sum", "3"), fingerprint("sum3"), fingerprint("sum", (3,))}) == 4
     assert group_identity(1, [0, 2], 1) == group_identity(1, (0, 2), 1)

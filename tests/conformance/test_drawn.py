@@ -1,4 +1,4 @@
-"""Calls drawn at random, on groups and subgroups, at once and on streams: all compared with the oracle."""
+"""Random calls on groups, subgroups and streams: all results are compared with the oracle."""
 
 from __future__ import annotations
 
@@ -49,21 +49,21 @@ def restricted(topology: Topology, ranks: tuple[int, ...]) -> Topology:
 
 @settings(max_examples=FEW)
 @given(data=st.data())
-def test_one_call(crew: Crew, data: st.DataObject) -> None:
+def test_random_call_agrees_with_the_oracle(crew: Crew, data: st.DataObject) -> None:
     ranks = data.draw(st.sampled_from(subsets(crew.size)))
     check_call(crew, ranks, data.draw(cases(len(ranks))))
 
 
 @pytest.mark.soak
 @given(data=st.data())
-def test_many_calls(crew: Crew, data: st.DataObject) -> None:
+def test_many_random_calls_agree_with_the_oracle(crew: Crew, data: st.DataObject) -> None:
     ranks = data.draw(st.sampled_from(subsets(crew.size)))
     check_call(crew, ranks, data.draw(cases(len(ranks))))
 
 
 @settings(max_examples=FEW // 2)
 @given(data=st.data())
-def test_calls_in_program_order(crew: Crew, data: st.DataObject) -> None:
+def test_random_calls_on_streams_and_group_run_in_program_order(crew: Crew, data: st.DataObject) -> None:
     """Calls on three streams and on the group itself, one after the other: their order is the program's."""
     drawn = data.draw(st.lists(st.tuples(cases(crew.size), st.integers(0, 3)), min_size=1, max_size=8))
 
@@ -85,7 +85,7 @@ def test_calls_in_program_order(crew: Crew, data: st.DataObject) -> None:
 
 @settings(max_examples=FEW // 2)
 @given(data=st.data())
-def test_queued_calls_see_what_earlier_ones_wrote(crew: Crew, data: st.DataObject) -> None:
+def test_queued_call_sees_what_earlier_calls_wrote(crew: Crew, data: st.DataObject) -> None:
     """Strided arrays too: they are read when the work runs, not when it is queued."""
     case = data.draw(cases(crew.size, ("all_reduce",)))
     times = data.draw(st.integers(1, 4))

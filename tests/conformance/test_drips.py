@@ -1,4 +1,4 @@
-"""Links that take and give a few bytes at a time: headers and payloads come in pieces, at any place."""
+"""Links that move only a few bytes at a time: headers and payloads arrive in pieces, split anywhere."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def dripping_crew() -> Iterator[Crew]:
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_every_algorithm(dripping_crew: Crew, collective: str) -> None:
+def test_algorithms_over_links_that_move_few_bytes_agree_with_the_oracle(dripping_crew: Crew, collective: str) -> None:
     cases = [
         Case(collective, dtype, rows, root=turn % 3, algorithm=algorithm)
         for algorithm in ("auto", *algorithms(collective))

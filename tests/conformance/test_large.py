@@ -1,4 +1,4 @@
-"""64 MiB over TCP, both ways at once, with little memory beyond the user's own."""
+"""Collectives of 64 MiB between two processes: right results, with little memory beyond the user's own."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def is_right(collective: str, result: Array, whole: Array, rank: int, size: int)
 
 
 @pytest.mark.parametrize("call", CALLS, ids="-".join)
-def test_64_mib(measured: Measured, call: tuple[str, str]) -> None:
+def test_collective_of_64_mib_is_right_and_uses_little_extra_memory(measured: Measured, call: tuple[str, str]) -> None:
     for rank, (grown, right) in enumerate(measured[call]):
         assert right, f"rank {rank}"
         assert grown < EXTRA, f"rank {rank} grew by {grown / 2**20:.0f} MiB"

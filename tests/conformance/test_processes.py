@@ -1,4 +1,4 @@
-"""Real processes: one program that goes through everything, on 2, 3, 5 and 8 of them."""
+"""Real processes: one program that makes every kind of call, on 2, 3, 5 and 8 processes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def program(size: int, hosts: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "size", [2, 3, pytest.param(5, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
 )
-def test_everything(size: int) -> None:
+def test_processes_making_every_kind_of_call_agree_with_the_oracle(size: int) -> None:
     found = gw.launch(program, size, (size, HOSTS[size]))
     topology = Topology.of(list(HOSTS[size]))
     inside = "shm" if native_core.available() and len(topology.hosts) < size else "tcp"

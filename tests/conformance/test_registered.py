@@ -1,5 +1,4 @@
-"""Arrays of `group.empty`, which peers read and write where they lie; and calls like earlier ones, which the core makes
-altogether. Both must give the bits that all others give."""
+"""Arrays of `group.empty`, which peers access in place, and repeated calls, which the core runs: the same results."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ def cases(size: int) -> Iterator[Case]:
 
 
 @pytest.mark.parametrize("who", WHO)
-def test_registered_arrays(crew: Crew, who: str) -> None:
+def test_registered_arrays_on_some_or_all_ranks_agree_with_the_oracle(crew: Crew, who: str) -> None:
     every = list(cases(crew.size))
     inputs = [case.inputs(crew.size) for case in every]
 
@@ -75,7 +74,7 @@ def again(case: Case, group: Group, room: Array, x: Array) -> Any:
     return np.array(result) if isinstance(result, np.ndarray) else result
 
 
-def test_a_result_can_lie_in_registered_memory_of_its_own(crew: Crew) -> None:
+def test_all_reduce_into_a_registered_out_agrees_with_the_oracle(crew: Crew) -> None:
     case = Case("all_reduce", "float32", (300_001,))
     inputs = case.inputs(crew.size)
 
@@ -90,7 +89,7 @@ def test_a_result_can_lie_in_registered_memory_of_its_own(crew: Crew) -> None:
     case.check(inputs, crew.run(play), crew.topology, crew.inside())
 
 
-def test_calls_like_earlier_ones_give_what_those_gave(crew: Crew) -> None:
+def test_repeated_calls_agree_with_the_oracle(crew: Crew) -> None:
     every = [
         Case("all_reduce", "float64", (1000,), "mean"),
         Case("all_reduce", "int32", (7,), "max", out=True),
@@ -117,7 +116,7 @@ def test_calls_like_earlier_ones_give_what_those_gave(crew: Crew) -> None:
             case.check(inputs[position], answers, crew.topology, crew.inside())
 
 
-def test_a_result_is_nobody_elses(crew: Crew) -> None:
+def test_result_memory_is_not_reused_while_the_result_is_referenced(crew: Crew) -> None:
     """Memory of a result may serve again, but never while anybody can see it."""
 
     def play(group: Group) -> None:

@@ -1,4 +1,4 @@
-"""Every cell of the table: each collective by each of its algorithms, over every dtype, op, root and kind of count."""
+"""Every collective with each of its algorithms, over all dtypes, ops, roots and kinds of counts."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def rows_of(collective: str, size: int) -> Iterator[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_every_algorithm_dtype_and_op(crew: Crew, collective: str) -> None:
+def test_collective_with_every_algorithm_and_dtype_agrees_with_the_oracle(crew: Crew, collective: str) -> None:
     run(crew, list(cases(collective, crew.size, thorough=crew.size < MANY)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("collective", ["all_reduce", "reduce", "reduce_scatter"])
-def test_every_op_with_many_ranks(crew: Crew, collective: str) -> None:
+def test_collective_with_every_op_on_many_ranks_agrees_with_the_oracle(crew: Crew, collective: str) -> None:
     run(crew, list(cases(collective, crew.size, thorough=True)))
 
 

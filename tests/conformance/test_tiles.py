@@ -1,4 +1,4 @@
-"""Small tiles: many of them, ragged last ones and more than are in flight, with arrays of a few thousand elements."""
+"""Small tiles: arrays of a few thousand elements in many tiles, with short last tiles and more than are in flight."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def small_tiles(request: pytest.FixtureRequest) -> Iterator[Crew]:
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_every_algorithm(small_tiles: Crew, collective: str) -> None:
+def test_algorithms_with_small_tiles_agree_with_the_oracle(small_tiles: Crew, collective: str) -> None:
     run(small_tiles, list(tiled(collective, small_tiles.size)))
 
 
@@ -55,11 +55,11 @@ def tiled(collective: str, size: int) -> Iterator[Case]:
 
 @settings(max_examples=FEW)
 @given(data=st.data())
-def test_drawn(small_tiles: Crew, data: st.DataObject) -> None:
+def test_random_call_with_small_tiles_agrees_with_the_oracle(small_tiles: Crew, data: st.DataObject) -> None:
     check_call(small_tiles, tuple(range(small_tiles.size)), data.draw(cases(small_tiles.size)))
 
 
-def test_tiles_are_many(small_tiles: Crew) -> None:
+def test_small_tiles_fixture_splits_an_array_into_many_tiles(small_tiles: Crew) -> None:
     """The patch works: what is exercised above is really in many tiles."""
     bounds = plan.even_bounds(10_000, 1, 4)
     from gradwire.arrays import parse_dtype

@@ -1,4 +1,4 @@
-"""The parley: all ranks hear all, in numbered rounds, and who does not come or says something else is named."""
+"""The control gather: all ranks exchange values in numbered rounds, and a rank that is missing or differs is named."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def tell_all(group: gw.Group, value: Any, operation: str = "init", timeout: floa
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_everybody_hears_everybody_round_after_round(size: int) -> None:
+def test_control_gather_returns_the_values_of_all_ranks_in_each_round(size: int) -> None:
     def body(group: gw.Group) -> list[list[Any]]:
         return [tell_all(group, [number, group.rank, None, {"x": "ü"}]) for number in range(20)]
 
@@ -31,7 +31,7 @@ def test_everybody_hears_everybody_round_after_round(size: int) -> None:
     assert run_group(size, body) == [expected] * size
 
 
-def test_it_leaves_no_trace_among_the_calls_of_a_group() -> None:
+def test_control_gather_counts_no_call_and_no_bytes_of_the_group() -> None:
     def body(group: gw.Group) -> tuple[int, int]:
         tell_all(group, group.rank)
         return parts_of(group).runner.calls.sequence, group.bytes_sent
@@ -39,7 +39,7 @@ def test_it_leaves_no_trace_among_the_calls_of_a_group() -> None:
     assert run_group(3, body) == [(0, 0)] * 3
 
 
-def test_a_rank_that_leaves_is_named_unless_it_has_told_before() -> None:
+def test_control_gather_after_a_rank_left_raises_peer_lost() -> None:
     def body(group: gw.Group) -> None:
         assert tell_all(group, group.rank) == [0, 1, 2]
         if group.rank == 1:
@@ -52,7 +52,7 @@ def test_a_rank_that_leaves_is_named_unless_it_has_told_before() -> None:
     run_group(3, body)
 
 
-def test_a_rank_whose_thread_ends_is_named_and_what_it_said_before_counts() -> None:
+def test_control_gather_uses_values_that_a_rank_sent_before_its_thread_ended() -> None:
     groups = gw.local_group(3)
     ended = threading.Event()
 
@@ -77,7 +77,7 @@ def test_a_rank_whose_thread_ends_is_named_and_what_it_said_before_counts() -> N
         group.close()
 
 
-def test_a_rank_that_does_not_come_is_named_when_the_time_is_over() -> None:
+def test_control_gather_without_a_rank_times_out_and_names_it() -> None:
     over = threading.Event()
 
     def body(group: gw.Group) -> None:
@@ -92,7 +92,7 @@ def test_a_rank_that_does_not_come_is_named_when_the_time_is_over() -> None:
     run_group(3, body)
 
 
-def test_ranks_that_speak_of_different_things_are_told() -> None:
+def test_control_gather_of_different_operations_raises_mismatch() -> None:
     def body(group: gw.Group) -> None:
         with pytest.raises(CollectiveMismatch, match="settling"):
             tell_all(group, None, "settling" if group.rank else "init")
@@ -100,7 +100,7 @@ def test_ranks_that_speak_of_different_things_are_told() -> None:
     run_group(2, body)
 
 
-def test_an_abort_ends_the_wait() -> None:
+def test_control_gather_is_ended_by_an_abort() -> None:
     def body(group: gw.Group) -> None:
         if group.rank == 0:
             group.abort("enough")
@@ -110,7 +110,7 @@ def test_an_abort_ends_the_wait() -> None:
     run_group(2, body)
 
 
-def test_what_is_too_much_is_refused_before_anything_is_told() -> None:
+def test_control_gather_of_a_too_large_value_is_refused_before_sending() -> None:
     def body(group: gw.Group) -> list[Any]:
         with pytest.raises(InvalidSize, match="settling"):
             tell_all(group, "x" * MAX_CONTROL, "settling")
@@ -120,7 +120,7 @@ def test_what_is_too_much_is_refused_before_anything_is_told() -> None:
 
 
 @pytest.mark.parametrize("numbers", [[0], [2], [-1], [1, 1], [1 << 70]])
-def test_words_out_of_turn_are_nonsense(numbers: list[int]) -> None:
+def test_control_gather_message_with_a_wrong_round_raises_value_error(numbers: list[int]) -> None:
     with gw.local_group(2)[0] as group:
         control = parts_of(group).generation.control
         *first, last = [json.dumps({"t": "tell", "n": number, "o": "init", "v": None}).encode() for number in numbers]
@@ -131,12 +131,12 @@ def test_words_out_of_turn_are_nonsense(numbers: list[int]) -> None:
 
 
 @pytest.mark.parametrize("message", [{}, {"n": 1, "v": 2}, {"n": "1", "o": "", "v": 2}, {"n": 1, "o": 3, "v": 2}])
-def test_words_that_lack_something_are_malformed(message: dict[str, Any]) -> None:
+def test_control_gather_message_with_a_bad_field_raises_value_error(message: dict[str, Any]) -> None:
     with gw.local_group(2)[0] as group, pytest.raises(ValueError, match="malformed"):
         parts_of(group).generation.control.receive(1, json.dumps({"t": "tell", **message}).encode(), 0.0)
 
 
-def test_a_rank_that_is_interrupted_while_it_waits_is_an_error_of_who_comes_later(
+def test_control_gather_interrupted_while_waiting_raises_aborted_on_later_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def ctrl_c(*_: object) -> None:
@@ -154,7 +154,7 @@ def test_a_rank_that_is_interrupted_while_it_waits_is_an_error_of_who_comes_late
     run_group(2, body)
 
 
-def test_a_rank_that_is_interrupted_before_it_has_told_is_an_error_of_who_waits() -> None:
+def test_control_gather_interrupted_before_sending_raises_aborted_on_waiting_ranks() -> None:
     def body(group: gw.Group) -> None:
         control = parts_of(group).generation.control
 
@@ -170,7 +170,7 @@ def test_a_rank_that_is_interrupted_before_it_has_told_is_an_error_of_who_waits(
     run_group(2, body)
 
 
-def test_a_closed_generation_is_told_at_once() -> None:
+def test_control_gather_of_a_closed_group_raises_closed() -> None:
     group = gw.local_group(2)[0]
     group.close()
     with pytest.raises(Closed):

@@ -1,4 +1,4 @@
-"""A rank that dies: every other one raises PeerLost that names it, and lives on."""
+"""A rank that dies: every other rank raises PeerLost with that rank as culprit, and keeps running."""
 
 from __future__ import annotations
 
@@ -101,7 +101,9 @@ def check_lost(rank: Rank, culprit: int, operation: str) -> dict[str, Any]:
         (1, LARGE, "multiprocessing"),
     ],
 )
-def test_a_rank_that_is_killed_in_a_collective_is_named(job: StartJob, victim: int, nbytes: int, children: str) -> None:
+def test_rank_killed_in_a_collective_is_the_culprit_of_peer_lost(
+    job: StartJob, victim: int, nbytes: int, children: str
+) -> None:
     with job(reduces_until_broken, 3 if nbytes == LARGE else 4, nbytes, children) as ranks:
         for rank in ranks:
             assert rank.hear()["ready"]
@@ -115,9 +117,7 @@ def test_a_rank_that_is_killed_in_a_collective_is_named(job: StartJob, victim: i
 
 @pytest.mark.parametrize("how", ["idle", "recv", "recv from anyone", "send"])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_is_killed_while_others_do_not_compute_with_it_is_named(
-    job: StartJob, victim: int, how: str
-) -> None:
+def test_rank_killed_outside_a_collective_is_the_culprit_of_peer_lost(job: StartJob, victim: int, how: str) -> None:
     operation = {"idle": "barrier", "send": "send"}.get(how, "recv")
     with job(idles, 3, how) as ranks:
         for rank in ranks:
@@ -139,7 +139,7 @@ def reduces_until_several_are_lost(here: Here) -> None:
 
 
 @pytest.mark.parametrize("order", [(1, 3), (3, 1)])
-def test_of_several_that_are_killed_at_once_all_name_the_lowest(job: StartJob, order: tuple[int, int]) -> None:
+def test_peer_lost_after_ranks_are_killed_at_once_names_the_lowest(job: StartJob, order: tuple[int, int]) -> None:
     with job(reduces_until_several_are_lost, 4) as ranks:
         for rank in ranks:
             assert rank.hear()["ready"]

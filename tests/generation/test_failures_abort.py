@@ -1,4 +1,4 @@
-"""A rank that gives up — `abort()`, an exception, Ctrl-C — or closes: the others are told at once, with the reason."""
+"""A rank that aborts, raises, gets Ctrl-C or closes: the other ranks receive the reason."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def gives_up(here: Here, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["uncaught", "with", "abort"])
-def test_the_others_are_told_why_a_rank_gave_up(job: StartJob, how: str) -> None:
+def test_abort_or_exception_in_a_process_gives_other_ranks_the_reason(job: StartJob, how: str) -> None:
     with job(gives_up, 3, how) as ranks:
         for rank in ranks:
             assert rank.hear()["ready"]
@@ -91,7 +91,7 @@ def is_interrupted(here: Here, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["collective", "stream", "large send"])
-def test_ctrl_c_on_one_rank_stops_all(job: StartJob, what: str) -> None:
+def test_ctrl_c_on_one_rank_raises_aborted_on_all(job: StartJob, what: str) -> None:
     with job(is_interrupted, 3, what) as ranks:
         for rank in ranks[:2]:
             assert rank.hear()["waiting"]
@@ -108,7 +108,7 @@ def test_ctrl_c_on_one_rank_stops_all(job: StartJob, what: str) -> None:
 # -- in one process, over both transports -----------------------------------------------------------------------------
 
 
-def test_an_exception_that_leaves_the_with_block_is_the_others_reason(groups: list[gw.Group]) -> None:
+def test_with_block_exception_is_the_reason_of_aborted_on_other_ranks(groups: list[gw.Group]) -> None:
     def play(group: gw.Group) -> None:
         if group.rank == 0:
             with pytest.raises(ZeroDivisionError), group:
@@ -121,7 +121,7 @@ def test_an_exception_that_leaves_the_with_block_is_the_others_reason(groups: li
     run_ranks(groups, play)
 
 
-def test_a_with_block_that_ends_well_only_closes(groups: list[gw.Group]) -> None:
+def test_with_block_without_an_exception_only_closes_the_group(groups: list[gw.Group]) -> None:
     def play(group: gw.Group) -> int:
         with group:
             total = int(group.all_reduce(1))
@@ -144,7 +144,7 @@ def test_a_with_block_that_ends_well_only_closes(groups: list[gw.Group]) -> None
     ],
     ids=["all_reduce", "recv", "recv from anyone", "large send", "stream", "subgroup"],
 )
-def test_closing_wakes_whoever_waits_in_another_thread(
+def test_close_ends_a_waiting_call_of_another_thread_with_closed(
     groups: list[gw.Group], call: Callable[[gw.Group], object]
 ) -> None:
     caught: list[BaseException] = []
@@ -168,7 +168,7 @@ def test_closing_wakes_whoever_waits_in_another_thread(
         assert parts_of(other).generation.control.sound, "nobody else is harmed"
 
 
-def test_closing_a_subgroup_wakes_its_calls_and_leaves_the_rest(groups: list[gw.Group]) -> None:
+def test_close_of_a_subgroup_ends_its_calls_and_the_world_goes_on(groups: list[gw.Group]) -> None:
     inner = groups[0].subgroup([0, 1])
     other = groups[1].subgroup([0, 1])
     caught: list[BaseException] = []
@@ -192,7 +192,7 @@ def test_closing_a_subgroup_wakes_its_calls_and_leaves_the_rest(groups: list[gw.
     other.close()
 
 
-def test_abort_and_close_do_not_mind_being_repeated_or_mixed(groups: list[gw.Group]) -> None:
+def test_abort_and_close_repeated_in_any_order_keep_the_first_reason(groups: list[gw.Group]) -> None:
     groups[0].abort("first")
     groups[0].abort("second")
     for group in groups:
@@ -205,7 +205,7 @@ def test_abort_and_close_do_not_mind_being_repeated_or_mixed(groups: list[gw.Gro
             group.barrier()
 
 
-def test_two_that_give_up_at_once_are_named_alike_everywhere(groups: list[gw.Group]) -> None:
+def test_abort_of_all_ranks_at_once_names_the_same_culprit_everywhere(groups: list[gw.Group]) -> None:
     for group in groups[::-1]:
         group.abort(f"rank {group.rank} gave up")
 

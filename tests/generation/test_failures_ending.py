@@ -1,4 +1,4 @@
-"""Ranks that end well, or because others have failed: nobody is blamed for that who does not deserve it."""
+"""Ranks that end normally, or after another rank failed: none of them is reported as the cause by mistake."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def one_leaves_early(here: Here, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["return", "exit code", "close"])
-def test_a_rank_that_ends_is_no_loss_to_those_who_do_not_need_it(job: StartJob, how: str) -> None:
+def test_rank_that_ends_is_not_lost_for_calls_that_do_not_need_it(job: StartJob, how: str) -> None:
     with job(one_leaves_early, 3, how) as ranks:
         assert ranks[1].ended() == (3 if how == "exit code" else 0)
         for rank in (ranks[0], ranks[2]):
@@ -80,7 +80,7 @@ def needs_one_that_left(here: Here, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["all_reduce", "recv", "small send", "large send", "subgroup"])
-def test_whoever_needs_a_rank_that_left_is_told_so(job: StartJob, what: str) -> None:
+def test_call_that_needs_a_rank_that_left_raises_peer_lost(job: StartJob, what: str) -> None:
     with job(needs_one_that_left, 3, what) as ranks:
         assert ranks[1].ended() == 0
         for rank in (ranks[0], ranks[2]):
@@ -114,7 +114,7 @@ def ends_after_an_error(here: Here, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["return", "raise", "os._exit"])
-def test_survivors_that_end_at_once_are_not_taken_for_the_cause(job: StartJob, how: str) -> None:
+def test_survivors_that_end_after_a_loss_are_not_named_as_its_culprit(job: StartJob, how: str) -> None:
     """Rank 4 is killed; ranks 0 and 1 end with the error; 2 and 3 blame neither, though 3 looks much later."""
     with job(ends_after_an_error, 5, how) as ranks:
         for rank in ranks:
@@ -135,7 +135,7 @@ def test_survivors_that_end_at_once_are_not_taken_for_the_cause(job: StartJob, h
 # -- the same in one process ------------------------------------------------------------------------------------------
 
 
-def test_closing_is_idempotent_and_final() -> None:
+def test_close_can_be_repeated_and_ends_every_later_call() -> None:
     one, two = gw.loopback_pair()
     one.close()
     one.close()
@@ -155,7 +155,7 @@ def test_closing_is_idempotent_and_final() -> None:
     two.close()
 
 
-def test_a_thread_that_ends_without_closing_is_a_dead_rank() -> None:
+def test_rank_whose_thread_ends_without_close_is_lost() -> None:
     """In-process ranks have no kernel that closes their links."""
     groups = gw.local_group(3)
 

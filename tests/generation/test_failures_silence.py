@@ -1,4 +1,4 @@
-"""A rank that falls silent (frozen, cut off) is lost, like one that dies; one that is merely busy or slow is not."""
+"""A rank that is silent (frozen or cut off) is lost, like a dead rank; a busy or slow rank is not."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def check_lost(rank: Rank, victim: Rank) -> None:
     ("transport", "victim", "nbytes"),
     [("shm", 0, 8), ("shm", 2, LARGE), ("shm", 0, 0), ("tcp", 3, 8), ("tcp", 0, LARGE), ("tcp", 1, 0)],
 )
-def test_a_rank_that_is_frozen_is_named(job: StartJob, transport: str, victim: int, nbytes: int) -> None:
+def test_frozen_rank_is_the_culprit_of_peer_lost(job: StartJob, transport: str, victim: int, nbytes: int) -> None:
     with job(reduces, 3 if nbytes == LARGE else 4, transport, nbytes) as ranks:
         others = freeze(ranks, victim)
         for rank in others:
@@ -74,7 +74,7 @@ def test_a_rank_that_is_frozen_is_named(job: StartJob, transport: str, victim: i
 
 @needs_core
 @pytest.mark.parametrize(("transport", "victims"), [("shm", (3, 1)), ("tcp", (1, 2))])
-def test_of_several_that_freeze_at_once_all_name_the_lowest(
+def test_peer_lost_after_ranks_freeze_at_once_names_the_lowest(
     job: StartJob, transport: str, victims: tuple[int, ...]
 ) -> None:
     with job(reduces, 4, transport, 8) as ranks:
@@ -118,7 +118,7 @@ def keeps_its_array(here: Here) -> None:
 
 
 @needs_core
-def test_a_rank_that_thaws_learns_of_it_spoils_nothing_and_ends(job: StartJob) -> None:
+def test_frozen_rank_that_continues_raises_aborted_and_changes_no_peer_memory(job: StartJob) -> None:
     with job(keeps_its_array, 3) as ranks:
         frozen = ranks[1]
         others = freeze(ranks, 1)
@@ -154,7 +154,7 @@ def reduces_with_a_child(here: Here, transport: str) -> None:
 
 @needs_core
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_child_of_a_frozen_rank_does_not_speak_for_it(job: StartJob, transport: str) -> None:
+def test_frozen_rank_with_a_running_child_is_lost(job: StartJob, transport: str) -> None:
     with job(reduces_with_a_child, 3, transport) as ranks:
         others = freeze(ranks, 1)
         for rank in others:
@@ -174,7 +174,7 @@ def holds_the_interpreter(here: Here, transport: str) -> None:
 
 @needs_core
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_rank_whose_interpreter_is_held_up_is_not_lost(job: StartJob, transport: str) -> None:
+def test_rank_whose_interpreter_is_blocked_is_not_lost(job: StartJob, transport: str) -> None:
     with job(holds_the_interpreter, 3, transport) as ranks:
         assert [rank.hear()["sum"] for rank in ranks] == [3, 3, 3]
         assert [rank.ended() for rank in ranks] == [0, 0, 0]
@@ -190,7 +190,7 @@ def stops_together(here: Here, transport: str) -> None:
 
 @needs_core
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_job_that_is_stopped_and_continued_as_a_whole_goes_on(job: StartJob, transport: str) -> None:
+def test_job_stopped_and_continued_as_a_whole_goes_on(job: StartJob, transport: str) -> None:
     with job(stops_together, 3, transport) as ranks:
         for rank in ranks:
             assert rank.hear()["ready"]
@@ -221,7 +221,7 @@ def is_pure(here: Here, patience: float) -> None:
         here.hear()
 
 
-def test_without_the_core_silence_counts_later(job: StartJob) -> None:
+def test_frozen_rank_without_the_core_is_lost_after_the_longer_limit(job: StartJob) -> None:
     with job(is_pure, 3, 1.5) as ranks:
         for rank in freeze(ranks, 1):
             told = rank.hear()
@@ -231,5 +231,5 @@ def test_without_the_core_silence_counts_later(job: StartJob) -> None:
             assert float(silent[1]) > 1.5 - 2 * SLOW_SECONDS
 
 
-def test_without_the_core_ten_seconds_are_allowed() -> None:
+def test_silence_limit_without_the_core_is_ten_seconds() -> None:
     assert lifeline.PURE_SECONDS == 10.0

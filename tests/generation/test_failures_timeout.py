@@ -1,4 +1,4 @@
-"""A rank that does not come: the others say so in the log, and in the end give up with an error that names it."""
+"""A rank that does not make a call: the other ranks log it, and after the timeout raise an error that names it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def early_call(group: gw.Group) -> None:
 
 
 @pytest.mark.parametrize("called", [True, False], ids=["behind", "never called"])
-def test_a_rank_that_never_comes_is_named_with_its_last_call(groups: list[gw.Group], called: bool) -> None:
+def test_timeout_names_the_missing_rank_and_its_last_call(groups: list[gw.Group], called: bool) -> None:
     late = len(groups) - 1
     everybody_else_is_done, together = threading.Barrier(len(groups)), threading.Barrier(late)
 
@@ -68,7 +68,7 @@ def test_a_rank_that_never_comes_is_named_with_its_last_call(groups: list[gw.Gro
         assert re.fullmatch(expected, text), text
 
 
-def test_a_time_out_of_one_rank_breaks_all(groups: list[gw.Group]) -> None:
+def test_timeout_of_one_rank_ends_the_call_on_all_ranks(groups: list[gw.Group]) -> None:
     """Whoever was more patient gets the same error, not its own later."""
     late = len(groups) - 1
 
@@ -115,7 +115,7 @@ def waits_for_rank_1(here: Here, how: str, seconds: float) -> None:
         ),
     ],
 )
-def test_a_process_that_is_stuck_is_named_and_told_from_a_lost_one(job: StartJob, how: str, said: str) -> None:
+def test_timeout_says_how_a_living_process_is_stuck(job: StartJob, how: str, said: str) -> None:
     expected = "rank 1 is alive but " + said.format(last=place(waits_for_rank_1, "# the last call"))
     with job(waits_for_rank_1, 3, how, 0.6) as ranks:
         for rank in (ranks[0], ranks[2]):
@@ -138,7 +138,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_long_wait_is_logged_with_who_is_late_and_what_it_last_called(
+def test_long_wait_in_a_collective_logs_the_late_rank_and_its_last_call(
     groups: list[gw.Group], captured: CapturedLog
 ) -> None:
     late = len(groups) - 1
@@ -179,7 +179,7 @@ def test_a_long_wait_is_logged_with_who_is_late_and_what_it_last_called(
     ],
     ids=["recv", "recv from anyone", "large send"],
 )
-def test_a_long_wait_for_one_rank_is_logged_too(
+def test_long_wait_in_send_or_recv_logs_the_last_call_of_the_peer(
     groups: list[gw.Group],
     captured: CapturedLog,
     wait: Callable[[gw.Group], object],

@@ -1,4 +1,4 @@
-"""Strangers at the data port of a running job: it goes on, its memory stays what it was, their addresses are logged."""
+"""Unknown clients at the data port of a running job: it continues, its memory does not grow, and they are logged."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ STRANGERS = {
 }
 
 
-def test_strangers_are_refused_and_logged_with_their_address(target: Target) -> None:
+def test_link_with_an_invalid_opening_is_refused_and_logged_with_its_address(target: Target) -> None:
     for opening, said in STRANGERS.values():
         with target.connect() as sock:
             with contextlib.suppress(ConnectionError):
@@ -158,7 +158,7 @@ def test_strangers_are_refused_and_logged_with_their_address(target: Target) -> 
             target.wait_for_log(f"refused a link from {source(sock)}: {said}")
 
 
-def test_random_bytes(target: Target) -> None:
+def test_links_of_random_bytes_are_refused_and_their_log_lines_limited(target: Target) -> None:
     dice = random.Random(20)
     for _ in range(300):
         with target.connect() as sock, contextlib.suppress(ConnectionError):
@@ -167,7 +167,7 @@ def test_random_bytes(target: Target) -> None:
     assert target.log().count("refused a link from") <= 60
 
 
-def test_who_knows_the_secret_but_does_not_belong_is_told_why(target: Target) -> None:
+def test_link_with_the_secret_but_a_wrong_identity_is_refused_with_the_reason(target: Target) -> None:
     hello: dict[str, Any] = {"job": target.job, "generation": 1, "channel": 77, "source": 1, "target": 0}
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"job": bytes(16)}, "it belongs to another job"),
@@ -198,7 +198,7 @@ def admit(sock: socket.socket, dialer: Dialer) -> bytes:
     return sent
 
 
-def test_a_recorded_admission_is_worthless(target: Target) -> None:
+def test_link_that_replays_a_recorded_admission_is_refused(target: Target) -> None:
     hello = Hello(target.job, 1, 77, 1, 0)
     with target.connect() as sock:
         recorded = admit(sock, Dialer(target.key, hello))
@@ -209,7 +209,7 @@ def test_a_recorded_admission_is_worthless(target: Target) -> None:
         target.wait_for_log(f"refused a link from {source(sock)}: the process that says it is rank 1 does not hold")
 
 
-def test_one_byte_at_a_time(target: Target) -> None:
+def test_links_that_send_one_byte_at_a_time_delay_no_new_link(target: Target) -> None:
     """Slow strangers cost a place each, and delay nobody who knocks meanwhile."""
     slow = [target.connect() for _ in range(60)]
     opening = b"gw-link1" + bytes(72)
@@ -223,7 +223,7 @@ def test_one_byte_at_a_time(target: Target) -> None:
 
 
 @pytest.mark.usefixtures("many_descriptors")
-def test_a_thousand_idle_connections(target: Target) -> None:
+def test_links_of_a_thousand_idle_clients_do_not_block_new_links(target: Target) -> None:
     idle = [target.connect() for _ in range(1000)]
     target.order("new links")
     target.wait_for_log("too many connections that say nothing")
@@ -231,7 +231,7 @@ def test_a_thousand_idle_connections(target: Target) -> None:
         sock.close()
 
 
-def test_a_flood_of_connections(target: Target) -> None:
+def test_links_opened_and_reset_in_a_flood_do_not_block_new_links(target: Target) -> None:
     over = threading.Event()
     count = 0
 

@@ -1,4 +1,4 @@
-"""An admitted peer that sends nonsense: nothing is allocated for it, it is named, and only it is given up."""
+"""An admitted peer that sends invalid data: nothing is allocated for it, and only this peer is given up and named."""
 
 from __future__ import annotations
 
@@ -124,7 +124,9 @@ CONTROL_NONSENSE: dict[str, Callable[[gw.Group], bytes]] = {
 
 @pytest.mark.parametrize("nonsense", CONTROL_NONSENSE)
 @pytest.mark.usefixtures("no_allocation")
-def test_nonsense_on_the_control_channel(groups: list[gw.Group], captured: CapturedLog, nonsense: str) -> None:
+def test_control_channel_invalid_message_raises_peer_lost_for_its_sender(
+    groups: list[gw.Group], captured: CapturedLog, nonsense: str
+) -> None:
     liar = groups[1]
     link(liar, CONTROL_CHANNEL).send([CONTROL_NONSENSE[nonsense](liar)])
     given_up(groups, culprit=1)
@@ -132,12 +134,12 @@ def test_nonsense_on_the_control_channel(groups: list[gw.Group], captured: Captu
 
 
 @pytest.mark.parametrize("words", [b"{}", b'{"t": "from the future"}', b'{"t": 3}'])
-def test_control_messages_that_are_merely_unknown_change_nothing(groups: list[gw.Group], words: bytes) -> None:
+def test_control_channel_unknown_message_is_ignored(groups: list[gw.Group], words: bytes) -> None:
     link(groups[1], CONTROL_CHANNEL).send([control(groups[1], words)])
     assert run_ranks(groups, lambda group: group.all_reduce(1)) == [len(groups)] * len(groups)
 
 
-def test_floods_of_wellformed_control_messages_pile_up_nowhere(groups: list[gw.Group]) -> None:
+def test_control_channel_flood_of_valid_messages_uses_bounded_memory(groups: list[gw.Group]) -> None:
     tracemalloc.start()
     liar = groups[1]
     service = parts_of(liar).generation.service
@@ -159,7 +161,7 @@ def test_floods_of_wellformed_control_messages_pile_up_nowhere(groups: list[gw.G
     assert parts_of(groups[0]).generation.control.sound
 
 
-def test_answers_that_a_peer_does_not_read_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_channel_peer_that_reads_no_answers_is_lost_at_a_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 is only a link, in memory: the kernel would keep megabytes first. It asks, and reads nothing."""
     monkeypatch.setattr(Outbox, "MAX_WAITING", 100_000)
     mine, theirs = Hub(2).transports
@@ -197,7 +199,7 @@ MESSAGE_NONSENSE: dict[str, Callable[[gw.Group], bytes]] = {
 
 @pytest.mark.parametrize("nonsense", MESSAGE_NONSENSE)
 @pytest.mark.usefixtures("no_allocation")
-def test_nonsense_on_the_message_channel(groups: list[gw.Group], nonsense: str) -> None:
+def test_message_channel_invalid_message_raises_peer_lost_for_its_sender(groups: list[gw.Group], nonsense: str) -> None:
     liar = groups[1]
     liar.send(np.zeros(1), dst=0)  # makes the link
     link(liar, MESSAGE_CHANNEL).send([MESSAGE_NONSENSE[nonsense](liar)])
@@ -205,7 +207,7 @@ def test_nonsense_on_the_message_channel(groups: list[gw.Group], nonsense: str) 
 
 
 @pytest.mark.usefixtures("no_allocation")
-def test_an_offer_of_8_gib_is_only_a_number(pair: list[gw.Group]) -> None:
+def test_message_channel_offer_of_8_gib_allocates_nothing(pair: list[gw.Group]) -> None:
     liar = pair[1]
     liar.send(np.zeros(1), dst=0)
     link(liar, MESSAGE_CHANNEL).send([header(liar, Kind.OFFER, sequence=5, tile=0, round=2)])
@@ -215,7 +217,7 @@ def test_an_offer_of_8_gib_is_only_a_number(pair: list[gw.Group]) -> None:
     run_ranks(pair, lambda group: group.barrier())
 
 
-def test_no_rank_can_pose_as_another() -> None:
+def test_message_channel_forged_source_counts_as_the_rank_of_the_link() -> None:
     """A message counts as that of the rank whose link it came on."""
     groups = gw.local_group(3)
     try:
@@ -236,7 +238,9 @@ def test_no_rank_can_pose_as_another() -> None:
             group.close()
 
 
-def test_offers_without_end_are_not_read_without_end(pair: list[gw.Group], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_message_channel_offers_beyond_the_limit_are_not_read(
+    pair: list[gw.Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from gradwire.generation import mailbox
 
     monkeypatch.setattr(mailbox, "MAX_KEPT", 100_000)
@@ -260,7 +264,9 @@ COLLECTIVE_NONSENSE: dict[str, Callable[[gw.Group, int], bytes]] = {
 
 @pytest.mark.parametrize("nonsense", COLLECTIVE_NONSENSE)
 @pytest.mark.usefixtures("no_allocation")
-def test_nonsense_in_a_collective(groups: list[gw.Group], nonsense: str) -> None:
+def test_collective_channel_invalid_header_raises_peer_lost_for_its_sender(
+    groups: list[gw.Group], nonsense: str
+) -> None:
     liar, victim = groups[1], groups[0]
     x = np.ones(1024)
     caught: list[BaseException] = []
@@ -284,7 +290,7 @@ def test_nonsense_in_a_collective(groups: list[gw.Group], nonsense: str) -> None
     given_up(groups, culprit=1)
 
 
-def test_a_service_thread_that_fails_breaks_the_group_with_a_reason(
+def test_service_thread_that_fails_aborts_the_group_with_the_reason(
     groups: list[gw.Group], captured: CapturedLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bug of ours must not become a hang of theirs."""

@@ -1,4 +1,4 @@
-"""The mailbox: matched by sender and tag, in order, whatever is asked, given up, withdrawn or half there."""
+"""Mailbox: messages are matched by sender and tag, in order, also when requests or offers are withdrawn halfway."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class PointToPoint:
         return self.box.give_up(request, lambda *what: self.redirected.append(what))
 
 
-def test_a_message_finds_the_recv_that_waits_for_it() -> None:
+def test_mailbox_message_completes_the_recv_that_waits_for_it() -> None:
     post = PointToPoint()
     waiting = post.ask(3, source=2, tag=5)
     post.eager(1, 5, b"abc")
@@ -69,7 +69,7 @@ def test_a_message_finds_the_recv_that_waits_for_it() -> None:
     assert (waiting.sender, bytes(waiting.target)) == (2, b"xyz")
 
 
-def test_a_recv_finds_the_message_that_waits_for_it() -> None:
+def test_mailbox_recv_gets_the_message_that_arrived_first() -> None:
     post = PointToPoint()
     for payload in (b"1", b"2"):
         post.eager(2, 5, payload)
@@ -78,7 +78,7 @@ def test_a_recv_finds_the_message_that_waits_for_it() -> None:
     assert not post.ask(1, 2, 5).done
 
 
-def test_a_long_message_is_accepted_when_there_is_a_buffer_and_goes_straight_into_it() -> None:
+def test_mailbox_long_message_is_accepted_by_a_recv_and_written_into_its_buffer() -> None:
     post = PointToPoint()
     post.offer(2, 5, nbytes=4, identity=77)
     assert not post.accepted
@@ -93,7 +93,7 @@ def test_a_long_message_is_accepted_when_there_is_a_buffer_and_goes_straight_int
     assert (request.sender, bytes(request.target)) == (2, b"long")
 
 
-def test_a_payload_arrives_once_whatever_its_sender_says_on_another_link() -> None:
+def test_mailbox_payload_that_is_repeated_or_withdrawn_halfway_is_refused() -> None:
     post = PointToPoint()
     post.offer(2, 5, nbytes=4, identity=77)
     request = post.ask(4, 2, 5)
@@ -111,12 +111,12 @@ def test_a_payload_arrives_once_whatever_its_sender_says_on_another_link() -> No
     post.offer(2, 5, nbytes=4, identity=77)  # done with, the number may come again
 
 
-def test_an_offer_has_an_identity() -> None:
+def test_mailbox_offer_with_identity_0_is_refused() -> None:
     with pytest.raises(WireError, match="identity 0"):
         PointToPoint().offer(2, 5, nbytes=1 << 40, identity=0)
 
 
-def test_a_payload_must_be_the_one_that_was_accepted() -> None:
+def test_mailbox_payload_that_was_not_accepted_is_refused() -> None:
     post = PointToPoint()
     post.offer(2, 5, nbytes=4, identity=77)
     for source, identity, nbytes in ((2, 77, 4), (2, 78, 4), (1, 77, 4)):
@@ -128,24 +128,24 @@ def test_a_payload_must_be_the_one_that_was_accepted() -> None:
 
 
 @pytest.mark.parametrize("kind", [Kind.OFFER, Kind.ACCEPT, Kind.WITHDRAW])
-def test_announcements_have_no_payload(kind: Kind) -> None:
+def test_mailbox_offer_accept_or_withdraw_with_a_payload_is_refused(kind: Kind) -> None:
     with pytest.raises(WireError):
         PointToPoint().box.begin(1, header(kind, 1, 0, 1))
 
 
 @pytest.mark.parametrize("kind", [Kind.COLLECTIVE, Kind.CONTROL])
-def test_other_kinds_do_not_belong_here(kind: Kind) -> None:
+def test_mailbox_message_of_another_kind_is_refused(kind: Kind) -> None:
     with pytest.raises(WireError):
         PointToPoint().box.begin(1, header(kind, 1, 0))
 
 
-def test_an_eager_message_is_short() -> None:
+def test_mailbox_eager_message_above_the_limit_is_refused() -> None:
     assert len(PointToPoint().box.begin(1, header(Kind.EAGER, 1, 0, MAX_EAGER))) == MAX_EAGER
     with pytest.raises(WireError):
         PointToPoint().box.begin(1, header(Kind.EAGER, 1, 0, MAX_EAGER + 1))
 
 
-def test_a_withdrawn_offer_is_gone_and_the_next_one_takes_its_place() -> None:
+def test_mailbox_recv_after_a_withdrawn_offer_gets_the_next_message() -> None:
     post = PointToPoint()
     post.offer(2, 5, nbytes=4, identity=1)
     post.withdraw(2, 1)
@@ -160,7 +160,7 @@ def test_a_withdrawn_offer_is_gone_and_the_next_one_takes_its_place() -> None:
     assert bytes(request.target) == b"next"
 
 
-def test_my_own_offers_are_accepted_or_taken_back_but_not_both() -> None:
+def test_mailbox_own_offer_is_either_accepted_or_withdrawn() -> None:
     post = PointToPoint()
     one, two = post.box.offer(), post.box.offer()
     assert one.identity != two.identity
@@ -174,7 +174,7 @@ def test_my_own_offers_are_accepted_or_taken_back_but_not_both() -> None:
     assert not two.accepted
 
 
-def test_who_gives_up_halfway_leaves_the_message_first_in_its_queue() -> None:
+def test_mailbox_recv_given_up_halfway_leaves_its_message_first_in_the_queue() -> None:
     post = PointToPoint()
     for identity in (1, 2):
         post.offer(2, 5, nbytes=4, identity=identity)
@@ -193,7 +193,7 @@ def test_who_gives_up_halfway_leaves_the_message_first_in_its_queue() -> None:
     assert [bytes(request.target) for request in got] == [b"one.", b"two.", b"tri."]
 
 
-def test_giving_up_what_is_done_is_too_late() -> None:
+def test_mailbox_recv_that_is_done_cannot_be_given_up() -> None:
     post = PointToPoint()
     request = post.ask(1, 2, 5)
     post.eager(2, 5, b"x")
@@ -204,7 +204,7 @@ def test_giving_up_what_is_done_is_too_late() -> None:
     assert not waiting.done
 
 
-def test_what_nobody_asks_for_is_counted_and_told_when_it_is_less(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mailbox_unmatched_messages_are_counted_and_relief_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mailbox, "MAX_KEPT", 1000)
     post = PointToPoint()
     count = 0
@@ -223,7 +223,7 @@ def test_what_nobody_asks_for_is_counted_and_told_when_it_is_less(monkeypatch: p
     assert post.box.overfull(2), "offers count by themselves, not by what they claim"
 
 
-def test_nothing_is_left_of_tags_that_are_used_once() -> None:
+def test_mailbox_keeps_nothing_of_tags_that_are_used_once() -> None:
     post = PointToPoint()
     for tag in range(100):
         post.eager(2, tag, b"x")
@@ -233,7 +233,7 @@ def test_nothing_is_left_of_tags_that_are_used_once() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1)), max_size=30))
-def test_a_shelf_gives_back_in_the_order_of_arrival(arrivals: list[tuple[int, int]]) -> None:
+def test_unmatched_messages_are_found_in_the_order_of_arrival(arrivals: list[tuple[int, int]]) -> None:
     shelf = UnmatchedMessages()
     letters = [IncomingMessage(source, GROUP, source, tag, 1) for source, tag in arrivals]
     for letter in letters:

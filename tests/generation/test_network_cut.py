@@ -1,5 +1,4 @@
-"""The network between two hosts is cut: for a second, which breaks nothing, or for good. Then each side raises PeerLost
-and names the lowest rank that it cannot reach."""
+"""A cut network between two hosts: a short cut breaks nothing; after a long one each side raises PeerLost."""
 
 from __future__ import annotations
 
@@ -85,7 +84,7 @@ def job_environ(hosts: Hosts, **more: str) -> Callable[[int], dict[str, str]]:
 @needs_core
 @pytest.mark.parametrize("how", ["cut", "unplug"])
 @pytest.mark.parametrize(("body", "nbytes"), [(reduces, 8), (reduces, 16 << 20), (waits, 8)])
-def test_both_sides_of_a_cut_name_a_rank_beyond_it(
+def test_network_cut_raises_peer_lost_on_both_sides_for_the_lowest_remote_rank(
     job: StartJob, hosts: Hosts, body: Callable[..., None], nbytes: int, how: str
 ) -> None:
     environ = job_environ(hosts, GRADWIRE_PEER_TIMEOUT=str(TIMEOUT))
@@ -103,7 +102,7 @@ def test_both_sides_of_a_cut_name_a_rank_beyond_it(
 
 
 @needs_core
-def test_a_cut_for_longer_than_the_default_deadline_ends_a_job_on_both_sides(job: StartJob, hosts: Hosts) -> None:
+def test_network_cut_beyond_the_default_timeout_raises_peer_lost_on_both_sides(job: StartJob, hosts: Hosts) -> None:
     with job(reduces, SIZE, hosts.pids, 8, environ=job_environ(hosts)) as ranks:
         for rank in ranks:
             assert rank.hear() == {"ready": True}
@@ -116,7 +115,7 @@ def test_a_cut_for_longer_than_the_default_deadline_ends_a_job_on_both_sides(job
 
 
 @needs_core
-def test_the_longest_deadline_of_any_rank_counts_for_all(job: StartJob, hosts: Hosts) -> None:
+def test_network_cut_uses_the_longest_peer_timeout_of_all_ranks(job: StartJob, hosts: Hosts) -> None:
     """So that no rank gives up others that do not give it up."""
     common = job_environ(hosts)
 
@@ -195,7 +194,7 @@ def outage(hosts: Hosts, seconds: float) -> None:
     hosts.mend()
 
 
-def test_a_second_without_packets_breaks_nothing_in_a_static_job(job: StartJob, hosts: Hosts) -> None:
+def test_network_cut_of_a_second_breaks_nothing_in_a_static_job(job: StartJob, hosts: Hosts) -> None:
     with job(reduces_until_told, SIZE, hosts.pids, environ=job_environ(hosts)) as ranks:
         for rank in ranks:
             assert rank.hear() == {"ready": True}
@@ -204,7 +203,7 @@ def test_a_second_without_packets_breaks_nothing_in_a_static_job(job: StartJob, 
         assert [rank.hear().get("sum") for rank in ranks] == [SIZE] * SIZE
 
 
-def test_an_outage_of_two_thirds_of_the_deadline_breaks_nothing(job: StartJob, hosts: Hosts) -> None:
+def test_network_cut_of_two_thirds_of_the_timeout_breaks_nothing(job: StartJob, hosts: Hosts) -> None:
     """TCP sends again at least once a second, instead of waiting as long again as the outage has lasted."""
     with socket.socket() as sock:
         try:
@@ -219,7 +218,7 @@ def test_an_outage_of_two_thirds_of_the_deadline_breaks_nothing(job: StartJob, h
         assert [rank.hear().get("sum") for rank in ranks] == [SIZE] * SIZE
 
 
-def test_a_second_without_packets_breaks_nothing_in_an_elastic_job(job: StartJob, hosts: Hosts) -> None:
+def test_network_cut_of_a_second_breaks_nothing_in_an_elastic_job(job: StartJob, hosts: Hosts) -> None:
     address = f"{hosts.address(0)}:{PORT}"
     token = secrets.token_hex(32)
 

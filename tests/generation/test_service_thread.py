@@ -1,4 +1,4 @@
-"""The service: what is posted while others hold the locks of the mailbox and the control."""
+"""The service thread: messages posted while other threads hold the locks of the mailbox and the control."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONG = 60.0
 WORLD, TAG, NBYTES = 1, 7, 1 << 20
 
 
-def test_an_offer_accepted_while_the_generation_breaks_blocks_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offer_accepted_while_the_generation_breaks_does_not_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Accepting holds the mailbox's lock and posts; a break holds the control's lock and wakes those at the mailbox."""
     one, two = gw.loopback_pair()
     two.send(np.zeros(1), 0)

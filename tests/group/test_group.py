@@ -1,4 +1,4 @@
-"""What a group tells of itself, what it can do, how it begins and ends."""
+"""Group: its properties, capabilities, empty arrays, close and abort, refused arguments, and examples in its docs."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def pair() -> Iterator[tuple[gw.Group, gw.Group]]:
 # -- properties --------------------------------------------------------------------------------------------------------
 
 
-def test_who(pair: tuple[gw.Group, gw.Group]) -> None:
+def test_group_of_two_has_rank_size_generation_and_topology(pair: tuple[gw.Group, gw.Group]) -> None:
     assert [(group.rank, group.size, group.generation) for group in pair] == [(0, 2, 1), (1, 2, 1)]
     assert {group.topology for group in pair} == {gw.Topology.single(2)}
 
 
 @pytest.mark.parametrize("name", ["rank", "size", "generation", "topology", "capabilities"])
-def test_properties_are_not_for_setting(alone: gw.Group, name: str) -> None:
+def test_group_properties_are_read_only(alone: gw.Group, name: str) -> None:
     with pytest.raises(AttributeError):
         setattr(alone, name, 1)
 
 
-def test_its_repr_tells_its_state(pair: tuple[gw.Group, gw.Group]) -> None:
+def test_group_repr_shows_open_broken_and_closed(pair: tuple[gw.Group, gw.Group]) -> None:
     one, two = pair
     assert repr(two) == "<gradwire.Group rank 1 of 2, generation 1, open>"
     one.abort("enough")
@@ -55,7 +55,7 @@ def test_its_repr_tells_its_state(pair: tuple[gw.Group, gw.Group]) -> None:
 # -- capabilities ------------------------------------------------------------------------------------------------------
 
 
-def test_capabilities_tell_the_transport(alone: gw.Group, pair: tuple[gw.Group, gw.Group]) -> None:
+def test_capabilities_report_transport_ops_and_algorithms(alone: gw.Group, pair: tuple[gw.Group, gw.Group]) -> None:
     assert alone.capabilities.transport == "local"
     able = pair[0].capabilities
     assert able.transport == "tcp"
@@ -102,19 +102,23 @@ UNSUPPORTED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("operation", "arguments"), SUPPORTED)
-def test_supported(alone: gw.Group, operation: str, arguments: dict[str, Any]) -> None:
+def test_supports_an_available_operation_returns_true(
+    alone: gw.Group, operation: str, arguments: dict[str, Any]
+) -> None:
     assert alone.capabilities.supports(operation, **arguments)
     assert hasattr(alone, operation)
 
 
 @pytest.mark.parametrize(("operation", "arguments"), UNSUPPORTED)
-def test_unsupported(alone: gw.Group, operation: str, arguments: dict[str, Any]) -> None:
+def test_supports_an_unavailable_operation_returns_false(
+    alone: gw.Group, operation: str, arguments: dict[str, Any]
+) -> None:
     assert not alone.capabilities.supports(operation, **arguments)
 
 
 @pytest.mark.parametrize("op", ["sum", "mean", "min", "max", "prod"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64", "int8", "uint64", "bool", "complex64"])
-def test_support_is_what_the_call_does(alone: gw.Group, dtype: str, op: str) -> None:
+def test_supports_agrees_with_what_all_reduce_accepts(alone: gw.Group, dtype: str, op: str) -> None:
     x = alone.empty(3, dtype)
     x[...] = 1
     if alone.capabilities.supports("all_reduce", dtype=dtype, op=op):
@@ -124,7 +128,7 @@ def test_support_is_what_the_call_does(alone: gw.Group, dtype: str, op: str) -> 
             alone.all_reduce(x, op)
 
 
-def test_recover_says_that_it_cannot(alone: gw.Group) -> None:
+def test_recover_in_a_static_group_raises_unsupported_op(alone: gw.Group) -> None:
     with pytest.raises(gw.UnsupportedOp, match="membership is fixed") as caught:
         alone.recover()
     assert caught.value.operation == "recover"
@@ -137,7 +141,7 @@ def test_recover_says_that_it_cannot(alone: gw.Group) -> None:
     ("shape", "dtype"),
     [(3, "float32"), ((2, 0, 3), "bool"), ((), "complex128"), (np.int8(4), "bfloat16"), ([2, 3], "i2")],
 )
-def test_empty_gives_arrays_that_can_be_reduced(alone: gw.Group, shape: Any, dtype: str) -> None:
+def test_empty_returns_contiguous_writable_arrays_that_can_be_reduced(alone: gw.Group, shape: Any, dtype: str) -> None:
     x = alone.empty(shape, dtype)
     assert isinstance(x, np.ndarray)
     assert x.shape == np.empty(shape).shape
@@ -147,18 +151,18 @@ def test_empty_gives_arrays_that_can_be_reduced(alone: gw.Group, shape: Any, dty
     assert alone.all_reduce(x) is x
 
 
-def test_empty_is_float32_unless_told(alone: gw.Group) -> None:
+def test_empty_without_a_dtype_is_float32(alone: gw.Group) -> None:
     assert alone.empty(3).dtype == np.float32
 
 
 @pytest.mark.parametrize("shape", [-1, (2, -1), 1.5, "3", 2**62, 10**30, (2**40, 2**40), None])
-def test_shapes_that_cannot_be(alone: gw.Group, shape: Any) -> None:
+def test_empty_of_an_impossible_shape_raises_invalid_size(alone: gw.Group, shape: Any) -> None:
     with pytest.raises(gw.InvalidSize, match="no array of shape"):
         alone.empty(shape)
 
 
 @pytest.mark.parametrize("dtype", [object, "U5", ">f4", "f4,f4", "3f4", "nonsense", None, 7, np.longdouble])
-def test_dtypes_that_cannot_be(alone: gw.Group, dtype: Any) -> None:
+def test_empty_of_an_unsupported_dtype_raises_array_error(alone: gw.Group, dtype: Any) -> None:
     with pytest.raises(gw.ArrayError):
         alone.empty(3, dtype)
 
@@ -166,7 +170,7 @@ def test_dtypes_that_cannot_be(alone: gw.Group, dtype: Any) -> None:
 # -- beginning and end -------------------------------------------------------------------------------------------------
 
 
-def test_everything_is_refused_after_close(alone: gw.Group) -> None:
+def test_collectives_after_close_raise_closed(alone: gw.Group) -> None:
     alone.close()
     x = np.ones(2)
     calls: list[tuple[Any, ...]] = [
@@ -192,7 +196,7 @@ def test_everything_is_refused_after_close(alone: gw.Group) -> None:
     alone.close()
 
 
-def test_messages_are_refused_after_close(pair: tuple[gw.Group, gw.Group]) -> None:
+def test_point_to_point_after_close_raises_closed(pair: tuple[gw.Group, gw.Group]) -> None:
     one, _ = pair
     one.close()
     x = np.ones(2)
@@ -201,7 +205,7 @@ def test_messages_are_refused_after_close(pair: tuple[gw.Group, gw.Group]) -> No
             call()
 
 
-def test_leaving_with_an_exception_aborts(pair: tuple[gw.Group, gw.Group]) -> None:
+def test_with_block_left_by_an_exception_aborts_the_group(pair: tuple[gw.Group, gw.Group]) -> None:
     def program(group: gw.Group) -> str:
         if group.rank == 0:
             with pytest.raises(KeyError), group:
@@ -217,7 +221,7 @@ def test_leaving_with_an_exception_aborts(pair: tuple[gw.Group, gw.Group]) -> No
     assert "KeyError: 'lost'" in text
 
 
-def test_abort_is_told_once(pair: tuple[gw.Group, gw.Group]) -> None:
+def test_abort_repeated_keeps_the_first_reason(pair: tuple[gw.Group, gw.Group]) -> None:
     one, two = pair
     one.abort("first")
     one.abort("second")
@@ -230,7 +234,7 @@ def test_abort_is_told_once(pair: tuple[gw.Group, gw.Group]) -> None:
 
 
 @pytest.mark.parametrize("n", [0, -1, 1.0, True, "2", None])
-def test_a_group_has_at_least_one_rank(n: Any) -> None:
+def test_local_group_of_fewer_than_one_rank_raises_invalid_size(n: Any) -> None:
     with pytest.raises(gw.InvalidSize, match="there must be at least 1"):
         gw.local_group(n)
 
@@ -239,7 +243,7 @@ def test_a_group_has_at_least_one_rank(n: Any) -> None:
 
 
 @pytest.mark.parametrize("rank", [2, -1, 0.0, "1", None, True])
-def test_peers_that_cannot_be(pair: tuple[gw.Group, gw.Group], rank: Any) -> None:
+def test_point_to_point_with_an_invalid_rank_raises_invalid_rank(pair: tuple[gw.Group, gw.Group], rank: Any) -> None:
     one, x = pair[0], np.zeros(1)
     with pytest.raises(gw.InvalidRank):
         one.send(x, dst=rank)
@@ -252,7 +256,7 @@ def test_peers_that_cannot_be(pair: tuple[gw.Group, gw.Group], rank: Any) -> Non
             one.recv(x, src=rank)
 
 
-def test_nobody_talks_to_himself(pair: tuple[gw.Group, gw.Group]) -> None:
+def test_point_to_point_with_its_own_rank_raises_invalid_rank(pair: tuple[gw.Group, gw.Group]) -> None:
     one, x = pair[0], np.zeros(1)
     for call in (lambda: one.send(x, 0), lambda: one.recv(x, 0), lambda: one.sendrecv(x, x.copy(), 1, 0)):
         with pytest.raises(gw.InvalidRank, match="this rank itself") as caught:
@@ -261,18 +265,18 @@ def test_nobody_talks_to_himself(pair: tuple[gw.Group, gw.Group]) -> None:
 
 
 @pytest.mark.parametrize("tag", [-1, 2**62, 1.5, "a", True])
-def test_tags_that_cannot_be(pair: tuple[gw.Group, gw.Group], tag: Any) -> None:
+def test_send_with_an_invalid_tag_raises_invalid_size(pair: tuple[gw.Group, gw.Group], tag: Any) -> None:
     with pytest.raises(gw.InvalidSize, match="tag"):
         pair[0].send(np.zeros(1), 1, tag=tag)
 
 
-def test_sendrecv_does_not_write_what_it_sends(pair: tuple[gw.Group, gw.Group]) -> None:
+def test_sendrecv_with_overlapping_buffers_raises_array_error(pair: tuple[gw.Group, gw.Group]) -> None:
     x = np.zeros(4)
     with pytest.raises(gw.ArrayError, match="overlaps"):
         pair[0].sendrecv(x, x[2:], 1, 1)
 
 
-def test_copy_within_a_rank(alone: gw.Group) -> None:
+def test_copy_within_a_rank_handles_strides_and_overlap_and_refuses_other_sizes(alone: gw.Group) -> None:
     y = np.zeros((3, 2))
     alone.copy(np.arange(6.0).reshape(2, 3).T, y, src=0, dst=0)
     assert y.tolist() == [[0, 3], [1, 4], [2, 5]]
@@ -300,5 +304,5 @@ def public_members() -> Iterator[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("member", [pytest.param(member, id=name) for name, member in public_members()])
-def test_everything_public_is_shown_by_an_example(member: Any) -> None:
+def test_public_member_has_an_example_in_its_docstring(member: Any) -> None:
     assert doctest.DocTestParser().get_examples(inspect.getdoc(member) or "")

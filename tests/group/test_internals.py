@@ -1,4 +1,4 @@
-"""GroupInternals: what training, adapters and job set-up use of a group beyond its public calls."""
+"""GroupInternals: the parts of a group that training, adapters and job set-up use beyond its public calls."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_queue_runs_after_the_calls_before_it(pair: list[gw.Group]) -> None:
     assert run_ranks(pair, program) == [1, 1]
 
 
-def test_set_timeout_holds_for_calls_that_name_none(pair: list[gw.Group]) -> None:
+def test_set_timeout_applies_to_collectives_without_a_timeout(pair: list[gw.Group]) -> None:
     GroupInternals(pair[0]).set_timeout(0.01)
     assert GroupInternals(pair[0]).timeout == 0.01
     with pytest.raises(gw.Timeout) as collective:
@@ -43,7 +43,7 @@ def test_set_timeout_holds_for_calls_that_name_none(pair: list[gw.Group]) -> Non
     assert collective.value.seconds == 0.01
 
 
-def test_set_timeout_holds_for_messages_that_name_none(pair: list[gw.Group]) -> None:
+def test_set_timeout_applies_to_recv_without_a_timeout(pair: list[gw.Group]) -> None:
     GroupInternals(pair[0]).set_timeout(0.01)
     with pytest.raises(gw.Timeout) as message:
         pair[0].recv(np.zeros(1))
@@ -58,7 +58,7 @@ def test_form_makes_a_group_in_the_order_of_its_ranks(pair: list[gw.Group]) -> N
     assert run_ranks(pair, program) == [(1, [1, 0]), (0, [1, 0])]
 
 
-def test_gather_brings_values_by_rank_and_is_counted(pair: list[gw.Group]) -> None:
+def test_gather_returns_values_by_rank_and_is_counted(pair: list[gw.Group]) -> None:
     def program(group: gw.Group) -> tuple[list[int], int]:
         internals = GroupInternals(group)
         before = internals.gathers
@@ -67,7 +67,7 @@ def test_gather_brings_values_by_rank_and_is_counted(pair: list[gw.Group]) -> No
     assert run_ranks(pair, program) == [([0, 1], 1)] * 2
 
 
-def test_state_of_a_group_that_is_aborted_and_closed_is_seen(pair: list[gw.Group]) -> None:
+def test_internals_of_an_aborted_then_closed_group_report_its_state(pair: list[gw.Group]) -> None:
     internals = GroupInternals(pair[0])
     internals.check()
     assert (internals.is_broken, internals.is_closed, internals.is_left_behind) == (False, False, False)

@@ -1,4 +1,4 @@
-"""Ranks that call different things: CollectiveMismatch on every rank, with all calls and lines."""
+"""CollectiveMismatch: ranks that make different calls all raise it, with every rank's call and source line."""
 
 from __future__ import annotations
 
@@ -117,7 +117,9 @@ def goes_wrong(group: gw.Group, call: Call) -> gw.CollectiveMismatch:
 
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("difference", DIFFERENCES)
-def test_each_rank_shows_what_every_rank_called(groups: list[gw.Group], difference: str) -> None:
+def test_mismatch_on_any_argument_shows_the_call_of_every_rank_on_all_ranks(
+    groups: list[gw.Group], difference: str
+) -> None:
     usual, odd, shown = DIFFERENCES[difference]
     run_ranks(groups, lambda group: group.barrier())
     errors = run_ranks(groups, lambda group: goes_wrong(group, odd if group.rank == 1 else usual))
@@ -134,7 +136,9 @@ def test_each_rank_shows_what_every_rank_called(groups: list[gw.Group], differen
 
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("after", ["idle", "all_reduce", "recv", "send"])
-def test_two_roots_that_both_send_and_never_receive_are_found(groups: list[gw.Group], after: str) -> None:
+def test_broadcast_with_two_roots_raises_mismatch_whatever_the_ranks_do_next(
+    groups: list[gw.Group], after: str
+) -> None:
     def play(group: gw.Group) -> gw.CollectiveMismatch:
         with pytest.raises(gw.CollectiveMismatch, match=r"rank 1: broadcast\(float32\[4\], root=1\)") as told:
             group.broadcast(ones(), root=0 if group.rank == 0 else 1)
@@ -153,7 +157,7 @@ def test_two_roots_that_both_send_and_never_receive_are_found(groups: list[gw.Gr
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_different_order_is_found_where_it_begins(groups: list[gw.Group]) -> None:
+def test_mismatch_of_call_order_names_the_first_call_that_differs(groups: list[gw.Group]) -> None:
     def play(group: gw.Group) -> gw.CollectiveMismatch:
         def calls(group: gw.Group) -> None:
             first, second = ("max", "min") if group.rank == 1 else ("min", "max")
@@ -169,7 +173,7 @@ def test_a_different_order_is_found_where_it_begins(groups: list[gw.Group]) -> N
         assert "rank 1: reduce(float32[4], op='max', root=0)" in str(error)
 
 
-def test_one_that_skips_a_call_is_shown_where_it_is(groups: list[gw.Group]) -> None:
+def test_mismatch_by_a_skipped_call_shows_the_later_call_of_that_rank(groups: list[gw.Group]) -> None:
     def play(group: gw.Group) -> gw.CollectiveMismatch:
         def calls(group: gw.Group) -> None:
             if group.rank != 0:
@@ -218,7 +222,7 @@ def arrays(**shapes: tuple[int, ...]) -> dict[str, Any]:
     ],
     ids=["name", "shape", "one more", "dtype"],
 )
-def test_maps_that_differ_are_told_by_name(
+def test_all_reduce_named_with_different_maps_names_the_array_that_differs(
     groups: list[gw.Group], usual: Callable[[], Any], odd: Callable[[], Any], said: str
 ) -> None:
     def play(group: gw.Group) -> gw.CollectiveMismatch:
@@ -244,7 +248,7 @@ def test_maps_that_differ_are_told_by_name(
     ],
     ids=["scatter", "all_to_all"],
 )
-def test_counts_that_disagree_are_shown(groups: list[gw.Group], call: Call, said: str) -> None:
+def test_mismatch_of_counts_shows_expected_and_actual_counts(groups: list[gw.Group], call: Call, said: str) -> None:
     for error in run_ranks(groups, lambda group: goes_wrong(group, call)):
         assert re.match(rf"ranks disagree on call #\d: {said}\n  rank 0: ", str(error)), str(error)
 
@@ -264,7 +268,7 @@ def got(group: gw.Group) -> list[int]:
     return [usual + (group.rank == 0) - (group.rank == 1) if rank == 1 else usual for rank in range(group.size)]
 
 
-def test_groups_do_not_interfere() -> None:
+def test_calls_of_different_groups_in_different_order_are_no_mismatch() -> None:
     """A call on the world and one on a subgroup are of different orders: neither disagrees with the other."""
     groups = gw.local_group(3)
 
@@ -288,7 +292,7 @@ def test_groups_do_not_interfere() -> None:
         group.close()
 
 
-def test_a_mismatch_in_a_subgroup_breaks_all_and_shows_only_its_members() -> None:
+def test_mismatch_in_a_subgroup_breaks_all_ranks_and_shows_only_its_members() -> None:
     groups = gw.local_group(4)
 
     def play(group: gw.Group) -> str:
@@ -323,7 +327,7 @@ def disagrees(here: Here, difference: str) -> None:
 
 
 @pytest.mark.parametrize("difference", ["operation", "large count", "two roots", "trailing shape"])
-def test_processes_that_disagree(job: StartJob, difference: str) -> None:
+def test_mismatch_between_processes_names_the_odd_rank_and_its_line(job: StartJob, difference: str) -> None:
     usual, odd, shown = DIFFERENCES[difference]
     with job(disagrees, 3, difference) as ranks:
         for rank in ranks:
@@ -335,7 +339,7 @@ def test_processes_that_disagree(job: StartJob, difference: str) -> None:
 
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("n", [2, 3])
-def test_two_roots_that_never_wait_are_told_when_they_leave_the_group(n: int) -> None:
+def test_broadcast_with_two_roots_raises_mismatch_when_the_with_block_ends(n: int) -> None:
     def leave_at_once(group: gw.Group) -> str:
         try:
             with group:
@@ -350,7 +354,7 @@ def test_two_roots_that_never_wait_are_told_when_they_leave_the_group(n: int) ->
         assert "test_mismatch.py" in text
 
 
-def test_leaving_alone_takes_a_moment_at_most() -> None:
+def test_with_block_ends_without_the_other_rank_and_without_an_error() -> None:
     stays, leaves = gw.local_group(2)
     with leaves:
         pass

@@ -1,4 +1,4 @@
-"""Calls that were refused, waited for or repeated in odd places: the group goes on."""
+"""Refused calls, unusual arguments, callbacks and forks: the group remains usable afterwards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.ranks import eventually, run_ranks
 
 
 @pytest.mark.parametrize("transport", ["local", "tcp"])
-def test_an_all_gather_with_an_unusable_out_is_refused_before_anything_is_sent(transport: str) -> None:
+def test_all_gather_with_an_unusable_out_is_refused_before_anything_is_sent(transport: str) -> None:
     def run(group: gw.Group) -> list[list[int]]:
         x = np.array([group.rank + 7])
         found = [group.all_gather(x).tolist() for _ in range(3)]  # by now the core knows the call
@@ -58,7 +58,7 @@ def test_all_gather_into_an_out_of_another_length_fails_on_that_rank_alone(trans
         assert crew.run(run) == [[[7, 8]] * 4, [[7, 8]] * 5]
 
 
-def test_a_callback_may_wait_for_a_later_work_while_the_program_is_in_a_call() -> None:
+def test_callback_waits_for_a_later_work_while_the_main_thread_is_in_a_call() -> None:
     queued = threading.Event()
     later: list[gw.Work] = []
     found: list[float] = []
@@ -96,7 +96,7 @@ def leave(_: gw.Work) -> None:
     raise SystemExit
 
 
-def test_a_callback_that_exits_ends_nothing() -> None:
+def test_callback_that_raises_system_exit_stops_no_later_work() -> None:
     def run(group: gw.Group) -> float:
         stream = group.stream()
         stream.all_reduce(1.0).add_done_callback(leave)
@@ -106,7 +106,7 @@ def test_a_callback_that_exits_ends_nothing() -> None:
 
 
 @pytest.mark.parametrize("timeout", [Fraction(1, 100), 10**400], ids=["short", "long"])
-def test_a_timeout_is_any_number_above_0(timeout: Any) -> None:
+def test_wait_accepts_any_positive_number_as_timeout(timeout: Any) -> None:
     one, two = gw.local_group(2)
     with one, two:
         work = one.stream().barrier()
@@ -118,7 +118,7 @@ def test_a_timeout_is_any_number_above_0(timeout: Any) -> None:
 
 
 @pytest.mark.parametrize("strided", [False, True])
-def test_a_result_may_lie_where_what_is_read_cannot_be_written(strided: bool) -> None:
+def test_all_reduce_of_a_read_only_view_may_write_to_the_same_memory(strided: bool) -> None:
     def run(group: gw.Group) -> list[float]:
         memory = np.arange(6.0)
         out = memory[::2] if strided else memory[:3]
@@ -132,12 +132,12 @@ def test_a_result_may_lie_where_what_is_read_cannot_be_written(strided: bool) ->
     assert zero == [2 * value for value in one]
 
 
-def test_a_rank_that_is_alone_hears_from_nobody() -> None:
+def test_recv_in_a_group_of_one_raises_invalid_rank() -> None:
     with gw.init() as group, pytest.raises(gw.InvalidRank):
         group.recv(np.zeros(1))
 
 
-def test_who_recovers_late_gets_the_present_group() -> None:
+def test_recover_called_again_returns_the_present_group() -> None:
     def run(group: gw.Group) -> int:
         present = group.recover()
         with present:
@@ -147,7 +147,7 @@ def test_who_recovers_late_gets_the_present_group() -> None:
     assert run_ranks(gw.local_group(2), run) == [2, 2]
 
 
-def test_answers_come_through_where_too_much_was_sent() -> None:
+def test_large_message_arrives_at_a_rank_whose_own_sends_exceed_the_limit() -> None:
     one, two = gw.loopback_pair()
     with one, two:
         small, y = np.ones(1 << 16, np.uint8), np.zeros(1 << 17)
@@ -160,7 +160,7 @@ def test_answers_come_through_where_too_much_was_sent() -> None:
         assert y.all()
 
 
-def test_a_forked_child_does_not_wait_for_the_parent_s_work() -> None:
+def test_wait_in_a_forked_child_raises_closed() -> None:
     one, two = gw.local_group(2)
     with one, two:
         work = one.stream().all_reduce(1)

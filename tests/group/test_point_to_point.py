@@ -1,4 +1,4 @@
-"""send, recv, sendrecv and copy: whole messages, in order, whatever times out in between."""
+"""send, recv, sendrecv and copy: messages arrive whole and in order, also after calls that timed out."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def pattern(nbytes: int, seed: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 8, MAX_EAGER, MAX_EAGER + 1, LARGE])
-def test_any_size_arrives_whole(pair: list[gw.Group], nbytes: int) -> None:
+def test_send_of_any_size_arrives_whole(pair: list[gw.Group], nbytes: int) -> None:
     def play(group: gw.Group) -> None:
         if group.rank == 0:
             group.send(pattern(nbytes), dst=1)
@@ -59,7 +59,7 @@ def test_any_size_arrives_whole(pair: list[gw.Group], nbytes: int) -> None:
     run_ranks(pair, play)
 
 
-def test_tags_may_be_taken_out_of_order_and_each_keeps_its_own(pair: list[gw.Group]) -> None:
+def test_recv_of_tags_in_any_order_keeps_the_order_within_each_tag(pair: list[gw.Group]) -> None:
     for tag in (1, 2, 3):
         for number in (1, 2):
             pair[0].send(np.array([tag, number]), dst=1, tag=tag)
@@ -75,7 +75,7 @@ def test_tags_may_be_taken_out_of_order_and_each_keeps_its_own(pair: list[gw.Gro
     large.join()
 
 
-def test_anyone_s_messages_come_in_the_order_of_their_arrival(trio: list[gw.Group]) -> None:
+def test_recv_from_any_rank_returns_messages_in_order_of_arrival(trio: list[gw.Group]) -> None:
     x = np.zeros(1, int)
     order: list[int] = []
     mailbox = parts_of(trio[0]).generation.mailbox
@@ -98,7 +98,7 @@ def test_anyone_s_messages_come_in_the_order_of_their_arrival(trio: list[gw.Grou
 
 
 @pytest.mark.parametrize("bad", [-1, 2, 7, "1", None])
-def test_ranks_that_do_not_exist(pair: list[gw.Group], bad: Any) -> None:
+def test_send_and_recv_with_an_invalid_rank_raise_invalid_rank(pair: list[gw.Group], bad: Any) -> None:
     with pytest.raises(gw.InvalidRank):
         pair[0].send(np.zeros(1), dst=bad)
     if bad is not None:
@@ -106,7 +106,7 @@ def test_ranks_that_do_not_exist(pair: list[gw.Group], bad: Any) -> None:
             pair[0].recv(np.zeros(1), src=bad)
 
 
-def test_nobody_talks_to_itself(pair: list[gw.Group]) -> None:
+def test_send_and_recv_with_its_own_rank_are_refused_and_copy_works(pair: list[gw.Group]) -> None:
     for call in (
         lambda: pair[0].send(np.zeros(1), dst=0),
         lambda: pair[0].recv(np.zeros(1), src=0),
@@ -120,7 +120,7 @@ def test_nobody_talks_to_itself(pair: list[gw.Group]) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [16, LARGE])
-def test_a_message_that_does_not_fit_is_kept_for_a_buffer_that_does(pair: list[gw.Group], nbytes: int) -> None:
+def test_recv_into_a_buffer_of_another_size_keeps_the_message(pair: list[gw.Group], nbytes: int) -> None:
     sender = in_background(lambda: pair[0].send(pattern(nbytes), dst=1))
     for wrong in (nbytes - 1, nbytes + 1, 0):
         with pytest.raises(gw.SizeMismatch, match=f"rank 0 sent {nbytes} bytes with tag 0, the buffer has {wrong}"):
@@ -134,7 +134,7 @@ def test_a_message_that_does_not_fit_is_kept_for_a_buffer_that_does(pair: list[g
 # -- time-outs leave everything in its place --------------------------------------------------------------------------
 
 
-def test_a_recv_that_timed_out_can_be_repeated(pair: list[gw.Group]) -> None:
+def test_recv_that_timed_out_can_be_repeated(pair: list[gw.Group]) -> None:
     x = np.zeros(3)
     for _ in range(3):
         with pytest.raises(gw.Timeout, match=r"no message from rank 0 with tag 0 came in 0.02 s; .* repeated") as told:
@@ -146,7 +146,7 @@ def test_a_recv_that_timed_out_can_be_repeated(pair: list[gw.Group]) -> None:
     run_ranks(pair, lambda group: group.barrier())
 
 
-def test_a_large_send_without_a_recv_times_out_and_leaves_the_group_usable(pair: list[gw.Group]) -> None:
+def test_send_without_a_recv_times_out_and_leaves_the_group_usable(pair: list[gw.Group]) -> None:
     acquaint(pair)
     for _ in range(2):
         with pytest.raises(gw.Timeout, match=r"waited 0.05 s for a recv there.*use sendrecv") as told:
@@ -163,7 +163,7 @@ def test_a_large_send_without_a_recv_times_out_and_leaves_the_group_usable(pair:
     run_ranks(pair, lambda group: group.barrier())
 
 
-def test_two_opposite_large_sends_time_out_on_both_sides(pair: list[gw.Group]) -> None:
+def test_send_in_both_directions_times_out_where_sendrecv_succeeds(pair: list[gw.Group]) -> None:
     def play(group: gw.Group) -> None:
         with pytest.raises(gw.Timeout, match="use sendrecv"):
             group.send(pattern(LARGE), dst=1 - group.rank, timeout=0.2)
@@ -176,7 +176,7 @@ def test_two_opposite_large_sends_time_out_on_both_sides(pair: list[gw.Group]) -
     run_ranks(pair, play)
 
 
-def test_a_sendrecv_that_timed_out_takes_its_recv_back(pair: list[gw.Group]) -> None:
+def test_sendrecv_that_timed_out_withdraws_its_recv(pair: list[gw.Group]) -> None:
     acquaint(pair)
     y = np.zeros(2)
     with pytest.raises(gw.Timeout, match="sendrecv"):
@@ -187,7 +187,7 @@ def test_a_sendrecv_that_timed_out_takes_its_recv_back(pair: list[gw.Group]) -> 
     assert (x.tolist(), y.tolist()) == ([1, 1], [0, 0])
 
 
-def test_many_small_sends_in_both_directions_do_not_wait_for_each_other(pair: list[gw.Group]) -> None:
+def test_small_sends_in_both_directions_do_not_wait_for_each_other(pair: list[gw.Group]) -> None:
     def play(group: gw.Group) -> list[int]:
         other = 1 - group.rank
         for number in range(1000):
@@ -201,7 +201,7 @@ def test_many_small_sends_in_both_directions_do_not_wait_for_each_other(pair: li
     assert run_ranks(pair, play) == [list(range(1000))] * 2
 
 
-def test_a_flood_that_nobody_receives_is_bounded_and_loses_nothing(
+def test_unreceived_messages_are_bounded_and_none_is_lost(
     pair: list[gw.Group], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The receiver stops reading at its bound, the sender then waits; a time-out of that leaves all in place."""
@@ -225,7 +225,7 @@ def test_a_flood_that_nobody_receives_is_bounded_and_loses_nothing(
 
 
 @pytest.mark.parametrize("count", [20_000, pytest.param(100_000, marks=pytest.mark.slow)])
-def test_very_many_messages_in_order(pair: list[gw.Group], count: int) -> None:
+def test_many_messages_arrive_in_order(pair: list[gw.Group], count: int) -> None:
 
     def play(group: gw.Group) -> bool:
         x = np.zeros(1, np.int64)
@@ -243,7 +243,7 @@ def test_very_many_messages_in_order(pair: list[gw.Group], count: int) -> None:
     assert run_ranks(pair, play) == [True, True]
 
 
-def test_a_backlog_is_taken_as_fast_as_a_stream(pair: list[gw.Group]) -> None:
+def test_recv_time_does_not_grow_with_the_number_of_waiting_messages(pair: list[gw.Group]) -> None:
     """Finding a message must not cost more the more of them lie there."""
     x = np.zeros(1, np.int64)
     for number in range(20_000):
@@ -259,7 +259,7 @@ def test_a_backlog_is_taken_as_fast_as_a_stream(pair: list[gw.Group]) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [8, 64 << 20])
-def test_rings_of_sendrecv(nbytes: int) -> None:
+def test_sendrecv_around_a_ring_returns_each_array_to_its_rank(nbytes: int) -> None:
     groups = gw.local_group(3) if nbytes == 8 else list(gw.loopback_pair())
 
     def play(group: gw.Group) -> bool:
@@ -276,7 +276,7 @@ def test_rings_of_sendrecv(nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [3, 1000])
-def test_copy_minds_no_strides(trio: list[gw.Group], rows: int) -> None:
+def test_copy_between_strided_arrays_copies_every_element(trio: list[gw.Group], rows: int) -> None:
     source = np.arange(rows * 600.0).reshape(rows, 600)
 
     def play(group: gw.Group) -> Any:
@@ -289,7 +289,7 @@ def test_copy_minds_no_strides(trio: list[gw.Group], rows: int) -> None:
     assert np.array_equal(run_ranks(trio, play)[0], source[::-1, ::3])
 
 
-def test_recv_into_a_strided_array(pair: list[gw.Group]) -> None:
+def test_recv_into_a_strided_array_writes_only_its_elements(pair: list[gw.Group]) -> None:
     y = np.zeros((4, 6))
     pair[0].send(np.arange(8.0), dst=1)
     pair[1].recv(y[:, 1:5:2], src=0)
@@ -299,7 +299,7 @@ def test_recv_into_a_strided_array(pair: list[gw.Group]) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [8, LARGE])
-def test_threads_of_one_rank_may_talk_at_once(pair: list[gw.Group], nbytes: int) -> None:
+def test_threads_of_one_rank_send_and_receive_at_the_same_time(pair: list[gw.Group], nbytes: int) -> None:
     def play(group: gw.Group) -> list[bool]:
         other = 1 - group.rank
         fine: list[bool] = []
@@ -322,7 +322,7 @@ def test_threads_of_one_rank_may_talk_at_once(pair: list[gw.Group], nbytes: int)
     assert run_ranks(pair, play) == [[True] * 10] * 2
 
 
-def test_two_recvs_of_different_sizes_each_get_theirs(pair: list[gw.Group]) -> None:
+def test_recv_that_does_not_fit_hides_no_message_from_a_recv_that_fits(pair: list[gw.Group]) -> None:
     """One of them does not fit, and must not hide the message from the other."""
     outcomes: list[object] = []
 
@@ -344,7 +344,7 @@ def test_two_recvs_of_different_sizes_each_get_theirs(pair: list[gw.Group]) -> N
     assert sorted(map(str, outcomes)) == ["5", str(gw.SizeMismatch)]
 
 
-def test_a_copy_of_another_type_is_refused_and_kept() -> None:
+def test_copy_into_another_dtype_is_refused_and_keeps_the_message() -> None:
     one, two = gw.loopback_pair()
     with one, two:
         one.copy(np.arange(6), None, src=0, dst=1)
@@ -359,7 +359,7 @@ def test_a_copy_of_another_type_is_refused_and_kept() -> None:
         assert caught.value.operation == "copy"
 
 
-def test_sendrecv_whose_send_took_long_has_only_the_rest_of_its_time_for_the_recv(message_clock: Clock) -> None:
+def test_sendrecv_after_a_slow_send_has_only_the_remaining_time_for_its_recv(message_clock: Clock) -> None:
     one, two = gw.loopback_pair()
     with one, two:
         acquaint([one, two])

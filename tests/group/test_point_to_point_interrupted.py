@@ -1,4 +1,4 @@
-"""What happens when a large message stops in the middle: nothing is lost, nothing is written where it must not be."""
+"""Large messages that are interrupted halfway: nothing is lost, and no buffer that was given back is written."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def message() -> Any:
     return np.random.default_rng(7).integers(0, 256, WHOLE, np.uint8)
 
 
-def test_a_recv_that_timed_out_halfway_gets_the_message_whole_later(pair: list[gw.Group], gate: Gate) -> None:
+def test_recv_after_a_timeout_halfway_gets_the_whole_message(pair: list[gw.Group], gate: Gate) -> None:
     errors: list[BaseException] = []
     sender = sending(pair[0], message(), errors)
     x = np.zeros(WHOLE, np.uint8)
@@ -131,7 +131,7 @@ def test_a_recv_that_timed_out_halfway_gets_the_message_whole_later(pair: list[g
     pair[1].recv(np.zeros(3), src=0)
 
 
-def test_the_next_recv_may_ask_while_the_rest_is_still_coming(pair: list[gw.Group], gate: Gate) -> None:
+def test_recv_after_a_timeout_halfway_may_start_before_the_rest_arrives(pair: list[gw.Group], gate: Gate) -> None:
     errors: list[BaseException] = []
     sender = sending(pair[0], message(), errors)
     time_out_halfway(gate, pair[1], np.zeros(WHOLE, np.uint8))
@@ -145,7 +145,7 @@ def test_the_next_recv_may_ask_while_the_rest_is_still_coming(pair: list[gw.Grou
     assert not errors
 
 
-def test_a_send_whose_time_ends_behind_a_half_sent_message_is_given_up_alone(
+def test_send_that_times_out_behind_a_half_sent_message_breaks_nothing_else(
     pair: list[gw.Group], gate: Gate, message_clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was accepted, and waits for the link; the recv that accepted it then gets the next message instead."""
@@ -191,7 +191,7 @@ def test_a_send_whose_time_ends_behind_a_half_sent_message_is_given_up_alone(
     assert pair[1].all_reduce(1) == work.wait() == 2
 
 
-def test_a_message_behind_a_half_arrived_one_stays_behind_it(pair: list[gw.Group], gate: Gate) -> None:
+def test_message_sent_after_a_half_arrived_one_is_received_after_it(pair: list[gw.Group], gate: Gate) -> None:
     errors: list[BaseException] = []
     sender = sending(pair[0], message(), errors)
     x = np.zeros(WHOLE, np.uint8)
@@ -207,7 +207,7 @@ def test_a_message_behind_a_half_arrived_one_stays_behind_it(pair: list[gw.Group
     assert not errors
 
 
-def test_a_send_that_times_out_halfway_breaks_the_group_and_names_who_stopped_reading(
+def test_send_that_times_out_halfway_breaks_the_group_and_names_the_receiver(
     pair: list[gw.Group], gate: Gate, message_clock: Clock
 ) -> None:
     acquaint(pair)
@@ -224,7 +224,7 @@ def test_a_send_that_times_out_halfway_breaks_the_group_and_names_who_stopped_re
     assert gate.reached.is_set()
 
 
-def test_ctrl_c_halfway_breaks_the_group_instead_of_spoiling_the_link(pair: list[gw.Group], gate: Gate) -> None:
+def test_send_interrupted_by_ctrl_c_halfway_aborts_the_group(pair: list[gw.Group], gate: Gate) -> None:
     gate.error = KeyboardInterrupt()
     errors: list[BaseException] = []
     sender = sending(pair[0], message(), errors)
@@ -237,7 +237,7 @@ def test_ctrl_c_halfway_breaks_the_group_instead_of_spoiling_the_link(pair: list
         pair[0].send(np.zeros(1), dst=1)
 
 
-def test_closing_halfway_wakes_the_sender_and_is_a_loss_to_the_receiver(pair: list[gw.Group], gate: Gate) -> None:
+def test_close_halfway_ends_the_send_and_is_peer_lost_at_the_receiver(pair: list[gw.Group], gate: Gate) -> None:
     errors: list[BaseException] = []
     sender = sending(pair[0], message(), errors)
     closer = at(gate, pair[0].close)
@@ -276,7 +276,7 @@ def talks(here: Here, nbytes: int, pure: bool = False) -> None:
         here.tell_error(error)
 
 
-def test_a_sender_that_stands_still_loses_nothing(job: StartJob) -> None:
+def test_sender_stopped_for_a_while_loses_no_message_without_the_core(job: StartJob) -> None:
     """Without the core: with it, a process that stands still for so long is lost."""
     with job(talks, 2, WHOLE, True) as ranks:
         assert ranks[0].hear()["waiting"]  # for the recv
@@ -289,7 +289,7 @@ def test_a_sender_that_stands_still_loses_nothing(job: StartJob) -> None:
         assert [rank.ended() for rank in ranks] == [0, 0]
 
 
-def test_ctrl_c_in_a_send_that_waits_withdraws_it(job: StartJob) -> None:
+def test_send_interrupted_by_ctrl_c_while_it_waits_raises_aborted_at_the_receiver(job: StartJob) -> None:
     with job(talks, 2, WHOLE) as ranks:
         assert ranks[0].hear()["waiting"]
         ranks[0].signal(signal.SIGINT)

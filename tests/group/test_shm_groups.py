@@ -1,4 +1,4 @@
-"""Processes of one host share memory, tell of deaths by it, and can do without it."""
+"""Groups of processes that share memory: which ranks share it, when it is freed, how a death is noticed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def sees_others(here: Here) -> None:
     here.tell(seen=seen, named=named, sum=int(group.all_reduce(x)[1]))
 
 
-def test_ranks_of_a_host_see_each_others_arrays(job: StartJob) -> None:
+def test_shm_group_ranks_of_a_host_can_read_each_others_arrays(job: StartJob) -> None:
     with job(sees_others, 3) as ranks:
         for rank in ranks:
             others = [peer for peer in range(3) if peer != rank.number]
@@ -77,7 +77,7 @@ def shares_with(here: Here, hosts: list[str], transports: list[str]) -> None:
     )
 
 
-def test_memory_is_shared_within_hosts(job: StartJob) -> None:
+def test_shm_is_used_only_between_ranks_of_the_same_host(job: StartJob) -> None:
     with job(shares_with, 3, ["a", "a", "b"], ["auto"] * 3) as ranks:
         sharing = [True, True, False]
         assert ranks[0].hear() == {"sharing": sharing, "peers": [1], "transports": ["tcp", "shm"], "sum": 3}
@@ -88,7 +88,7 @@ def test_memory_is_shared_within_hosts(job: StartJob) -> None:
 @pytest.mark.parametrize(
     ("hosts", "transports"), [(["a", "b", "c"], ["auto"] * 3), (["a"] * 3, ["auto", "tcp", "auto"])]
 )
-def test_nobody_shares_with_other_hosts_or_with_the_unwilling(
+def test_shm_is_not_used_across_hosts_or_if_a_rank_asks_for_tcp(
     job: StartJob, hosts: list[str], transports: list[str]
 ) -> None:
     with job(shares_with, 3, hosts, transports) as ranks:
@@ -98,13 +98,13 @@ def test_nobody_shares_with_other_hosts_or_with_the_unwilling(
             assert set(said["transports"]) == {"tcp"}
 
 
-def test_insisting_on_shared_memory(job: StartJob) -> None:
+def test_init_with_transport_shm_on_one_host_shares_memory(job: StartJob) -> None:
     with job(shares_with, 3, ["a"] * 3, ["shm"] * 3) as ranks:
         assert all(rank.hear()["sharing"] == [True] * 3 for rank in ranks)
 
 
 @pytest.mark.parametrize("transports", [["shm"] * 3, ["auto", "shm", "tcp"]])
-def test_insisting_in_vain_is_an_error_everywhere(job: StartJob, transports: list[str]) -> None:
+def test_init_with_transport_shm_across_hosts_raises_on_all_ranks(job: StartJob, transports: list[str]) -> None:
     with job(shares_with, 3, ["a", "a", "b"], transports) as ranks:
         for rank in ranks:
             said = rank.hear()
@@ -153,7 +153,7 @@ def allocates(here: Here) -> None:
     here.hear()
 
 
-def test_memory_of_arrays_is_returned(job: StartJob) -> None:
+def test_empty_memory_of_freed_arrays_is_returned(job: StartJob) -> None:
     with job(allocates, 2) as ranks:
         assert all(rank.hear()["ready"] for rank in ranks)
         ranks[0].tell()
@@ -180,7 +180,7 @@ def keeps_links_in_a_hidden_child(here: Here, victim: int) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_death_is_noticed_although_a_child_keeps_the_links(job: StartJob, victim: int) -> None:
+def test_peer_lost_is_raised_although_a_child_of_the_dead_rank_holds_its_links(job: StartJob, victim: int) -> None:
     with job(keeps_links_in_a_hidden_child, 3, victim) as ranks:
         assert all(rank.hear()["ready"] for rank in ranks)
         ranks[victim].signal()
@@ -211,7 +211,7 @@ def leaves_first(here: Here) -> None:
     here.tell(sum=x.sum().item(), kept=shared.own.retired)
 
 
-def test_who_closes_a_group_first_leaves_its_messages_to_be_found(job: StartJob) -> None:
+def test_broadcast_by_a_rank_that_closed_the_subgroup_still_arrives(job: StartJob) -> None:
     with job(leaves_first, 2) as ranks:
         assert [rank.hear() for rank in ranks] == [{"sum": 35000.0, "kept": 0}] * 2
 
@@ -233,7 +233,7 @@ def forks_with_arrays(here: Here) -> None:
     group.barrier()
 
 
-def test_children_leave_their_parents_memory_alone(job: StartJob) -> None:
+def test_forked_child_does_not_change_the_shared_memory_of_its_parent(job: StartJob) -> None:
     with job(forks_with_arrays, 2) as ranks:
         for rank in ranks:
             said = rank.hear()

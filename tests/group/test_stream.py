@@ -1,4 +1,4 @@
-"""Streams and works: program order, callbacks, ends that leave nothing behind."""
+"""Streams and works: order of execution, callbacks, and what is freed when a group is closed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def progress_threads() -> list[threading.Thread]:
 # -- order -------------------------------------------------------------------------------------------------------------
 
 
-def test_fifty_collectives_on_three_streams(crew: Crew) -> None:
+def test_stream_collectives_of_three_streams_run_in_program_order(crew: Crew) -> None:
     """In order on every stream and across them: each doubles what the one before it left."""
 
     def program(group: gw.Group) -> None:
@@ -51,7 +51,7 @@ def test_fifty_collectives_on_three_streams(crew: Crew) -> None:
     crew.run(program)
 
 
-def test_calls_of_the_group_wait_for_what_was_queued_before(crew: Crew) -> None:
+def test_group_call_waits_for_works_that_were_queued_before(crew: Crew) -> None:
     def program(group: gw.Group) -> None:
         stream, other = group.stream(), group.stream()
         x = np.ones(300_000)
@@ -66,7 +66,7 @@ def test_calls_of_the_group_wait_for_what_was_queued_before(crew: Crew) -> None:
     crew.run(program)
 
 
-def test_works_show_their_state(crew: Crew) -> None:
+def test_work_shows_its_result_and_state(crew: Crew) -> None:
     def program(group: gw.Group) -> None:
         stream = group.stream()
         work = stream.all_gather(np.array([group.rank]))
@@ -80,7 +80,7 @@ def test_works_show_their_state(crew: Crew) -> None:
     crew.run(program)
 
 
-def test_two_groups_do_not_wait_for_each_other(crew: Crew) -> None:
+def test_world_and_subgroup_calls_do_not_wait_for_each_other(crew: Crew) -> None:
     """A thread on the world and one on a subgroup of the same ranks, in an order that differs between the ranks."""
 
     def program(group: gw.Group) -> None:
@@ -108,7 +108,7 @@ def test_two_groups_do_not_wait_for_each_other(crew: Crew) -> None:
     crew.run(program)
 
 
-def test_two_subgroups_run_side_by_side() -> None:
+def test_overlapping_subgroups_run_at_the_same_time() -> None:
     with crew_of("tcp", Topology.single(3)) as crew:
 
         def program(group: gw.Group) -> None:
@@ -131,7 +131,7 @@ def test_two_subgroups_run_side_by_side() -> None:
 # -- the end -----------------------------------------------------------------------------------------------------------
 
 
-def test_closing_ends_what_still_waits(pair: list[gw.Group]) -> None:
+def test_close_ends_pending_works_with_closed(pair: list[gw.Group]) -> None:
     one, _ = pair
     stream = one.stream()
     works = [stream.all_reduce(np.ones(2)) for _ in range(3)]
@@ -146,7 +146,7 @@ def test_closing_ends_what_still_waits(pair: list[gw.Group]) -> None:
         one.stream().barrier()
 
 
-def test_no_thread_is_left_after_close(pair: list[gw.Group]) -> None:
+def test_close_ends_the_progress_threads_of_all_subgroups(pair: list[gw.Group]) -> None:
     before = set(progress_threads())
 
     def program(group: gw.Group) -> None:
@@ -164,7 +164,7 @@ def test_no_thread_is_left_after_close(pair: list[gw.Group]) -> None:
         assert not thread.is_alive()
 
 
-def test_streams_and_works_are_let_go(pair: list[gw.Group]) -> None:
+def test_stream_without_references_is_freed_after_its_works_ran(pair: list[gw.Group]) -> None:
     """A stream that nobody holds ends by itself; its works still run, and their arrays are free after them."""
 
     def program(group: gw.Group) -> bool:
@@ -185,7 +185,7 @@ def test_streams_and_works_are_let_go(pair: list[gw.Group]) -> None:
     assert run_ranks(pair, program) == [True] * 2
 
 
-def test_a_stream_forgets_works_that_went_well() -> None:
+def test_stream_drops_works_that_succeeded() -> None:
     with gw.init() as group:
         stream = group.stream()
         works: weakref.WeakSet[gw.Work] = weakref.WeakSet()
@@ -195,7 +195,7 @@ def test_a_stream_forgets_works_that_went_well() -> None:
         assert len(works) < 100
 
 
-def test_a_dropped_helper_thread_is_no_lost_rank() -> None:
+def test_thread_that_used_the_group_and_ended_is_no_lost_rank() -> None:
     """Whoever used the group last may end; the rank lives as long as any of its threads does."""
     ready = threading.Event()
 
@@ -216,7 +216,9 @@ def test_a_dropped_helper_thread_is_no_lost_rank() -> None:
 # -- callbacks ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_callback_is_told_once_of_success_and_failure(pair: list[gw.Group], caplog: pytest.LogCaptureFixture) -> None:
+def test_callback_is_called_once_on_success_and_on_failure(
+    pair: list[gw.Group], caplog: pytest.LogCaptureFixture
+) -> None:
     told: list[object] = []
 
     def note(work: gw.Work) -> None:
@@ -240,7 +242,7 @@ def test_a_callback_is_told_once_of_success_and_failure(pair: list[gw.Group], ca
     assert "a callback of all_reduce failed" in caplog.text
 
 
-def test_a_callback_may_call_the_group_and_wait(crew: Crew) -> None:
+def test_callback_may_call_the_group_and_wait(crew: Crew) -> None:
     """The thread that runs it steps aside: otherwise it would wait for itself."""
     added = threading.Barrier(crew.size)
 
@@ -266,7 +268,7 @@ def test_a_callback_may_call_the_group_and_wait(crew: Crew) -> None:
     assert crew.run(program) == [[crew.size * 10**power for power in range(4)]] * crew.size
 
 
-def test_who_waits_does_the_work_that_nobody_has_begun(pair: list[gw.Group]) -> None:
+def test_wait_runs_works_that_no_thread_has_started(pair: list[gw.Group]) -> None:
     """The thread of the stream is busy elsewhere, and no one else would do it."""
     added = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Errors of queued calls surface where somebody waits, and are logged where nobody does; waits have timeouts."""
+"""Errors of queued calls: raised by wait and synchronize, logged if nothing waits for them; timeouts of waits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def break_behind(groups: list[gw.Group], make: Any) -> Any:
     return work
 
 
-def test_an_error_surfaces_at_wait_as_often_as_asked(pair: list[gw.Group]) -> None:
+def test_wait_for_a_failed_work_raises_its_error_each_time(pair: list[gw.Group]) -> None:
     work = break_behind(pair, lambda group: group.stream().all_reduce(np.ones(2)))
     for _ in range(2):
         with pytest.raises(gw.Aborted, match="rank 1 had enough") as caught:
@@ -41,7 +41,7 @@ def test_an_error_surfaces_at_wait_as_often_as_asked(pair: list[gw.Group]) -> No
     assert repr(work) == "<gradwire.Work all_reduce, failed>"
 
 
-def test_an_error_surfaces_at_synchronize(pair: list[gw.Group]) -> None:
+def test_synchronize_raises_the_error_of_a_failed_work_once(pair: list[gw.Group]) -> None:
     stream = pair[0].stream()
     for _ in range(3):
         stream.all_reduce(np.ones(2))
@@ -51,7 +51,7 @@ def test_an_error_surfaces_at_synchronize(pair: list[gw.Group]) -> None:
     stream.synchronize(SOON)  # it has been told
 
 
-def test_an_error_that_nobody_waits_for_is_logged_once(pair: list[gw.Group], caplog: pytest.LogCaptureFixture) -> None:
+def test_work_error_without_a_wait_is_logged_once(pair: list[gw.Group], caplog: pytest.LogCaptureFixture) -> None:
     stream = pair[0].stream()
     work = [stream.all_reduce(np.ones(2)) for _ in range(3)][-1]
     pair[1].abort("rank 1 had enough")
@@ -65,7 +65,7 @@ def test_an_error_that_nobody_waits_for_is_logged_once(pair: list[gw.Group], cap
     assert "rank 1 had enough" in lines[0]
 
 
-def test_an_error_that_was_waited_for_is_not_logged(pair: list[gw.Group], caplog: pytest.LogCaptureFixture) -> None:
+def test_work_error_raised_by_a_wait_is_not_logged(pair: list[gw.Group], caplog: pytest.LogCaptureFixture) -> None:
     stream = pair[0].stream()
     works = [stream.all_reduce(np.ones(2)) for _ in range(3)]
     pair[1].abort("rank 1 had enough")
@@ -80,7 +80,7 @@ def test_an_error_that_was_waited_for_is_not_logged(pair: list[gw.Group], caplog
     assert "nobody waited" not in caplog.text
 
 
-def test_a_wait_that_times_out_leaves_everything_as_it_is(pair: list[gw.Group]) -> None:
+def test_wait_that_times_out_leaves_works_running(pair: list[gw.Group]) -> None:
     one, two = pair
     stream = one.stream()
     x = np.ones(2)
@@ -98,7 +98,7 @@ def test_a_wait_that_times_out_leaves_everything_as_it_is(pair: list[gw.Group]) 
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), "soon", True])
-def test_a_timeout_is_a_number_above_zero(timeout: Any) -> None:
+def test_wait_with_a_timeout_that_is_not_positive_raises_invalid_size(timeout: Any) -> None:
     with gw.init() as group:
         stream = group.stream()
         work = stream.barrier()
@@ -109,7 +109,7 @@ def test_a_timeout_is_a_number_above_zero(timeout: Any) -> None:
         work.wait(float("inf"))
 
 
-def test_the_collectives_own_timeout_ends_a_wait_without_one(pair: list[gw.Group]) -> None:
+def test_wait_without_a_timeout_ends_by_the_timeout_of_the_collective(pair: list[gw.Group]) -> None:
     stream = pair[0].stream()
     work = stream.all_reduce(np.ones(2), timeout=0.05)
     with pytest.raises(gw.Timeout) as caught:
@@ -119,7 +119,7 @@ def test_the_collectives_own_timeout_ends_a_wait_without_one(pair: list[gw.Group
         pair[1].barrier()
 
 
-def test_an_error_before_a_late_work_is_not_lost(pair: list[gw.Group]) -> None:
+def test_synchronize_that_times_out_raises_an_earlier_error_first(pair: list[gw.Group]) -> None:
     """synchronize() that runs out of time still raises the error it has found, and keeps what is not done."""
     stream = pair[0].stream()
     proceed = threading.Event()
@@ -135,7 +135,7 @@ def test_an_error_before_a_late_work_is_not_lost(pair: list[gw.Group]) -> None:
     assert late.wait(SOON)
 
 
-def test_every_synchronize_waits_for_all(pair: list[gw.Group]) -> None:
+def test_synchronize_from_two_threads_waits_in_both(pair: list[gw.Group]) -> None:
     """Two threads that synchronize one stream both wait, not just the first."""
     stream = pair[0].stream()
     work = stream.barrier()
@@ -154,9 +154,7 @@ def test_every_synchronize_waits_for_all(pair: list[gw.Group]) -> None:
     assert seen == [True, True]
 
 
-def test_a_call_that_was_declined_hides_no_later_failure(
-    pair: list[gw.Group], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_work_error_after_a_declined_call_is_logged(pair: list[gw.Group], caplog: pytest.LogCaptureFixture) -> None:
     """All ranks went on after it, so the next error is the first of its chain and worth a line."""
 
     def program(group: gw.Group) -> None:

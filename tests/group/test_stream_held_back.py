@@ -1,4 +1,4 @@
-"""Where ranks share memory and have no core to spare, queued work is done by whoever waits for it."""
+"""Held-back works: with shared memory and no spare core, the thread that waits for a queued work executes it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def doers(*works: gw.Work) -> list[str]:
     return names
 
 
-def test_who_waits_does_all_that_was_queued_before(pair: list[gw.Group]) -> None:
+def test_wait_runs_held_back_works_that_were_queued_before(pair: list[gw.Group]) -> None:
     def program(group: gw.Group) -> list[int]:
         stream = group.stream()
         works = [stream.all_reduce(number) for number in range(3)]
@@ -61,7 +61,7 @@ def test_who_waits_does_all_that_was_queued_before(pair: list[gw.Group]) -> None
     assert run_ranks(pair, program) == [[4, 0, 2]] * 2
 
 
-def test_a_call_of_the_group_holds_nothing_back_that_was_queued_before(pair: list[gw.Group]) -> None:
+def test_group_call_starts_held_back_works_on_the_progress_thread(pair: list[gw.Group]) -> None:
     def program(group: gw.Group) -> np.ndarray:
         stream, x = group.stream(), np.ones(300_000)
         names = doers(stream.all_reduce(x), stream.all_reduce(x))
@@ -72,7 +72,7 @@ def test_a_call_of_the_group_holds_nothing_back_that_was_queued_before(pair: lis
     assert all(set(x) == {8.0} for x in run_ranks(pair, program))
 
 
-def test_a_callback_may_call_the_group_that_its_work_is_waited_for_by(pair: list[gw.Group]) -> None:
+def test_callback_of_a_held_back_work_may_take_a_lock_and_call_the_group(pair: list[gw.Group]) -> None:
     """And take a lock that the caller holds: it is another thread's."""
 
     def program(group: gw.Group) -> list[int]:
@@ -92,7 +92,7 @@ def test_a_callback_may_call_the_group_that_its_work_is_waited_for_by(pair: list
     assert run_ranks(pair, program) == [[200, 20]] * 2
 
 
-def test_callbacks_of_several_may_each_call_the_group(pair: list[gw.Group]) -> None:
+def test_callbacks_of_several_held_back_works_may_call_the_group(pair: list[gw.Group]) -> None:
     def program(group: gw.Group) -> list[int]:
         stream, told = group.stream(), []
         works = [stream.all_reduce(number) for number in range(3)]
@@ -105,7 +105,7 @@ def test_callbacks_of_several_may_each_call_the_group(pair: list[gw.Group]) -> N
     assert run_ranks(pair, program) == [[20] * 3] * 2
 
 
-def test_synchronize_does_it_too(pair: list[gw.Group]) -> None:
+def test_synchronize_runs_held_back_works(pair: list[gw.Group]) -> None:
     def program(group: gw.Group) -> list[int]:
         stream = group.stream()
         works = [stream.all_reduce(number) for number in range(3)]
@@ -116,7 +116,7 @@ def test_synchronize_does_it_too(pair: list[gw.Group]) -> None:
 
 
 @pytest.mark.parametrize("wait", ["wait", "synchronize"])
-def test_for_who_waits_some_time_only_another_thread_does_it(pair: list[gw.Group], wait: str) -> None:
+def test_wait_with_a_timeout_leaves_the_work_to_the_progress_thread(pair: list[gw.Group], wait: str) -> None:
     def program(group: gw.Group) -> int:
         stream = group.stream()
         work = stream.all_reduce(1)
@@ -128,7 +128,7 @@ def test_for_who_waits_some_time_only_another_thread_does_it(pair: list[gw.Group
     assert run_ranks(pair, program) == [2, 2]
 
 
-def test_who_waits_for_what_another_has_begun_is_not_kept_from_the_rest(pair: list[gw.Group]) -> None:
+def test_wait_while_another_thread_runs_an_earlier_work_completes(pair: list[gw.Group]) -> None:
     """Of three works the first is being done by somebody else, and the last is waited for."""
     one, two = pair
     stream, made = one.stream(), GroupInternals(one).calls_made
@@ -144,7 +144,7 @@ def test_who_waits_for_what_another_has_begun_is_not_kept_from_the_rest(pair: li
     assert [work.result for work in works] == [0, 2, 4]
 
 
-def test_closing_ends_what_is_held_back(pair: list[gw.Group]) -> None:
+def test_close_ends_held_back_works_with_closed(pair: list[gw.Group]) -> None:
     work = pair[0].stream().all_reduce(1)
     pair[0].close()
     assert eventually(lambda: work.done)
@@ -152,7 +152,7 @@ def test_closing_ends_what_is_held_back(pair: list[gw.Group]) -> None:
         work.wait()
 
 
-def test_an_interrupt_reaches_the_thread_that_it_is_meant_for(pair: list[gw.Group]) -> None:
+def test_wait_interrupted_during_an_earlier_work_raises_keyboard_interrupt(pair: list[gw.Group]) -> None:
     """Ctrl-C during work that was queued by another call is no error of that work alone."""
 
     def interrupted(exchange: object) -> None:
@@ -163,7 +163,7 @@ def test_an_interrupt_reaches_the_thread_that_it_is_meant_for(pair: list[gw.Grou
         pair[0].stream().all_reduce(1).wait()
 
 
-def test_it_is_held_back_for_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_held_back_works_start_after_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "HELD_BACK", 0.01)
     with closing(ranks("shm")) as pair:
         works = [group.stream().all_reduce(1) for group in pair]
@@ -171,7 +171,7 @@ def test_it_is_held_back_for_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(("transport", "cores"), [("shm", 2.0), ("tcp", 0.0), ("local", 0.0)])
-def test_elsewhere_it_begins_at_once(for_long: None, transport: str, cores: float) -> None:
+def test_works_with_a_spare_core_or_without_shm_start_at_once(for_long: None, transport: str, cores: float) -> None:
     """With a core to spare; and over links, which take time without taking a core."""
     with closing(ranks(transport, cores)) as pair:
         works = [group.stream().all_reduce(1) for group in pair]

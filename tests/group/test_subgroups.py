@@ -1,4 +1,4 @@
-"""Subgroups: made on demand by their members alone, numbered anew, each with an order of its own."""
+"""Subgroups: made on demand by their members alone, with ranks and a call order of their own."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def three(request: pytest.FixtureRequest) -> Iterator[list[gw.Group]]:
         yield groups
 
 
-def test_only_members_call_and_are_numbered_anew(five: Crew) -> None:
+def test_subgroup_is_made_by_its_members_alone_with_new_rank_numbers(five: Crew) -> None:
     def program(group: gw.Group) -> Any:
         if group.rank not in (1, 3, 4):
             return None
@@ -42,7 +42,7 @@ def test_only_members_call_and_are_numbered_anew(five: Crew) -> None:
     assert five.run(program) == [None, (0, 3, 1, joined), None, (1, 3, 1, joined), (2, 3, 1, joined)]
 
 
-def test_the_order_of_the_list_does_not_matter_and_the_group_is_kept(five: Crew) -> None:
+def test_subgroup_of_the_same_ranks_in_any_order_is_the_same_object(five: Crew) -> None:
     orders = list(itertools.permutations([0, 2, 3]))
 
     def program(group: gw.Group) -> None:
@@ -57,7 +57,7 @@ def test_the_order_of_the_list_does_not_matter_and_the_group_is_kept(five: Crew)
     five.run(program)
 
 
-def test_all_ranks_make_a_group_beside_the_world(five: Crew) -> None:
+def test_subgroup_of_all_ranks_is_separate_from_the_world(five: Crew) -> None:
     def program(group: gw.Group) -> None:
         side = group.subgroup(range(group.size))
         assert side is not group
@@ -68,7 +68,7 @@ def test_all_ranks_make_a_group_beside_the_world(five: Crew) -> None:
     five.run(program)
 
 
-def test_a_rank_alone_is_a_group(five: Crew) -> None:
+def test_subgroup_of_one_rank_works(five: Crew) -> None:
     def program(group: gw.Group) -> None:
         alone = group.subgroup([group.rank])
         assert (alone.rank, alone.size) == (0, 1)
@@ -78,7 +78,7 @@ def test_a_rank_alone_is_a_group(five: Crew) -> None:
     five.run(program)
 
 
-def test_the_topology_is_that_of_the_members(five: Crew) -> None:
+def test_subgroup_topology_is_that_of_its_members(five: Crew) -> None:
     def program(group: gw.Group) -> Any:
         if group.rank == 2:
             return None
@@ -89,7 +89,7 @@ def test_the_topology_is_that_of_the_members(five: Crew) -> None:
     assert five.run(program) == [((0, 2), (1, 3))] * 2 + [None] + [((0, 2), (1, 3))] * 2
 
 
-def test_subgroups_of_subgroups(five: Crew) -> None:
+def test_subgroup_of_a_subgroup_is_separate_from_one_of_the_world(five: Crew) -> None:
     def program(group: gw.Group) -> Any:
         if group.rank == 0:
             return None
@@ -104,7 +104,7 @@ def test_subgroups_of_subgroups(five: Crew) -> None:
     assert five.run(program) == [None, (0, [1, 3]), (0, [2, 4]), (1, [1, 3]), (1, [2, 4])]
 
 
-def test_messages_within_a_subgroup_use_its_numbers(five: Crew) -> None:
+def test_subgroup_messages_use_its_ranks_and_stay_within_it(five: Crew) -> None:
     def program(group: gw.Group) -> None:
         if group.rank not in (2, 4):
             return
@@ -134,18 +134,18 @@ def test_messages_within_a_subgroup_use_its_numbers(five: Crew) -> None:
         (None, gw.InvalidRank, "not a sequence of ranks"),
     ],
 )
-def test_sets_of_ranks_that_cannot_be(five: Crew, ranks: Any, kind: type[Exception], words: str) -> None:
+def test_subgroup_of_invalid_ranks_raises(five: Crew, ranks: Any, kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=words):
         five.groups[0].subgroup(ranks)
 
 
-def test_who_is_no_member_cannot_make_it(five: Crew) -> None:
+def test_subgroup_without_the_calling_rank_raises_invalid_rank(five: Crew) -> None:
     with pytest.raises(gw.InvalidRank, match=r"rank 0 is not a member of the subgroup \[1, 2\]") as caught:
         five.groups[0].subgroup([2, 1])
     assert caught.value.rank == 0
 
 
-def test_a_closed_subgroup_can_be_made_again(five: Crew) -> None:
+def test_subgroup_after_close_can_be_made_again(five: Crew) -> None:
     def program(group: gw.Group) -> None:
         if group.rank not in (1, 2):
             return
@@ -164,7 +164,7 @@ def test_a_closed_subgroup_can_be_made_again(five: Crew) -> None:
     assert five.run(lambda group: group.all_reduce(1)) == [5] * 5  # the world goes on
 
 
-def test_members_may_come_at_different_times(three: list[gw.Group]) -> None:
+def test_subgroup_members_may_join_at_different_times(three: list[gw.Group]) -> None:
     """The first to come waits in its first call, not in making the group."""
     made = threading.Event()
 
@@ -183,7 +183,7 @@ def test_members_may_come_at_different_times(three: list[gw.Group]) -> None:
 # -- ends and breaks ---------------------------------------------------------------------------------------------------
 
 
-def test_closing_the_world_closes_its_subgroups(three: list[gw.Group]) -> None:
+def test_close_of_the_world_closes_its_subgroups(three: list[gw.Group]) -> None:
     sides = run_ranks(three, lambda group: group.subgroup([0, 1, 2]).subgroup([group.rank]))
     three[0].close()
     with pytest.raises(gw.Closed):
@@ -193,7 +193,7 @@ def test_closing_the_world_closes_its_subgroups(three: list[gw.Group]) -> None:
         three[0].subgroup([0, 1])
 
 
-def test_culprits_are_world_ranks(three: list[gw.Group]) -> None:
+def test_subgroup_abort_names_the_culprit_by_its_world_rank(three: list[gw.Group]) -> None:
     """Rank 2 of the world, which is 1 in the subgroup, gives up: all of the world learn it."""
 
     def program(group: gw.Group) -> Any:
@@ -207,7 +207,7 @@ def test_culprits_are_world_ranks(three: list[gw.Group]) -> None:
     assert run_ranks(three, program) == [2, 2, 2]
 
 
-def test_a_mismatch_in_a_subgroup_names_its_members(three: list[gw.Group]) -> None:
+def test_subgroup_mismatch_names_its_members_by_world_rank(three: list[gw.Group]) -> None:
     def program(group: gw.Group) -> str:
         side = group.subgroup([0, 2]) if group.rank != 1 else group
         with pytest.raises(gw.CollectiveMismatch) as caught:
@@ -222,7 +222,7 @@ def test_a_mismatch_in_a_subgroup_names_its_members(three: list[gw.Group]) -> No
 
 
 @pytest.mark.parametrize("other_came", [True, False])
-def test_closing_a_subgroup_ends_its_own_pending_calls_with_closed(three: list[gw.Group], other_came: bool) -> None:
+def test_subgroup_close_ends_its_own_pending_calls_with_closed(three: list[gw.Group], other_came: bool) -> None:
     """And blames nobody else for it: the world goes on for those who do not wait for the one that closed."""
     side = three[0].subgroup([0, 1])
     if other_came:
@@ -235,7 +235,7 @@ def test_closing_a_subgroup_ends_its_own_pending_calls_with_closed(three: list[g
     assert run_ranks(three, lambda group: group.all_reduce(1)) == [3, 3, 3]
 
 
-def test_who_closes_a_subgroup_that_others_wait_in_is_named(three: list[gw.Group]) -> None:
+def test_subgroup_close_while_others_wait_in_it_raises_peer_lost_there(three: list[gw.Group]) -> None:
     sides = run_ranks(three[:2], lambda group: group.subgroup([0, 1]))
     work = sides[1].stream().all_reduce(np.ones(3))
     sides[0].close()
@@ -244,7 +244,7 @@ def test_who_closes_a_subgroup_that_others_wait_in_is_named(three: list[gw.Group
     assert caught.value.culprit == 0
 
 
-def test_who_comes_to_a_subgroup_that_was_closed_is_told(three: list[gw.Group]) -> None:
+def test_subgroup_call_after_another_member_closed_it_raises_peer_lost(three: list[gw.Group]) -> None:
     three[0].subgroup([0, 1]).close()
     with pytest.raises(gw.PeerLost) as caught:
         three[1].subgroup([0, 1]).all_reduce(1, timeout=SOON)

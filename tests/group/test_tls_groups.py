@@ -1,4 +1,4 @@
-"""Groups whose links are TLS: which executor they get, memory that is shared all the same, and the end of a peer."""
+"""Groups with TLS links: which executor they use, shared memory on one host, and the loss of a peer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def sums(group: gw.Group) -> list[float]:
 
 
 @needs_core
-def test_ranks_of_one_host_share_memory_as_without_tls(ranks: Make) -> None:
+def test_tls_group_on_one_host_uses_shared_memory(ranks: Make) -> None:
     groups = ranks("aaa")
     assert [(group.capabilities.native, group.capabilities.transport) for group in groups] == [(True, "shm")] * 3
     assert run_ranks(groups, sums) == [[6.0] * 4] * 3
@@ -53,7 +53,7 @@ def test_ranks_of_one_host_share_memory_as_without_tls(ranks: Make) -> None:
 
 
 @needs_core
-def test_a_group_of_several_hosts_uses_python_and_its_neighbours_among_themselves_the_core(ranks: Make) -> None:
+def test_tls_group_across_hosts_uses_python_and_its_subgroup_on_one_host_the_core(ranks: Make) -> None:
     groups = ranks("aab")
     assert [group.capabilities.native for group in groups] == [False] * 3
     assert run_ranks(groups, sums) == [[6.0] * 4] * 3
@@ -71,7 +71,7 @@ def test_a_group_of_several_hosts_uses_python_and_its_neighbours_among_themselve
     assert run_ranks(groups, beside) == [[3.0] * 4, [3.0] * 4, []]
 
 
-def test_a_peer_whose_links_end_is_lost(ranks: Make) -> None:
+def test_tls_group_peer_whose_links_end_is_lost(ranks: Make) -> None:
     groups = ranks("ab")
     run_ranks(groups, lambda group: group.barrier())
     parts_of(groups[1]).generation.transport.close()

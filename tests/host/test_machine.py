@@ -1,4 +1,4 @@
-"""What a process may use of its machine."""
+"""The machine of a process: usable cores, identity, and the status of processes."""
 
 from __future__ import annotations
 

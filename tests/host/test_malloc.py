@@ -1,4 +1,4 @@
-"""Memory that a step frees: who trains on gradwire takes it again without page faults."""
+"""Settings of malloc: memory that a training step frees is reused without page faults."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def told_by(script: str, own: Mapping[str, str] = MappingProxyType({})) -> str:
         pytest.param(BACKEND, {"MALLOC_PERTURB_": "0"}, "True False", id="told by the user"),
     ],
 )
-def test_malloc_settings_keep_memory_freed_by_a_training_step(start: str, own: dict[str, str], told: str) -> None:
+def test_malloc_settings_of_ddp_and_backend_keep_freed_memory_unless_set_by_the_user(
+    start: str, own: dict[str, str], told: str
+) -> None:
     assert told_by(textwrap.dedent(SCRIPT).format(start), own) == told
 
 
@@ -68,7 +70,7 @@ def test_malloc_settings_keep_memory_freed_by_a_launched_worker(
     assert run(Task.script(script), 1).out.splitlines() == ["[0] True True"]
 
 
-def test_malloc_settings_of_all_ranks_keep_a_part_of_the_machines_memory() -> None:
+def test_malloc_settings_of_all_ranks_keep_at_most_an_eighth_of_the_memory() -> None:
     for ranks in (1, 7, 1000):
         assert 8 * ranks * int(malloc.variables({}, ranks)["MALLOC_TRIM_THRESHOLD_"]) <= machine.memory()
 
@@ -131,7 +133,7 @@ def test_aligned_memory_is_reused_however_the_process_was_started() -> None:
 @pytest.mark.parametrize(
     ("version", "told"), [("glibc 2.36", True), ("glibc 2.39", False), ("glibc 2.40.1", False), (None, False)]
 )
-def test_small_pieces_are_cached_only_where_safe(
+def test_malloc_variables_disable_the_tcache_only_for_older_glibc(
     version: str | None, told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "confstr", lambda name: version)

@@ -1,4 +1,4 @@
-"""A member's place in an elastic job while generations do not come about; the coordinator and the others are played."""
+"""MemberSession in an elastic job whose generations fail to form; the coordinator and the other members are faked."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def refused() -> NoConnection:
     [(silent(), ("other",)), (refused(), ()), (Timeout("init did not finish", culprit=1), ("other",))],
     ids=["silent", "refused", "late"],
 )
-def test_whoever_is_silent_while_all_find_each_other_is_complained_of(
+def test_member_session_reports_a_member_that_was_silent_during_set_up_as_lost(
     ending: BaseException, lost: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = Harness(monkeypatch, ending, numbers=iter((1, 2)))
@@ -88,13 +88,15 @@ def test_whoever_is_silent_while_all_find_each_other_is_complained_of(
     assert harness.left != [], "closing the group is leaving the job"
 
 
-def test_whoever_joins_and_goes_at_once_says_that_it_knows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_member_session_after_a_failed_join_registers_as_lacking_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     harness = Harness(monkeypatch, silent(), silent(), numbers=iter((3, 4, 5)))
     assert harness.take(1e9).joined
     assert [one["stranger"] for one in harness.asked] == [False, True, True]
 
 
-def test_nobody_waits_for_a_frozen_member_for_as_long_as_for_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_member_session_set_up_deadline_is_shorter_than_that_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = Harness(monkeypatch, numbers=iter((1,)))
     before = time.monotonic()
     assert not harness.take(1e9).joined
@@ -102,7 +104,7 @@ def test_nobody_waits_for_a_frozen_member_for_as_long_as_for_the_job(monkeypatch
     assert harness.patience[0] >= before + SET_UP_SECONDS
 
 
-def test_agreed_address_beyond_this_machine_needs_what_a_configured_one_needs(
+def test_member_session_agreed_remote_address_without_tls_or_secret_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ranks of one host meet at 127.0.0.1; what their store says instead may be anybody's, and gets no proof."""

@@ -1,4 +1,4 @@
-"""The control protocol: several ranks' sides, wired together without links, threads or a clock; and its edge."""
+"""The control protocol of several ranks, connected without links, threads or a clock; and the Control around it."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Ranks:
         self.logs[rank].record(meaning, call_site())
 
 
-def test_a_loss_that_one_rank_sees_is_everybody_s() -> None:
+def test_control_loss_seen_by_one_rank_is_peer_lost_on_all() -> None:
     ranks = Ranks(4)
     ranks.kill(2, seen_by={0})
     ranks.deliver()
@@ -130,7 +130,7 @@ def test_a_loss_that_one_rank_sees_is_everybody_s() -> None:
         assert str(error) == "rank 2 (host h2, pid 2) closed its link"
 
 
-def test_of_two_losses_in_one_window_all_name_the_lower() -> None:
+def test_control_two_losses_in_one_window_all_ranks_name_the_lower() -> None:
     ranks = Ranks(4)
     ranks.kill(3, seen_by={0})
     ranks.now += SETTLE_SECONDS / 2
@@ -140,7 +140,7 @@ def test_of_two_losses_in_one_window_all_name_the_lower() -> None:
     assert {error.culprit for error in ranks.errors().values()} == {1}
 
 
-def test_a_survivor_that_settles_and_ends_first_is_not_named() -> None:
+def test_control_survivor_that_decides_and_ends_first_is_not_named() -> None:
     """Rank 1 is slow: it hears of the loss, and before it has settled rank 0 raises and vanishes without a goodbye."""
     ranks = Ranks(4)
     ranks.kill(2, seen_by={0})
@@ -154,7 +154,7 @@ def test_a_survivor_that_settles_and_ends_first_is_not_named() -> None:
     assert {error.culprit for error in ranks.errors().values()} == {2}
 
 
-def test_a_goodbye_makes_the_end_of_a_link_mean_nothing() -> None:
+def test_control_link_that_ends_after_a_goodbye_is_no_loss() -> None:
     ranks = Ranks(3)
     ranks.handle(1, Leaving())
     ranks.deliver()
@@ -164,7 +164,7 @@ def test_a_goodbye_makes_the_end_of_a_link_mean_nothing() -> None:
     assert ranks.controls[0].has_left(1)
 
 
-def test_who_needs_a_rank_that_left_breaks_it_for_all() -> None:
+def test_control_rank_missed_after_its_goodbye_is_peer_lost_on_all() -> None:
     ranks = Ranks(3)
     ranks.handle(1, Leaving())
     ranks.deliver()
@@ -178,7 +178,7 @@ def test_who_needs_a_rank_that_left_breaks_it_for_all() -> None:
     }
 
 
-def test_an_abort_is_graver_than_the_losses_it_causes() -> None:
+def test_control_abort_takes_precedence_over_the_loss_of_its_sender() -> None:
     ranks = Ranks(3)
     ranks.handle(1, Found(Finding("aborted", "KeyError: 'x'", 1)))
     ranks.deliver()
@@ -189,7 +189,7 @@ def test_an_abort_is_graver_than_the_losses_it_causes() -> None:
         assert (type(error).__name__, str(error)) == ("Aborted", "rank 1 (host h1, pid 1) gave up: KeyError: 'x'")
 
 
-def test_a_rank_that_was_given_up_learns_it_and_misleads_nobody() -> None:
+def test_control_rank_given_up_by_its_peers_raises_aborted_and_accuses_no_other() -> None:
     """Rank 0 gave rank 2 up and closed its link; rank 2 must not report rank 0 as lost to rank 1."""
     ranks = Ranks(3)
     ranks.handle(0, Lost(2, "sent nonsense"))
@@ -203,7 +203,7 @@ def test_a_rank_that_was_given_up_learns_it_and_misleads_nobody() -> None:
     assert (type(errors[2]).__name__, errors[2].culprit) == ("Aborted", 2)
 
 
-def test_a_link_that_is_made_late_is_told_what_happened_before() -> None:
+def test_control_link_made_after_a_loss_receives_the_finding() -> None:
     ranks = Ranks(3)
     ranks.handle(0, Lost(1))
     ranks.sent.clear()  # there was no link to rank 2 yet
@@ -221,7 +221,7 @@ def disagree(ranks: Ranks, *whats: str) -> None:
             ranks.call(rank, what)
 
 
-def test_calls_that_differ_are_found_without_any_message_of_the_collective() -> None:
+def test_control_calls_that_differ_are_found_without_collective_messages() -> None:
     ranks = Ranks(3)
     disagree(ranks, "barrier", "barrier", "barrier")
     ranks.pass_time(0.1)
@@ -237,7 +237,7 @@ def test_calls_that_differ_are_found_without_any_message_of_the_collective() -> 
     assert "rank 0: all_reduce() at test_control.py:" in str(errors[2])
 
 
-def test_ranks_that_call_all_the_time_tell_how_far_they_are_twice_a_second() -> None:
+def test_control_ranks_in_constant_calls_announce_progress_twice_a_second() -> None:
     ranks, told = Ranks(2), 0
     for _ in range(100):
         disagree(ranks, "barrier", "barrier")
@@ -248,7 +248,7 @@ def test_ranks_that_call_all_the_time_tell_how_far_they_are_twice_a_second() -> 
     assert 2 * 19 <= told <= 2 * 21  # in 10 s, to one other rank each
 
 
-def test_who_is_ahead_is_compared_when_the_other_gets_there() -> None:
+def test_control_compares_calls_when_the_slower_rank_makes_them() -> None:
     ranks = Ranks(2)
     for _ in range(5):
         ranks.call(0, "barrier")
@@ -265,7 +265,7 @@ def test_who_is_ahead_is_compared_when_the_other_gets_there() -> None:
     assert not any(control.sound for control in ranks.controls)
 
 
-def test_what_was_forgotten_is_not_compared() -> None:
+def test_control_does_not_compare_calls_that_the_log_dropped() -> None:
     ranks = Ranks(2)
     for _ in range(KEPT + 10):
         ranks.call(0, "barrier")
@@ -275,7 +275,7 @@ def test_what_was_forgotten_is_not_compared() -> None:
     assert all(control.sound for control in ranks.controls), "it is found at the next call that both remember"
 
 
-def test_who_is_about_to_make_the_disputed_call_makes_it_first() -> None:
+def test_control_mismatch_waits_for_a_rank_that_has_not_made_the_call() -> None:
     ranks = Ranks(3)
     disagree(ranks, "all_reduce", "broadcast", "")
     ranks.pass_time(0.05)
@@ -287,7 +287,7 @@ def test_who_is_about_to_make_the_disputed_call_makes_it_first() -> None:
     assert {error.culprit for error in ranks.errors().values()} == {0}
 
 
-def test_who_does_not_come_is_shown_as_such() -> None:
+def test_control_mismatch_shows_the_last_call_of_a_rank_that_is_behind() -> None:
     ranks = Ranks(3)
     disagree(ranks, "barrier", "barrier", "barrier")
     disagree(ranks, "all_reduce", "broadcast", "")
@@ -299,7 +299,7 @@ def test_who_does_not_come_is_shown_as_such() -> None:
         assert "rank 2: has not got there; its last call was barrier() at test_control.py:" in str(error)
 
 
-def test_closed_groups_are_not_compared() -> None:
+def test_control_does_not_compare_calls_of_closed_groups() -> None:
     ranks = Ranks(2)
     ranks.handle(0, Unwatched(ranks.logs[0]))
     assert ranks.controls[0].watches(WORLD) is None
@@ -398,7 +398,7 @@ def test_control_without_answers_returns_no_positions() -> None:
     assert control.positions(log, 0.01) == {}
 
 
-def test_thread_that_waits_for_the_verdict_decides_it_if_no_other_thread_does() -> None:
+def test_settle_without_another_thread_decides_the_verdict_itself() -> None:
     control = edge()
     control.report(Finding("aborted", "no", 0), time.monotonic())
     assert control.settle(60.0)
@@ -408,7 +408,7 @@ def test_thread_that_waits_for_the_verdict_decides_it_if_no_other_thread_does() 
 
 
 @given(st.binary(max_size=200) | st.text(max_size=60).map(str.encode))
-def test_random_words_are_refused_or_ignored(words: bytes) -> None:
+def test_control_random_bytes_are_refused_or_ignored(words: bytes) -> None:
     ranks = Ranks(2)
     try:
         ranks.receive(0, 1, words)
@@ -429,7 +429,9 @@ KEYS = ("finding", "calls", "among", "g", "s", "c", "f", "last", "kind", "reason
     st.sampled_from(["finding", "verdict", "calls", "bye", "at", "where", "here"]),
     st.dictionaries(st.sampled_from(KEYS), JSON, max_size=6),
 )
-def test_known_messages_with_random_fields_are_refused_or_understood(kind: str, fields: dict[str, object]) -> None:
+def test_control_known_messages_with_random_fields_are_refused_or_understood(
+    kind: str, fields: dict[str, object]
+) -> None:
     ranks = Ranks(2)
     ranks.call(0, "barrier")
     with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError, AttributeError):
@@ -442,7 +444,7 @@ def test_known_messages_with_random_fields_are_refused_or_understood(kind: str, 
 
 
 @pytest.mark.parametrize("size", [2, 5])
-def test_goodbyes_reach_everybody_else(size: int) -> None:
+def test_control_leaving_sends_a_goodbye_to_every_other_rank(size: int) -> None:
     ranks = Ranks(size)
     ranks.handle(0, Leaving())
     assert [(source, target) for source, target, _ in ranks.sent] == [(0, rank) for rank in range(1, size)]

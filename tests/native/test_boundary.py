@@ -1,4 +1,4 @@
-"""Names and numbers that Python and the core share have one source; these tests fail where the two sides differ."""
+"""Names and numbers shared by Python and the core: these tests fail where the two sides differ."""
 
 from __future__ import annotations
 

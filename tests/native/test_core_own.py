@@ -1,4 +1,4 @@
-"""The core's own tests, in C++: native/tests. `make sanitize` runs them with sanitizers."""
+"""The C++ tests of the core in native/tests; `make sanitize` runs them with sanitizers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parents[2] / "native" / "tests" / "run.sh"
 
 
 @pytest.mark.slow
-def test_core_by_itself() -> None:
+def test_core_passes_its_own_cpp_tests() -> None:
     if not native_core.available() or not SCRIPT.exists():
         pytest.skip("there is no core to test, or no source tree")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # CMake may be in this environment only

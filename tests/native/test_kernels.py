@@ -1,4 +1,4 @@
-"""The core's kernels give the bits of the Python executor's rules, in every build that this processor can run."""
+"""Kernels of the core: the same bits as the rules of the Python executor, in every build this processor can run."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def some_terms(dtype: DType, count: int, partial: tuple[bool, ...]) -> list[Arra
 
 @builds
 @pytest.mark.parametrize(("name", "op"), CASES)
-def test_folds_have_the_bits_of_the_rules(build: str, name: str, op: str) -> None:
+def test_fold_gives_the_bits_of_the_python_rules(build: str, name: str, op: str) -> None:
     dtype = parse_dtype(name)
     for count, partial in shapes(dtype, COUNTS):
         terms = some_terms(dtype, count, partial)
@@ -131,7 +131,7 @@ def test_folds_have_the_bits_of_the_rules(build: str, name: str, op: str) -> Non
 
 @builds
 @pytest.mark.parametrize(("name", "op"), CASES)
-def test_a_result_may_lie_on_any_term_of_its_type(build: str, name: str, op: str) -> None:
+def test_fold_into_one_of_its_terms_gives_the_same_bits(build: str, name: str, op: str) -> None:
     dtype = parse_dtype(name)
     for count, partial in shapes(dtype, FEW):
         terms = some_terms(dtype, count, partial)
@@ -144,7 +144,7 @@ def test_a_result_may_lie_on_any_term_of_its_type(build: str, name: str, op: str
 
 
 @builds
-def test_any_byte_but_zero_is_true(build: str) -> None:
+def test_fold_of_bool_treats_any_nonzero_byte_as_true(build: str) -> None:
     dtype = parse_dtype("bool")
     a = np.arange(256, dtype=np.uint8).repeat(3)
     b = np.tile(np.array([0, 1, 128], np.uint8), 256)
@@ -160,7 +160,7 @@ def test_any_byte_but_zero_is_true(build: str) -> None:
 @builds
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("divisor", [None, 1, 2, 3, 7, 2**24 + 1])
-def test_finishes_have_the_bits_of_the_rules(build: str, name: str, divisor: int | None) -> None:
+def test_finish_gives_the_bits_of_the_python_rules(build: str, name: str, divisor: int | None) -> None:
     dtype = parse_dtype(name)
     if divisor is not None and "mean" not in dtype.ops:
         return
@@ -177,7 +177,7 @@ def test_finishes_have_the_bits_of_the_rules(build: str, name: str, divisor: int
 
 @builds
 @pytest.mark.parametrize(("name", "op"), CASES)
-def test_reducing_at_once_is_folding_and_finishing(build: str, name: str, op: str) -> None:
+def test_reduce_gives_the_bits_of_fold_and_finish(build: str, name: str, op: str) -> None:
     dtype = parse_dtype(name)
     divisor = 3 if "mean" in dtype.ops and op == "sum" else None
     for count, partial in shapes(dtype, FEW):
@@ -203,7 +203,7 @@ def raw(array: Array) -> Array:
 
 @builds
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
-def test_every_half_widens_exactly_and_comes_back(build: str, name: str) -> None:
+def test_fold_and_finish_of_every_half_value_return_it_unchanged(build: str, name: str) -> None:
     dtype = parse_dtype(name)
     halves = np.arange(2**16, dtype=np.uint16).view(dtype.storage)
     for offset in (0, 1):  # each of them by the vector unit and on its own
@@ -218,7 +218,7 @@ def test_every_half_widens_exactly_and_comes_back(build: str, name: str) -> None
 
 @builds
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
-def test_floats_round_to_the_nearest_half_and_ties_to_even(build: str, name: str) -> None:
+def test_finish_rounds_floats_to_the_nearest_half_and_ties_to_even(build: str, name: str) -> None:
     dtype = parse_dtype(name)
     for wide in (between_halves(dtype), everywhere()):
         narrow = np.empty(wide.size, np.uint16)
@@ -266,7 +266,9 @@ def processor(change: int) -> Iterator[None]:
 @builds
 @pytest.mark.parametrize("state", ["FLUSHES", "UPWARDS"])
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64", "complex64"])
-def test_the_process_may_flush_denormals_or_round_otherwise(build: str, name: str, state: str) -> None:
+def test_kernels_under_another_float_state_give_the_same_bits_and_keep_the_state(
+    build: str, name: str, state: str
+) -> None:
     dtype = parse_dtype(name)
     generator = np.random.default_rng(dtype.code)
     terms = [awkward(1000, dtype.storage, generator) for _ in range(3)]
@@ -288,7 +290,7 @@ def test_the_process_may_flush_denormals_or_round_otherwise(build: str, name: st
 
 
 @pytest.mark.skipif(not kernels.FLUSHES, reason="the hook knows no such state for this processor")
-def test_the_hook_really_changes_the_state() -> None:
+def test_set_float_state_changes_how_numpy_computes() -> None:
     tiny, one = np.full(1, np.finfo(np.float32).smallest_subnormal), np.ones(1, np.float32)
     with processor(kernels.FLUSHES):
         flushed = (tiny + tiny).view(np.uint32).item()
@@ -305,7 +307,7 @@ FLOATS = ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"
 
 @builds
 @pytest.mark.parametrize("name", FLOATS)
-def test_what_is_not_finite_is_found_wherever_it_is(build: str, name: str) -> None:
+def test_all_finite_and_copy_finite_find_a_nonfinite_value_anywhere(build: str, name: str) -> None:
     dtype = parse_dtype(name)
     part = np.empty(0, dtype.storage).real.dtype
     info: Any = ml_dtypes.finfo(part)  # type: ignore[no-untyped-call]
@@ -332,7 +334,7 @@ def test_what_is_not_finite_is_found_wherever_it_is(build: str, name: str) -> No
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
-def test_of_all_halves_those_are_finite_that_numpy_says(name: str) -> None:
+def test_all_finite_of_half_values_agrees_with_numpy(name: str) -> None:
     halves = np.arange(2**16, dtype=np.uint16)
     dtype = parse_dtype(name)
     expected = np.isfinite(halves.view(dtype.storage))
@@ -343,7 +345,7 @@ def test_of_all_halves_those_are_finite_that_numpy_says(name: str) -> None:
 
 @builds
 @pytest.mark.parametrize("name", FLOATS)
-def test_squares_are_summed_in_double(build: str, name: str) -> None:
+def test_sum_squares_adds_in_double_precision(build: str, name: str) -> None:
     dtype = parse_dtype(name)
     for count in COUNTS:
         values = np.random.default_rng(count).normal(size=count).astype(dtype.storage)
@@ -355,7 +357,7 @@ def test_squares_are_summed_in_double(build: str, name: str) -> None:
     assert native.sum_squares(native.DType.float32, raw(large), build) == pytest.approx(3e60)
 
 
-def test_only_what_can_be_infinite_is_looked_at() -> None:
+def test_gradient_kernels_with_wrong_arguments_raise_value_error() -> None:
     with pytest.raises(ValueError, match="no infinity"):
         native.all_finite(native.DType.int32, np.zeros(4, np.uint8))
     with pytest.raises(ValueError, match="differ in their number"):
@@ -369,7 +371,7 @@ def test_only_what_can_be_infinite_is_looked_at() -> None:
 # --- the hooks themselves
 
 
-def test_wrong_arguments_are_refused() -> None:
+def test_kernels_with_wrong_arguments_raise() -> None:
     four, eight = np.zeros(4, np.uint8), np.zeros(8, np.uint8)
     code, op = native.DType.float32, OPS["sum"]
     with pytest.raises(ValueError, match="differ in their number"):

@@ -1,4 +1,4 @@
-"""Lanes and staging have room for every wave of every plan: who waited for room within a wave would wait for ever."""
+"""Lanes and staging have room for every wave of every plan; waiting for room within a wave would deadlock."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def needed(wave: Wave, neighbours: set[int], held: bool) -> tuple[int, int]:
 
 @pytest.mark.parametrize("hosts", HOSTS)
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_waves_fit(hosts: str, collective: str) -> None:
+def test_wave_of_every_plan_fits_into_staging_and_lanes(hosts: str, collective: str) -> None:
     entries = native.LANE_ENTRIES
     topology, size = Topology.of(list(hosts)), len(hosts)
     tile = SHARED_TILE_BYTES if len(set(hosts)) == 1 else TILE_BYTES
@@ -61,7 +61,7 @@ def test_waves_fit(hosts: str, collective: str) -> None:
 
 @pytest.mark.skipif(not native_core.available(), reason="only the core reads shared memory")
 @pytest.mark.parametrize("algorithm", ["tree", "ring", "star"])
-def test_tiles_of_sockets_go_through_memory_too(algorithm: str) -> None:
+def test_all_reduce_across_hosts_passes_large_tiles_through_shared_memory(algorithm: str) -> None:
     """Between hosts tiles are larger; ranks that share one pass them on through memory."""
 
     def reduce(group: gw.Group) -> float:

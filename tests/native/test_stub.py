@@ -1,4 +1,4 @@
-"""The stub that type checkers read names what the core defines, no more and no less."""
+"""The stub of the core for type checkers: it defines exactly the names of the core."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def names_of(thing: Any) -> set[str]:
     return {name for name in vars(thing) if not name.startswith("_")}
 
 
-def test_the_stub_and_the_core_define_the_same() -> None:
+def test_stub_defines_exactly_the_names_of_the_core() -> None:
     assert names_in(STUB.body) == names_of(native)
     for node in STUB.body:
         if isinstance(node, ast.ClassDef):

@@ -1,4 +1,4 @@
-"""What is refused before anything is sent, after which the group goes on; and collectives at their edges."""
+"""Collective operations: arguments refused before anything is sent, and results at the edges of each operation."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ for _seconds in (0, -1, float("nan")):
 
 
 @pytest.mark.parametrize(("call", "kind", "words"), NONSENSE.values(), ids=NONSENSE)
-def test_nonsense_is_refused_and_the_group_goes_on(
+def test_operation_with_invalid_arguments_is_refused_and_the_group_goes_on(
     three: Crew, call: Callable[[gw.Group], Any], kind: type[Exception], words: str
 ) -> None:
     def program(group: gw.Group) -> Any:
@@ -109,7 +109,7 @@ def test_nonsense_is_refused_and_the_group_goes_on(
     assert three.run(program) == [3, 3, 3]
 
 
-def test_refusal_on_one_rank_keeps_the_others_in_step(three: Crew) -> None:
+def test_operation_refused_on_one_rank_leaves_the_call_order_intact(three: Crew) -> None:
     """Who was refused may call what the others call, and all go on."""
 
     def program(group: gw.Group) -> Any:
@@ -121,7 +121,7 @@ def test_refusal_on_one_rank_keeps_the_others_in_step(three: Crew) -> None:
     assert three.run(program) == [[3.0]] * 3
 
 
-def test_results_go_where_the_caller_says(three: Crew) -> None:
+def test_all_gather_and_reduce_scatter_with_out_write_into_it(three: Crew) -> None:
     def program(group: gw.Group) -> None:
         gathered, part = np.zeros((3, 4)), np.zeros(2)
         for turn in range(3):  # the first is made the long way
@@ -135,7 +135,7 @@ def test_results_go_where_the_caller_says(three: Crew) -> None:
     three.run(program)
 
 
-def test_an_out_too_small_for_what_is_gathered_harms_only_its_owner(three: Crew) -> None:
+def test_all_gather_with_a_too_small_out_fails_on_that_rank_alone(three: Crew) -> None:
     """How much comes is known only when all have said how much they bring."""
 
     def program(group: gw.Group) -> None:
@@ -163,7 +163,7 @@ def test_an_out_too_small_for_what_is_gathered_harms_only_its_owner(three: Crew)
         (np.zeros(7), [3, 3, 3], gw.InvalidSize, "add up to 9, but there are 7 rows"),
     ],
 )
-def test_a_root_with_nothing_sound_to_scatter_tells_all(
+def test_scatter_of_an_unusable_array_raises_on_all_ranks(
     three: Crew, x: Any, counts: Any, kind: type[Exception], words: str
 ) -> None:
     def program(group: gw.Group) -> Any:
@@ -193,7 +193,7 @@ def test_scatter_needs_x_on_the_root_only(three: Crew) -> None:
 # -- named maps --------------------------------------------------------------------------------------------------------
 
 
-def test_named_maps_mix_dtypes_shapes_and_layouts(three: Crew) -> None:
+def test_all_reduce_named_mixes_dtypes_shapes_and_layouts(three: Crew) -> None:
     def program(group: gw.Group) -> None:
         tensors: dict[str, Any] = {
             "b": np.ones((2, 3), np.float32),
@@ -218,7 +218,7 @@ def test_named_maps_mix_dtypes_shapes_and_layouts(three: Crew) -> None:
 
 
 @pytest.mark.parametrize("count", [3, 300_000])
-def test_an_array_under_two_names_is_reduced_once(three: Crew, count: int) -> None:
+def test_all_reduce_named_of_shared_memory_reduces_each_element_once(three: Crew, count: int) -> None:
     """Tied weights, and views that overlap: each element is the sum over ranks, not a sum of sums."""
 
     def program(group: gw.Group) -> None:
@@ -232,7 +232,7 @@ def test_an_array_under_two_names_is_reduced_once(three: Crew, count: int) -> No
     three.run(program)
 
 
-def test_an_empty_map_is_a_call_too(three: Crew) -> None:
+def test_all_reduce_named_of_an_empty_map_counts_as_a_call(three: Crew) -> None:
     def program(group: gw.Group) -> int:
         empty: dict[str, Any] = {}
         assert group.all_reduce_named(empty) is empty
@@ -245,7 +245,7 @@ def test_an_empty_map_is_a_call_too(three: Crew) -> None:
 # -- joining and splitting ---------------------------------------------------------------------------------------------
 
 
-def test_zero_dimensional_and_empty_rows_are_joined(three: Crew) -> None:
+def test_operations_of_scalars_and_empty_arrays_return_the_right_shapes(three: Crew) -> None:
     def program(group: gw.Group) -> None:
         assert group.all_gather(np.array(group.rank)).tolist() == [0, 1, 2]
         assert group.all_gather(np.zeros((group.rank, 0, 4))).shape == (3, 0, 4)
@@ -259,7 +259,7 @@ def test_zero_dimensional_and_empty_rows_are_joined(three: Crew) -> None:
     three.run(program)
 
 
-def test_counts_may_be_of_any_integer_kind(three: Crew) -> None:
+def test_operations_accept_counts_and_roots_of_any_integer_type(three: Crew) -> None:
     def program(group: gw.Group) -> None:
         counts = np.array([1, 0, 2], np.int16)
         assert group.reduce_scatter(np.arange(3), counts=counts).size == counts[group.rank]
@@ -269,7 +269,7 @@ def test_counts_may_be_of_any_integer_kind(three: Crew) -> None:
     three.run(program)
 
 
-def test_results_are_the_callers_own(three: Crew) -> None:
+def test_operation_results_are_writable_and_share_no_memory_with_the_input(three: Crew) -> None:
     """What is returned can be written, and is not the memory of anything else."""
 
     def program(group: gw.Group) -> None:

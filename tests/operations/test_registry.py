@@ -1,4 +1,4 @@
-"""The table of collectives agrees with the methods of `Group` and `Stream` and with the kinds of schedules."""
+"""The table of collectives: it agrees with the methods of `Group` and `Stream` and with the kinds of schedules."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def test_collective_is_supported_by_a_group(name: str, collective: Collective) -
     assert able.supports(name, algorithm=collectives.algorithms(collective.schedule)[0]) is collective.takes_algorithm
 
 
-def test_every_kind_of_schedule_is_a_collective_of_its_own() -> None:
+def test_schedule_of_every_kind_belongs_to_a_collective() -> None:
     assert set(collectives.COLLECTIVES) <= set(COLLECTIVES)
 
 
-def test_collectives_with_a_fast_path_are_these() -> None:
+def test_result_layouts_lists_the_collectives_with_a_fast_path() -> None:
     assert result_layouts() == {
         "all_reduce": "ELEMENTWISE",
         "broadcast": "ELEMENTWISE",

@@ -1,4 +1,4 @@
-"""JSON-like values: what travels, what does not, and that nobody is left waiting when one cannot."""
+"""broadcast_value and all_gather_values: which values can be sent, and errors of values that cannot."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ JSON = st.recursive(
 
 @settings(max_examples=30)
 @given(value=JSON, root=st.integers(0, 2))
-def test_any_value_reaches_all_ranks(three: Crew, value: Any, root: int) -> None:
+def test_value_of_any_json_type_reaches_all_ranks(three: Crew, value: Any, root: int) -> None:
     received = three.run(lambda group: group.broadcast_value(value if group.rank == root else object(), root=root))
     assert received == [value] * 3
     gathered = three.run(lambda group: group.all_gather_values([group.rank, value]))
     assert gathered == [[[rank, value] for rank in range(3)]] * 3
 
 
-def test_odd_but_fine(three: Crew) -> None:
+def test_value_with_odd_text_and_numbers_reaches_all_ranks(three: Crew) -> None:
     value = {"ünï": "☃ \ud800 \0", "big": 10**1000, "tuple": (1, (2,)), "": [], "inf": -math.inf, "nan": math.nan}
     for received in three.run(lambda group: group.broadcast_value(value)):
         assert received.pop("nan") != received.get("nan")
         assert received == {"ünï": "☃ \ud800 \0", "big": 10**1000, "tuple": [1, [2]], "": [], "inf": -math.inf}
 
 
-def test_big_values(three: Crew) -> None:
+def test_value_of_several_megabytes_reaches_all_ranks(three: Crew) -> None:
     text = "é" * 3_000_000
     assert (
         three.run(lambda group: group.broadcast_value(text if group.rank == 1 else None, root=1) == text) == [True] * 3
@@ -56,7 +56,7 @@ def test_big_values(three: Crew) -> None:
     assert [[len(one) for one in everyones] for everyones in gathered] == [[0, 1_000_000, 2_000_000]] * 3
 
 
-def test_what_comes_back_is_ones_own(three: Crew) -> None:
+def test_value_received_is_a_copy(three: Crew) -> None:
     mine = [{"a": [1]}]
 
     def program(group: gw.Group) -> None:
@@ -97,7 +97,7 @@ UNSENDABLE: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize(("value", "words"), UNSENDABLE.values(), ids=UNSENDABLE)
-def test_a_value_that_cannot_be_sent_is_an_error_on_all_ranks(three: Crew, value: Any, words: str) -> None:
+def test_value_that_cannot_be_sent_raises_on_all_ranks(three: Crew, value: Any, words: str) -> None:
     """The root is the only one who can know; the others must not wait for it. After that all go on together."""
 
     def program(group: gw.Group) -> int:
@@ -112,7 +112,7 @@ def test_a_value_that_cannot_be_sent_is_an_error_on_all_ranks(three: Crew, value
     assert three.run(program) == [3, 3, 3]
 
 
-def test_others_are_told_whose_value_it_was(three: Crew) -> None:
+def test_value_error_names_the_rank_that_sent_it(three: Crew) -> None:
     def program(group: gw.Group) -> str:
         with pytest.raises(gw.ArrayError) as caught:
             group.broadcast_value({1, 2} if group.rank == 1 else None, root=1)
@@ -122,7 +122,7 @@ def test_others_are_told_whose_value_it_was(three: Crew) -> None:
     assert texts[0] == texts[2] == f"broadcast_value(root=1) failed on rank 1: {texts[1]}"
 
 
-def test_a_value_that_is_too_large(three: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_value_that_is_too_large_raises_invalid_size_on_all_ranks(three: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(values, "MAX_VALUE_BYTES", 1000)
 
     def program(group: gw.Group) -> int:
@@ -135,7 +135,7 @@ def test_a_value_that_is_too_large(three: Crew, monkeypatch: pytest.MonkeyPatch)
     assert three.run(program) == [3, 3, 3]
 
 
-def test_a_value_too_deep_for_this_rank_fails_here_alone(three: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_value_too_deep_to_decode_raises_and_the_group_goes_on(three: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
     """How deep a value may be depends on the stack of the reader."""
     real = json.loads
 
