@@ -1,4 +1,4 @@
-"""`gradwire bench`, run as a command."""
+"""The `gradwire bench` command."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_bench_prints_the_table_of_nccl_tests(tmp_path: Path) -> None:
         (["--sizes", "8", "--json", "/dev/null/file"], "cannot write /dev/null/file"),
     ],
 )
-def test_bench_with_unusable_arguments_says_why(arguments: list[str], said: str, tmp_path: Path) -> None:
+def test_bench_with_invalid_arguments_prints_the_reason(arguments: list[str], said: str, tmp_path: Path) -> None:
     done = CliRunner(env={"XDG_CACHE_HOME": str(tmp_path)}).invoke(main, ["bench", *arguments])
     assert done.exit_code in (1, 2)
     assert isinstance(done.exception, SystemExit), done.exception
@@ -115,7 +115,7 @@ def other_install(folder: Path, version: str) -> Path:
     return interpreter(folder / ".venv", folder / "src")
 
 
-def test_bench_against_other_installs_measures_each_one_in_its_own_interpreter(tmp_path: Path) -> None:
+def test_bench_against_other_installs_runs_each_in_its_own_interpreter(tmp_path: Path) -> None:
     old, older = (other_install(tmp_path / version, version) for version in ("0.0.2", "0.0.1"))
     against = ("--against", f"{old},{old.parents[1]}", "--against", str(older.parents[1]))
     found = measured("all", "--sizes", "8,4Ki", *against, PYTHONPATH=str(Path(gw.__file__).parents[1]))
@@ -132,7 +132,7 @@ def test_bench_against_other_installs_measures_each_one_in_its_own_interpreter(t
     assert found["summary"]["all_reduce"][names[0]].keys() == {"8", "4096"}
 
 
-def test_bench_against_an_install_that_cannot_start_shows_its_error_and_advice(tmp_path: Path) -> None:
+def test_bench_against_an_install_that_cannot_start_prints_its_error_and_advice(tmp_path: Path) -> None:
     code = "__version__ = '0.0.1'\ndef init(**options): raise OSError('no shared memory')"
     python = interpreter(tmp_path / ".venv", fake_package(tmp_path / "src", code))
     done = bench("--sizes", "8", "--against", str(python), *QUICK)
@@ -144,7 +144,7 @@ def test_bench_against_an_install_that_cannot_start_shows_its_error_and_advice(t
     assert done.stderr.endswith(f"works by itself: {python} -m gradwire bench --sizes 8\n")
 
 
-def test_bench_against_an_install_as_documented_shows_the_median_ratio_at_each_size(tmp_path: Path) -> None:
+def test_bench_against_an_install_as_documented_prints_a_ratio_for_each_size(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "benchmarks" / "README.md").read_text("utf-8")
     (documented,) = re.findall(r"^gradwire (bench .* --against \S*/python)", page, re.MULTILINE)
     assert f"gradwire {documented}\n" in CliRunner().invoke(main, ["bench", "--help"]).output
@@ -160,7 +160,7 @@ def test_bench_against_an_install_as_documented_shows_the_median_ratio_at_each_s
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_bench_that_is_interrupted_leaves_no_process_and_no_file(number: int) -> None:
+def test_bench_interrupted_leaves_no_process_and_no_file(number: int) -> None:
     command = [sys.executable, "-m", "gradwire", "bench", "--sizes", "8", "--blocks", "100000"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with tempfile.TemporaryDirectory() as folder:  # a short path, as sockets need it

@@ -1,4 +1,4 @@
-"""`gradwire certs` as its users have it."""
+"""The `gradwire certs` command."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def certs(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=LONG)
 
 
-def test_certs_makes_authority_certificates_and_keys(tmp_path: Path) -> None:
+def test_certs_writes_authority_certificates_and_keys(tmp_path: Path) -> None:
     where = tmp_path / "certs"
     done = certs(str(where), "--job", "digits", "--member", "a", "--member", "b", "--days", "30")
     assert (done.returncode, done.stderr) == (0, "")

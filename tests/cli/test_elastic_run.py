@@ -1,4 +1,4 @@
-"""Elastic jobs as their users have them: `gradwire run --min --max --restarts --chaos`, `gradwire join`."""
+"""Elastic jobs on the command line: `gradwire run --min --max --restarts --chaos` and `gradwire join`."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def address_of(run: subprocess.Popen[str]) -> str:
     return found[1]
 
 
-def test_run_lost_worker_is_replaced_and_training_ends_with_the_same_result(start: Start, tmp_path: Path) -> None:
+def test_elastic_run_lost_worker_is_replaced_and_the_result_is_the_same(start: Start, tmp_path: Path) -> None:
     train = """
     for step in run.steps(60):
         with step:
@@ -113,7 +113,7 @@ FOREVER = """
 """
 
 
-def test_run_again_in_the_same_log_folder_trains_anew(
+def test_elastic_run_again_in_the_same_log_folder_starts_a_new_training(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under the same name too; what the first one wrote is kept, and apart."""
@@ -130,7 +130,7 @@ def test_run_again_in_the_same_log_folder_trains_anew(
     assert (before / "coordinator.journal").stat().st_size > 0
 
 
-def test_run_after_a_killed_launcher_starts_at_once(
+def test_elastic_run_after_a_killed_launcher_starts_at_the_same_port(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the same port and in the same folder, while the guard may still be ending what the first one has started."""
@@ -149,7 +149,7 @@ def test_run_after_a_killed_launcher_starts_at_once(
 
 
 @pytest.mark.slow
-def test_coordinator_started_anew_by_its_launcher_resumes_the_journal_of_this_run(
+def test_elastic_run_restarted_coordinator_resumes_the_journal_of_this_run(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GRADWIRE_JOB", "digits")
@@ -172,7 +172,7 @@ def test_coordinator_started_anew_by_its_launcher_resumes_the_journal_of_this_ru
     assert (code, out) == (0, "[0] done 1\n"), err
 
 
-def test_run_and_join_in_the_same_log_folder_keep_their_logs_apart(start: Start, tmp_path: Path) -> None:
+def test_elastic_run_and_join_in_one_log_folder_write_separate_logs(start: Start, tmp_path: Path) -> None:
     written(tmp_path, TRAIN + FOREVER, "train.py")
     run = start("run", "--min", "1", "--max", "2", "--log-dir", "logs", "train.py")
     joined = start("join", address_of(run), "--log-dir", "logs", "train.py")
@@ -186,7 +186,7 @@ def test_run_and_join_in_the_same_log_folder_keep_their_logs_apart(start: Start,
     assert (tmp_path / "logs" / "worker-0.log").exists()
 
 
-def test_run_secret_of_the_user_is_in_no_environment(start: Start, tmp_path: Path) -> None:
+def test_elastic_run_user_secret_is_in_no_process_environment(start: Start, tmp_path: Path) -> None:
     written(tmp_path, TRAIN + FOREVER, "train.py")
     run = start("run", "--min", "1", "train.py")
     assert run.stdout is not None
@@ -199,14 +199,16 @@ def test_run_secret_of_the_user_is_in_no_environment(start: Start, tmp_path: Pat
         assert b"GRADWIRE_TOKEN" not in environment
 
 
-def test_run_token_that_was_given_is_passed_on(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elastic_run_given_token_is_passed_to_the_workers(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("GRADWIRE_TOKEN", "a token that was given")
     written(tmp_path, TRAIN + "    print(os.environ['GRADWIRE_TOKEN'])\n", "train.py")
     assert finish(start("run", "--min", "1", "train.py"))[:2] == (0, "[0] a token that was given\n")
 
 
 @pytest.mark.slow
-def test_workers_that_join_by_a_token_keep_their_leases(
+def test_join_with_a_token_keeps_the_leases_of_the_workers(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For longer than a lease; then a third one gets into the same training."""
@@ -249,7 +251,7 @@ def test_workers_that_join_by_a_token_keep_their_leases(
         ["ADDRESS", "-mn", "2", "script", "-n", "7", "--help"],
     ],
 )
-def test_join_takes_options_before_and_after_the_address(arguments: list[str], start: Start, tmp_path: Path) -> None:
+def test_join_accepts_options_before_and_after_the_address(arguments: list[str], start: Start, tmp_path: Path) -> None:
     written(tmp_path, "import sys\nprint(sys.argv[1:])\n", "script.py")
     address = f"127.0.0.1:{free_port()}"  # the script asks for no coordinator
     code, out, err = finish(start("join", *(address if one == "ADDRESS" else one for one in arguments)))
@@ -277,7 +279,7 @@ def test_join_adds_workers_of_another_launcher(start: Start, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_run_survives_the_death_of_its_coordinator(start: Start, tmp_path: Path) -> None:
+def test_elastic_run_killed_coordinator_is_restarted_and_the_job_ends(start: Start, tmp_path: Path) -> None:
     train = """
     for step in run.steps(100):
         with step:
@@ -295,7 +297,9 @@ def test_run_survives_the_death_of_its_coordinator(start: Start, tmp_path: Path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_run_leaves_nothing_behind(number: signal.Signals, start: Start, tmp_path: Path) -> None:
+def test_elastic_run_interrupted_or_killed_leaves_no_process(
+    number: signal.Signals, start: Start, tmp_path: Path
+) -> None:
     """By Ctrl-C, or if the launcher is killed: neither a worker nor the coordinator."""
     written(tmp_path, "import signal\nprint('ready')\nsignal.pause()\n", "train.py")
     run = start("run", "--min", "2", "train.py")
@@ -325,7 +329,7 @@ def test_run_leaves_nothing_behind(number: signal.Signals, start: Start, tmp_pat
         (["join", "--token-file", "none", "127.0.0.1:1", "here.py"], "does not exist"),
     ],
 )
-def test_run_mistakes_are_reported_before_anything_starts(
+def test_elastic_run_and_join_invalid_arguments_exit_with_2_and_a_reason(
     arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -343,7 +347,7 @@ def test_run_mistakes_are_reported_before_anything_starts(
         (["run", "--min", "1", "--listen", "10.0.0.1", "here.py"], "set GRADWIRE_TOKEN"),
     ],
 )
-def test_run_impossible_settings_are_reported_in_one_line(
+def test_elastic_run_and_join_invalid_addresses_exit_with_1_and_a_reason(
     arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -353,7 +357,7 @@ def test_run_impossible_settings_are_reported_in_one_line(
     assert said in result.output
 
 
-def test_help_of_run_and_join_shows_examples() -> None:
+def test_elastic_run_and_join_help_shows_examples() -> None:
     shown = CliRunner().invoke(main, ["run", "--help"]).output
     assert "gradwire run --min 2 --max 8 -n 4 --restarts 3 train.py" in shown
     assert "gradwire join 127.0.0.1:23456 train.py" in CliRunner().invoke(main, ["join", "--help"]).output

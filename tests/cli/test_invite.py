@@ -1,4 +1,4 @@
-"""`gradwire invite` as its users have it."""
+"""The `gradwire invite` command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def invite(*arguments: str, token: str = SECRET) -> Result:
     return CliRunner().invoke(main, ["invite", *arguments], env={"GRADWIRE_TOKEN": token, "GRADWIRE_JOB": None})
 
 
-def test_invite_prints_a_token_of_the_job() -> None:
+def test_invite_with_the_secret_prints_a_token_and_with_a_token_is_refused() -> None:
     done = invite("--job", "digits", "--for", "2d", "--uses", "8")
     assert done.exit_code == 0, done.output
     assert SECRET not in done.output
@@ -31,12 +31,12 @@ def test_invite_prints_a_token_of_the_job() -> None:
     assert "only holders of the job's secret can invite" in again.output
 
 
-def test_invite_standard_output_is_the_token_alone() -> None:
+def test_invite_standard_output_is_only_the_token() -> None:
     done = invite("--job", "digits")
     assert re.fullmatch(r"gwj1\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\n", done.stdout)
 
 
-def test_invite_impossible_options_are_refused() -> None:
+def test_invite_invalid_options_are_refused() -> None:
     for wrong in (["--for", "soon"], ["--for", "2"], ["--for", "0s"], ["--uses", "-1"]):
         done = invite("--job", "digits", *wrong)
         assert done.exit_code != 0, wrong

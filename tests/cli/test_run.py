@@ -1,4 +1,4 @@
-"""`gradwire run` as its users have it: a process of its own, its output, its exit code, signals from outside."""
+"""The `gradwire run` command in its own process: output, exit code and signals."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_run_failure_prints_the_root_cause_last_and_returns_its_exit_code(start:
         (["-n", "2", "--log-dir", "here.py", "here.py"], "is a file"),
     ],
 )
-def test_run_mistakes_are_reported_before_anything_starts(
+def test_run_invalid_arguments_exit_with_2_and_a_reason(
     arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from click.testing import CliRunner
@@ -142,7 +142,7 @@ def test_run_missing_module_is_reported_by_the_workers(start: Start) -> None:
     assert err.endswith("No module named nowhere_to_be_found\n")
 
 
-def test_help_of_run_shows_examples() -> None:
+def test_run_help_shows_examples() -> None:
     from click.testing import CliRunner
 
     from gradwire.cli import main
@@ -152,7 +152,9 @@ def test_help_of_run_shows_examples() -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_run_signal_stops_everything(number: signal.Signals, code: int, start: Start, tmp_path: Path) -> None:
+def test_run_signal_stops_all_processes_and_sets_the_exit_code(
+    number: signal.Signals, code: int, start: Start, tmp_path: Path
+) -> None:
     """What the workers have started may end in time: here it notices that its parent is gone."""
     follow = """
         import os, signal, sys
@@ -177,7 +179,7 @@ def test_run_signal_stops_everything(number: signal.Signals, code: int, start: S
     assert f"gradwire: stopped by {number.name}" in err.splitlines()[-1]
 
 
-def test_run_second_ctrl_c_kills(start: Start, tmp_path: Path) -> None:
+def test_run_second_ctrl_c_kills_all_processes(start: Start, tmp_path: Path) -> None:
     deaf = (
         READY
         + """
@@ -215,7 +217,7 @@ def test_run_killed_supervisor_leaves_no_orphan(start: Start, tmp_path: Path) ->
     assert all(one.ends() for one in watched)
 
 
-def test_run_ignored_signals_stay_ignored_and_exits_are_seen(start: Start, tmp_path: Path) -> None:
+def test_run_inherited_ignored_signals_stay_ignored_and_the_exit_code_is_returned(start: Start, tmp_path: Path) -> None:
     """As under nohup, and under parents that leave SIGCHLD ignored."""
     go_on = (
         READY
@@ -240,7 +242,7 @@ def test_run_ignored_signals_stay_ignored_and_exits_are_seen(start: Start, tmp_p
     assert finish(run)[0] == 5
 
 
-def test_run_reader_that_goes_away_does_not_stop_the_job(start: Start, tmp_path: Path) -> None:
+def test_run_closed_standard_output_does_not_stop_the_job(start: Start, tmp_path: Path) -> None:
     written(tmp_path, "for i in range(100_000): print('line', i)\nopen('done', 'w').close()\n", "train.py")
     run = start("-n", "1", "--log-dir", "logs", "train.py", stderr=subprocess.DEVNULL)
     assert run.stdout is not None

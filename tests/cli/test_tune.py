@@ -1,4 +1,4 @@
-"""`gradwire tune` as its users have it."""
+"""The `gradwire tune` command."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def tune(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_tune_stores_its_measurements_and_they_are_in_force(tmp_path: Path) -> None:
+def test_tune_stores_its_measurements_and_show_uses_them(tmp_path: Path) -> None:
     file = tmp_path / "config" / "tuning.json"
     done = tune(GRADWIRE_TUNING=str(file))
     assert done.returncode == 0, done.stderr
@@ -37,7 +37,7 @@ def test_tune_stores_its_measurements_and_they_are_in_force(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_tune_dry_run_stores_nothing_and_prints_everything(tmp_path: Path) -> None:
+def test_tune_dry_run_stores_nothing_and_prints_the_measurements(tmp_path: Path) -> None:
     file = tmp_path / "tuning.json"
     done = tune("--dry-run", "--json", "--ranks", "3", GRADWIRE_TUNING=str(file))
     assert done.returncode == 0, done.stderr
@@ -49,7 +49,7 @@ def test_tune_dry_run_stores_nothing_and_prints_everything(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tune_show_gives_the_reason_for_the_defaults(tmp_path: Path) -> None:
+def test_tune_show_without_a_valid_file_prints_the_reason_for_the_defaults(tmp_path: Path) -> None:
     for content, reason in ((None, "there is no such file"), ("{}", "its version is")):
         file = tmp_path / "tuning.json"
         if content is not None:
@@ -64,7 +64,7 @@ def test_tune_show_gives_the_reason_for_the_defaults(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_tune_interrupted_leaves_nothing(number: int, tmp_path: Path) -> None:
+def test_tune_interrupted_leaves_no_process_and_no_file(number: int, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "gradwire", "tune"]
     environ = os.environ | {"TMPDIR": str(tmp_path), "GRADWIRE_TUNING": str(tmp_path / "tuning.json")}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

@@ -1,4 +1,4 @@
-"""The examples run as a newcomer would run them: fresh processes, started by the command line."""
+"""The examples, run in new processes through the command line."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def said(outcome: subprocess.CompletedProcess[str]) -> str:
     return f"exit code {outcome.returncode}\n{outcome.stdout}\n{outcome.stderr}"
 
 
-def test_every_example_is_in_the_table_of_contents() -> None:
+def test_examples_readme_lists_every_example() -> None:
     text = (EXAMPLES / "README.md").read_text()
     for script in EXAMPLES.glob("*.py"):
         assert f"[`{script.name}`]({script.name})" in text
 
 
-def test_hello() -> None:
+def test_hello_example_prints_the_results_of_each_collective() -> None:
     outcome = run(4, "hello.py")
     assert outcome.returncode == 0, said(outcome)
     for rank in range(4):
@@ -51,7 +51,7 @@ def test_hello() -> None:
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
-def test_digits_are_learned_alike_by_any_number_of_ranks(ranks: int) -> None:
+def test_digits_example_any_number_of_ranks_ends_with_equal_weights(ranks: int) -> None:
     outcome = run(ranks, "digits.py", "--epochs", "2", "--target", "0.8")
     assert outcome.returncode == 0, said(outcome)
     ends = re.findall(r"^\[(\d)\] rank \1 ends with (\w{8})$", outcome.stdout, re.MULTILINE)
@@ -65,26 +65,26 @@ def test_digits_are_learned_alike_by_any_number_of_ranks(ranks: int) -> None:
     )
 
 
-def test_digits_in_a_lone_process() -> None:
+def test_digits_example_runs_in_a_single_process() -> None:
     outcome = call(str(EXAMPLES / "digits.py"), "--epochs", "2", "--target", "0.8")
     assert outcome.returncode == 0, said(outcome)
     assert "✓ at most 0.0e+00 from a single process's weights" in outcome.stdout
 
 
-def test_a_single_changed_bit_is_found_and_fails_the_run() -> None:
+def test_digits_example_changed_bit_is_found_and_fails_the_run() -> None:
     outcome = run(3, "digits.py", "--epochs", "1", "--target", "0", "--tamper", "2")
     assert outcome.returncode == 1, said(outcome)
     assert "[0] ✗ FAILED: other bits: output.bias on rank 2\n" in outcome.stdout
 
 
-def test_an_accuracy_that_is_not_reached_fails_the_run() -> None:
+def test_digits_example_accuracy_below_target_fails_the_run() -> None:
     outcome = run(2, "digits.py", "--epochs", "1", "--target", "1")
     assert outcome.returncode == 1, said(outcome)
     assert re.search(r"^\[0\] ✗ FAILED: .* of 360 test images right \(wanted: 100%\)$", outcome.stdout, re.MULTILINE)
 
 
 @pytest.mark.slow
-def test_digits_with_jax() -> None:
+def test_jax_digits_example_ends_with_equal_weights() -> None:
     outcome = run(2, "jax_digits.py", "--epochs", "5", "--target", "0.8")
     assert outcome.returncode == 0, said(outcome)
     ends = re.findall(r"rank (\d) of 2 ends with (\w{8}): [89]\d\.\d% of 360 test images right", outcome.stdout)
@@ -93,7 +93,7 @@ def test_digits_with_jax() -> None:
 
 
 @pytest.mark.slow
-def test_gradients_in_fewer_bytes() -> None:
+def test_compressed_example_reports_fewer_bytes_for_each_compression() -> None:
     outcome = run(2, "compressed.py")
     assert outcome.returncode == 0, said(outcome)
     fewer = [float(times) for times in re.findall(r" bytes +([\d.]+)x", outcome.stdout)]
@@ -103,7 +103,7 @@ def test_gradients_in_fewer_bytes() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_torch_model_is_trained_alike_on_all_ranks(ranks: int) -> None:
+def test_torch_ddp_example_ends_with_equal_weights(ranks: int) -> None:
     outcome = run(ranks, "torch_ddp.py")
     assert outcome.returncode == 0, said(outcome)
     assert re.search(rf"^\[0\] {ranks} ranks hold the same weights, \w{{8}}", outcome.stdout, re.MULTILINE), said(
@@ -112,7 +112,7 @@ def test_a_torch_model_is_trained_alike_on_all_ranks(ranks: int) -> None:
 
 
 @pytest.mark.slow
-def test_an_elastic_torch_run_loses_a_worker_and_takes_another_in() -> None:
+def test_elastic_torch_example_replaces_a_lost_worker() -> None:
     elastic = ("--min", "2", "--restarts", "1")
     outcome = call("-m", "gradwire", "run", "-n", "2", *elastic, str(EXAMPLES / "elastic_torch.py"), "--lose", "1")
     assert outcome.returncode == 0, said(outcome)
@@ -121,7 +121,7 @@ def test_an_elastic_torch_run_loses_a_worker_and_takes_another_in() -> None:
 
 
 @pytest.mark.slow
-def test_an_elastic_torch_run_goes_on_with_who_is_left() -> None:
+def test_elastic_torch_example_continues_with_the_remaining_workers() -> None:
     outcome = call("-m", "gradwire", "run", "-n", "3", "--min", "1", str(EXAMPLES / "elastic_torch.py"), "--lose", "1")
     assert outcome.returncode == 0, said(outcome)
     assert re.search(r"generation 2: 2 ranks hold the same weights", outcome.stdout), said(outcome)

@@ -1,4 +1,4 @@
-"""For tests of gw.jax: ranks are threads, which must not wait for each other in JAX's own pool of a few threads."""
+"""Configuration for tests of gw.jax: synchronous dispatch, so that rank threads do not block each other's programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trees of arrays, reduced in plain Python."""
+"""gw.jax outside compiled programs: all_reduce, broadcast and check_replicas of trees of arrays."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def errors_of(n: int, fn: Any) -> list[gw.GradwireError]:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_a_tree_is_reduced_as_a_whole(n: int) -> None:
+def test_jax_all_reduce_tree_keeps_its_structure(n: int) -> None:
     def reduce(group: gw.Group) -> Any:
         tree = {"layers": [{"w": jnp.full((2, 3), group.rank, "float32"), "b": None}], "scale": float(group.rank)}
         return gw.jax.all_reduce(group, tree)
@@ -42,7 +42,7 @@ def test_a_tree_is_reduced_as_a_whole(n: int) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int8", "int32", "uint32", "bool", "complex64"])
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (700, 600)])  # the last is large: it travels alone
-def test_every_dtype_and_shape_comes_back_as_it_was(dtype: str, shape: tuple[int, ...]) -> None:
+def test_jax_all_reduce_keeps_dtype_shape_and_sharding(dtype: str, shape: tuple[int, ...]) -> None:
     def reduce(group: gw.Group) -> tuple[jax.Array, Any]:
         x = jnp.asarray(np.ones(shape, jnp.dtype(dtype)))  # nothing is compiled for this
         return gw.jax.all_reduce(group, x, op="sum"), x.sharding
@@ -52,7 +52,7 @@ def test_every_dtype_and_shape_comes_back_as_it_was(dtype: str, shape: tuple[int
         assert (np.asarray(result) == (True if dtype == "bool" else 2)).all()
 
 
-def test_arrays_that_went_in_stay_as_they_are_and_those_that_came_out_outlive_the_group() -> None:
+def test_jax_all_reduce_inputs_stay_unchanged_and_results_outlive_the_group() -> None:
     def reduce(group: gw.Group) -> tuple[jax.Array, jax.Array]:
         x = jnp.asarray(np.full(300_000, 1.0 + group.rank, np.float32))
         return x, gw.jax.all_reduce(group, x)
@@ -63,7 +63,7 @@ def test_arrays_that_went_in_stay_as_they_are_and_those_that_came_out_outlive_th
     assert all((np.asarray(result) == 1.5).all() for _, result in results)
 
 
-def test_a_tree_that_differs_is_an_error_on_all_ranks_that_says_where() -> None:
+def test_jax_all_reduce_different_trees_raise_mismatch_naming_the_leaf() -> None:
     def reduce(group: gw.Group) -> None:
         gw.jax.all_reduce(group, {"dense": {"w": jnp.ones(3), ("bias" if group.rank else "b"): jnp.ones(1)}})
 
@@ -73,7 +73,7 @@ def test_a_tree_that_differs_is_an_error_on_all_ranks_that_says_where() -> None:
         assert "test_all_reduce.py" in str(error)
 
 
-def test_paths_that_read_alike_are_told_apart() -> None:
+def test_jax_all_reduce_leaves_with_equal_path_texts_are_kept_apart() -> None:
     tree = {"a.b": jnp.zeros(1), "a": {"b": jnp.ones(1)}}
     with gw.init() as group:
         assert gw.jax.all_reduce(group, tree) == tree
@@ -89,14 +89,16 @@ def test_paths_that_read_alike_are_told_apart() -> None:
         (jax.random.key(0), "sum", gw.ArrayError, r"'layer.w': a random key .* jax.random.key_data\(key\)"),
     ],
 )
-def test_what_cannot_be_reduced_is_refused_by_name(leaf: Any, op: str, kind: type[Exception], text: str) -> None:
+def test_jax_all_reduce_unsupported_leaf_or_op_raises_an_error_that_names_it(
+    leaf: Any, op: str, kind: type[Exception], text: str
+) -> None:
     with gw.init() as group:
         with pytest.raises(kind, match=text):
             gw.jax.all_reduce(group, {"layer": {"w": leaf}}, op=op)
         assert float(gw.jax.all_reduce(group, 2.0)) == 2.0
 
 
-def test_something_that_is_no_group_is_named() -> None:
+def test_jax_all_reduce_argument_that_is_no_group_raises_config_error() -> None:
     with pytest.raises(gw.ConfigError, match="expected a group, or a run that has one, not dict"):
         gw.jax.all_reduce({"w": jnp.ones(1)}, jnp.ones(1))
 
@@ -106,7 +108,7 @@ def test_something_that_is_no_group_is_named() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_nan_and_inf_stop_all_ranks_and_name_rank_and_leaf(dtype: str, bad: float) -> None:
+def test_jax_all_reduce_nan_or_inf_names_rank_and_leaf_on_all_ranks(dtype: str, bad: float) -> None:
     def reduce(group: gw.Group) -> tuple[gw.NotFinite, float]:
         gradients: dict[str, Any] = {
             "a": np.ones(4, jnp.dtype(dtype)),
@@ -124,7 +126,7 @@ def test_nan_and_inf_stop_all_ranks_and_name_rank_and_leaf(dtype: str, bad: floa
         assert "'b' of rank 1 is not finite: 1 " in str(error)
 
 
-def test_only_the_mean_is_checked_unasked() -> None:
+def test_jax_all_reduce_checks_finite_by_default_for_mean_only() -> None:
     def reduce(group: gw.Group) -> list[float]:
         nan = jnp.float32(np.nan)
         with pytest.raises(gw.NotFinite):
@@ -137,7 +139,7 @@ def test_only_the_mean_is_checked_unasked() -> None:
     assert np.isnan(run_group(2, reduce)).all()
 
 
-def test_a_sum_that_is_too_large_is_nobody_s_fault() -> None:
+def test_jax_all_reduce_overflowing_sum_raises_not_finite_without_a_culprit() -> None:
     def reduce(group: gw.Group) -> None:
         gw.jax.all_reduce(group, jnp.float32(3e38), op="sum", check_finite=True)
 
@@ -150,7 +152,7 @@ def test_a_sum_that_is_too_large_is_nobody_s_fault() -> None:
 # ── broadcast and the contract ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_all_begin_with_the_root_s_values() -> None:
+def test_jax_broadcast_returns_the_values_of_the_root() -> None:
     def begin(group: gw.Group) -> Any:
         mine = {"w": jnp.full((300, 400), group.rank, "bfloat16"), "n": jnp.int32(group.rank)}
         return gw.jax.broadcast(group, mine, root=1), mine
@@ -161,12 +163,12 @@ def test_all_begin_with_the_root_s_values() -> None:
         assert (np.asarray(mine["w"]) == rank).all()
 
 
-def test_initial_values_of_another_shape_are_named() -> None:
+def test_jax_broadcast_different_shapes_raise_an_error_that_names_the_leaf() -> None:
     for error in errors_of(2, lambda group: gw.jax.broadcast(group, {"dense": {"w": jnp.ones(3 + group.rank)}})):
         assert "'dense.w': float32[4] on rank 1" in str(error)
 
 
-def test_a_replica_that_differs_is_found_and_named() -> None:
+def test_jax_check_replicas_different_replica_names_rank_and_leaf() -> None:
     def check(group: gw.Group) -> gw.ReplicasDiverged:
         params = {"dense": {"w": jnp.ones(5), "b": jnp.zeros(2, "bfloat16")}}
         same = gw.jax.check_replicas(group, params)
@@ -182,6 +184,6 @@ def test_a_replica_that_differs_is_found_and_named() -> None:
 
 
 @pytest.mark.parametrize("call", ["broadcast", "check_replicas"])
-def test_what_cannot_be_compiled_says_so(call: str) -> None:
+def test_jax_broadcast_and_check_replicas_in_jit_raise_unsupported_op(call: str) -> None:
     with gw.init() as group, pytest.raises(gw.UnsupportedOp, match=f"{call} cannot be part of a compiled program"):
         jax.jit(lambda x: getattr(gw.jax, call)(group, x))(jnp.ones(2))

@@ -1,4 +1,4 @@
-"""Compiled programs in processes that are killed, as JAX runs them unasked: beside Python."""
+"""Compiled JAX programs with asynchronous dispatch in processes of which one is killed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run(tmp_path: Path, source: str, *options: str) -> subprocess.CompletedProce
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_typed_out_of_a_program_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_jax_jit_killed_rank_raises_peer_lost_and_the_elastic_run_continues(tmp_path: Path) -> None:
     outcome = run(tmp_path, TRAIN, "-n", "3", "--min", "2")
     told = f"exit code {outcome.returncode}\n{outcome.stdout}\n{outcome.stderr}"
     assert outcome.returncode == 0, told
@@ -54,7 +54,7 @@ def test_a_killed_rank_is_typed_out_of_a_program_and_the_run_goes_on(tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_killed_rank_in_a_job_of_fixed_size_is_a_peer_lost(tmp_path: Path) -> None:
+def test_jax_jit_killed_rank_in_a_job_of_fixed_size_raises_peer_lost(tmp_path: Path) -> None:
     outcome = run(tmp_path, TRAIN, "-n", "2")
     assert outcome.returncode != 0
     assert "lost 1\n" in outcome.stdout, f"{outcome.stdout}\n{outcome.stderr}"

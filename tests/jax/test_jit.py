@@ -1,4 +1,4 @@
-"""The all-reduce inside of compiled programs, and its gradients."""
+"""gw.jax.all_reduce inside compiled programs, and its gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def numbers(rank: int, *shape: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(rank).normal(size=shape).astype(np.float32))
 
 
-def test_the_same_bits_as_outside() -> None:
+def test_jax_jit_all_reduce_gives_the_bits_of_the_plain_call() -> None:
     def both(group: gw.Group) -> tuple[Any, Any]:
         tree = {"w": numbers(group.rank, 30, 7), "big": numbers(group.rank, 300_000), "n": [jnp.int32(group.rank)]}
 
@@ -33,7 +33,7 @@ def test_the_same_bits_as_outside() -> None:
             assert one.tobytes() == other.tobytes() == first.tobytes()
 
 
-def test_calls_of_a_program_are_made_in_its_order() -> None:
+def test_jax_jit_independent_calls_run_in_program_order() -> None:
     def many(group: gw.Group) -> list[float]:
         def program(x: jax.Array) -> list[jax.Array]:  # none depends on another
             return [gw.jax.all_reduce(group, x[: i + 1] * i, op="sum").sum() for i in range(5)]
@@ -43,7 +43,7 @@ def test_calls_of_a_program_are_made_in_its_order() -> None:
     assert run_group(2, many) == [[2.0 * i * (i + 1) for i in range(5)]] * 2
 
 
-def test_a_call_whose_result_nobody_needs_is_still_made() -> None:
+def test_jax_jit_call_with_an_unused_result_still_runs() -> None:
     def unused(group: gw.Group) -> float:
         @gw.jax.jit
         def program(x: jax.Array) -> jax.Array:
@@ -55,7 +55,7 @@ def test_a_call_whose_result_nobody_needs_is_still_made() -> None:
     assert run_group(2, unused) == [2.0, 2.0]
 
 
-def test_in_loops_branches_and_batches() -> None:
+def test_jax_jit_all_reduce_in_scan_cond_and_vmap_gives_the_plain_result() -> None:
     def reduce(group: gw.Group) -> list[Any]:
         def total(x: Any) -> Any:
             return gw.jax.all_reduce(group, x, op="sum")
@@ -72,7 +72,7 @@ def test_in_loops_branches_and_batches() -> None:
             np.testing.assert_array_equal(first, other)
 
 
-def test_plain_calls_come_after_those_of_a_program() -> None:
+def test_jax_plain_call_after_a_program_runs_after_its_calls() -> None:
     def mixed(group: gw.Group) -> list[float]:
         program = jax.jit(lambda x: gw.jax.all_reduce(group, x, op="sum"))
         first = program(jnp.ones(5))
@@ -82,7 +82,7 @@ def test_plain_calls_come_after_those_of_a_program() -> None:
     assert run_group(2, mixed) == [[2.0, 2.0]] * 2
 
 
-def test_a_compiled_program_follows_the_run_to_its_next_group() -> None:
+def test_jax_jit_program_uses_the_current_group_of_the_run() -> None:
     class Run:
         group: gw.Group
 
@@ -93,7 +93,7 @@ def test_a_compiled_program_follows_the_run_to_its_next_group() -> None:
             assert float(program(jnp.float32(3))) == 3.0
 
 
-def test_options_and_names_of_a_function_are_kept() -> None:
+def test_jax_jit_keeps_options_name_and_docstring() -> None:
     with gw.init() as group:
 
         @gw.jax.jit(static_argnames="times")
@@ -109,7 +109,7 @@ def test_options_and_names_of_a_function_are_kept() -> None:
 
 
 @pytest.mark.parametrize(("op", "compiled"), [("sum", False), ("mean", False), ("mean", True)])
-def test_the_gradient_is_that_of_the_sum_of_all_ranks_losses(op: str, compiled: bool) -> None:
+def test_jax_grad_of_all_reduce_is_that_of_the_sum_of_all_losses(op: str, compiled: bool) -> None:
     n = 3
 
     def loss(x: Any, y: Any, rank: int) -> Any:
@@ -130,7 +130,7 @@ def test_the_gradient_is_that_of_the_sum_of_all_ranks_losses(op: str, compiled: 
     np.testing.assert_allclose(run_group(n, differentiate), jax.grad(whole)(xs), rtol=1e-5, atol=1e-6)
 
 
-def test_forward_derivatives_and_those_of_derivatives() -> None:
+def test_jax_jvp_and_second_derivative_of_all_reduce_are_correct() -> None:
     def derive(group: gw.Group) -> list[float]:
         def cubed(x: Any) -> Any:
             return gw.jax.all_reduce(group, x, op="sum") ** 3
@@ -144,7 +144,7 @@ def test_forward_derivatives_and_those_of_derivatives() -> None:
     assert run_group(2, derive) == [[24.0, 48.0]] * 2
 
 
-def test_whole_numbers_in_a_tree_have_no_gradient_and_do_no_harm() -> None:
+def test_jax_grad_of_a_tree_with_integer_leaves_ignores_them() -> None:
     def derive(group: gw.Group) -> float:
         def loss(x: Any) -> tuple[Any, Any]:
             tree = gw.jax.all_reduce(group, {"x": x, "n": jnp.int32(2)}, op="sum")
@@ -157,7 +157,7 @@ def test_whole_numbers_in_a_tree_have_no_gradient_and_do_no_harm() -> None:
 
 
 @pytest.mark.parametrize("op", ["max", "min", "prod"])
-def test_where_there_is_no_gradient_the_error_says_so(op: str) -> None:
+def test_jax_grad_of_max_min_or_prod_raises_unsupported_op(op: str) -> None:
     with gw.init() as group:
 
         def loss(x: Any) -> Any:
@@ -172,7 +172,7 @@ def test_where_there_is_no_gradient_the_error_says_so(op: str) -> None:
 # ── errors ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_errors_come_out_of_a_program_with_their_types_and_the_next_program_runs() -> None:
+def test_jax_jit_error_keeps_its_type_and_the_next_call_works() -> None:
     def attempt(group: gw.Group) -> tuple[gw.NotFinite, float]:
         mean = gw.jax.jit(lambda tree: gw.jax.all_reduce(group, tree))
         with pytest.raises(gw.NotFinite) as caught:
@@ -184,7 +184,7 @@ def test_errors_come_out_of_a_program_with_their_types_and_the_next_program_runs
         assert (error.culprit, error.tensor, after) == (1, "w", 5.0)
 
 
-def test_a_mismatch_in_programs_names_the_leaf_and_the_user_s_line() -> None:
+def test_jax_jit_mismatch_names_the_leaf_and_the_calling_line() -> None:
     def attempt(group: gw.Group) -> str:
         reduce = gw.jax.jit(lambda tree: gw.jax.all_reduce(group, tree))  # this line
         with pytest.raises(gw.CollectiveMismatch) as caught:
@@ -196,7 +196,7 @@ def test_a_mismatch_in_programs_names_the_leaf_and_the_user_s_line() -> None:
         assert "at test_jit.py:" in text
 
 
-def test_a_lost_peer_is_told_by_name_also_by_plain_jit() -> None:
+def test_jax_plain_jit_lost_peer_is_named_and_typed_errors_raises_peer_lost() -> None:
     def attempt(group: gw.Group) -> list[str]:
         if group.rank == 1:
             group.close()
@@ -213,7 +213,7 @@ def test_a_lost_peer_is_told_by_name_also_by_plain_jit() -> None:
     assert "PeerLost: rank 1" in text
 
 
-def test_other_errors_of_programs_are_left_alone() -> None:
+def test_jax_jit_foreign_error_is_unchanged() -> None:
     def fails() -> None:
         raise ValueError("not ours")
 

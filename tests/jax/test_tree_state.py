@@ -1,4 +1,4 @@
-"""Jax arrays as the state of an elastic run."""
+"""JAX arrays as the state of an elastic run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def handed_over(giver: Any, taker: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool", "int8"])
-def test_a_dict_of_jax_arrays_is_a_state(dtype: str) -> None:
+def test_state_dict_of_jax_arrays_is_handed_over(dtype: str) -> None:
     giver = {"params": {"w": jnp.ones(3, dtype)}, "step": 4}
     mine = jnp.zeros(3, dtype)
     taker: dict[str, Any] = {"params": {"w": mine}, "step": 0}
@@ -41,7 +41,7 @@ def test_a_dict_of_jax_arrays_is_a_state(dtype: str) -> None:
     assert mine.tolist() == [0, 0, 0]  # an array that others hold has not changed under their hands
 
 
-def test_trees_keep_their_kinds_of_nodes_and_random_keys() -> None:
+def test_jax_state_handed_over_keeps_node_types_and_random_keys() -> None:
     def state(value: float, seed: int) -> gw.jax.State:
         optimizer = (Momentum({"w": jnp.full(2, value)}, jnp.int32(value)), ())
         return gw.jax.State(params={"w": jnp.full(2, value)}, optimizer=optimizer, key=jax.random.key(seed), epoch=seed)
@@ -54,7 +54,7 @@ def test_trees_keep_their_kinds_of_nodes_and_random_keys() -> None:
     assert jax.random.normal(taker.key) == jax.random.normal(giver.key)
 
 
-def test_a_state_that_does_not_fit_is_named() -> None:
+def test_jax_state_of_another_structure_or_shape_raises_array_error() -> None:
     mine = gw.jax.State(params={"w": jnp.zeros(2)})
     with pytest.raises(gw.ArrayError, match=r"\['params'\]\['b'\] came, and is not in this state"):
         handed_over(gw.jax.State(params={"w": jnp.zeros(2), "b": jnp.zeros(1)}), mine)
@@ -64,12 +64,12 @@ def test_a_state_that_does_not_fit_is_named() -> None:
         handed_over(gw.jax.State(params={"w": jnp.zeros(3)}), mine)
 
 
-def test_names_that_a_state_needs_itself_are_refused() -> None:
+def test_jax_state_reserved_name_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match="cannot be called 'state_dict'"):
         gw.jax.State(state_dict={})
 
 
-def test_an_elastic_run_of_compiled_steps() -> None:
+def test_elastic_run_with_jitted_steps_ends_with_equal_states() -> None:
     def train(group: gw.Group) -> tuple[list[float], bool]:
         state = gw.jax.State(w=jnp.full(3, group.rank + 1.0))
         run = gw.Elastic(state, group, 1)

@@ -1,4 +1,4 @@
-"""What the workers of a job have recorded, and whether it is one history. Pure.
+"""History checker: reads the records of all workers of a job and decides whether they form one history. Pure.
 
 Every worker appends a line to a file of its own when it begins a step and when that step is committed.
 `broken_promises` looks at the lines of all workers together. It returns what must never happen, as sentences:

@@ -1,4 +1,4 @@
-"""The machines of a job under the nemesis: network namespaces where we may make them, else all of them are this one.
+"""The machines of a job under the nemesis: network namespaces if they can be created, else this machine for all.
 
 Machine 0 to 2 have workers; the coordinator and its disk are on a machine of their own.
 """

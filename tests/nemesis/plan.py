@@ -1,4 +1,4 @@
-"""Which faults strike when: by seed, and independent of what happens meanwhile. Pure."""
+"""Fault plan: which faults are injected when, from a seed alone and independent of the job. Pure."""
 
 from __future__ import annotations
 

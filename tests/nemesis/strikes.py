@@ -1,4 +1,4 @@
-"""Does to a job what a plan says, and undoes it in time."""
+"""Injects the faults of a plan into a job, and undoes each of them when its duration is over."""
 
 from __future__ import annotations
 

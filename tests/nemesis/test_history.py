@@ -1,4 +1,4 @@
-"""The checker of histories finds what it is made for, in histories made by hand."""
+"""The history checker of the nemesis test, applied to handmade histories with and without faults."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def test_checker_no_records_finds_nothing() -> None:
     assert broken_promises([]) == []
 
 
-def test_checker_commit_that_nobody_recorded_is_seen_in_what_the_next_step_began_with() -> None:
+def test_checker_unrecorded_commit_is_inferred_from_the_next_step() -> None:
     records = [one for one in good() if (one.kind, one.step) != ("commit", 4)]
     assert broken_promises(records) == []
 
 
-def test_checker_line_written_late_by_a_stopped_worker_is_no_fault() -> None:
+def test_checker_late_line_of_a_stopped_worker_finds_nothing() -> None:
     assert broken_promises(changed(good(), 5, "a", time=100.0)) == []
 
 
@@ -75,13 +75,13 @@ def test_checker_two_digests_for_one_step_are_found() -> None:
     assert "other on first-c" in found
 
 
-def test_checker_step_that_the_next_one_does_not_build_on_is_found() -> None:
+def test_checker_step_that_the_next_step_does_not_build_on_is_found() -> None:
     records = [replace(one, parent="first.old") if one.step == 7 else one for one in good()]
     (found,) = broken_promises(records)
     assert "step 6 was committed with 2 different states" in found
 
 
-def test_checker_step_that_nobody_has_seen_is_found() -> None:
+def test_checker_step_missing_from_all_records_is_found() -> None:
     (found,) = broken_promises(without(good(), 2, 3))
     assert "2 steps before step 9 are not part of its history: 2, 3" in found
 
@@ -103,11 +103,11 @@ def replacing(replacements: int, base: int = 4) -> list[Record]:
 
 
 @pytest.mark.parametrize("replacements", [1, 3])
-def test_checker_run_that_replaces_another_may_begin_with_its_state(replacements: int) -> None:
+def test_checker_replacing_run_that_begins_with_the_old_state_finds_nothing(replacements: int) -> None:
     assert broken_promises(replacing(replacements)) == []
 
 
-def test_checker_run_that_replaces_another_and_begins_with_a_state_it_never_had_is_found() -> None:
+def test_checker_replacing_run_that_begins_with_an_unknown_state_is_found() -> None:
     records = [replace(one, parent="unknown") if one.parent.endswith("0.4") else one for one in replacing(1)]
     found = broken_promises([*good(bytes(16).hex()), *records[len(good()) :]])
     assert len(found) == 1
@@ -120,7 +120,7 @@ def test_checker_state_of_a_replaced_run_that_comes_back_later_is_found() -> Non
     assert any("the state that run" in text for text in broken_promises([*records[:-1], stray]))
 
 
-def test_checker_last_commit_thrown_away_and_repeated_is_found() -> None:
+def test_checker_commit_dropped_and_repeated_differently_is_found() -> None:
     """Member a committed step 6 in generation 1; generation 2 goes on from step 5, and does step 6 in another way."""
     lost = Record("commit", "first", 1, 6, "lost", state("first", 5), "first-a", 5.9, 5.95)
     found = broken_promises([*good(), lost])
@@ -143,7 +143,7 @@ def test_checker_older_generation_that_begins_behind_the_newer_one_is_found() ->
     assert "after first-b had committed step 5 in generation 1" in found
 
 
-def test_checker_two_generations_that_commit_at_once_are_found() -> None:
+def test_checker_two_generations_that_commit_the_same_step_are_found() -> None:
     found = broken_promises(good() + one_step("first", 7, 1, ("a",)))
     assert found == ["run first: generations 1, 2 have each committed step 7", *found[1:]]
     assert "generation 1 committed step 7, and the newer generation 2 had committed step 6" in found[1]
@@ -162,7 +162,7 @@ def test_checker_member_that_moves_to_another_run_is_found() -> None:
     assert found == "first-a has committed steps of 2 runs: first, second"
 
 
-def test_checker_run_that_goes_on_with_the_state_of_another_is_found() -> None:
+def test_checker_run_that_continues_with_the_state_of_another_is_found() -> None:
     """What a coordinator without its journal must not let happen: the old run's steps become the new run's."""
     new = [one for one in good("second") if one.step < 3]
     taken = [replace(one, run="second", member=f"new-{one.member}") for one in good("first") if one.step >= 8]
@@ -177,22 +177,22 @@ def test_checker_many_faults_of_one_kind_are_counted() -> None:
     assert found[5] == "… and 5 more like that"
 
 
-def test_record_line_is_read_back_as_it_was() -> None:
+def test_record_line_round_trip_is_lossless() -> None:
     for record in good():
         assert Record.from_line(record.line()) == record
 
 
-def test_record_of_another_kind_is_refused() -> None:
+def test_record_of_unknown_kind_raises_value_error() -> None:
     with pytest.raises(ValueError, match="not a record"):
         Record.from_line(good()[0].line().replace("begin", "end"))
 
 
-def test_read_line_of_a_killed_worker_is_left_out(tmp_path: Path) -> None:
+def test_read_incomplete_last_line_is_left_out(tmp_path: Path) -> None:
     records = good()
     text = "".join(record.line() for record in records)
     (tmp_path / "worker.txt").write_text(text + records[0].line()[:20])
     assert read(tmp_path) == records
 
 
-def test_summary_counts_what_was_committed() -> None:
+def test_summary_counts_steps_runs_generations_and_workers() -> None:
     assert summary(good()) == "10 committed steps of 1 runs in 2 generations by 3 workers"

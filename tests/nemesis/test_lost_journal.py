@@ -1,4 +1,4 @@
-"""A coordinator that has lost its journal begins another run, and nothing of the old run gets into it."""
+"""A coordinator that has lost its journal begins another run without members or state of the old run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS = 30
 
 
 @pytest.mark.slow
-def test_coordinator_without_its_journal_takes_no_member_of_the_old_run(tmp_path: Path) -> None:
+def test_coordinator_without_its_journal_admits_no_member_of_the_old_run(tmp_path: Path) -> None:
     with contextlib.ExitStack() as ends:
         job = Job(tmp_path, OneMachine(tmp_path))
         ends.callback(job.close)

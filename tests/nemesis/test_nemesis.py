@@ -1,4 +1,4 @@
-"""Training on machines that die, freeze, lose each other, their coordinator or its disk: each run has one history."""
+"""Training under injected faults (crashes, freezes, partitions, coordinator or disk loss): each run has one history."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CUTS_OF_ONE_MACHINE = "cut random @4s every 5s for 1500ms"
 @pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.timeout(SECONDS + RECOVERY + ENDING + 60)
-def test_training_under_a_nemesis_keeps_one_history(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_elastic_training_under_a_nemesis_keeps_one_history(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     seed = int(SEED) if SEED else random.randrange(10**6)
 
     def tell(line: str) -> None:
@@ -111,12 +111,12 @@ def see_progress(front: Progress, nemesis: Nemesis) -> None:
         nemesis.run(nemesis.elapsed + 1.0)
 
 
-def test_plan_of_a_seed_is_always_the_same() -> None:
+def test_plan_of_one_seed_is_deterministic() -> None:
     assert plan(7, 100.0) == plan(7, 100.0)
     assert plan(7, 100.0) != plan(8, 100.0)
 
 
-def test_plan_of_an_hour_has_every_kind_of_fault() -> None:
+def test_plan_of_one_hour_has_every_kind_of_fault() -> None:
     faults = plan(7, 3600.0)
     assert {fault.kind for fault in faults} == set(DECK)
     assert all(fault.machine != fault.other for fault in faults)

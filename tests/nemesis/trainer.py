@@ -1,4 +1,4 @@
-"""What each worker under the nemesis runs: steps that change a small state, and a record of each of them.
+"""The training script of each worker under the nemesis: steps that change a small state, and a record of each step.
 
 trainer.py FOLDER MACHINE
 

@@ -1,4 +1,4 @@
-"""Bugs put into the shipped code on purpose: the simulation finds each of them within 1,000 seeds.
+"""Simulation of deliberately planted bugs: each is found within 1,000 seeds.
 
 The first seeds to try are those that have found it before; if the simulation has changed since, it takes longer.
 """
@@ -203,7 +203,7 @@ def violation_of(seed: int, kinds: Collection[str] = USUAL) -> Violation | None:
         pytest.param(a_member_does_not_name_those_it_has_lost, 20, "no step was committed", marks=pytest.mark.slow),
     ],
 )
-def test_a_bug_is_found(plant: Plant, first: int, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulation_finds_a_planted_bug(plant: Plant, first: int, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     violations = filter(None, map(violation_of, (*range(first, first + 3), *range(SEEDS))))
     violation = next(violations, None)
@@ -226,7 +226,7 @@ def test_a_bug_is_found(plant: Plant, first: int, found: str, monkeypatch: pytes
         (a_coordinator_goes_on_when_its_journal_fails, "usual,full-disk", 289, "knows generation"),
     ],
 )
-def test_a_bug_is_found_by_chosen_faults(
+def test_simulation_with_chosen_faults_finds_a_planted_bug(
     plant: Plant, kinds: str, first: int, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)

@@ -1,4 +1,4 @@
-"""The simulated disk keeps what the real journal keeps."""
+"""The simulated disk behaves like the real journal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def snapshots() -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_disk_loads_what_the_journal_loads(tmp_path: Path, durable: bool) -> None:
+def test_disk_after_a_kill_loads_the_same_snapshot_as_the_journal(tmp_path: Path, durable: bool) -> None:
     path, disk = tmp_path / "journal", Disk(durable)
     with Journal(path, durable=durable, boot="one") as journal:
         assert journal.load() is disk.load() is None
@@ -37,7 +37,7 @@ def test_disk_loads_what_the_journal_loads(tmp_path: Path, durable: bool) -> Non
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_disk_refuses_after_a_loss_of_power_what_the_journal_refuses(tmp_path: Path, durable: bool) -> None:
+def test_disk_after_a_power_loss_loads_or_refuses_like_the_journal(tmp_path: Path, durable: bool) -> None:
     path, disk = tmp_path / "journal", Disk(durable)
     with Journal(path, durable=durable, boot="one") as journal:
         journal.save([], snapshots()[-1])
@@ -54,7 +54,7 @@ def test_disk_refuses_after_a_loss_of_power_what_the_journal_refuses(tmp_path: P
     assert disk.load() is None
 
 
-def test_disk_that_is_full_keeps_what_it_has() -> None:
+def test_disk_that_is_full_raises_and_keeps_the_last_snapshot() -> None:
     disk, (first, second, _) = Disk(), snapshots()
     disk.save(first)
     disk.full = True

@@ -1,4 +1,4 @@
-"""The example of the page on simulation, run as its reader would: pytest finds the fixture by itself."""
+"""docs/simulation.md: its commands, its table of rare faults, and its example with the pytest fixture."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ COMMANDS = re.findall(r"^    python -m gradwire\.simulate (.*)$", PAGE.read_text
 
 
 @pytest.mark.parametrize("line", COMMANDS)
-def test_the_commands_of_the_page_are_understood(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulation_page_commands_run(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Each with one seed."""
     arguments = line.split("#")[0].split()
     assert command.main([*arguments, "--seeds", "1"]) == 0
     assert "1 seeds in" in capsys.readouterr().out
 
 
-def test_every_rare_fault_is_on_the_page() -> None:
+def test_simulation_page_lists_every_rare_fault() -> None:
     kinds = re.findall(r"^\| `([a-z-]+)` \|", PAGE.read_text("utf-8"), re.MULTILINE)
     assert kinds == list(RARE)
 
 
-def test_the_example_runs(tmp_path: Path) -> None:
+def test_simulation_page_example_passes(tmp_path: Path) -> None:
     (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE)
     (tmp_path / "test_example.py").write_text(code, "utf-8")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("GRADWIRE_", "PYTEST_"))}

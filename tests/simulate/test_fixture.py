@@ -1,4 +1,4 @@
-"""The fixture for users' own loops, as users have it: pytest brings it."""
+"""The gradwire_ranks pytest fixture, which injects faults into training loops of users."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def train(group: gw.Group) -> float:
     return float(weights[0])
 
 
-def test_without_faults_all_ranks_have_the_result(gradwire_ranks: Ranks) -> None:
+def test_gradwire_ranks_without_faults_returns_all_results(gradwire_ranks: Ranks) -> None:
     run = gradwire_ranks(train, 3)
     assert run.results == {0: 21.0, 1: 21.0, 2: 21.0}
     assert (run.errors, run.died, run.faults) == ({}, (), ())
 
 
 @pytest.mark.parametrize("call", [1, STEPS])
-def test_a_rank_that_dies_is_lost_to_the_others(gradwire_ranks: Ranks, call: int) -> None:
+def test_gradwire_ranks_die_raises_peer_lost_on_the_others(gradwire_ranks: Ranks, call: int) -> None:
     run = gradwire_ranks(train, 4, faults=[gradwire_ranks.die(2, call=call)])
     assert run.died == (2,)
     assert run.results == {}
@@ -39,7 +39,7 @@ def test_a_rank_that_dies_is_lost_to_the_others(gradwire_ranks: Ranks, call: int
         assert error.culprit == 2
 
 
-def test_a_loop_that_goes_on_after_errors_does_not_survive_its_own_death(gradwire_ranks: Ranks) -> None:
+def test_gradwire_ranks_die_ends_a_loop_that_catches_exceptions(gradwire_ranks: Ranks) -> None:
     def stubborn(group: gw.Group) -> int:
         failed = 0
         for _ in range(STEPS):
@@ -54,7 +54,7 @@ def test_a_loop_that_goes_on_after_errors_does_not_survive_its_own_death(gradwir
     assert run.results == {1: STEPS - 2}
 
 
-def test_a_call_that_fails_is_an_abort_to_the_others_unless_it_is_handled(gradwire_ranks: Ranks) -> None:
+def test_gradwire_ranks_fail_aborts_the_others_unless_handled(gradwire_ranks: Ranks) -> None:
     run = gradwire_ranks(train, 3, faults=[gradwire_ranks.fail(1, call=2)])
     assert isinstance(run.errors[1], RuntimeError)
     assert all(isinstance(run.errors[rank], gw.Aborted) for rank in (0, 2))
@@ -70,14 +70,14 @@ def test_a_call_that_fails_is_an_abort_to_the_others_unless_it_is_handled(gradwi
     assert gradwire_ranks(careful, 3, faults=[gradwire_ranks.fail(1, call=1)]).results == {0: 3, 1: 3, 2: 3}
 
 
-def test_whoever_is_slow_is_waited_for(gradwire_ranks: Ranks) -> None:
+def test_gradwire_ranks_slow_delays_the_run_and_keeps_results(gradwire_ranks: Ranks) -> None:
     began = time.monotonic()
     run = gradwire_ranks(train, 2, faults=[gradwire_ranks.slow(1, call=2, seconds=0.2)])
     assert run.results == {0: 18.0, 1: 18.0}
     assert time.monotonic() - began >= 0.2
 
 
-def test_calls_of_streams_and_subgroups_count(gradwire_ranks: Ranks) -> None:
+def test_gradwire_ranks_counts_calls_of_streams_and_subgroups(gradwire_ranks: Ranks) -> None:
     def various(group: gw.Group) -> None:
         group.barrier()
         group.stream().all_reduce(np.ones(2)).wait()
@@ -89,7 +89,7 @@ def test_calls_of_streams_and_subgroups_count(gradwire_ranks: Ranks) -> None:
     assert gradwire_ranks(various, 2, faults=[gradwire_ranks.die(0, call=5)]).died == ()
 
 
-def test_an_elastic_loop_ends_the_same_whoever_dies_when(gradwire_ranks: Ranks) -> None:
+def test_gradwire_ranks_elastic_loop_gives_the_same_result_after_deaths(gradwire_ranks: Ranks) -> None:
     def elastic(group: gw.Group) -> tuple[float, int]:
         state = {"w": np.zeros(2)}
         run = gw.Elastic(state, group, 1)
@@ -108,7 +108,7 @@ def test_an_elastic_loop_ends_the_same_whoever_dies_when(gradwire_ranks: Ranks) 
     assert (run.died, run.results) == ((0, 1), {2: (21.0, 2), 3: (21.0, 2)})
 
 
-def test_equal_seeds_draw_equal_faults_and_every_rank_has_an_end(gradwire_ranks: Ranks) -> None:
+def test_gradwire_ranks_equal_seeds_draw_equal_faults_and_every_rank_ends(gradwire_ranks: Ranks) -> None:
     for seed in range(6):
         run = gradwire_ranks(train, 3, seed=seed)
         assert run.faults == Ranks.draw(seed, 3)
@@ -116,7 +116,7 @@ def test_equal_seeds_draw_equal_faults_and_every_rank_has_an_end(gradwire_ranks:
     assert len({Ranks.draw(seed, 4) for seed in range(50)}) > 40
 
 
-def test_who_hangs_is_shown_where(gradwire_ranks: Ranks) -> None:
+def test_gradwire_ranks_timeout_shows_where_a_rank_hangs(gradwire_ranks: Ranks) -> None:
     forever = threading.Event()
 
     def hangs(group: gw.Group) -> None:
@@ -130,6 +130,8 @@ def test_who_hangs_is_shown_where(gradwire_ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(("rank", "call"), [(-1, 1), (0, 0)])
-def test_faults_that_cannot_be(gradwire_ranks: Ranks, rank: int, call: int) -> None:
+def test_gradwire_ranks_fault_with_an_invalid_rank_or_call_raises_config_error(
+    gradwire_ranks: Ranks, rank: int, call: int
+) -> None:
     with pytest.raises(gw.ConfigError, match="ranks count from 0, calls from 1"):
         gradwire_ranks.die(rank, call=call)

@@ -1,4 +1,4 @@
-"""What the simulation's own bookkeeping calls a broken promise, and what not."""
+"""The invariants of the simulation: which histories they accept, and which they report as violations."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def commit(ledger: Invariants, version: Version) -> None:
     ledger.commit("a", version, ledger.states[version])
 
 
-def test_a_settlement_that_came_to_nothing_forbids_nothing(ledger: Invariants) -> None:
+def test_invariants_abandoned_settlement_allows_a_later_commit(ledger: Invariants) -> None:
     """Generation 2 broke while the state was handed over; then the one that knows step 2 returned."""
     ledger.settled(2, Settlement(1, 1, {}), True)
     ledger.settled(3, Settlement(2, 1, {}), True)
@@ -61,7 +61,7 @@ def test_a_settlement_that_came_to_nothing_forbids_nothing(ledger: Invariants) -
     assert ledger.committed == 2
 
 
-def test_a_step_is_not_committed_once_a_later_generation_has_gone_on_without_it(ledger: Invariants) -> None:
+def test_invariants_commit_of_a_step_skipped_by_a_later_generation_breaks(ledger: Invariants) -> None:
     ledger.settled(2, Settlement(1, 1, {}), True)
     complete(ledger, (2, 2), size=1)
     commit(ledger, (1, 1))
@@ -71,14 +71,14 @@ def test_a_step_is_not_committed_once_a_later_generation_has_gone_on_without_it(
         commit(ledger, (2, 1))
 
 
-def test_who_holds_what_was_committed(ledger: Invariants) -> None:
+def test_invariants_holds_is_true_for_the_last_commit_and_later_states_only(ledger: Invariants) -> None:
     assert ledger.holds((1, 1), ledger.states[(1, 1)])
     assert ledger.holds((2, 1), ledger.states[(2, 1)])
     assert not ledger.holds((0, 1), ledger.states[(0, 1)])
     assert not ledger.holds((1, 1), ledger.states[(2, 1)])
 
 
-def test_a_state_of_another_history_is_not_what_was_committed(ledger: Invariants) -> None:
+def test_invariants_state_of_another_history_does_not_hold_the_commit(ledger: Invariants) -> None:
     """One went on alone from step 1, and committed a step 2 that is not the one the other had completed."""
     ledger.settled(2, Settlement(1, 1, {}), True)
     alone = complete(ledger, (2, 2), size=1)
@@ -91,7 +91,7 @@ def test_a_state_of_another_history_is_not_what_was_committed(ledger: Invariants
         ledger.settled(4, Settlement(2, 1, {}), True)
 
 
-def test_what_died_with_all_who_knew_it_is_done_again(ledger: Invariants) -> None:
+def test_invariants_step_lost_with_all_its_holders_may_be_repeated(ledger: Invariants) -> None:
     ledger.settled(2, Settlement(0, 1, {}), False)
     assert ledger.committed == 0
     complete(ledger, (1, 2), size=1)
@@ -100,7 +100,7 @@ def test_what_died_with_all_who_knew_it_is_done_again(ledger: Invariants) -> Non
         commit(ledger, (1, 1))
 
 
-def test_after_a_loss_what_is_committed_counts_as_before(ledger: Invariants) -> None:
+def test_invariants_commit_after_a_lost_step_is_protected_again(ledger: Invariants) -> None:
     commit(ledger, (2, 1))
     ledger.settled(2, Settlement(1, 1, {}), False)  # step 2 died with all who knew it
     complete(ledger, (2, 2), size=1)  # by one only, never committed
@@ -111,7 +111,7 @@ def test_after_a_loss_what_is_committed_counts_as_before(ledger: Invariants) -> 
         ledger.settled(4, Settlement(2, 2, {}), True)
 
 
-def test_who_returns_with_a_state_that_is_farther_on_than_a_new_beginning_brings_its_history_back(
+def test_invariants_returning_member_with_a_later_step_restores_its_history(
     ledger: Invariants,
 ) -> None:
     ledger.settled(2, Settlement(-1, 0, {}), False)

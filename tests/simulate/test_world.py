@@ -1,4 +1,4 @@
-"""Whole jobs in virtual time: nothing is broken, and equal seeds are equal histories."""
+"""Whole jobs in virtual time: no invariant breaks, and equal seeds give equal histories."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def quiet(*happening: Fault, **facts: object) -> World:
 
 
 @pytest.mark.parametrize("first", range(0, 100, 10))
-def test_no_invariant_breaks(first: int) -> None:
+def test_simulation_usual_faults_break_no_invariant(first: int) -> None:
     for seed in range(first, first + 10):
         World(seed).run()
 
@@ -29,12 +29,12 @@ def test_no_invariant_breaks(first: int) -> None:
 @pytest.mark.parametrize(
     "seed", [708001, 1300987, 2010526, 2014967, 2015008, 3000312, 3009034, 3012567, 6001328, 423007741242]
 )
-def test_what_once_broke_an_invariant_breaks_none(seed: int) -> None:
+def test_simulation_seeds_of_past_violations_break_no_invariant(seed: int) -> None:
     World(seed).run()
 
 
 @pytest.mark.parametrize("first", range(0, 40, 10))
-def test_no_invariant_breaks_with_rare_faults(first: int) -> None:
+def test_simulation_rare_faults_break_no_invariant(first: int) -> None:
     for seed in range(first, first + 10):
         World(seed, kinds=faults.KINDS).run()
 
@@ -52,12 +52,12 @@ def test_no_invariant_breaks_with_rare_faults(first: int) -> None:
         ("all", 100675),
     ],
 )
-def test_what_once_broke_an_invariant_with_rare_faults_breaks_none(kinds: str, seed: int) -> None:
+def test_simulation_seeds_of_past_violations_with_rare_faults_break_no_invariant(kinds: str, seed: int) -> None:
     World(seed, kinds=faults.chosen(kinds)).run()
 
 
 @pytest.mark.parametrize("kind", ["unfit", "stale", "impostor"])
-def test_stranger_does_not_disturb_a_running_generation(kind: str) -> None:
+def test_simulation_unfit_stale_or_impostor_worker_does_not_stop_the_job(kind: str) -> None:
     for seed in range(6):
         world = quiet(Fault(kind, 2.0, 0.0, seed))
         outcome = world.run()
@@ -67,20 +67,20 @@ def test_stranger_does_not_disturb_a_running_generation(kind: str) -> None:
 
 
 @pytest.mark.parametrize("launchers", [True, False])
-def test_members_with_a_join_token_join_and_keep_their_leases(launchers: bool) -> None:
+def test_simulation_members_with_a_join_token_join_and_keep_their_leases(launchers: bool) -> None:
     world = quiet(Fault("token", 2.0, 0.0, 5), Fault("skew", 20.0, 1.0, 5), launchers=launchers)
     assert world.run().ending == "went on"
     assert len(world.ledger.generations[max(world.ledger.generations)]) > 4
 
 
-def test_coordinator_without_its_journal_begins_another_run_beside_the_old_one() -> None:
+def test_simulation_coordinator_without_its_journal_begins_another_run() -> None:
     world = quiet(Fault("no-journal", 2.0, 0.5, 5))
     assert world.run().ending == "went on"
     assert world.ledger.run == 2
     assert {worker.run for worker in world.workers} == {run_id(1), run_id(2)}
 
 
-def test_members_that_the_coordinator_lost_sight_of_are_refused_by_the_run_of_others() -> None:
+def test_simulation_long_coordinator_outage_with_joins_begins_another_run() -> None:
     joins = [Fault("join", 4.0 + second, 0.0, second) for second in range(2)]
     world = quiet(Fault("outage", 2.0, 90.0, 5), *joins, Fault("crash", 93.0, 0.0, 1))
     assert world.run().ending == "went on"
@@ -88,7 +88,7 @@ def test_members_that_the_coordinator_lost_sight_of_are_refused_by_the_run_of_ot
 
 
 @pytest.mark.parametrize("kind", ["slow-disk", "full-disk"])
-def test_faults_of_the_journals_disk_cost_no_member(kind: str) -> None:
+def test_simulation_slow_or_full_journal_disk_loses_no_member(kind: str) -> None:
     for seed in range(3):
         world = quiet(Fault(kind, 1.0, 5.0, seed), Fault("crash", 2.0, 0.0, seed))
         assert world.run().ending == "went on"
@@ -96,21 +96,21 @@ def test_faults_of_the_journals_disk_cost_no_member(kind: str) -> None:
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_loss_of_power_keeps_the_run_only_if_the_journal_is_durable(durable: bool) -> None:
+def test_simulation_power_loss_keeps_the_run_only_with_a_durable_journal(durable: bool) -> None:
     world = quiet(Fault("blackout", 2.0, 1.0, 5), durable=durable)
     assert world.run().ending == "went on"
     assert world.ledger.run == (1 if durable else 2)
 
 
 @pytest.mark.soak
-def test_no_invariant_breaks_in_thousands_of_other_jobs() -> None:
+def test_simulation_random_seeds_break_no_invariant() -> None:
     """Others each time: a broken one tells its seed."""
     first = SystemRandom().randrange(1 << 40)
     for seed in range(first, first + 2000):
         World(seed).run()
 
 
-def test_equal_seeds_are_equal_histories() -> None:
+def test_simulation_equal_seeds_give_equal_histories() -> None:
     for seed in (3, 11, 27):
         one, other = World(seed), World(seed)
         assert one.run() == other.run()
@@ -118,7 +118,7 @@ def test_equal_seeds_are_equal_histories() -> None:
     assert World(3).run() != World(11).run()
 
 
-def test_without_faults_there_is_one_generation_and_nobody_breaks() -> None:
+def test_simulation_without_faults_has_one_generation() -> None:
     world = quiet()
     outcome = world.run()
     assert (outcome.ending, outcome.generations) == ("went on", 1)
@@ -126,7 +126,7 @@ def test_without_faults_there_is_one_generation_and_nobody_breaks() -> None:
     assert not any("broke" in text for _, _, text, _ in world.history)
 
 
-def test_a_crash_costs_a_generation_and_less_than_two_seconds() -> None:
+def test_simulation_crash_costs_one_generation_and_under_two_virtual_seconds() -> None:
     world = quiet(Fault("crash", 2.0, 0.0, 5))
     outcome = world.run()
     assert outcome.generations == 2
@@ -135,38 +135,38 @@ def test_a_crash_costs_a_generation_and_less_than_two_seconds() -> None:
 
 
 @pytest.mark.parametrize("kind", ["stall", "stick", "skew", "restart"])
-def test_what_is_no_reason_to_give_a_rank_up(kind: str) -> None:
+def test_simulation_stall_stick_skew_or_restart_evicts_no_member(kind: str) -> None:
     for seed in range(5):
         outcome = quiet(Fault(kind, 2.0, 4.0, seed)).run()
         assert (outcome.ending, outcome.generations) == ("went on", 1)
 
 
 @pytest.mark.parametrize("kind", ["freeze", "cut", "isolate"])
-def test_what_never_ends_is_done_without(kind: str) -> None:
+def test_simulation_endless_freeze_cut_or_isolation_removes_the_member(kind: str) -> None:
     world = quiet(Fault(kind, 2.0, ENDLESS, 5))
     assert world.run().ending == "went on"
     assert len(world.ledger.generations[2]) == 3
 
 
-def test_who_is_cut_off_from_the_coordinator_works_on() -> None:
+def test_simulation_member_cut_off_from_the_coordinator_continues() -> None:
     outcome = quiet(Fault("exile", 2.0, 8.0, 5)).run()
     assert (outcome.ending, outcome.generations) == ("went on", 1)
 
 
-def test_who_joins_gets_the_state_and_who_leaves_is_not_missed() -> None:
+def test_simulation_join_and_leave_break_no_collective() -> None:
     world = quiet(Fault("join", 2.0, 0.0, 5), Fault("leave", 6.0, 0.0, 5))
     assert world.run().ending == "went on"
     assert [len(world.ledger.generations[number]) for number in (1, 2, 3)] == [4, 5, 4]
     assert not any("broke" in text for _, _, text, _ in world.history)
 
 
-def test_every_kind_of_fault_is_drawn() -> None:
+def test_draw_setting_draws_every_kind_of_fault() -> None:
     drawn = [fault for seed in range(300) for fault in draw_setting(seed, Random(seed), kinds=faults.KINDS).faults]
     assert {fault.kind for fault in drawn} == faults.KINDS.keys()
     assert {fault.kind for fault in drawn if fault.seconds >= ENDLESS} == set(faults.LASTING)
 
 
-def test_a_broken_invariant_shows_its_history(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_violation_shows_its_history_and_the_replay_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(invariants, "applied", lambda state, total: state)
     with pytest.raises(Violation) as caught:
         quiet().run()
@@ -176,14 +176,14 @@ def test_a_broken_invariant_shows_its_history(monkeypatch: pytest.MonkeyPatch) -
     assert "replay it with: python -m gradwire.simulate --first 1 --seeds 1" in text
 
 
-def test_the_command_runs_seeds_and_sums_up(capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_command_runs_seeds_and_prints_a_summary(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--first", "20", "--seeds", "3", "--members", "3"]) == 0
     said = capsys.readouterr().out
     assert "3 seeds in" in said
     assert "0 broken" in said
 
 
-def test_the_command_draws_from_the_chosen_faults(capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_command_draws_only_from_the_chosen_faults(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--seeds", "2", "--faults", "stale,unfit"]) == 0
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("faults: "))
     assert {word.split()[0] for word in line.removeprefix("faults: ").split(", ")} <= {"stale", "unfit"}
@@ -192,7 +192,7 @@ def test_the_command_draws_from_the_chosen_faults(capsys: pytest.CaptureFixture[
     assert "no such faults: sabotage" in capsys.readouterr().err
 
 
-def test_the_command_fails_with_a_broken_seed(
+def test_simulate_command_with_a_broken_seed_returns_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(invariants, "applied", lambda state, total: state)

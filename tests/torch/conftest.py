@@ -1,4 +1,4 @@
-"""For tests of gw.torch: ranks share two cores, and torch must not start a pool for each."""
+"""Configuration for tests of gw.torch: one torch thread, because all ranks share two cores."""
 
 from __future__ import annotations
 

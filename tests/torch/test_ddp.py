@@ -1,4 +1,4 @@
-"""DistributedDataParallel: the gradients of all ranks, averaged; which models it takes, and what it looks like."""
+"""DistributedDataParallel: averaged gradients, initial weights, different models and state dicts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.small_models import assert_close, assert_same_bits, filled, gradien
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_gradients_are_the_mean_over_ranks_in_every_backward(size: int, overlap: bool) -> None:
+def test_ddp_gradients_are_the_mean_over_ranks_in_every_backward(size: int, overlap: bool) -> None:
     def train(group: gw.Group) -> list[dict[str, Any]]:
         ddp, found = DDP(mlp(group.rank), group, bucket_mb=0.001, first_bucket_mb=0.0001, overlap=overlap), []
         for seed in range(4):
@@ -34,7 +34,7 @@ def test_gradients_are_the_mean_over_ranks_in_every_backward(size: int, overlap:
         assert_close(of_ranks[0][seed], expected)
 
 
-def test_all_begin_with_the_parameters_and_buffers_of_rank_0() -> None:
+def test_ddp_initial_parameters_and_buffers_are_those_of_rank_0() -> None:
     def begin(group: gw.Group) -> dict[str, Any]:
         model = filled(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), group.rank)
         model[1].running_mean.fill_(group.rank + 5)
@@ -46,7 +46,7 @@ def test_all_begin_with_the_parameters_and_buffers_of_rank_0() -> None:
     assert torch.equal(of_ranks[2]["1.running_mean"], torch.full((4,), 5.0))
 
 
-def test_gradients_are_held_once_where_they_are_exchanged() -> None:
+def test_ddp_grad_is_a_view_of_the_exchange_buffer() -> None:
     def train(group: gw.Group) -> None:
         ddp = DDP(mlp(), group)
         for set_to_none in (True, False, True):
@@ -60,7 +60,7 @@ def test_gradients_are_held_once_where_they_are_exchanged() -> None:
     run_ranks(gw.local_group(2), train)
 
 
-def test_without_a_group_it_takes_that_of_init() -> None:
+def test_ddp_without_a_group_uses_the_group_of_init() -> None:
     with gw.init() as group:
         assert DDP(mlp()).group is group
 
@@ -77,7 +77,7 @@ def test_without_a_group_it_takes_that_of_init() -> None:
         (lambda model: model.register_buffer("steps", torch.zeros(2)), r"'steps': float32\[2\] on rank 1"),
     ],
 )
-def test_models_that_differ_are_named_on_all_ranks_and_the_group_goes_on(change: Any, told: str) -> None:
+def test_ddp_different_models_raise_on_all_ranks_and_the_group_stays_usable(change: Any, told: str) -> None:
     def begin(group: gw.Group) -> float:
         model = mlp()
         if group.rank == 1:
@@ -90,7 +90,7 @@ def test_models_that_differ_are_named_on_all_ranks_and_the_group_goes_on(change:
     assert run_ranks(gw.local_group(3), begin) == [3.0] * 3
 
 
-def test_a_model_without_anything_to_train_is_refused() -> None:
+def test_ddp_model_without_trainable_memory_is_refused() -> None:
     with gw.init() as group:
         with pytest.raises(gw.ConfigError, match="no parameter that is trained"):
             DDP(nn.ReLU(), group)
@@ -103,7 +103,7 @@ def test_a_model_without_anything_to_train_is_refused() -> None:
 # -- as if it were not wrapped ----------------------------------------------------------------------------------------
 
 
-def test_names_have_no_prefix_and_states_with_one_are_understood() -> None:
+def test_ddp_names_have_no_prefix_and_prefixed_states_load() -> None:
     with gw.init() as group:
         ddp = DDP(normed(), group)
         plain = normed()
@@ -121,7 +121,7 @@ def test_names_have_no_prefix_and_states_with_one_are_understood() -> None:
             ddp.load_state_dict(plain.state_dict(), assign=True)
 
 
-def test_inside_another_module_there_is_no_prefix_either() -> None:
+def test_ddp_inside_another_module_adds_no_prefix() -> None:
     with gw.init() as group:
         outer = nn.ModuleDict({"body": DDP(mlp(), group), "head": nn.Linear(3, 2)})
         plain = nn.ModuleDict({"body": mlp(1), "head": nn.Linear(3, 2)})
@@ -130,7 +130,7 @@ def test_inside_another_module_there_is_no_prefix_either() -> None:
         assert torch.equal(outer["body"].module[0].weight, plain["body"][0].weight)
 
 
-def test_it_cannot_be_copied_and_says_what_can() -> None:
+def test_ddp_copy_or_pickle_raises_and_suggests_module() -> None:
     with gw.init() as group:
         ddp = DDP(mlp(), group)
         for attempt in (copy.deepcopy, pickle.dumps):
@@ -139,7 +139,7 @@ def test_it_cannot_be_copied_and_says_what_can() -> None:
         copy.deepcopy(ddp.module)
 
 
-def test_gw_torch_is_found_by_name() -> None:
+def test_gw_torch_attribute_is_found_and_unknown_names_raise() -> None:
     assert gw.torch.DistributedDataParallel is DDP
     with pytest.raises(AttributeError, match="'gradwire' has no attribute 'tensorflow'"):
         gw.tensorflow  # type: ignore[attr-defined]

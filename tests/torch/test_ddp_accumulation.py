@@ -1,4 +1,4 @@
-"""DistributedDataParallel where gradients add up over backwards, and where some parameters are not used."""
+"""DistributedDataParallel with accumulated gradients and with unused parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.small_models import assert_close, assert_same_bits, batch, filled, 
 # -- accumulating -----------------------------------------------------------------------------------------------------
 
 
-def test_in_no_sync_nothing_is_exchanged_and_the_next_backward_takes_all() -> None:
+def test_ddp_no_sync_accumulates_until_the_next_backward() -> None:
     def train(group: gw.Group) -> tuple[dict[str, Any], dict[str, Any]]:
         ddp = DDP(mlp(), group)
         step(ddp, 9, group.rank)
@@ -40,7 +40,7 @@ def test_in_no_sync_nothing_is_exchanged_and_the_next_backward_takes_all() -> No
     assert_close(of_ranks[0][1], mean_gradients(mlp, 3, alone))
 
 
-def test_several_backwards_add_up() -> None:
+def test_ddp_several_backwards_accumulate_gradients() -> None:
     def backward(model: Any, rank: int) -> None:
         for seed in range(3):
             step(model, seed, rank)
@@ -48,7 +48,7 @@ def test_several_backwards_add_up() -> None:
     assert_close(averaged(mlp, 2, backward, times=1), mean_gradients(mlp, 2, backward))
 
 
-def test_two_forwards_and_one_backward_or_two() -> None:
+def test_ddp_two_forwards_with_one_or_two_backwards_give_the_mean() -> None:
     def twice(model: Any, rank: int) -> None:
         (x, y), (u, v) = batch(0, rank), batch(1, rank)
         first, second = loss(model(x), y), loss(model(u), v)
@@ -76,7 +76,7 @@ def branches() -> Any:
     return filled(Branches(), 3).double()
 
 
-def test_what_no_rank_uses_has_no_gradient_and_what_one_does_not_use_is_zero_there() -> None:
+def test_ddp_parameter_unused_on_all_ranks_has_no_gradient_else_zeros_count() -> None:
     ways = [["one", "two"], ["two", "two"], ["two", "one"], ["one", "one"]]
 
     def train(group: gw.Group) -> list[dict[str, Any]]:
@@ -98,7 +98,7 @@ def test_what_no_rank_uses_has_no_gradient_and_what_one_does_not_use_is_zero_the
         assert of_ranks[0][number]["never.weight"] is None
 
 
-def test_a_rank_that_uses_no_parameter_takes_part() -> None:
+def test_ddp_rank_that_uses_no_parameter_takes_part() -> None:
     def backward(model: Any, rank: int) -> None:
         x = batch(0, rank)[0].requires_grad_()
         model(x, "none" if rank else "one").sum().backward()
@@ -107,7 +107,7 @@ def test_a_rank_that_uses_no_parameter_takes_part() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_gradient_from_an_earlier_backward_stays_when_nobody_adds_to_it(size: int) -> None:
+def test_ddp_gradient_of_an_earlier_backward_stays_if_no_rank_adds_to_it(size: int) -> None:
     def train(group: gw.Group) -> tuple[Any, ...]:
         ddp, x = DDP(branches(), group), batch(0, group.rank)[0] / 3
         found = []
@@ -127,7 +127,7 @@ def test_a_gradient_from_an_earlier_backward_stays_when_nobody_adds_to_it(size: 
     assert_close(of_ranks[0][2], mean_gradients(branches, size, backward))
 
 
-def test_what_was_added_in_no_sync_counts_although_the_last_backward_does_not_touch_it() -> None:
+def test_ddp_no_sync_gradient_untouched_by_the_last_backward_is_averaged() -> None:
     def backward(model: Any, rank: int) -> None:
         x = batch(0, rank)[0]
         with model.no_sync() if isinstance(model, DDP) else torch.enable_grad():

@@ -1,4 +1,4 @@
-"""Beside torch's own DistributedDataParallel on Gloo, in real processes: the same weights after 50 steps."""
+"""DistributedDataParallel and the DDP of torch on Gloo, in real processes: the same weights after 50 steps."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def trains_both_ways(here: Here, folder: str) -> None:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_weights_equal_those_of_torch_on_gloo(size: int, job: StartJob, tmp_path: Path) -> None:
+def test_ddp_weights_equal_those_of_torch_ddp_on_gloo(size: int, job: StartJob, tmp_path: Path) -> None:
     with job(trains_both_ways, size, str(tmp_path)) as ranks:
         told = [rank.hear() for rank in ranks]
         assert [rank.ended() for rank in ranks] == [0] * size

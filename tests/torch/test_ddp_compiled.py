@@ -1,4 +1,4 @@
-"""DistributedDataParallel and torch.compile: of what is wrapped, or of the wrapped model."""
+"""DistributedDataParallel and torch.compile: of the inner model, or of the wrapped model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.filterwarnings("default")  # the compiler's own
 @pytest.mark.parametrize(("inside", "backend"), [(True, "aot_eager"), (False, "aot_eager"), (False, "inductor")])
-def test_compiled(inside: bool, backend: str) -> None:
+def test_ddp_compiled_gives_the_gradients_of_the_plain_model(inside: bool, backend: str) -> None:
     """In one thread: the compiler is not made for several."""
 
     def train(make: Any) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def trains_compiled(here: Here) -> None:
             here.tell(gradients=torch.cat([one.grad.flatten() for one in model.parameters()]).tolist())
 
 
-def test_compiled_between_processes(job: StartJob) -> None:
+def test_ddp_compiled_in_processes_gives_the_uncompiled_gradients(job: StartJob) -> None:
     with job(trains_compiled, 2) as ranks:
         plain, compiled = ([rank.hear()["gradients"] for rank in ranks] for _ in range(2))
         for rank in ranks:

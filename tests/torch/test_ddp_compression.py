@@ -1,4 +1,4 @@
-"""DistributedDataParallel with compression: fewer bytes, the same bits on all ranks, and all else as without it."""
+"""DistributedDataParallel with compression: fewer bytes, identical bits on all ranks, correct gradients."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def train(ddp: Any, rank: int, steps: int, clip: float = 0.0) -> None:
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", NAMES)
-def test_all_ranks_hold_the_same_weights_after_some_steps(name: str, dtype: Any, overlap: bool) -> None:
+def test_ddp_compression_weights_have_identical_bits_on_all_ranks(name: str, dtype: Any, overlap: bool) -> None:
     def run(group: gw.Group, compression: str | None) -> dict[str, Any]:
         ddp = DDP(mlp(group.rank, dtype), group, compression=compression, overlap=overlap, **SMALL)
         train(ddp, group.rank, 6)
@@ -92,7 +92,7 @@ def trains(here: Here) -> None:
 
 
 @pytest.mark.slow
-def test_four_processes_hold_the_same_weights_as_four_threads(job: StartJob) -> None:
+def test_ddp_compression_processes_hold_the_weights_of_threads(job: StartJob) -> None:
     """What ranks send, and the order in which they add, does not depend on how it travels."""
     expected = run_group(4, held)[0]
     assert len(set(expected)) == len(NAMES)
@@ -102,7 +102,7 @@ def test_four_processes_hold_the_same_weights_as_four_threads(job: StartJob) -> 
             assert rank.ended() == 0, rank.output()
 
 
-def test_ranks_that_compress_differently_are_told_before_they_train() -> None:
+def test_ddp_different_compression_raises_config_error_on_all_ranks() -> None:
     def begin(group: gw.Group) -> float:
         with pytest.raises(gw.ConfigError, match=r"topk of 0\.25") as failure:
             DDP(mlp(), group, compression=TopK(0.25) if group.rank == 1 else "int8")
@@ -192,7 +192,9 @@ def received(ddp: Any, rank: int, backwards: list[Callable[[Any, int], None]]) -
 
 @pytest.mark.parametrize("kind", [F16(), BF16(), Int8(16), TopK(0.1)], ids=lambda kind: kind.describe())
 @pytest.mark.parametrize("backwards", [[together, in_turn, together], [apart, together, apart], [held_back, in_turn]])
-def test_all_that_ranks_have_computed_arrives_once(kind: Any, backwards: list[Callable[[Any, int], None]]) -> None:
+def test_ddp_compression_delivers_every_gradient_exactly_once(
+    kind: Any, backwards: list[Callable[[Any, int], None]]
+) -> None:
     """Whoever uses which parameters in which backward: what is late is neither dropped nor sent twice."""
 
     def run(group: gw.Group) -> dict[str, Any]:
@@ -209,7 +211,7 @@ def test_all_that_ranks_have_computed_arrives_once(kind: Any, backwards: list[Ca
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_no_rank_uses_has_no_gradient(name: str) -> None:
+def test_ddp_compression_parameter_unused_on_all_ranks_has_no_gradient(name: str) -> None:
     def run(group: gw.Group) -> list[dict[str, Any]]:
         ddp, found = DDP(branches(), group, compression=name), []
         for way in ("one", "two", "one"):
@@ -230,7 +232,7 @@ def test_what_no_rank_uses_has_no_gradient(name: str) -> None:
 
 @pytest.mark.parametrize("batches", [[3, 1, 5], [0, 2, 1]])
 @pytest.mark.parametrize("name", NAMES)
-def test_ranks_that_run_out_of_data(name: str, batches: list[int]) -> None:
+def test_ddp_compression_join_with_uneven_data_is_close_to_uncompressed(name: str, batches: list[int]) -> None:
     def run(group: gw.Group, compression: str | None) -> dict[str, Any]:
         ddp = DDP(mlp(), group, compression=compression, **SMALL)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -247,7 +249,7 @@ def test_ranks_that_run_out_of_data(name: str, batches: list[int]) -> None:
     assert_close(of_ranks[0], run_group(3, lambda group: run(group, None))[0], ROUNDING.get(name, 0.5))
 
 
-def test_what_is_late_arrives_after_a_round_without_data() -> None:
+def test_ddp_compression_residual_arrives_after_a_round_without_data() -> None:
     """In the last round of a join nobody has data, and nobody looks at its gradients."""
 
     def run(group: gw.Group) -> dict[str, Any]:
@@ -271,7 +273,7 @@ def test_what_is_late_arrives_after_a_round_without_data() -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("seed", [0, 1])  # in the first backward, which learns, and in one that overlaps
 @pytest.mark.parametrize("name", NAMES)
-def test_a_nan_on_one_rank_is_named_on_all_and_forgotten(name: str, seed: int, bad: float) -> None:
+def test_ddp_compression_nan_raises_on_all_ranks_and_is_not_kept(name: str, seed: int, bad: float) -> None:
     def run(group: gw.Group) -> dict[str, Any]:
         ddp = DDP(mlp(), group, compression=name, **SMALL)
         for number in range(seed):
@@ -297,7 +299,7 @@ def test_a_nan_on_one_rank_is_named_on_all_and_forgotten(name: str, seed: int, b
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_clipping_by_the_norm_of_what_came_out(name: str) -> None:
+def test_ddp_compression_clip_uses_the_norm_of_the_received_gradients(name: str) -> None:
     def run(group: gw.Group) -> tuple[float, dict[str, Any]]:
         ddp = DDP(branches(), group, compression=name)
         for way in ("two", "two", "one"):  # in the end, something of the other half is late, and no part of the norm
@@ -319,7 +321,7 @@ def test_clipping_by_the_norm_of_what_came_out(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_network_reads_digits_within_a_point_of_whole_gradients() -> None:
+def test_ddp_compression_accuracy_is_within_one_point_of_uncompressed() -> None:
     table = torch.from_numpy(np.loadtxt(DIGITS, delimiter=",", dtype=np.float32))
     images, labels = table[:, :64] / 16, table[:, 64].long()
 
@@ -361,7 +363,7 @@ def test_a_network_reads_digits_within_a_point_of_whole_gradients() -> None:
         ("topk", 4, 25.0),
     ],
 )
-def test_so_many_times_fewer_bytes_in_a_step(name: str, size: int, times: float) -> None:
+def test_ddp_compression_step_sends_the_documented_fraction_of_bytes(name: str, size: int, times: float) -> None:
     """By the transport's own count, of all that a backward sends."""
 
     def measure(group: gw.Group, compression: str | None) -> int:

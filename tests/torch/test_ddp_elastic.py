@@ -1,4 +1,4 @@
-"""A torch model and its optimizer as the state of an elastic run: members are lost, others join."""
+"""A torch model and its optimizer as the state of an elastic run that loses and gains members."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def train(group: gw.Group, dtype: Any, dies_at: int | None = None, meanwhile: An
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_member_is_lost_and_the_others_train_on(dtype: Any) -> None:
+def test_ddp_elastic_lost_member_the_others_finish_with_equal_weights(dtype: Any) -> None:
     results = run_ranks(gw.local_group(3), lambda group: train(group, dtype, dies_at=3 if group.rank == 1 else None))
     assert results.pop(1) is None
     assert_same_bits([found for found, *_ in results])
@@ -61,7 +61,7 @@ def test_a_member_is_lost_and_the_others_train_on(dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_joiner_needs_no_checkpoint(dtype: Any) -> None:
+def test_ddp_elastic_joiner_receives_the_state_without_a_checkpoint(dtype: Any) -> None:
     joiner = Joiner(lambda group: train(group, dtype))
 
     def let_in(step: int) -> None:
@@ -74,7 +74,7 @@ def test_a_joiner_needs_no_checkpoint(dtype: Any) -> None:
     assert joined[2:] == (3, list(range(4, STEPS)))
 
 
-def test_training_does_not_depend_on_who_takes_part() -> None:
+def test_ddp_elastic_result_does_not_depend_on_the_members() -> None:
     """Without layers that look at a whole batch: as one process would have trained."""
 
     def go(group: gw.Group, dies_at: int | None = None) -> Any:
@@ -105,7 +105,7 @@ def test_training_does_not_depend_on_who_takes_part() -> None:
     assert_close(results[0], alone, 1e-9)
 
 
-def test_bfloat16_travels_in_a_state() -> None:
+def test_state_bfloat16_tensors_are_restored_in_place() -> None:
     ours = {"w": torch.arange(5, dtype=torch.bfloat16), "n": torch.tensor(3.0, dtype=torch.bfloat16)}
     kept = ours["w"]
     skeleton, leaves = State({"w": kept + 1, "n": ours["n"] + 1}).take_apart()

@@ -1,4 +1,4 @@
-"""Elastic torch: optimizers whose state has types of its own, and steps that are skipped."""
+"""Elastic torch runs: optimizers whose state has its own types, and skipped steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DDP = gw.torch.DistributedDataParallel
 
 @pytest.mark.parametrize("make", [torch.optim.NAdam, torch.optim.ASGD, torch.optim.AdamW])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_an_optimizer_is_handed_over_whatever_types_it_keeps(make: Any, dtype: Any) -> None:
+def test_ddp_elastic_joiner_receives_the_state_of_each_optimizer(make: Any, dtype: Any) -> None:
     def train(group: gw.Group, meanwhile: Callable[[], None] | None = None) -> tuple[bool, str, int]:
         model = nn.Linear(3, 2).to(dtype)
         optimizer = make(model.parameters())
@@ -41,7 +41,7 @@ def test_an_optimizer_is_handed_over_whatever_types_it_keeps(make: Any, dtype: A
     assert new[2] == 3
 
 
-def test_ranks_hold_the_same_buffers_after_a_step_that_was_skipped() -> None:
+def test_ddp_elastic_buffers_are_equal_after_a_skipped_step() -> None:
     def train(group: gw.Group) -> list[bool]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))

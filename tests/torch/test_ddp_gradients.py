@@ -1,4 +1,4 @@
-"""Gradients that are not what their bytes look like, or not of the size they had: taken right, or refused by torch."""
+"""DistributedDataParallel with lazy conjugate, negated or zero gradients, and gradients of another size."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Negated(nn.Module):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("model", [Conjugated, Negated])
-def test_what_torch_has_yet_to_compute_is_computed(model: type[nn.Module]) -> None:
+def test_ddp_lazy_conjugate_or_negated_gradient_is_resolved(model: type[nn.Module]) -> None:
     x = torch.tensor([1 + 2j, 3 - 1j, 2j, 5], dtype=torch.complex64)
     plain = model()
     plain(x).backward()
@@ -64,7 +64,7 @@ class Unused(nn.Module):  # type: ignore[misc]
         return (self.used * x).sum()
 
 
-def test_a_gradient_without_memory_is_zeros() -> None:
+def test_ddp_gradient_without_memory_counts_as_zeros() -> None:
     with gw.local_group(1)[0] as group:
         model = Unused()
         ddp = DDP(model, group)
@@ -74,7 +74,7 @@ def test_a_gradient_without_memory_is_zeros() -> None:
         assert model.used.grad.tolist() == [1.0] * 4
 
 
-def test_a_gradient_of_another_size_is_an_error_and_nothing_is_read_beyond_it() -> None:
+def test_ddp_gradient_of_another_size_raises_runtime_error() -> None:
     with gw.local_group(1)[0] as group:
         model = Unused()
         ddp = DDP(model, group)

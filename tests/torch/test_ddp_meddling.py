@@ -1,4 +1,4 @@
-"""DistributedDataParallel among people who change things: hooks, gradients, parts of the model, wrappers, errors."""
+"""DistributedDataParallel in programs that change hooks, gradients, parts of the model or wrappers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def halve(parameter: Any) -> None:
     parameter.grad.mul_(0.5)
 
 
-def test_hooks_that_were_added_later_count_before_the_mean() -> None:
+def test_ddp_hooks_added_after_wrapping_run_before_the_mean() -> None:
     def run(group: gw.Group) -> list[dict[str, Any]]:
         ddp = DDP(mlp(), group, **SMALL)
         for parameter in ddp.parameters():
@@ -73,7 +73,7 @@ def test_hooks_that_were_added_later_count_before_the_mean() -> None:
         assert_close(of_ranks[0], {name: 0.5 * mean for name, mean in expected(seed).items()})
 
 
-def test_clip_is_about_what_grad_holds() -> None:
+def test_ddp_clip_uses_the_current_grad_values() -> None:
     def run(group: gw.Group) -> tuple[float, float, dict[str, Any]]:
         ddp = DDP(mlp(), group)
         backward(ddp, 0, group.rank)
@@ -89,7 +89,7 @@ def test_clip_is_about_what_grad_holds() -> None:
 
 
 @pytest.mark.parametrize("norm", [-1.0, float("nan")])
-def test_a_norm_to_clip_to_is_0_or_more(norm: float) -> None:
+def test_ddp_clip_invalid_norm_raises_config_error(norm: float) -> None:
     with gw.init() as group:
         ddp = DDP(mlp(), group)
         backward(ddp, 0, 0)
@@ -97,7 +97,7 @@ def test_a_norm_to_clip_to_is_0_or_more(norm: float) -> None:
             ddp.clip(norm)
 
 
-def test_a_gradient_that_can_be_differentiated_is_refused() -> None:
+def test_ddp_backward_with_create_graph_raises_unsupported_op() -> None:
     with gw.init() as group:
         ddp = DDP(mlp(), group)
         x, y = batch(0, 0)
@@ -106,7 +106,7 @@ def test_a_gradient_that_can_be_differentiated_is_refused() -> None:
 
 
 @pytest.mark.parametrize("samples", [-1, float("nan"), "2"])
-def test_a_bad_weight_is_refused_where_it_is_given(samples: Any) -> None:
+def test_ddp_weigh_invalid_weight_raises_config_error(samples: Any) -> None:
     with gw.init() as group:
         ddp = DDP(mlp(), group)
         with pytest.raises(gw.ConfigError, match="weight"):
@@ -117,7 +117,7 @@ def test_a_bad_weight_is_refused_where_it_is_given(samples: Any) -> None:
 # -- errors, threads ---------------------------------------------------------------------------------------------------
 
 
-def test_another_graph_runs_after_a_backward_that_was_cut_short() -> None:
+def test_ddp_second_graph_after_an_interrupted_backward_gives_the_mean() -> None:
     def run(group: gw.Group) -> dict[str, Any]:
         cuts = [True]
 
@@ -142,7 +142,7 @@ def test_another_graph_runs_after_a_backward_that_was_cut_short() -> None:
     assert_close(of_ranks[0], expected(0))
 
 
-def test_another_thread_may_look_at_the_model_during_backward() -> None:
+def test_ddp_forward_in_another_thread_during_backward_is_harmless() -> None:
     def run(group: gw.Group) -> dict[str, Any]:
         model = mlp()
         looked = []
@@ -167,7 +167,7 @@ def test_another_thread_may_look_at_the_model_during_backward() -> None:
     assert_close(of_ranks[0], expected(1))
 
 
-def test_a_nan_may_be_skipped_while_others_are_out_of_data() -> None:
+def test_ddp_join_nan_can_be_skipped_while_other_ranks_have_no_data() -> None:
     def run(group: gw.Group) -> int:
         ddp = DDP(mlp(), group)
         skipped = 0
@@ -200,7 +200,7 @@ class Twice(nn.Module):  # type: ignore[misc]
         return self.last(x)
 
 
-def test_who_sat_out_the_first_backward_learns_in_the_next() -> None:
+def test_ddp_rank_that_sat_out_the_first_backward_learns_the_order_in_the_next() -> None:
     def make() -> Any:
         return filled(Twice(), 0).double()
 
@@ -224,7 +224,7 @@ def test_who_sat_out_the_first_backward_learns_in_the_next() -> None:
 # -- wrappers ----------------------------------------------------------------------------------------------------------
 
 
-def test_who_wraps_a_model_again_takes_it_over() -> None:
+def test_ddp_wrapping_a_model_again_disables_the_old_wrapper() -> None:
     def run(group: gw.Group) -> dict[str, Any]:
         model = mlp()
         old = DDP(model, group, **SMALL)
@@ -244,7 +244,7 @@ def test_who_wraps_a_model_again_takes_it_over() -> None:
     assert_close(of_ranks[0], expected(3))
 
 
-def test_a_wrapper_that_cannot_be_made_takes_nothing_over() -> None:
+def test_ddp_failed_second_wrapping_leaves_the_old_wrapper_usable() -> None:
     def run(group: gw.Group) -> None:
         model = mlp()
         old = DDP(model, group)
@@ -265,7 +265,7 @@ class Branches(nn.Module):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_two_wrapped_models_in_one_backward(weighted: bool) -> None:
+def test_ddp_two_wrapped_models_in_one_backward_give_the_mean(weighted: bool) -> None:
     def run(group: gw.Group) -> dict[str, Any]:
         one, two = DDP(mlp(), group, **SMALL), DDP(filled(Branches(), 1).double(), group, **SMALL)
         for seed in range(4):
@@ -290,7 +290,7 @@ def test_two_wrapped_models_in_one_backward(weighted: bool) -> None:
     assert_close(of_ranks[0], means)
 
 
-def test_hooks_do_not_pile_up() -> None:
+def test_ddp_repeated_wrapping_does_not_accumulate_hooks() -> None:
     class Shows(nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
@@ -328,7 +328,7 @@ def assign(model: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [replace_layer, replace_parameter, add_parameter, assign])
-def test_what_was_put_into_the_model_later_is_not_averaged_and_that_is_told(change: Callable[[Any], None]) -> None:
+def test_ddp_parameter_changed_after_wrapping_raises_config_error(change: Callable[[Any], None]) -> None:
     with gw.init() as group:
         model = mlp()
         ddp = DDP(model, group)
@@ -338,7 +338,7 @@ def test_what_was_put_into_the_model_later_is_not_averaged_and_that_is_told(chan
             ddp(batch(0, 0)[0])
 
 
-def test_what_is_not_trained_may_be_replaced() -> None:
+def test_ddp_untrained_parts_may_be_replaced() -> None:
     with gw.init() as group:
         model = mlp()
         ddp = DDP(model, group)
@@ -348,7 +348,7 @@ def test_what_is_not_trained_may_be_replaced() -> None:
             backward(ddp, seed, 0)
 
 
-def test_functional_call_belongs_to_the_model_itself() -> None:
+def test_ddp_functional_call_raises_and_suggests_module() -> None:
     with gw.init() as group:
         ddp = DDP(nn.Linear(6, 3).double(), group)
         zeros = {name: torch.zeros_like(one) for name, one in ddp.named_parameters()}
@@ -358,7 +358,7 @@ def test_functional_call_belongs_to_the_model_itself() -> None:
         backward(ddp, 0, 0)
 
 
-def test_buffers_that_differ_are_not_taken_for_each_other() -> None:
+def test_ddp_buffers_of_different_dtypes_raise_mismatch() -> None:
     def run(group: gw.Group, ranks: tuple[int, ...]) -> Any:
         model = nn.Linear(3, 1)
         model.register_buffer("kept", torch.full((4,), 1.5))
@@ -374,7 +374,7 @@ def test_buffers_that_differ_are_not_taken_for_each_other() -> None:
         run_group(2, lambda group: run(group, (1,)))
 
 
-def test_a_model_with_a_part_called_module_finds_its_state_again() -> None:
+def test_ddp_model_with_a_child_called_module_loads_its_state() -> None:
     class Inner(nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
@@ -388,12 +388,12 @@ def test_a_model_with_a_part_called_module_finds_its_state_again() -> None:
         assert outer["net"].module.module.bias.tolist() == [5.0]
 
 
-def test_what_cannot_be_compressed_is_refused_at_once() -> None:
+def test_ddp_compression_of_complex_parameters_raises_array_error() -> None:
     with gw.init() as group, pytest.raises(gw.ArrayError, match="complex64 cannot be compressed"):
         DDP(nn.Linear(2, 1, dtype=torch.complex64), group, compression="f16")
 
 
-def test_who_calls_something_else_during_a_backward_is_told_the_lines_of_both() -> None:
+def test_ddp_other_call_during_a_backward_names_the_lines_of_both_ranks() -> None:
     def train(group: gw.Group) -> str:
         ddp = DDP(mlp(), group)
         with pytest.raises(gw.CollectiveMismatch) as caught:

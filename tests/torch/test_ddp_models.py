@@ -1,4 +1,4 @@
-"""DistributedDataParallel around models of all shapes: tied, frozen and empty parameters, dtypes, buffers."""
+"""DistributedDataParallel with tied, frozen and empty parameters, several dtypes, and buffers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Tied(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
         return self.out(nn.functional.linear(torch.tanh(self.there(x)), self.back.weight.T))
 
 
-def test_tied_weights_have_one_gradient() -> None:
+def test_ddp_tied_weights_have_one_gradient() -> None:
     def tied() -> Any:
         return filled(Tied(), 5).double()
 
@@ -54,7 +54,7 @@ def test_tied_weights_have_one_gradient() -> None:
     assert of_ranks[0][1] == ["there.weight", "out.weight", "out.bias"]
 
 
-def test_frozen_layers_have_no_place_and_are_found_when_they_thaw() -> None:
+def test_ddp_frozen_layer_is_not_exchanged_and_unfreezing_raises_config_error() -> None:
     def train(group: gw.Group) -> dict[str, Any]:
         model = mlp()
         model[2].requires_grad_(False)
@@ -79,7 +79,7 @@ def test_frozen_layers_have_no_place_and_are_found_when_they_thaw() -> None:
 
 @pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.complex64])
-def test_dtypes(dtype: Any) -> None:
+def test_ddp_each_dtype_gives_the_mean(dtype: Any) -> None:
     def backward(model: Any, rank: int) -> None:
         x, _ = batch(0, rank, dtype=dtype)
         model(x).abs().float().sum().backward()
@@ -93,7 +93,7 @@ def test_dtypes(dtype: Any) -> None:
     assert_close(found, mean_gradients(make, 2, backward), tolerance)
 
 
-def test_several_dtypes_empty_parameters_and_channels_last() -> None:
+def test_ddp_mixed_dtypes_empty_parameters_and_channels_last_give_the_mean() -> None:
     class Mixed(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
         def __init__(self) -> None:
             super().__init__()
@@ -122,7 +122,7 @@ def test_several_dtypes_empty_parameters_and_channels_last() -> None:
 
 
 @pytest.mark.parametrize("broadcast", [True, False])
-def test_buffers_are_those_of_rank_0_after_each_backward(broadcast: bool) -> None:
+def test_ddp_broadcast_buffers_gives_all_ranks_the_buffers_of_rank_0(broadcast: bool) -> None:
     def train(group: gw.Group) -> dict[str, Any]:
         ddp = DDP(normed(), group, broadcast_buffers=broadcast)
         for seed in range(3):
@@ -140,7 +140,7 @@ def test_buffers_are_those_of_rank_0_after_each_backward(broadcast: bool) -> Non
     assert same is broadcast
 
 
-def test_a_buffer_that_is_replaced_is_still_found() -> None:
+def test_ddp_replaced_buffer_is_still_broadcast() -> None:
     class Counter(nn.Linear):  # type: ignore[misc]  # torch is Any to mypy
         seen: Any
 
@@ -160,7 +160,7 @@ def test_a_buffer_that_is_replaced_is_still_found() -> None:
     assert run_ranks(gw.local_group(2), train) == [5, 5]
 
 
-def test_forward_never_waits_for_other_ranks() -> None:
+def test_ddp_forward_does_not_wait_for_other_ranks() -> None:
     """One rank may evaluate alone, in training mode and with gradients, too."""
 
     def train(group: gw.Group) -> None:

@@ -1,4 +1,4 @@
-"""DistributedDataParallel in loops as people write them: uneven data, checkpointing, autocast; and what goes wrong."""
+"""DistributedDataParallel in training loops: uneven data, checkpointing, autocast and failures."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from support.small_models import (
 
 
 @pytest.mark.parametrize("batches", [[3, 1, 5], [5, 1, 3], [2, 2, 2], [0, 2, 1]])
-def test_ranks_that_run_out_of_data_take_part_until_all_have(batches: list[int]) -> None:
+def test_ddp_join_uneven_data_averages_over_the_ranks_with_data(batches: list[int]) -> None:
     epochs = 2
 
     def train(group: gw.Group) -> tuple[dict[str, Any], int]:
@@ -65,7 +65,7 @@ def test_ranks_that_run_out_of_data_take_part_until_all_have(batches: list[int])
     assert_close(found, weights(model), 1e-9)
 
 
-def test_an_error_inside_join_passes() -> None:
+def test_ddp_join_error_inside_propagates() -> None:
     with gw.init() as group:
         ddp = DDP(mlp(), group)
         with pytest.raises(ZeroDivisionError), ddp.join():
@@ -73,7 +73,7 @@ def test_an_error_inside_join_passes() -> None:
         step(ddp, 0, 0)
 
 
-def test_ranks_count_by_their_samples() -> None:
+def test_ddp_weigh_gives_the_mean_over_samples() -> None:
     samples = [7, 0, 2]
 
     def train(group: gw.Group) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class Checkpointed(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointing_with_a_layer_that_is_used_twice(use_reentrant: bool) -> None:
+def test_ddp_checkpointed_layer_used_twice_gives_the_mean(use_reentrant: bool) -> None:
     def make() -> Any:
         return filled(Checkpointed(use_reentrant), 6).double()
 
@@ -137,7 +137,7 @@ def test_checkpointing_with_a_layer_that_is_used_twice(use_reentrant: bool) -> N
         assert_close(of_ranks[0][seed], expected)
 
 
-def test_a_whole_wrapped_model_can_be_checkpointed() -> None:
+def test_ddp_checkpoint_of_the_wrapped_model_gives_the_mean() -> None:
     def backward(model: Any, rank: int) -> None:
         x, y = batch(0, rank)
         loss(checkpoint(model, x, use_reentrant=False, preserve_rng_state=False), y).backward()
@@ -145,7 +145,7 @@ def test_a_whole_wrapped_model_can_be_checkpointed() -> None:
     assert_close(averaged(mlp, 2, backward), mean_gradients(mlp, 2, backward))
 
 
-def test_autocast() -> None:
+def test_ddp_autocast_gives_the_mean_in_float32() -> None:
     def make() -> Any:
         return mlp(0, torch.float32)
 
@@ -161,7 +161,7 @@ def test_autocast() -> None:
     assert_close(found, mean_gradients(make, 2, backward), 1e-6)
 
 
-def test_autograd_grad_exchanges_nothing_and_a_penalty_on_it_is_trained() -> None:
+def test_ddp_autograd_grad_exchanges_nothing_and_a_gradient_penalty_trains() -> None:
     def backward(model: Any, rank: int) -> None:
         x = batch(0, rank)[0].requires_grad_()
         (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
@@ -183,7 +183,7 @@ def test_autograd_grad_exchanges_nothing_and_a_penalty_on_it_is_trained() -> Non
     assert_close(of_ranks[0], mean_gradients(mlp, 2, backward))
 
 
-def test_clipping_by_the_norm_of_the_mean() -> None:
+def test_ddp_clip_uses_the_norm_of_the_mean() -> None:
     def train(group: gw.Group) -> tuple[float, dict[str, Any]]:
         ddp = DDP(mlp(), group)
         step(ddp, 0, group.rank)
@@ -204,7 +204,7 @@ def test_clipping_by_the_norm_of_the_mean() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1])  # in the first backward, which learns, and in one that overlaps
-def test_a_nan_on_one_rank_is_named_on_all_and_the_loop_can_go_on(seed: int) -> None:
+def test_ddp_nan_on_one_rank_raises_on_all_and_training_can_continue(seed: int) -> None:
     def train(group: gw.Group) -> dict[str, Any]:
         ddp = DDP(mlp(), group)
         for number in range(seed):
@@ -225,7 +225,7 @@ def test_a_nan_on_one_rank_is_named_on_all_and_the_loop_can_go_on(seed: int) -> 
     assert_close(of_ranks[0], mean_gradients(mlp, 3, lambda model, rank: step(model, 7, rank)))
 
 
-def test_the_check_for_nan_can_be_switched_off() -> None:
+def test_ddp_check_finite_false_does_not_raise() -> None:
     def train(group: gw.Group) -> bool:
         ddp = DDP(mlp(), group, check_finite=False)
         (ddp(batch(0, group.rank)[0]).sum() * (float("inf") if group.rank else 1.0)).backward()
@@ -235,7 +235,7 @@ def test_the_check_for_nan_can_be_switched_off() -> None:
 
 
 @pytest.mark.parametrize("compression", [None, "f16", "bf16", "int8", "topk"])
-def test_a_flipped_bit_is_found_at_the_next_check_and_named(compression: str | None) -> None:
+def test_ddp_contract_flipped_bit_is_named_at_the_next_check(compression: str | None) -> None:
     def train(group: gw.Group) -> tuple[Any, ...]:
         ddp = DDP(mlp(), group, compression=compression, contract_every=2)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -253,7 +253,7 @@ def test_a_flipped_bit_is_found_at_the_next_check_and_named(compression: str | N
     assert run_ranks(gw.local_group(3), train) == [(5, 2, "2.weight")] * 3
 
 
-def test_a_gradient_that_goes_on_after_it_was_complete_is_an_error() -> None:
+def test_ddp_gradient_that_changes_after_completion_raises_config_error() -> None:
     class Sometimes(Checkpointed):
         twice = False
 
@@ -272,7 +272,7 @@ def test_a_gradient_that_goes_on_after_it_was_complete_is_an_error() -> None:
             step(ddp, 1, 0)
 
 
-def test_a_rank_that_gives_up_is_told_out_of_backward() -> None:
+def test_ddp_abort_on_one_rank_raises_aborted_in_backward() -> None:
     def train(group: gw.Group) -> str:
         ddp = DDP(mlp(), group)
         step(ddp, 0, group.rank)
@@ -287,7 +287,7 @@ def test_a_rank_that_gives_up_is_told_out_of_backward() -> None:
     assert "no more" in run_ranks(gw.local_group(2), train)[0]
 
 
-def test_sparse_gradients_are_refused_by_name() -> None:
+def test_ddp_sparse_gradient_raises_unsupported_op() -> None:
     with gw.init() as group:
         ddp = DDP(nn.Embedding(5, 3, sparse=True), group)
         with pytest.raises(gw.UnsupportedOp, match="the gradient of 'weight' is sparse"):
@@ -309,7 +309,9 @@ class Stumbling(torch.autograd.Function):  # type: ignore[misc]  # torch is Any 
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_a_backward_that_was_cut_short(begun: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ddp_interrupted_backward_is_dropped_unless_exchange_has_begun(
+    begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is forgotten if nobody can have noticed; else the rank has to end, so that the others are told."""
     with gw.init() as group:
         first, second = nn.Linear(6, 4), nn.Linear(4, 3)
@@ -339,7 +341,7 @@ def test_a_backward_that_was_cut_short(begun: bool, monkeypatch: pytest.MonkeyPa
             step(ddp, 0, 0)
 
 
-def test_a_model_that_is_let_go_is_freed() -> None:
+def test_ddp_released_wrapper_is_freed() -> None:
     with gw.init() as group:
         model = mlp()
         ddp = DDP(model, group)

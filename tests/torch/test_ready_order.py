@@ -1,4 +1,4 @@
-"""ReadyOrder: the order of the first backward, which all ranks take from rank 0."""
+"""ReadyOrder: the order in which gradients become ready in the first backward, which all ranks take from rank 0."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradwire.torch.ready_order import ReadyOrder
 LIKE = {name: np.zeros(1) for name in "abc"}
 
 
-def test_order_after_the_first_backward_is_that_of_hooks_with_repeated_ones_last() -> None:
+def test_ready_order_after_the_first_backward_puts_repeated_hooks_last() -> None:
     with gw.init() as group:
         sync, order = gw.GradientSync(group, LIKE, bucket_bytes=8, first_bucket_bytes=8), ReadyOrder("abc")
         order.begin()
@@ -25,7 +25,7 @@ def test_order_after_the_first_backward_is_that_of_hooks_with_repeated_ones_last
         assert not order.end(sync)
 
 
-def test_order_of_a_rank_without_data_is_learned_in_its_next_backward() -> None:
+def test_ready_order_of_a_rank_without_data_is_learned_in_its_next_backward() -> None:
     with gw.init() as group:
         sync, order = gw.GradientSync(group, LIKE), ReadyOrder("abc")
         order.begin()
@@ -37,7 +37,7 @@ def test_order_of_a_rank_without_data_is_learned_in_its_next_backward() -> None:
         assert not order.is_learning
 
 
-def test_order_in_the_next_generation_is_learned_again_and_keeps_who_fires_twice() -> None:
+def test_ready_order_in_the_next_generation_is_learned_again_and_keeps_repeats() -> None:
     with gw.init() as group:
         sync, order = gw.GradientSync(group, LIKE), ReadyOrder("abc")
         order.begin()

@@ -1,4 +1,4 @@
-"""The mean of one bucket: ranks that fill theirs in different orders are told."""
+"""Bucket reduction: ranks whose buckets hold the tensors in different orders get an error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.gradients import pair_fixture as pair_fixture
 from support.ranks import run_ranks
 
 
-def test_reduction_of_buckets_in_different_orders_is_refused_though_sizes_agree(pair: list[gw.Group]) -> None:
+def test_bucket_reduction_different_tensor_order_raises_mismatch(pair: list[gw.Group]) -> None:
     tensors = tensors_like({"a": np.zeros(3), "b": np.zeros(3)})
 
     def body(group: gw.Group) -> None:

@@ -1,4 +1,4 @@
-"""Which gradients share a bucket: a function of names, shapes, dtypes and sizes alone."""
+"""Assignment of gradients to buckets: a function of names, shapes, dtypes and sizes alone."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def names(order: list[Tensor], bucket: int, first: int) -> list[str]:
     return ["".join(one.name for one in part) for part in parts(order, bucket, first)]
 
 
-def test_a_bucket_is_full_before_it_exceeds_its_size_and_the_first_is_small() -> None:
+def test_parts_respect_the_bucket_size_and_the_first_bucket_size() -> None:
     order = [tensor(name) for name in "abcdefg"]  # of 64 bytes each
     assert names(order, 192, 64) == ["a", "bcd", "efg"]
     assert names(order, 191, 128) == ["ab", "cd", "ef", "g"]
     assert names(order, 1 << 20, 1 << 20) == ["abcdefg"]
 
 
-def test_what_is_larger_than_a_bucket_has_one_for_itself() -> None:
+def test_parts_tensor_larger_than_a_bucket_gets_its_own_bucket() -> None:
     assert names([tensor("a"), tensor("b", 1000), tensor("c")], 128, 64) == ["a", "b", "c"]
 
 
-def test_dtypes_have_their_own_buckets_in_the_order_in_which_they_are_full() -> None:
+def test_parts_mixed_dtypes_get_separate_buckets_ordered_by_their_last_tensor() -> None:
     order = [tensor("a"), tensor("x", 8, "float64"), tensor("b"), tensor("y", 8, "float64")]
     assert names(order, 1 << 20, 1 << 20) == ["ab", "xy"]
     order = [tensor("x", 8, "float64"), tensor("a"), tensor("b"), tensor("y", 8, "float64")]
@@ -47,7 +47,9 @@ def test_dtypes_have_their_own_buckets_in_the_order_in_which_they_are_full() -> 
     st.integers(1, 2000),
     st.integers(1, 2000),
 )
-def test_each_tensor_has_one_place(kinds: list[tuple[int, str]], bucket: int, first: int) -> None:
+def test_parts_any_tensors_are_assigned_once_in_order_with_one_dtype_per_bucket(
+    kinds: list[tuple[int, str]], bucket: int, first: int
+) -> None:
     order = [tensor(str(number), count, dtype) for number, (count, dtype) in enumerate(kinds)]
     made = parts(order, bucket, first)
     assert sorted((one.name for part in made for one in part), key=int) == [one.name for one in order]
@@ -58,7 +60,7 @@ def test_each_tensor_has_one_place(kinds: list[tuple[int, str]], bucket: int, fi
     assert last == sorted(last)
 
 
-def test_places_do_not_overlap_and_begin_on_cache_lines() -> None:
+def test_bucket_views_do_not_overlap_and_begin_on_cache_lines() -> None:
     like = {"scalar": np.zeros(()), "none": np.zeros((0, 3)), "some": np.zeros(5), "more": np.zeros((2, 3))}
     with gw.init() as group:
         (bucket,) = make(group, list(tensors_like(like).values()), 1 << 20, 1 << 20)
@@ -80,13 +82,13 @@ def test_places_do_not_overlap_and_begin_on_cache_lines() -> None:
         ({"w": 1.5}, "'w': None is not a dtype"),
     ],
 )
-def test_what_has_no_gradient_is_refused(like: Any, reason: str) -> None:
+def test_tensors_like_invalid_gradient_description_is_refused(like: Any, reason: str) -> None:
     with pytest.raises(gw.GradwireError) as caught:
         tensors_like(like)
     assert reason in str(caught.value)
 
 
 @pytest.mark.parametrize("nbytes", [0, -1, 1.5, True, None])
-def test_a_bucket_has_bytes(nbytes: Any) -> None:
+def test_check_bytes_not_a_positive_integer_raises_config_error(nbytes: Any) -> None:
     with pytest.raises(gw.ConfigError, match="bucket_bytes is"):
         check_bytes("bucket_bytes", nbytes)

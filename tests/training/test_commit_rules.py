@@ -1,4 +1,4 @@
-"""The rules of elastic training: whose state counts after a break, and what a vote shows."""
+"""Commit rules of elastic training: which state is restored after a failure, and how votes are counted."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from gradwire.errors import StateLost
 from gradwire.training.commit_rules import NONE, Settlement, Standing, ballot, count, has_begun, is_sound, settle
 
 
-def test_the_highest_completed_step_wins() -> None:
+def test_settle_picks_the_highest_completed_step() -> None:
     found = settle([Standing(7, 1, 6, "a"), Standing(6, 1, 6, "b"), Standing(7, 1, 6, "a")])
     assert found == Settlement(7, 1, {1: 0})
 
 
-def test_newcomers_pull_and_givers_share_the_work() -> None:
+def test_settle_new_members_pull_from_the_holders_in_turn() -> None:
     old = Standing(3, 2, 3, "a")
     found = settle([old, old, Standing(), Standing(), Standing()])
     assert found.pulls == {2: 0, 3: 1, 4: 0}
@@ -28,34 +28,34 @@ def test_newcomers_pull_and_givers_share_the_work() -> None:
     assert found.gives(2) == ()
 
 
-def test_who_changed_its_state_in_a_step_that_was_cut_short_pulls_it_again() -> None:
+def test_settle_rank_with_an_unsound_state_pulls_it_from_a_sound_rank() -> None:
     found = settle([Standing(4, 1, 4, "spoiled", False), Standing(4, 1, 4, "a")])
     assert found.pulls == {0: 1}
 
 
-def test_a_step_that_only_one_rank_completed_is_not_lost() -> None:
+def test_settle_step_completed_by_one_rank_is_kept() -> None:
     found = settle([Standing(4, 1, 4, "x", False), Standing(5, 1, 4, "b"), Standing(4, 1, 4, "a")])
     assert (found.completed, found.pulls) == (5, {0: 1, 2: 1})
 
 
-def test_of_a_step_done_twice_the_later_generation_s_counts() -> None:
+def test_settle_step_done_in_two_generations_picks_the_later_generation() -> None:
     # The first froze after its step 7, the others did 7 again without it, and now it is back.
     found = settle([Standing(7, 2, 7, "new"), Standing(7, 2, 7, "new"), Standing(7, 1, 6, "old")])
     assert found == Settlement(7, 2, {2: 0})
 
 
-def test_only_spoiled_copies_of_a_committed_step_are_a_lost_state() -> None:
+def test_settle_without_a_sound_copy_of_a_committed_step_raises_state_lost() -> None:
     spoiled = Standing(4, 1, 4, "x", False)
     with pytest.raises(StateLost, match=r"step 4 was committed.*Start the job again"):
         settle([spoiled, spoiled, Standing()])
 
 
-def test_a_step_that_was_not_committed_may_be_given_up() -> None:
+def test_settle_uncommitted_step_without_a_sound_copy_is_dropped() -> None:
     found = settle([Standing(5, 1, 4, "x", False), Standing(4, 1, 4, "a")])
     assert (found.completed, found.pulls) == (4, {0: 1})
 
 
-def test_at_the_beginning_all_take_what_rank_0_has() -> None:
+def test_settle_before_the_first_step_picks_the_state_of_rank_0() -> None:
     found = settle([Standing(digest="a"), Standing(digest="b"), Standing(digest="a")])
     assert found == Settlement(NONE, 0, {1: 0})
 
@@ -66,13 +66,13 @@ def test_settle_with_holders_that_differ_hands_over_the_most_common_state() -> N
     assert found == Settlement(5, 1, {3: 1, 4: 2}, differing=(0,))
 
 
-def test_settle_with_two_holders_that_differ_hands_over_the_lower_rank_s_state() -> None:
+def test_settle_with_two_holders_that_differ_hands_over_the_state_of_the_lower_rank() -> None:
     found = settle([Standing(), Standing(5, 1, 5, "a"), Standing(5, 1, 5, "b"), Standing()])
     assert found == Settlement(5, 1, {0: 1, 3: 1}, differing=(2,))
 
 
 @pytest.mark.parametrize("completed", [NONE, 0, 5])
-def test_is_sound_with_a_state_that_a_step_has_changed_is_false_from_the_first_step_on(completed: int) -> None:
+def test_is_sound_state_changed_since_the_last_commit_is_false(completed: int) -> None:
     assert is_sound(completed, "before", "before")
     assert not is_sound(completed, "before", "changed")
 
@@ -84,7 +84,7 @@ def test_is_sound_before_the_run_has_begun_depends_on_whether_a_copy_was_cut_sho
     assert not is_sound(NONE, "before", "before", overwritten=True)
 
 
-def test_settlement_before_the_first_step_is_named_after_the_generation_that_begins() -> None:
+def test_settlement_before_the_first_step_has_the_version_of_the_new_generation() -> None:
     assert Settlement(NONE, 1).version_in(4) == (NONE, 4)
     assert Settlement(3, 1).version_in(4) == (3, 1)
 
@@ -106,7 +106,7 @@ standings = st.builds(
 
 
 @given(st.lists(standings, min_size=1, max_size=8))
-def test_no_committed_step_is_given_up_and_everybody_has_a_sound_copy(told: list[Standing]) -> None:
+def test_settle_any_standings_keeps_committed_steps_and_sound_copies(told: list[Standing]) -> None:
     committed = max(one.committed for one in told)
     try:
         found = settle(told)
@@ -121,7 +121,7 @@ def test_no_committed_step_is_given_up_and_everybody_has_a_sound_copy(told: list
 
 
 @given(st.lists(standings, min_size=1, max_size=8))
-def test_settle_hands_over_one_digest_and_names_every_holder_of_another(told: list[Standing]) -> None:
+def test_settle_any_standings_hands_over_one_digest_and_lists_differing_ranks(told: list[Standing]) -> None:
     try:
         found = settle(told)
     except StateLost:
@@ -133,14 +133,14 @@ def test_settle_hands_over_one_digest_and_names_every_holder_of_another(told: li
 
 
 @given(standings)
-def test_a_standing_survives_the_wire(one: Standing) -> None:
+def test_standing_wire_round_trip_is_lossless(one: Standing) -> None:
     assert Standing.from_wire(json.loads(json.dumps(one.to_wire()))) == one
 
 
 @pytest.mark.parametrize(
     "nonsense", [None, [], [1, 2, 3], [0, 1, 1, "a", True], ["0", 1, 0, "a", True], [0, 1, 0, 3, 1]]
 )
-def test_a_malformed_standing_is_refused(nonsense: Any) -> None:
+def test_standing_malformed_wire_value_raises_value_error(nonsense: Any) -> None:
     with pytest.raises(ValueError, match="malformed standing"):
         Standing.from_wire(nonsense)
 
@@ -149,14 +149,14 @@ def reduced(*ballots: Any) -> Any:
     return count(np.maximum.reduce(ballots))
 
 
-def test_a_vote_shows_what_all_ranks_said() -> None:
+def test_count_of_reduced_ballots_shows_disagreement_divergence_and_renewal() -> None:
     assert reduced(ballot(3, "ab" * 16, False), ballot(3, "ab" * 16, False)) == count(ballot(3, "ab" * 16, False))
     assert not reduced(ballot(3, "ab" * 16, False), ballot(4, "ab" * 16, False)).agreed
     assert not reduced(ballot(3, "ab" * 16, False), ballot(3, "ac" * 16, False)).identical
     assert reduced(ballot(3, "f" * 32, False), ballot(3, "f" * 32, True)).renew
 
 
-def test_who_has_just_come_does_not_bring_the_state_of_a_run_that_has_begun() -> None:
+def test_settle_after_the_run_has_begun_ignores_the_state_of_a_new_member() -> None:
     spoiled, fresh = Standing(NONE, 1, NONE, "x", False), Standing(NONE, 0, NONE, "fresh")
     with pytest.raises(StateLost, match="first step"):
         settle([spoiled, spoiled, fresh])

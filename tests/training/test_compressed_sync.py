@@ -1,4 +1,4 @@
-"""GradientSync with compression: a network learns to read digits as well as without, in fewer bytes."""
+"""GradientSync with compression: accuracy on digits, non-finite gradients and the lifetime of residuals."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def train(crew: Crew, digits: Any, kind: Any, epochs: int, dtype: Any = np.float
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_learns_within_one_point_of_whole_gradients(crew: Crew, digits: Any, dtype: Any) -> None:
+def test_compressed_sync_rounding_learns_within_one_point_of_uncompressed(crew: Crew, digits: Any, dtype: Any) -> None:
     """Rounded, every step is almost the same. Here, after a few epochs; the example goes to the end."""
     whole = train(crew, digits, None, 5, dtype)
     for kind in ("f16", "bf16", "int8"):
@@ -78,13 +78,13 @@ def test_learns_within_one_point_of_whole_gradients(crew: Crew, digits: Any, dty
 
 
 @pytest.mark.slow
-def test_one_value_in_a_hundred_is_slower_at_first_and_as_good_in_the_end(crew: Crew, digits: Any) -> None:
+def test_compressed_sync_topk_needs_feedback_to_match_uncompressed_accuracy(crew: Crew, digits: Any) -> None:
     whole = train(crew, digits, None, 40)
     assert train(crew, digits, "topk", 40).right > whole.right - 0.01
     assert train(crew, digits, TopK(feedback=False), 40).right < whole.right - 0.01
 
 
-def test_without_feedback_it_learns_less(crew: Crew, digits: Any) -> None:
+def test_compressed_sync_topk_without_feedback_has_a_higher_loss(crew: Crew, digits: Any) -> None:
     with_it = train(crew, digits, TopK(0.05), 12)
     without = train(crew, digits, TopK(0.05, feedback=False), 12)
     assert with_it.right > 0.95
@@ -96,7 +96,7 @@ def test_without_feedback_it_learns_less(crew: Crew, digits: Any) -> None:
     ["f16", "bf16", "int8", Int8(16), TopK(0.02)],
     ids=lambda kind: kind if isinstance(kind, str) else kind.describe(),
 )
-def test_a_nan_is_named_and_forgotten(crew: Crew, kind: Any) -> None:
+def test_compressed_sync_nan_raises_not_finite_and_the_next_sync_is_finite(crew: Crew, kind: Any) -> None:
     def run(group: gw.Group) -> list[float]:
         sync = gw.GradientSync(group, {"a": np.zeros(40), "b": np.zeros(40)}, compression=kind)
         gradients = {"a": np.ones(40), "b": np.ones(40)}
@@ -109,7 +109,7 @@ def test_a_nan_is_named_and_forgotten(crew: Crew, kind: Any) -> None:
         assert np.isfinite(values).all()
 
 
-def test_a_rank_without_data_does_not_count(crew: Crew) -> None:
+def test_compressed_sync_rank_with_weight_zero_is_ignored(crew: Crew) -> None:
     def run(group: gw.Group) -> list[float]:
         sync = gw.GradientSync(group, {"w": np.zeros(3, np.float32)}, compression="f16")
         gradient = np.full(3, 7.0 if group.rank else np.inf, np.float32)
@@ -119,7 +119,7 @@ def test_a_rank_without_data_does_not_count(crew: Crew) -> None:
     assert crew.run(run) == [[7, 7, 7]] * 2
 
 
-def test_what_was_kept_goes_with_the_buckets(crew: Crew) -> None:
+def test_compressed_sync_reorder_resets_the_residuals(crew: Crew) -> None:
     def run(group: gw.Group) -> list[list[float]]:
         like = {"a": np.zeros(8), "b": np.zeros(8)}
         sync = gw.GradientSync(group, like, compression=TopK(0.25), bucket_bytes=64, first_bucket_bytes=64)
@@ -137,7 +137,7 @@ def test_what_was_kept_goes_with_the_buckets(crew: Crew) -> None:
         assert reordered == first
 
 
-def test_the_next_generation_begins_with_nothing_kept(crew: Crew) -> None:
+def test_compressed_sync_rebind_to_another_group_resets_the_residuals(crew: Crew) -> None:
     following = gw.local_group(2)
 
     def run(group: gw.Group) -> list[bytes]:
@@ -154,7 +154,7 @@ def test_the_next_generation_begins_with_nothing_kept(crew: Crew) -> None:
         group.close()
 
 
-def test_an_object_is_not_shared(crew: Crew) -> None:
+def test_compressed_sync_copies_the_given_compression_object(crew: Crew) -> None:
     def run(group: gw.Group) -> bool:
         mine = TopK(0.25)
         sync = gw.GradientSync(group, {"a": np.zeros(8)}, compression=mine)  # as long as its bucket
@@ -164,7 +164,7 @@ def test_an_object_is_not_shared(crew: Crew) -> None:
     assert crew.run(run) == [False, False]
 
 
-def test_ranks_that_compress_differently_are_told(crew: Crew) -> None:
+def test_compressed_sync_different_compression_raises_config_error_on_all_ranks(crew: Crew) -> None:
     def run(group: gw.Group) -> str:
         sync = gw.GradientSync(group, {"a": np.zeros(4)}, compression=Int8(16 + group.rank))
         with pytest.raises(gw.ConfigError) as caught:

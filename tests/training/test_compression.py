@@ -1,4 +1,4 @@
-"""Compressions: the same bits on all ranks, few bytes, nothing lost for good, nothing hidden."""
+"""Gradient compressions: identical bits on all ranks, precision, residuals, bytes sent and invalid arguments."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def values(rank: int, count: int, dtype: Any, step: int = 0) -> Array:
 
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16])
-def test_the_same_bits_on_all_ranks(crew: Crew, name: str, dtype: Any) -> None:
+def test_compression_exchange_gives_identical_bits_on_all_ranks(crew: Crew, name: str, dtype: Any) -> None:
     def reduce(group: gw.Group) -> list[bytes]:
         one, buckets, seen = MAKERS[name](), [np.empty(count, dtype) for count in (1, 5, 1000, 70_001)], []
         for step in range(2):
@@ -56,7 +56,7 @@ def test_the_same_bits_on_all_ranks(crew: Crew, name: str, dtype: Any) -> None:
 
 @pytest.mark.parametrize("name", PRECISION)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_close_to_the_weighted_sum(crew: Crew, name: str, dtype: Any) -> None:
+def test_compression_exchange_is_close_to_the_weighted_sum(crew: Crew, name: str, dtype: Any) -> None:
     count = 40_000
 
     def reduce(group: gw.Group) -> Array:
@@ -70,7 +70,7 @@ def test_close_to_the_weighted_sum(crew: Crew, name: str, dtype: Any) -> None:
 
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_what_is_not_sent_now_is_sent_later(crew: Crew, name: str, dtype: Any) -> None:
+def test_compression_with_feedback_has_a_smaller_accumulated_error(crew: Crew, name: str, dtype: Any) -> None:
     """The sum over many steps is as exact as one step: errors do not add up. Without feedback they do."""
     count, steps = 1000, 40
 
@@ -91,7 +91,9 @@ def test_what_is_not_sent_now_is_sent_later(crew: Crew, name: str, dtype: Any) -
 @pytest.mark.parametrize(
     ("maker", "beside", "step"), [(Int8, 100, 100 / 127), (lambda **settings: TopK(0.25, **settings), 1, 1)]
 )
-def test_small_values_are_late_and_not_lost(maker: Callable[..., Compression], beside: float, step: float) -> None:
+def test_compression_with_feedback_sends_small_values_later(
+    maker: Callable[..., Compression], beside: float, step: float
+) -> None:
     """Below what a block can say, or beside what is larger: only what is kept lets them through."""
 
     def add_up(group: gw.Group, feedback: bool) -> float:
@@ -110,7 +112,7 @@ def test_small_values_are_late_and_not_lost(maker: Callable[..., Compression], b
 
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_what_is_not_finite_is_seen_by_all_and_not_kept(crew: Crew, name: str, dtype: Any) -> None:
+def test_compression_non_finite_value_reaches_all_ranks_and_not_the_residual(crew: Crew, name: str, dtype: Any) -> None:
     def reduce(group: gw.Group) -> list[Array]:
         one, bucket, seen = MAKERS[name](), np.empty(5000, dtype), []
         for bad in (np.nan, 0, np.inf, 0, -np.inf, 0):
@@ -130,7 +132,7 @@ def test_what_is_not_finite_is_seen_by_all_and_not_kept(crew: Crew, name: str, d
 @pytest.mark.parametrize(
     ("name", "huge"), [("f16", 1e5), ("bf16", 3.4e38), ("int8", 3.4e38), ("f16", 1e300), ("int8", 1e300)]
 )
-def test_what_is_too_large_stays_finite(name: str, huge: float) -> None:
+def test_compression_value_beyond_the_wire_range_stays_finite(name: str, huge: float) -> None:
     dtype = np.float32 if huge < 1e39 else np.float64
     with crew_of("local", gw.Topology.single(2)) as crew:
 
@@ -144,7 +146,7 @@ def test_what_is_too_large_stays_finite(name: str, huge: float) -> None:
             assert 0 < got[0] <= huge
 
 
-def test_blocks_of_almost_nothing() -> None:
+def test_int8_block_of_denormal_values_becomes_zero() -> None:
     tiny = np.float32(1e-42)
     with crew_of("local", gw.Topology.single(2)) as crew:
         for got in crew.run(lambda group: Int8(2).exchange(group, np.array([tiny, -tiny, 0, 0, 1, -1], np.float32))):
@@ -155,7 +157,9 @@ def test_blocks_of_almost_nothing() -> None:
 @pytest.mark.parametrize(
     ("maker", "times"), [(F16, 2.0), (BF16, 2.0), (Int8, 256 * 4 / 260), (lambda: TopK(0.01), 50.0)]
 )
-def test_bytes_on_the_wire(transport: str, maker: Callable[[], Compression], times: float) -> None:
+def test_compression_exchange_sends_the_documented_fraction_of_bytes(
+    transport: str, maker: Callable[[], Compression], times: float
+) -> None:
     """So many times fewer than an all-reduce in float32, by the transport's own count."""
     count = 400_000
 
@@ -173,7 +177,7 @@ def test_bytes_on_the_wire(transport: str, maker: Callable[[], Compression], tim
 
 
 @pytest.mark.parametrize("hosts", [("a", "a"), ("a", "a", "b", "b")], ids=len)
-def test_bytes_are_counted_alike_whoever_sends_them(hosts: tuple[str, ...]) -> None:
+def test_bytes_sent_is_the_same_on_every_transport(hosts: tuple[str, ...]) -> None:
     size = len(hosts)
 
     def measure(group: gw.Group) -> int:
@@ -195,7 +199,7 @@ def test_bytes_are_counted_alike_whoever_sends_them(hosts: tuple[str, ...]) -> N
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_bytes_of_a_call_that_ranks_share_the_work_of(transport: str) -> None:
+def test_bytes_sent_registered_arrays_is_between_two_shot_and_one_shot(transport: str) -> None:
     """Where all arrays are registered, each rank reads only its part of the others' and writes it to them."""
 
     def measure(group: gw.Group) -> list[int]:
@@ -214,7 +218,7 @@ def test_bytes_of_a_call_that_ranks_share_the_work_of(transport: str) -> None:
                 assert 0.95 * two_shots - 64 <= nbytes <= one_shot + 4 * 64
 
 
-def test_on_a_stream_and_beside_other_calls() -> None:
+def test_compression_exchange_on_a_stream_runs_beside_other_calls() -> None:
     def work(group: gw.Group) -> list[Any]:
         stream, one = group.stream(), Int8()
         buckets = [np.full(100, i + 1, np.float32) for i in range(5)]
@@ -226,7 +230,7 @@ def test_on_a_stream_and_beside_other_calls() -> None:
         assert crew.run(work) == [[2, 1, 2, 3, 4, 5]] * 2
 
 
-def test_strided_buckets() -> None:
+def test_compression_exchange_strided_bucket_leaves_other_elements_unchanged() -> None:
     def reduce(group: gw.Group) -> list[float]:
         wide = np.zeros((4, 2), np.float32)
         wide[:, 0] = 1
@@ -237,7 +241,7 @@ def test_strided_buckets() -> None:
         assert crew.run(reduce) == [[2, 0, 2, 0, 2, 0, 2, 0]] * 2
 
 
-def test_residuals_are_of_one_bucket_and_can_be_forgotten() -> None:
+def test_compression_residual_belongs_to_one_bucket_and_reset_drops_it() -> None:
     def look(group: gw.Group) -> list[bool]:
         one, bucket, other = TopK(0.5), np.array([3.0, 1.0]), np.array([3.0, 1.0])
         one.exchange(group, bucket)
@@ -252,7 +256,7 @@ def test_residuals_are_of_one_bucket_and_can_be_forgotten() -> None:
         assert crew.run(look) == [[True]] * 2
 
 
-def test_ranks_that_compress_differently_are_told() -> None:
+def test_compression_different_block_sizes_raise_mismatch() -> None:
     groups = gw.local_group(2)
     try:
         for kinds in ((Int8(64), Int8(32)),):
@@ -265,7 +269,7 @@ def test_ranks_that_compress_differently_are_told() -> None:
             group.close()
 
 
-def test_by_name_or_by_example() -> None:
+def test_compression_for_accepts_a_name_or_an_example() -> None:
     assert compression_for(None) is None
     for name in ("f16", "bf16", "int8", "topk"):
         one = compression_for(name)
@@ -281,25 +285,25 @@ def test_by_name_or_by_example() -> None:
 
 
 @pytest.mark.parametrize("ratio", [0, -1, 1.5, "much", True, float("nan")])
-def test_ratios_that_cannot_be(ratio: Any) -> None:
+def test_topk_invalid_ratio_raises_config_error(ratio: Any) -> None:
     with pytest.raises(gw.ConfigError, match="above 0"):
         TopK(ratio)
 
 
 @pytest.mark.parametrize("block", [0, -1, 2.5, 1 << 21])
-def test_blocks_that_cannot_be(block: Any) -> None:
+def test_int8_invalid_block_raises_config_error(block: Any) -> None:
     with pytest.raises(gw.ConfigError, match="whole number"):
         Int8(block)
 
 
-def test_only_floats_are_compressed() -> None:
+def test_compression_integer_array_raises_array_error() -> None:
     with gw.init() as group, pytest.raises(gw.ArrayError, match="int32"):
         F16().exchange(group, np.ones(3, np.int32))
 
 
 @pytest.mark.parametrize("kind", ["normal", "sparse", "equal", "periodic", "nan"])
 @pytest.mark.parametrize("count", [100, 8 * SAMPLE + 11])
-def test_the_largest_are_exactly_these(kind: str, count: int) -> None:
+def test_largest_returns_the_indices_of_the_largest_values(kind: str, count: int) -> None:
     random = np.random.default_rng(5)
     x = np.abs(random.normal(size=count)).astype(np.float32)
     if kind == "sparse":

@@ -1,4 +1,4 @@
-"""The contract: all replicas hold the same bits, and who does not is named on every rank."""
+"""Replica checks: check_replicas, Contract, broadcast_named and weighted_mean."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def weights() -> dict[str, Any]:
     }
 
 
-def test_replicas_that_are_the_same_have_one_digest(groups: list[gw.Group]) -> None:
+def test_check_replicas_equal_replicas_have_one_digest(groups: list[gw.Group]) -> None:
     digests = set(run_ranks(groups, lambda group: gw.check_replicas(group, weights())))
     assert len(digests) == 1
     with gw.init() as group:
@@ -43,7 +43,7 @@ def test_replicas_that_are_the_same_have_one_digest(groups: list[gw.Group]) -> N
 
 
 @pytest.mark.parametrize("name", ["w", "half", "strided", "steps"])
-def test_a_flipped_bit_is_found_and_named_on_all_ranks(groups: list[gw.Group], name: str) -> None:
+def test_check_replicas_flipped_bit_names_rank_and_tensor_on_all_ranks(groups: list[gw.Group], name: str) -> None:
     last = len(groups) - 1
 
     def body(group: gw.Group) -> tuple[Any, ...]:
@@ -67,7 +67,7 @@ def test_a_flipped_bit_is_found_and_named_on_all_ranks(groups: list[gw.Group], n
     assert digests[1] != digests[2]
 
 
-def test_the_minority_is_to_blame_even_if_it_is_rank_0() -> None:
+def test_diverged_names_the_first_rank_of_the_minority_even_if_it_is_rank_0() -> None:
     usual, other = [["a", "1"], ["b", "2"]], [["a", "1"], ["b", "3"]]
     assert diverged([other, usual, usual]).culprit == 0
     assert diverged([usual, other]).culprit == 1
@@ -88,7 +88,7 @@ def test_the_minority_is_to_blame_even_if_it_is_rank_0() -> None:
     ],
     ids=["more", "none", "another name", "another shape", "another dtype"],
 )
-def test_other_tensors_are_a_difference_too(mine: dict[str, Any], tensor: str) -> None:
+def test_check_replicas_other_name_shape_or_dtype_raises_replicas_diverged(mine: dict[str, Any], tensor: str) -> None:
     def body(group: gw.Group) -> tuple[Any, ...]:
         with pytest.raises(gw.ReplicasDiverged) as caught:
             gw.check_replicas(group, mine if group.rank else {"w": np.ones(3)})
@@ -97,7 +97,7 @@ def test_other_tensors_are_a_difference_too(mine: dict[str, Any], tensor: str) -
     assert run_ranks(gw.local_group(2), body) == [(1, tensor)] * 2
 
 
-def test_a_contract_checks_every_so_many_steps() -> None:
+def test_contract_every_3_checks_each_third_step() -> None:
     def body(group: gw.Group) -> list[int]:
         contract = gw.Contract(group, every=3)
         seen = [step for step in range(1, 9) if contract.check({"w": np.full(2, step)})]
@@ -108,7 +108,7 @@ def test_a_contract_checks_every_so_many_steps() -> None:
     assert run_ranks(gw.local_group(2), body) == [[3, 6]] * 2
 
 
-def test_all_count_from_the_beginning_of_a_generation() -> None:
+def test_contract_rebind_to_another_group_restarts_the_step_count() -> None:
     one, two = gw.init(), gw.local_group(1)[0]
     contract = gw.Contract(one, every=2)
     assert [contract.check({}) for _ in range(3)] == [False, True, False]
@@ -124,12 +124,12 @@ def test_all_count_from_the_beginning_of_a_generation() -> None:
 
 
 @pytest.mark.parametrize("every", [-1, 1.5, True, None])
-def test_every_is_a_number_of_steps(every: Any) -> None:
+def test_contract_invalid_every_raises_config_error(every: Any) -> None:
     with gw.init() as group, pytest.raises(gw.ConfigError, match="every is"):
         gw.Contract(group, every)
 
 
-def test_what_is_no_array_is_named() -> None:
+def test_check_replicas_value_that_is_no_array_raises_array_error() -> None:
     with gw.init() as group:
         with pytest.raises(gw.ArrayError, match="'w': expected an array, got str"):
             gw.check_replicas(group, {"w": "words"})
@@ -141,7 +141,7 @@ def test_what_is_no_array_is_named() -> None:
 
 
 @pytest.mark.parametrize("root", [0, 1])
-def test_all_begin_with_the_root_s_tensors(groups: list[gw.Group], root: int) -> None:
+def test_broadcast_named_writes_the_tensors_of_the_root_in_place(groups: list[gw.Group], root: int) -> None:
     def body(group: gw.Group) -> str:
         mine = weights() | {"big": np.zeros(20_000)}
         for name in mine:
@@ -157,7 +157,7 @@ def test_all_begin_with_the_root_s_tensors(groups: list[gw.Group], root: int) ->
     run_ranks(groups, body)
 
 
-def test_tensors_that_differ_are_named_before_any_is_overwritten(groups: list[gw.Group]) -> None:
+def test_broadcast_named_different_shapes_raise_before_any_write(groups: list[gw.Group]) -> None:
     def body(group: gw.Group) -> None:
         mine = {"w": np.full(3, group.rank), "b": np.zeros(2 + group.rank)}
         with pytest.raises(gw.ConfigError, match=r"broadcast_named: number 2 is 'b': float64\[3\] on rank 1, 'b'") as e:
@@ -169,7 +169,7 @@ def test_tensors_that_differ_are_named_before_any_is_overwritten(groups: list[gw
     run_ranks(groups, body)
 
 
-def test_a_tensor_that_cannot_be_written_is_named() -> None:
+def test_broadcast_named_read_only_array_raises_array_error() -> None:
     def body(group: gw.Group) -> None:
         mine = {"w": np.zeros(3)}
         mine["w"].flags.writeable = False
@@ -185,7 +185,7 @@ def test_a_tensor_that_cannot_be_written_is_named() -> None:
 # --- the mean that is reported
 
 
-def test_the_loss_is_weighted_by_samples(groups: list[gw.Group]) -> None:
+def test_weighted_mean_weights_ranks_by_samples(groups: list[gw.Group]) -> None:
     def body(group: gw.Group) -> Any:
         rank, size = group.rank, group.size
         mean = gw.weighted_mean(group, 10.0 * rank, weight=rank + 1)
@@ -199,7 +199,7 @@ def test_the_loss_is_weighted_by_samples(groups: list[gw.Group]) -> None:
     assert len(set(run_ranks(groups, body))) == 1
 
 
-def test_a_rank_without_samples_has_no_loss(groups: list[gw.Group]) -> None:
+def test_weighted_mean_rank_with_weight_zero_is_ignored(groups: list[gw.Group]) -> None:
     def body(group: gw.Group) -> None:
         assert gw.weighted_mean(group, 3.0 if group.rank == 0 else float("nan"), 7 if group.rank == 0 else 0) == 3.0
         assert np.isnan(gw.weighted_mean(group, 3.0, 0))

@@ -1,4 +1,4 @@
-"""The page on training is a program that runs."""
+"""The code blocks of docs/training.md run as one program."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 
 
-def test_the_page_runs(tmp_path: Path) -> None:
+def test_training_page_code_blocks_run_as_a_program(tmp_path: Path) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE)
     assert len(blocks) > 4
     (tmp_path / "train.py").write_text("\n".join(blocks), "utf-8")

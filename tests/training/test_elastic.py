@@ -1,4 +1,4 @@
-"""Elastic runs where nobody is lost, or nobody can be done without: ranks are threads of this process."""
+"""Elastic runs without recovery: normal runs, diverging states and errors; ranks are threads of this process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def runs(n: int) -> list[gw.Group]:
     return gw.local_group(n)
 
 
-def test_all_begin_with_rank_0_s_state_and_end_alike() -> None:
+def test_elastic_different_initial_states_all_start_from_rank_0() -> None:
     def train(group: gw.Group) -> tuple[Any, int, str, list[int]]:
         state = {"w": np.full(5, group.rank + 1.0)}
         run, seen = gw.Elastic(state, group, 1), []
@@ -36,7 +36,7 @@ def test_all_begin_with_rank_0_s_state_and_end_alike() -> None:
     assert results == [results[0]] * 3
 
 
-def test_a_run_goes_on_where_it_stopped() -> None:
+def test_elastic_steps_called_again_continues_after_the_last_step() -> None:
     with gw.init() as group:
         state = {"n": np.zeros(1)}
         run = gw.Elastic(state, group, 1)
@@ -47,7 +47,7 @@ def test_a_run_goes_on_where_it_stopped() -> None:
         assert (state["n"][0], run.committed) == (5, 4)
 
 
-def test_elastic_finds_the_group_that_init_made() -> None:
+def test_elastic_without_a_group_uses_the_open_group_of_init() -> None:
     with gw.init() as group:
         assert gw.elastic({"w": np.ones(1)}).group is group
     run = gw.elastic({"w": np.ones(1)})  # the other is closed
@@ -55,7 +55,7 @@ def test_elastic_finds_the_group_that_init_made() -> None:
     run.close()
 
 
-def test_a_step_that_is_not_entered_is_a_mistake_that_is_named() -> None:
+def test_elastic_step_not_entered_raises_config_error() -> None:
     with gw.init() as group:
         steps = gw.Elastic({"w": np.ones(1)}, group, 1).steps(3)
         next(steps)
@@ -63,7 +63,7 @@ def test_a_step_that_is_not_entered_is_a_mistake_that_is_named() -> None:
             next(steps)
 
 
-def test_a_step_is_used_once() -> None:
+def test_elastic_step_entered_twice_raises_config_error() -> None:
     with gw.init() as group:
         for step in gw.Elastic({"w": np.ones(1)}, group, 1).steps(1):
             with step:
@@ -130,7 +130,7 @@ def test_elastic_when_plain_values_differ_names_them(value: Any) -> None:
     assert name.startswith("epoch")
 
 
-def test_elastic_when_only_the_structure_differs_says_so() -> None:
+def test_elastic_when_only_the_structure_differs_names_the_structure() -> None:
     def train(group: gw.Group) -> str | None:
         state: dict[str, Any] = {"sizes": [1, 2]}
         run = gw.Elastic(state, group, 1)
@@ -143,7 +143,7 @@ def test_elastic_when_only_the_structure_differs_says_so() -> None:
     assert run_ranks(runs(2), train) == ["the structure of the state"] * 2
 
 
-def test_elastic_that_warns_of_states_that_differ_says_it_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_elastic_on_divergence_warn_logs_once_on_each_rank(caplog: pytest.LogCaptureFixture) -> None:
     def train(group: gw.Group) -> tuple[bool, int]:
         run, _ = diverging(group, 1, "warn")
         return run.identical, run.committed
@@ -155,12 +155,12 @@ def test_elastic_that_warns_of_states_that_differ_says_it_once(caplog: pytest.Lo
     assert all(text.startswith("after step 1 rank 1 holds another 'model.b' ") for text in texts)
 
 
-def test_elastic_with_an_unknown_answer_to_divergence_is_refused() -> None:
+def test_elastic_unknown_on_divergence_raises_config_error() -> None:
     with gw.init() as group, pytest.raises(gw.ConfigError, match="on_divergence is 'ignore': it can be raise, warn"):
         gw.Elastic({"w": np.zeros(1)}, group, 1, "ignore")  # type: ignore[arg-type]
 
 
-def test_in_a_job_of_fixed_membership_a_loss_is_raised() -> None:
+def test_elastic_fixed_membership_lost_rank_raises_peer_lost() -> None:
     def train(group: gw.Group) -> str:
         run = gw.Elastic({"w": np.zeros(1)}, group, 1)
         try:
@@ -182,7 +182,7 @@ def test_in_a_job_of_fixed_membership_a_loss_is_raised() -> None:
             group.close()
 
 
-def test_the_user_s_own_errors_pass() -> None:
+def test_elastic_error_raised_in_a_step_propagates() -> None:
     def train(group: gw.Group) -> None:
         for step in gw.Elastic({"w": np.zeros(1)}, group, 1).steps(3):
             with step:
@@ -193,7 +193,7 @@ def test_the_user_s_own_errors_pass() -> None:
 
 
 @pytest.mark.parametrize("min_size", [0, -1])
-def test_a_run_needs_a_member(min_size: int) -> None:
+def test_elastic_min_size_below_one_raises_invalid_size(min_size: int) -> None:
     with gw.init() as group, pytest.raises(gw.InvalidSize, match="at least one member"):
         gw.Elastic({"w": np.zeros(1)}, group, min_size)
 
@@ -203,7 +203,7 @@ def test_a_run_needs_a_member(min_size: int) -> None:
     [((0, 1), True), ((0, 2), False), ((7, 3), False), ((-1, 1), False)],
     ids=["as it was", "done again by the others", "long past", "nobody had it"],
 )
-def test_a_pass_counts_only_if_the_others_went_on_from_it(
+def test_elastic_step_is_committed_only_if_the_protocol_ends_at_its_version(
     version: tuple[int, int], counted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of one that was given up at the vote and has come back, whatever the others have done meanwhile."""
@@ -235,5 +235,5 @@ def diverge_in_a_process() -> tuple[int | None, str | None, int]:
     return None, None, run.committed
 
 
-def test_elastic_in_processes_whose_states_differ_raises_in_all_of_them() -> None:
+def test_elastic_in_processes_when_states_differ_raises_in_all_processes() -> None:
     assert gw.launch(diverge_in_a_process, 3) == [(0, "b", 2)] * 3

@@ -1,4 +1,4 @@
-"""Elastic runs that lose members and gain others: ranks are threads, memberships are decided by the real machine."""
+"""Elastic runs that lose and gain members: ranks are threads, the real coordinator state machine decides membership."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ EXPECTED = [float(sum(range(1, STEPS + 1)))] * 3
 @pytest.mark.parametrize("victim", [0, 1, 2])
 @pytest.mark.parametrize("step", [0, 3, STEPS - 1])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_a_member_is_lost_and_the_others_go_on(victim: int, step: int, after: bool) -> None:
+def test_elastic_lost_member_the_others_finish_with_the_same_result(victim: int, step: int, after: bool) -> None:
     def live(group: gw.Group) -> dict[str, Any]:
         return train(group, dies_at=step if group.rank == victim else None, dies_after=after)
 
@@ -70,13 +70,13 @@ def test_a_member_is_lost_and_the_others_go_on(victim: int, step: int, after: bo
     assert len({result["digest"] for result in survivors}) == 1
 
 
-def test_all_but_one_are_lost_one_after_another() -> None:
+def test_elastic_all_but_one_lost_in_turn_the_last_rank_finishes() -> None:
     results = run_ranks(gw.local_group(4), lambda group: train(group, dies_at=group.rank or None))
     assert results[0]["w"] == EXPECTED
     assert (results[0]["size"], results[0]["committed"]) == (1, STEPS - 1)
 
 
-def test_a_joiner_gets_the_state_at_a_vote() -> None:
+def test_elastic_joiner_receives_the_state_at_a_vote() -> None:
     joiner = Joiner(train)
 
     def old(group: gw.Group) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def test_a_joiner_gets_the_state_at_a_vote() -> None:
     assert {joined["digest"]} == {result["digest"] for result in results}
 
 
-def test_elastic_when_the_vote_breaks_over_states_that_differ_raises_on_the_survivors() -> None:
+def test_elastic_vote_broken_while_states_differ_raises_on_the_survivors() -> None:
     def live(group: gw.Group) -> Any:
         state = {"w": np.zeros(3), "b": np.zeros(2)}
         run = gw.Elastic(state, group, 1)
@@ -119,7 +119,7 @@ def test_elastic_when_the_vote_breaks_over_states_that_differ_raises_on_the_surv
     assert run_ranks(gw.local_group(4), live) == [(1, "b", 2, "after step 2 rank 1")] * 3 + [None]
 
 
-def test_elastic_that_warns_hands_a_joiner_the_state_that_most_ranks_hold() -> None:
+def test_elastic_on_divergence_warn_gives_a_joiner_the_most_common_state() -> None:
     def live(group: gw.Group) -> tuple[int, list[float], bool]:
         state = {"w": np.zeros(3)}
         run = gw.Elastic(state, group, 1, "warn")
@@ -150,7 +150,7 @@ class Unloadable:
         raise Left
 
 
-def test_a_joiner_that_fails_when_it_has_all_bytes_takes_no_state_with_it() -> None:
+def test_elastic_joiner_that_fails_to_load_the_state_does_not_harm_the_others() -> None:
     """The others change their state before their first collective: not before the joiner is known to have it, too."""
 
     def new(group: gw.Group) -> bool:
@@ -181,7 +181,7 @@ def test_a_joiner_that_fails_when_it_has_all_bytes_takes_no_state_with_it() -> N
     assert results == [(EXPECTED, STEPS - 1, 2)] * 2
 
 
-def test_a_state_that_was_changed_in_an_interrupted_step_is_pulled_again() -> None:
+def test_elastic_state_changed_in_an_interrupted_step_is_pulled_again() -> None:
     def spoil(group: gw.Group) -> Any:
         state = {"w": np.zeros(4)}
         run = gw.Elastic(state, group, 1)
@@ -205,7 +205,7 @@ def test_a_state_that_was_changed_in_an_interrupted_step_is_pulled_again() -> No
     assert results == [([18.0] * 4, 1), ([18.0] * 4, 1), None]
 
 
-def test_only_spoiled_copies_left_is_told_as_such() -> None:
+def test_elastic_only_unsound_copies_left_raises_state_lost() -> None:
     def spoil(group: gw.Group) -> str:
         state = {"w": np.zeros(4)}
         run = gw.Elastic(state, group, 1)
@@ -230,7 +230,7 @@ def test_only_spoiled_copies_left_is_told_as_such() -> None:
         assert "Start the job again, from a checkpoint if the program has written one" in result
 
 
-def test_a_mismatch_is_no_loss_and_is_raised() -> None:
+def test_elastic_collective_mismatch_is_raised_on_all_ranks() -> None:
     def differ(group: gw.Group) -> str:
         run = gw.Elastic({"w": np.zeros(1)}, group, 1)
         try:
@@ -244,7 +244,7 @@ def test_a_mismatch_is_no_loss_and_is_raised() -> None:
     assert run_ranks(gw.local_group(2), differ) == ["mismatch", "mismatch"]
 
 
-def test_one_s_own_abort_is_raised_here_and_recovered_from_elsewhere() -> None:
+def test_elastic_abort_is_raised_on_its_rank_and_the_others_recover() -> None:
     def give_up(group: gw.Group) -> Any:
         state = {"w": np.zeros(1)}
         run = gw.Elastic(state, group, 1)
@@ -265,7 +265,7 @@ def test_one_s_own_abort_is_raised_here_and_recovered_from_elsewhere() -> None:
     assert "the loss is not a number" in results[1]
 
 
-def test_below_its_minimum_a_run_waits_for_others_and_goes_on() -> None:
+def test_elastic_below_min_size_waits_for_a_joiner_and_continues() -> None:
     successor = Joiner(train)
 
     def lose(group: gw.Group) -> Any:

@@ -1,4 +1,4 @@
-"""Elastic runs of programs that do things in odd places, and with odd things in their state."""
+"""Elastic runs of unusual programs: interrupted first steps, changes between steps, late joins and unusual states."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.ranks import run_group, run_ranks
 Meanwhile = Callable[[], None] | None
 
 
-def test_a_first_step_that_was_cut_short_is_not_done_twice() -> None:
+def test_elastic_first_step_interrupted_after_a_change_raises_state_lost() -> None:
     def train(group: gw.Group) -> str:
         state = {"w": np.zeros(2)}
         run = gw.Elastic(state, group, 1)
@@ -38,7 +38,7 @@ def test_a_first_step_that_was_cut_short_is_not_done_twice() -> None:
     assert run_ranks(gw.local_group(3), train) == ["lost", "lost", "left"]
 
 
-def test_a_first_step_that_changed_nothing_where_it_was_cut_short_is_done_again() -> None:
+def test_elastic_first_step_interrupted_before_a_change_is_repeated() -> None:
     def train(group: gw.Group) -> float | None:
         state = {"w": np.zeros(2)}
         run = gw.Elastic(state, group, 1)
@@ -57,7 +57,7 @@ def test_a_first_step_that_changed_nothing_where_it_was_cut_short_is_done_again(
 
 
 @pytest.mark.parametrize("last", ["v", "w"])
-def test_the_long_way_follows_the_run_without_begin(last: str) -> None:
+def test_gradient_sync_ready_without_begin_follows_the_elastic_run(last: str) -> None:
     def train(group: gw.Group) -> float | None:
         state = {"v": np.zeros(2), "w": np.zeros(2)}
         run = gw.Elastic(state, group, 1)
@@ -81,7 +81,7 @@ def test_the_long_way_follows_the_run_without_begin(last: str) -> None:
     assert run_ranks(gw.local_group(3), train) == [4.0, 4.0, None]
 
 
-def test_a_change_between_steps_is_told_at_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_elastic_state_changed_between_steps_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     state: dict[str, Any] = {"w": np.zeros(2), "rate": 1.0}
     with gw.init() as group, caplog.at_level(logging.ERROR, "gradwire"):
         run = gw.Elastic(state, group, 1)
@@ -94,7 +94,7 @@ def test_a_change_between_steps_is_told_at_once(caplog: pytest.LogCaptureFixture
     assert "between steps 0 and 1" in told[0]
 
 
-def test_who_joins_in_a_later_run_of_the_program_is_refused_and_the_others_go_on() -> None:
+def test_elastic_joiner_during_a_later_run_of_the_program_is_refused() -> None:
     def train(group: gw.Group, meanwhile: Meanwhile = None) -> list[float] | str:
         first, second = {"w": np.zeros(1)}, {"w": np.full(1, 100.0)}
         run = gw.Elastic(first, group, 1)
@@ -134,7 +134,7 @@ def handed_over(giver: Any, taker: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [list, tuple])
-def test_arrays_in_lists_are_written_where_they_lie(kind: Any) -> None:
+def test_elastic_arrays_in_lists_and_tuples_are_written_in_place(kind: Any) -> None:
     def train(group: gw.Group) -> list[list[float]]:
         layers = [np.full(2, float(group.rank)), np.full(1, float(group.rank))]
         run = gw.Elastic({"layers": kind(layers), "more": kind([{"w": layers[0]}])}, group, 1)
@@ -148,7 +148,7 @@ def test_arrays_in_lists_are_written_where_they_lie(kind: Any) -> None:
     assert run_group(2, train) == [[[3.0, 3.0], [3.0]]] * 2
 
 
-def test_the_order_of_keys_is_handed_over_too() -> None:
+def test_state_handed_over_keeps_the_order_of_keys() -> None:
     mine = np.zeros(2)
     taker: dict[str, Any] = {"w": mine, "best": 0.0}
     handed_over({"best": None, "w": np.ones(2), "none": None}, taker)
@@ -157,13 +157,13 @@ def test_the_order_of_keys_is_handed_over_too() -> None:
     assert mine.tolist() == [1.0, 1.0]
 
 
-def test_numbers_of_numpy_stay_numbers() -> None:
+def test_state_handed_over_numpy_scalar_keeps_its_type() -> None:
     taker: dict[str, Any] = {"rate": 0.0}
     handed_over({"rate": np.float64(0.25)}, taker)
     assert isinstance(taker["rate"], np.float64)
 
 
 @pytest.mark.parametrize("value", [b"abc", bytearray(b"abc"), memoryview(b"abc")])
-def test_bytes_are_refused_at_once(value: Any) -> None:
+def test_state_with_bytes_raises_array_error(value: Any) -> None:
     with pytest.raises(gw.ArrayError, match=r"state\['rng'\] is .*frombuffer"):
         State({"rng": value})

@@ -1,4 +1,4 @@
-"""Minutes of elastic training with a fault every two seconds: deaths, freezes, joins, leaves, a dying coordinator."""
+"""Soak test of elastic training with a fault every two seconds: kills, freezes, joins, leaves, coordinator restarts."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def growth(directory: Path) -> list[tuple[int, int]]:
 
 
 @pytest.mark.soak
-def test_training_goes_on_whatever_happens(tmp_path: Path) -> None:
+def test_elastic_soak_with_faults_commits_one_history_and_learns(tmp_path: Path) -> None:
     seed = int(os.environ.get("SOAK_SEED") or random.randrange(10**9))  # of at most nine digits
     print(f"SOAK_SEED={seed}")
     chance = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Fences: their order, and files that an earlier writer cannot overwrite."""
+"""Fences: their order, and files that a writer with a smaller fence cannot overwrite."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def test_fence_text_sorts_like_the_fence_and_reads_back(one: gw.Fence, other: gw
 
 
 @pytest.mark.parametrize("text", ["", "x", "00-1", f"{bytes(16).hex()}-7", f"{bytes(16).hex()}-{-1:012d}", "é" * 45])
-def test_fence_parse_of_anything_else_is_a_config_error(text: str) -> None:
+def test_fence_parse_malformed_text_raises_config_error(text: str) -> None:
     with pytest.raises(gw.ConfigError, match="is not a fence"):
         gw.Fence.parse(text)
 
 
-def test_fence_of_a_later_run_is_greater_whatever_its_generation() -> None:
+def test_fence_of_a_later_run_is_greater_for_any_generation() -> None:
     first = new_run()
     assert gw.Fence(new_run(), 1) > gw.Fence(first, 1000)
 
 
-def test_run_id_after_an_earlier_run_is_greater_though_the_clock_was_set_back() -> None:
+def test_run_id_after_the_clock_was_set_back_is_still_greater() -> None:
     future = (1 << 62).to_bytes(8, "big") + bytes(8)
     assert new_run(after=future) > future
 
@@ -59,7 +59,7 @@ def test_replace_under_a_smaller_fence_raises_and_keeps_both_files(tmp_path: Pat
         late.replace(draft(tmp_path, "stale"), path)
 
 
-def test_replace_with_a_torn_record_still_keeps_the_earlier_writer_out(tmp_path: Path) -> None:
+def test_replace_with_a_torn_record_still_refuses_the_earlier_writer(tmp_path: Path) -> None:
     early, late = gw.Fence(new_run(), 1), gw.Fence(new_run(), 1)
     path = tmp_path / "checkpoint"
     late.replace(draft(tmp_path, "late"), path)
@@ -86,7 +86,7 @@ def test_run_fence_is_equal_on_all_ranks_and_grows_with_the_generation() -> None
     assert before < after
 
 
-def test_replace_is_not_held_up_by_a_process_that_was_forked_meanwhile(
+def test_replace_with_a_lock_descriptor_inherited_by_a_fork_does_not_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a data loader is, from another thread: it inherits the descriptor of the lock."""

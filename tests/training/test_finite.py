@@ -1,4 +1,4 @@
-"""Whether arrays are finite, with the core and without: the same answers."""
+"""Checks for finite arrays and sums of squares: the native core and pure Python give the same results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def mode_fixture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
-def test_one_bad_element_is_found_anywhere(dtype: str) -> None:
+def test_all_finite_one_non_finite_element_is_found_at_any_position(dtype: str) -> None:
     array = np.ones(3 * finite.CHUNK // 2, parse_dtype(dtype).storage)
     assert finite.all_finite(array)
     for at in (0, finite.CHUNK - 1, finite.CHUNK, -1):
@@ -27,7 +27,7 @@ def test_one_bad_element_is_found_anywhere(dtype: str) -> None:
             assert not finite.copy_finite(array.copy(), spoiled)
 
 
-def test_nothing_is_finite_and_a_copy_may_be_of_its_own_memory() -> None:
+def test_finite_empty_array_is_finite_and_copy_may_overlap() -> None:
     assert finite.all_finite(np.zeros((0, 3)))
     place = np.arange(6.0)
     finite.copy_finite(place[1:], place[:-1])
@@ -35,7 +35,7 @@ def test_nothing_is_finite_and_a_copy_may_be_of_its_own_memory() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
-def test_squares_add_up_in_double(dtype: str) -> None:
+def test_squares_are_summed_in_double_precision(dtype: str) -> None:
     array = np.full(2 * norms.CHUNK + 5, 3, parse_dtype(dtype).storage)
     assert norms.squares(array) == 9 * array.size
     assert norms.squares(np.full(2, 1e30, np.float32)) == pytest.approx(2e60)

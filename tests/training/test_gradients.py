@@ -1,4 +1,4 @@
-"""GradientSync: the mean over ranks, what may follow it, and whom a sync is agreed with."""
+"""GradientSync: the mean over ranks, clipping, agreement on tensors, bucket order, lost ranks and compression."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.ranks import eventually, run_ranks
 # --- the mean
 
 
-def test_what_was_added_takes_part_in_the_long_way_too(pair: list[gw.Group]) -> None:
+def test_gradient_sync_added_gradients_are_included_after_ready_and_finish(pair: list[gw.Group]) -> None:
     def body(group: gw.Group) -> dict[str, list[float]]:
         sync = gw.GradientSync(group, {name: np.zeros(2) for name in "abc"})
         sync.add({"a": np.ones(2), "b": np.ones(2)})
@@ -37,7 +37,9 @@ def test_what_was_added_takes_part_in_the_long_way_too(pair: list[gw.Group]) -> 
 
 @pytest.mark.parametrize("sizes", [SMALL, {}], ids=["many buckets", "one bucket"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
-def test_the_mean_over_ranks_in_the_same_bits_on_all(three: list[gw.Group], dtype: str, sizes: dict[str, Any]) -> None:
+def test_gradient_sync_mean_has_identical_bits_on_all_ranks(
+    three: list[gw.Group], dtype: str, sizes: dict[str, Any]
+) -> None:
     like = {name: np.zeros(one.shape, parse_dtype(dtype).storage) for name, one in LIKE.items()}
 
     def body(group: gw.Group) -> dict[str, Array]:
@@ -52,14 +54,14 @@ def test_the_mean_over_ranks_in_the_same_bits_on_all(three: list[gw.Group], dtyp
         np.testing.assert_allclose(mean.astype(complex), expected, atol=0.02 if like[name].itemsize == 2 else 1e-6)
 
 
-def test_dtypes_may_be_mixed(three: list[gw.Group]) -> None:
+def test_gradient_sync_mixed_dtypes_are_averaged(three: list[gw.Group]) -> None:
     like: dict[str, Array] = {"x": np.zeros(3), "y": np.zeros(3, np.float32), "z": np.zeros(2)}
     results = run_ranks(three, lambda group: copied(gw.GradientSync(group, like).sync(some(group.rank, like))))
     for name in like:
         np.testing.assert_allclose(results[2][name], np.mean([some(rank, like)[name] for rank in range(3)], axis=0))
 
 
-def test_nothing_to_sync_is_a_sync_too(pair: list[gw.Group]) -> None:
+def test_gradient_sync_without_tensors_returns_an_empty_result(pair: list[gw.Group]) -> None:
     def body(group: gw.Group) -> Any:
         sync = gw.GradientSync(group, {})
         return sync.sync({}), sync.clip(1.0), sync.used
@@ -67,7 +69,7 @@ def test_nothing_to_sync_is_a_sync_too(pair: list[gw.Group]) -> None:
     assert run_ranks(pair, body) == [({}, 0.0, frozenset())] * 2
 
 
-def test_gradients_live_where_they_are_reduced(three: list[gw.Group]) -> None:
+def test_gradient_sync_result_is_the_memory_of_its_buckets(three: list[gw.Group]) -> None:
     def body(group: gw.Group) -> None:
         sync = gw.GradientSync(group, LIKE)
         result = sync.sync(some(group.rank))
@@ -80,7 +82,7 @@ def test_gradients_live_where_they_are_reduced(three: list[gw.Group]) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "tree", "halving", "direct", "star"])
-def test_each_algorithm_gives_a_mean(pair: list[gw.Group], algorithm: str) -> None:
+def test_gradient_sync_each_algorithm_gives_identical_bits_on_all_ranks(pair: list[gw.Group], algorithm: str) -> None:
     def body(group: gw.Group) -> dict[str, bytes]:
         sync = gw.GradientSync(group, LIKE, algorithm=algorithm)
         return bits(sync.sync(some(group.rank)))
@@ -100,7 +102,7 @@ def test_each_algorithm_gives_a_mean(pair: list[gw.Group], algorithm: str) -> No
         ({"b": "seven"}, "expected an array"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_is_sent(gradients: Any, reason: str) -> None:
+def test_gradient_sync_unknown_or_misshaped_gradient_raises_before_sending(gradients: Any, reason: str) -> None:
     with gw.init() as group:
         sync = gw.GradientSync(group, LIKE)
         with pytest.raises(gw.GradwireError, match=reason):
@@ -108,7 +110,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(gradients: Any, re
         assert set(sync.sync({"b": np.zeros(7)})) == {"b"}
 
 
-def test_what_does_not_fit_on_one_rank_is_no_call_of_it(pair: list[gw.Group]) -> None:
+def test_gradient_sync_call_refused_on_one_rank_can_be_repeated(pair: list[gw.Group]) -> None:
     def body(group: gw.Group) -> None:
         sync = gw.GradientSync(group, LIKE)
         if group.rank == 1:
@@ -122,7 +124,7 @@ def test_what_does_not_fit_on_one_rank_is_no_call_of_it(pair: list[gw.Group]) ->
 # --- after the reduce
 
 
-def test_clipping_by_the_global_norm_is_the_same_on_all_ranks(three: list[gw.Group]) -> None:
+def test_gradient_sync_clip_by_global_norm_is_identical_on_all_ranks(three: list[gw.Group]) -> None:
     def body(group: gw.Group) -> tuple[float, float, dict[str, bytes]]:
         sync = gw.GradientSync(group, LIKE, **SMALL)
         before = copied(sync.sync(some(group.rank)))
@@ -150,7 +152,7 @@ def test_clipping_by_the_global_norm_is_the_same_on_all_ranks(three: list[gw.Gro
         ({"a": LIKE["a"], "b": np.zeros(7)}, r"number 3 is 'b': float64\[7\] on rank 1"),
     ],
 )
-def test_ranks_that_differ_are_named_and_the_group_goes_on(
+def test_gradient_sync_different_tensors_name_the_rank_and_the_group_stays_usable(
     three: list[gw.Group], other: dict[str, Array], said: str
 ) -> None:
     usual = {name: LIKE[name] for name in "ab"}
@@ -165,7 +167,7 @@ def test_ranks_that_differ_are_named_and_the_group_goes_on(
     assert len(set(run_ranks(three, body))) == 1
 
 
-def test_buckets_follow_the_order_that_rank_0_has_seen(three: list[gw.Group]) -> None:
+def test_gradient_sync_reorder_uses_the_order_of_rank_0(three: list[gw.Group]) -> None:
     def body(group: gw.Group) -> list[list[str]]:
         sync = gw.GradientSync(group, LIKE, **SMALL)
         assert not sync.ordered
@@ -179,7 +181,7 @@ def test_buckets_follow_the_order_that_rank_0_has_seen(three: list[gw.Group]) ->
     assert run_ranks(three, body) == [[["b"], ["a"], ["c"]]] * 3
 
 
-def test_an_order_of_unknown_names_is_refused_by_all(pair: list[gw.Group]) -> None:
+def test_gradient_sync_reorder_unknown_name_raises_on_all_ranks(pair: list[gw.Group]) -> None:
     def body(group: gw.Group) -> None:
         with pytest.raises(gw.ConfigError, match="names 'd'"):
             gw.GradientSync(group, LIKE).reorder(["d"] if group.rank == 0 else [])
@@ -191,7 +193,9 @@ def test_an_order_of_unknown_names_is_refused_by_all(pair: list[gw.Group]) -> No
 # --- losses
 
 
-def test_who_leaves_in_the_middle_is_named_and_no_error_is_left_unheard(caplog: pytest.LogCaptureFixture) -> None:
+def test_gradient_sync_rank_lost_before_finish_raises_peer_lost_and_is_waited_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def body(group: gw.Group) -> int | None:
         sync = gw.GradientSync(group, LIKE, **SMALL)
         sync.sync({})
@@ -213,7 +217,7 @@ def test_who_leaves_in_the_middle_is_named_and_no_error_is_left_unheard(caplog: 
     assert not [record for record in caplog.records if "nobody waited" in record.message]
 
 
-def test_another_group_takes_over_with_the_contents() -> None:
+def test_gradient_sync_rebind_to_another_group_keeps_gradients_and_order() -> None:
     first, second = gw.local_group(2), gw.local_group(2)
 
     def body(group: gw.Group) -> None:
@@ -264,7 +268,7 @@ class Halves:
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_a_compression_exchanges_buckets_in_its_own_way(pair: list[gw.Group], weighted: bool) -> None:
+def test_gradient_sync_custom_compression_exchanges_the_buckets(pair: list[gw.Group], weighted: bool) -> None:
     def body(group: gw.Group) -> dict[str, bytes]:
         compression = Halves()
         sync = gw.GradientSync(group, LIKE, compression=compression, **SMALL)

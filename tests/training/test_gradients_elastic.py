@@ -1,4 +1,4 @@
-"""GradientSync goes on in the next generation: with whoever is left, and with whoever has joined."""
+"""GradientSync in an elastic run: it continues in the next generation after a loss and after a join."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ EXPECTED = {"a": [TOTAL] * 6, "b": [[2.0 * STEPS] * 2] * 2, "c": TOTAL}
 
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("after", ["begin", "ready"])
-def test_gradients_go_on_without_who_was_lost(victim: int, after: str) -> None:
+def test_gradient_sync_after_a_lost_rank_continues_with_the_survivors(victim: int, after: str) -> None:
     def live(group: gw.Group) -> dict[str, Any]:
         me = group.rank
 
@@ -90,7 +90,7 @@ def test_gradients_go_on_without_who_was_lost(victim: int, after: str) -> None:
     assert survivors[0]["buckets"] == [["a"], ["b"], ["c"]]
 
 
-def test_a_joiner_adopts_the_order_and_counts_with_the_others() -> None:
+def test_gradient_sync_joiner_adopts_the_bucket_order_and_contract_count() -> None:
     joiner = Joiner(lambda group: train(group, lambda *_: None))
 
     def let_in(run: gw.Elastic, step: gw.Step, sync: gw.GradientSync) -> None:
@@ -124,6 +124,6 @@ def overlaps(here: Here) -> None:
         here.tell(wrong=wrong, buckets=len(sync.layout))
 
 
-def test_between_processes(job: StartJob) -> None:
+def test_gradient_sync_between_processes_overlaps_with_correct_means(job: StartJob) -> None:
     with job(overlaps, 2) as ranks:
         assert [rank.hear() for rank in ranks] == [{"wrong": 0, "buckets": 7}] * 2

@@ -1,4 +1,4 @@
-"""GradientSync finds what is not a number, and all ranks are told whose it is."""
+"""GradientSync with non-finite gradients: all ranks get an error that names the rank and the tensor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ needs_core = pytest.mark.skipif(not native_core.available(), reason="only the co
 
 @pytest.mark.parametrize("pure", [False, True], ids=["core", "pure"])
 @pytest.mark.parametrize("beside", [False, True], ids=["at once", "beside"])
-def test_all_ranks_are_told_who_has_a_nan(
+def test_gradient_sync_nan_names_rank_and_tensor_on_all_ranks(
     three: list[gw.Group], beside: bool, pure: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def body(group: gw.Group) -> tuple[Any, ...]:
@@ -48,7 +48,7 @@ def test_all_ranks_are_told_who_has_a_nan(
 
 
 @pytest.mark.parametrize("how", ["written", "added", "strided", "other dtype", "in place"])
-def test_however_it_came_there_it_is_found(pair: list[gw.Group], how: str) -> None:
+def test_gradient_sync_nan_is_found_for_every_way_of_writing_a_gradient(pair: list[gw.Group], how: str) -> None:
     def body(group: gw.Group) -> None:
         sync = gw.GradientSync(group, LIKE)
         for spoiled in (False, True):
@@ -78,7 +78,7 @@ def test_however_it_came_there_it_is_found(pair: list[gw.Group], how: str) -> No
     run_ranks(pair, body)
 
 
-def test_the_check_can_be_switched_off(pair: list[gw.Group]) -> None:
+def test_gradient_sync_check_finite_false_returns_the_nan(pair: list[gw.Group]) -> None:
     def body(group: gw.Group) -> None:
         sync = gw.GradientSync(group, LIKE, check_finite=False)
         assert np.isnan(sync.sync({"c": np.float32(np.nan)})["c"])
@@ -87,7 +87,7 @@ def test_the_check_can_be_switched_off(pair: list[gw.Group]) -> None:
 
 
 @needs_core
-def test_what_is_taken_from_an_address_is_looked_at(pair: list[gw.Group]) -> None:
+def test_places_take_from_an_address_is_checked_for_finite_values(pair: list[gw.Group]) -> None:
     def body(group: gw.Group) -> tuple[str, float]:
         sync = gw.GradientSync(group, {"a": np.zeros(40_000), "b": np.zeros((2, 3), np.float32)})
         first, second = np.full(40_000, group.rank + 1.0), np.ones((2, 3), np.float32)
@@ -110,7 +110,7 @@ def test_what_is_taken_from_an_address_is_looked_at(pair: list[gw.Group]) -> Non
 @needs_core
 @pytest.mark.parametrize("bad", [None, 0, 2047, 2048, -1])  # blocks are of 8 KiB: within one, at its ends, in the last
 @pytest.mark.parametrize("count", [8192, 1_000_003])
-def test_more_than_the_caches_hold_is_taken_bit_for_bit_and_looked_at_too(count: int, bad: int | None) -> None:
+def test_places_take_of_a_large_array_copies_exactly_and_finds_a_nan(count: int, bad: int | None) -> None:
     with gw.local_group(1)[0] as group:
         like = {"a": np.zeros(count, np.float32), "rest": np.zeros(9 << 18, np.float32)}
         sync = gw.GradientSync(group, like)
@@ -124,7 +124,7 @@ def test_more_than_the_caches_hold_is_taken_bit_for_bit_and_looked_at_too(count:
 
 
 @needs_core
-def test_nothing_is_taken_from_where_it_goes_and_what_was_added_there_is_looked_at() -> None:
+def test_places_take_from_its_own_memory_is_refused_and_checked_at_finish() -> None:
     with gw.local_group(1)[0] as group:
         sync = gw.GradientSync(group, {"a": np.zeros(4)})
         one = np.ones(4)
@@ -137,7 +137,7 @@ def test_nothing_is_taken_from_where_it_goes_and_what_was_added_there_is_looked_
             sync.finish()
 
 
-def test_without_the_core_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_take_without_the_native_core_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADWIRE_PURE", "1")
     with gw.local_group(1)[0] as group:
         sync = gw.GradientSync(group, {"a": np.zeros(4)})

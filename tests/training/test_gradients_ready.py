@@ -1,4 +1,4 @@
-"""GradientSync while a backward runs: gradients become ready one by one, or add up, or are missing."""
+"""GradientSync during a backward pass: gradients become ready one by one, are accumulated, or are missing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.gradients import three_fixture as three_fixture
 from support.ranks import eventually, run_ranks
 
 
-def test_a_full_bucket_is_reduced_before_the_backward_ends(three: list[gw.Group]) -> None:
+def test_gradient_sync_full_bucket_is_reduced_before_the_backward_ends(three: list[gw.Group]) -> None:
     def body(group: gw.Group) -> None:
         sync = gw.GradientSync(group, LIKE, **SMALL)
         for _ in range(3):
@@ -33,7 +33,7 @@ def test_a_full_bucket_is_reduced_before_the_backward_ends(three: list[gw.Group]
     run_ranks(three, body)
 
 
-def test_who_is_ready_goes_on_while_others_are_not(pair: list[gw.Group]) -> None:
+def test_gradient_sync_ready_does_not_wait_for_other_ranks(pair: list[gw.Group]) -> None:
     went_on = threading.Event()
 
     def body(group: gw.Group) -> None:
@@ -49,7 +49,7 @@ def test_who_is_ready_goes_on_while_others_are_not(pair: list[gw.Group]) -> None
     run_ranks(pair, body)
 
 
-def test_ranks_may_differ_in_the_order_of_readiness(three: list[gw.Group]) -> None:
+def test_gradient_sync_ranks_may_differ_in_the_order_of_readiness(three: list[gw.Group]) -> None:
     orders = ["abc", "bca", "cab"]
 
     def body(group: gw.Group) -> None:
@@ -65,7 +65,7 @@ def test_ranks_may_differ_in_the_order_of_readiness(three: list[gw.Group]) -> No
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_a_missing_gradient_counts_as_zeros(three: list[gw.Group], beside: bool) -> None:
+def test_gradient_sync_missing_gradient_counts_as_zeros(three: list[gw.Group], beside: bool) -> None:
     def body(group: gw.Group) -> Any:
         sync = gw.GradientSync(group, LIKE, **SMALL)
         sync.sync({name: np.full(one.shape, 99, np.float32) for name, one in LIKE.items()})
@@ -83,7 +83,7 @@ def test_a_missing_gradient_counts_as_zeros(three: list[gw.Group], beside: bool)
     assert run_ranks(three, body) == [{"b": [1.0] * 7}] * 3
 
 
-def test_gradients_are_added_up_without_a_sync(three: list[gw.Group]) -> None:
+def test_gradient_sync_add_accumulates_until_the_next_sync(three: list[gw.Group]) -> None:
     def body(group: gw.Group) -> Any:
         sync = gw.GradientSync(group, LIKE)
         for _ in range(2):
@@ -98,7 +98,7 @@ def test_gradients_are_added_up_without_a_sync(three: list[gw.Group]) -> None:
     run_ranks(three, body)
 
 
-def test_what_is_left_from_earlier_takes_part_but_is_not_used(pair: list[gw.Group]) -> None:
+def test_gradient_sync_unused_ready_gradient_is_averaged_but_not_in_used(pair: list[gw.Group]) -> None:
     def body(group: gw.Group) -> None:
         sync = gw.GradientSync(group, LIKE, **SMALL)
         sync.sync({"b": np.full(7, 5.0, np.float32), "c": np.float32(7)})
@@ -116,7 +116,7 @@ def test_what_is_left_from_earlier_takes_part_but_is_not_used(pair: list[gw.Grou
     run_ranks(pair, body)
 
 
-def test_what_is_ready_cannot_become_ready_again(pair: list[gw.Group]) -> None:
+def test_gradient_sync_ready_after_its_bucket_started_raises_config_error(pair: list[gw.Group]) -> None:
     def body(group: gw.Group) -> None:
         sync = gw.GradientSync(group, LIKE, **SMALL)
         sync.ready("a")
@@ -134,7 +134,7 @@ def test_what_is_ready_cannot_become_ready_again(pair: list[gw.Group]) -> None:
     run_ranks(pair, body)
 
 
-def test_a_weight_that_was_told_is_not_taken_back(pair: list[gw.Group]) -> None:
+def test_gradient_sync_begin_with_another_weight_raises_config_error(pair: list[gw.Group]) -> None:
     def body(group: gw.Group) -> None:
         sync = gw.GradientSync(group, LIKE)
         sync.begin()

@@ -1,4 +1,4 @@
-"""GradientSync where ranks count by their samples."""
+"""GradientSync with weights: ranks are weighted by their number of samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.gradients import three_fixture as three_fixture
 from support.ranks import run_ranks
 
 
-def test_ranks_count_by_their_samples(three: list[gw.Group]) -> None:
+def test_gradient_sync_weights_give_the_weighted_mean(three: list[gw.Group]) -> None:
     def body(group: gw.Group) -> dict[str, Array]:
         sync = gw.GradientSync(group, LIKE, **SMALL)
         result = copied(sync.sync(some(group.rank), weight=1 + 2 * group.rank))
@@ -35,7 +35,7 @@ def test_ranks_count_by_their_samples(three: list[gw.Group]) -> None:
         np.testing.assert_allclose(results[0][name], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_equal_weights_are_no_weights(three: list[gw.Group]) -> None:
+def test_gradient_sync_equal_weights_give_the_bits_of_the_plain_mean(three: list[gw.Group]) -> None:
     def body(group: gw.Group) -> None:
         sync = gw.GradientSync(group, LIKE)
         plain = copied(sync.sync(some(group.rank)))
@@ -47,7 +47,7 @@ def test_equal_weights_are_no_weights(three: list[gw.Group]) -> None:
     Weights(0.1, 3).apply(untouched)
 
 
-def test_float16_does_not_overflow_where_its_mean_does_not(three: list[gw.Group]) -> None:
+def test_gradient_sync_float16_weighted_mean_does_not_overflow(three: list[gw.Group]) -> None:
     like = {"w": np.zeros(4, np.float16)}
 
     def body(group: gw.Group) -> list[float]:
@@ -62,7 +62,7 @@ def test_float16_does_not_overflow_where_its_mean_does_not(three: list[gw.Group]
     assert run_ranks(three, body) == [[60000.0, 40000.0]] * 3
 
 
-def test_a_rank_without_data_does_not_count_whatever_it_has(three: list[gw.Group]) -> None:
+def test_gradient_sync_rank_with_weight_zero_is_ignored_even_with_nan(three: list[gw.Group]) -> None:
     def body(group: gw.Group) -> None:
         sync = gw.GradientSync(group, LIKE, **SMALL)
         empty = {name: np.full(one.shape, np.nan, np.float32) for name, one in LIKE.items()}
@@ -84,6 +84,6 @@ def test_a_rank_without_data_does_not_count_whatever_it_has(three: list[gw.Group
 
 
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), "many", True])
-def test_a_weight_is_a_number_from_0_on(weight: Any) -> None:
+def test_gradient_sync_invalid_weight_raises_config_error(weight: Any) -> None:
     with gw.init() as group, pytest.raises(gw.ConfigError, match="a weight of"):
         gw.GradientSync(group, LIKE).sync({}, weight=weight)

@@ -1,3 +1,5 @@
+"""Sampler: shares of an epoch, global batches, the fixed order and invalid arguments."""
+
 from __future__ import annotations
 
 import subprocess
@@ -26,7 +28,7 @@ def samplers(length: int, size: int, seed: int, shuffle: bool) -> list[Sampler]:
 
 
 @given(shared(), st.integers(0, 2**64 - 1))
-def test_an_epoch_is_shared_out_completely_once_and_evenly(job: tuple[int, int, int, bool], epoch: int) -> None:
+def test_sampler_epoch_is_split_completely_once_and_evenly(job: tuple[int, int, int, bool], epoch: int) -> None:
     ranks = samplers(*job)
     shares = [rank.epoch(epoch) for rank in ranks]
     assert sorted(np.concatenate(shares).tolist()) == list(range(job[0]))
@@ -36,7 +38,7 @@ def test_an_epoch_is_shared_out_completely_once_and_evenly(job: tuple[int, int, 
 
 
 @given(shared(), st.integers(0, 9), st.data())
-def test_global_batches_do_not_depend_on_the_number_of_ranks(
+def test_sampler_global_batches_do_not_depend_on_the_number_of_ranks(
     job: tuple[int, int, int, bool], epoch: int, data: st.DataObject
 ) -> None:
     length, size, seed, shuffle = job
@@ -55,7 +57,7 @@ def test_global_batches_do_not_depend_on_the_number_of_ranks(
 
 
 @given(shared(), st.data())
-def test_a_batch_follows_from_the_step_alone(job: tuple[int, int, int, bool], data: st.DataObject) -> None:
+def test_sampler_batch_depends_on_the_step_alone(job: tuple[int, int, int, bool], data: st.DataObject) -> None:
     length, size, seed, shuffle = job
     batch = data.draw(st.integers(size, length + 9))
     rank = data.draw(st.integers(0, size - 1))
@@ -68,7 +70,7 @@ def test_a_batch_follows_from_the_step_alone(job: tuple[int, int, int, bool], da
         assert np.array_equal(walking.batch(step, batch), expected)
 
 
-def test_the_order_is_the_one_of_all_versions() -> None:
+def test_sampler_order_is_fixed_across_versions() -> None:
     """These numbers may never change: ranks of different versions would train on overlapping shares."""
     assert Sampler(8, rank=0, size=1).epoch(0).tolist() == [0, 2, 1, 5, 4, 3, 6, 7]
     assert Sampler(8, rank=0, size=1, seed=2**64 - 1).epoch(3).tolist() == [3, 2, 0, 1, 6, 5, 4, 7]
@@ -85,19 +87,19 @@ def philox(counter: int, seed: int, epoch: int) -> list[int]:
     return c
 
 
-def test_the_order_can_be_computed_without_numpy() -> None:
+def test_sampler_order_matches_philox_as_published() -> None:
     words = [word for counter in range(1, 26) for word in philox(counter, 12, 34)]
     expected = sorted(range(100), key=words.__getitem__)
     assert Sampler(100, rank=0, size=1, seed=12).epoch(34).tolist() == expected
 
 
-def test_seeds_and_epochs_give_different_orders_and_no_shuffle_none() -> None:
+def test_sampler_order_differs_by_seed_and_epoch_unless_shuffle_is_off() -> None:
     orders = {tuple(Sampler(64, rank=0, size=1, seed=s).epoch(e)) for s in range(10) for e in range(10)}
     assert len(orders) == 100
     assert Sampler(5, rank=1, size=2, shuffle=False).epoch(9).tolist() == [1, 3]
 
 
-def test_each_position_is_as_likely_for_each_sample() -> None:
+def test_sampler_shuffle_is_uniform_over_positions() -> None:
     counts = np.zeros((8, 8))
     for epoch in range(4000):
         counts[np.arange(8), Sampler(8, rank=0, size=1).epoch(epoch)] += 1
@@ -105,7 +107,7 @@ def test_each_position_is_as_likely_for_each_sample() -> None:
     assert statistic < 100
 
 
-def test_what_is_returned_is_the_callers_to_change() -> None:
+def test_sampler_returned_arrays_can_be_changed_by_the_caller() -> None:
     mine = Sampler(6, rank=0, size=2, shuffle=False)
     mine.epoch(0)[:] = -1
     mine.batch(0, 4)[:] = -1
@@ -126,12 +128,12 @@ def test_what_is_returned_is_the_callers_to_change() -> None:
         ({"length": 3.5, "rank": 0, "size": 2}, ConfigError, "length is 3.5"),
     ],
 )
-def test_impossible_shares_are_refused(arguments: dict[str, Any], error: type[Exception], says: str) -> None:
+def test_sampler_invalid_arguments_are_refused(arguments: dict[str, Any], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         Sampler(arguments.pop("length"), **arguments)
 
 
-def test_impossible_batches_steps_and_epochs_are_refused() -> None:
+def test_sampler_invalid_batch_step_or_epoch_is_refused() -> None:
     mine = Sampler(9, rank=0, size=3)
     with pytest.raises(InvalidSize, match="global batch of 2 cannot be shared among 3 ranks"):
         mine.batch(0, 2)
@@ -143,7 +145,7 @@ def test_impossible_batches_steps_and_epochs_are_refused() -> None:
         mine.epoch(-1)
 
 
-def test_importing_it_stays_light() -> None:
+def test_sampler_import_does_not_load_grpc() -> None:
     """A data loader in a process of its own can ask for indices without loading the control plane."""
     script = "import sys, gradwire.training.sampler; print('grpc' in sys.modules)"
     assert (

@@ -1,4 +1,4 @@
-"""States are taken apart and put together again, on another rank too; nothing is lost and nothing unpickled."""
+"""State: split into a skeleton and arrays, transferred to another rank, restored without pickle."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def moved(source: State, target: State) -> None:
     target.put_together(skeleton, memory)
 
 
-def test_arrays_are_written_where_the_user_s_own_lie() -> None:
+def test_state_put_together_writes_into_the_existing_arrays() -> None:
     mine, theirs = np.zeros((2, 3), np.float32), np.arange(6, dtype=np.float32).reshape(2, 3)
     state = {"w": mine}
     moved(State({"w": theirs}), State(state))
@@ -44,7 +44,7 @@ def test_arrays_are_written_where_the_user_s_own_lie() -> None:
     np.testing.assert_array_equal(mine, theirs)
 
 
-def test_memory_of_one_s_own_serves_if_it_is_alike() -> None:
+def test_state_own_memory_is_used_if_shapes_match_and_arrays_are_writable() -> None:
     mine = {"w": np.zeros((2, 3)), "turned": np.zeros((3, 2)).T, "number": np.zeros(())}
     theirs = {"w": np.ones((2, 3)), "turned": np.ones((3, 2)).T, "number": np.ones(())}
     skeleton, leaves = State(theirs).take_apart()
@@ -61,7 +61,7 @@ def test_memory_of_one_s_own_serves_if_it_is_alike() -> None:
         assert State({**mine, "w": other}).own_memory(skeleton) is None
 
 
-def test_dicts_in_dicts_keep_their_arrays_and_what_is_stateful_in_them() -> None:
+def test_state_nested_dicts_keep_their_arrays_and_stateful_objects() -> None:
     mine, inner = np.zeros(3), Optimizer({"lr": 1.0})
     state: dict[str, Any] = {"weights": {"w": mine}, "others": {"optimizer": inner}}
     moved(State({"weights": {"w": np.arange(3.0)}, "others": {"optimizer": Optimizer({"lr": 0.5})}}), State(state))
@@ -70,7 +70,7 @@ def test_dicts_in_dicts_keep_their_arrays_and_what_is_stateful_in_them() -> None
     assert inner.state == {"lr": 0.5}
 
 
-def test_strided_and_half_and_empty_and_scalar_arrays() -> None:
+def test_state_strided_half_empty_and_scalar_arrays_are_restored() -> None:
     source = {
         "strided": np.arange(10.0)[::3],
         "half": np.arange(3).astype(ml_dtypes.bfloat16),
@@ -86,7 +86,7 @@ def test_strided_and_half_and_empty_and_scalar_arrays() -> None:
     assert State(source).digest() == State(target).digest()
 
 
-def test_what_has_a_state_dict_gets_back_what_another_said() -> None:
+def test_state_object_with_state_dict_receives_the_state_of_the_source() -> None:
     full = {
         "state": {0: {"step": np.float32(3), "mean": np.ones(4)}, 1: {"step": np.float32(3), "mean": np.zeros(2)}},
         "groups": [{"lr": 0.1, "betas": (0.9, 0.999), "nan": float("inf"), "name": None, "on": True, "params": [0, 1]}],
@@ -102,7 +102,7 @@ def test_what_has_a_state_dict_gets_back_what_another_said() -> None:
     assert State(target).digest() == State({"optimizer": there, "w": np.full(2, 5.0)}).digest()
 
 
-def test_entries_that_another_rank_has_not_are_dropped_and_missing_ones_made() -> None:
+def test_state_put_together_drops_extra_entries_and_adds_missing_ones() -> None:
     target: dict[str, Any] = {"old": np.ones(1)}
     moved(State({"new": np.full(3, 2.0), "epoch": 4}), State(target))
     assert list(target) == ["new", "epoch"]
@@ -118,7 +118,7 @@ def test_entries_that_another_rank_has_not_are_dropped_and_missing_ones_made() -
         lambda state: state.__setitem__("w", state["w"].view(np.int32)),
     ],
 )
-def test_every_bit_and_value_counts_in_the_digest(change: Any) -> None:
+def test_state_digest_changes_with_every_bit_value_shape_and_dtype(change: Any) -> None:
     state: dict[str, Any] = {"w": np.zeros(4, np.float32), "lr": 0.1}
     before = State(state).digest()
     change(state)
@@ -134,7 +134,7 @@ def test_every_bit_and_value_counts_in_the_digest(change: Any) -> None:
         ({"a": [np.array(["text"])]}, r"state\['a'\]\[0\] cannot be sent"),
     ],
 )
-def test_what_cannot_travel_is_refused_at_once(state: Any, reason: str) -> None:
+def test_state_with_an_unsupported_value_raises_array_error(state: Any, reason: str) -> None:
     with pytest.raises(ArrayError, match=reason):
         State(state)
 
@@ -154,24 +154,24 @@ def test_what_cannot_travel_is_refused_at_once(state: Any, reason: str) -> None:
         b"[" * 100_000,
     ],
 )
-def test_a_skeleton_that_makes_no_sense_is_refused(skeleton: bytes) -> None:
+def test_memory_for_malformed_skeleton_raises_value_error(skeleton: bytes) -> None:
     with pytest.raises(ValueError, match=r"malformed|too deep"):
         memory_for(skeleton)
 
 
-def test_no_memory_is_asked_for_that_the_machine_does_not_have() -> None:
+def test_memory_for_more_than_the_machine_has_raises_value_error() -> None:
     skeleton = json.dumps([{"a": ["float64", [1 << 20, 1 << 8], "numpy"]}] * 100_000).encode()
     with pytest.raises(ValueError, match="more than this machine has"):
         memory_for(skeleton)
 
 
-def test_a_state_that_is_no_dict_does_not_replace_one() -> None:
+def test_state_put_together_list_in_place_of_a_dict_raises_value_error() -> None:
     state = State({"w": np.zeros(3)})
     with pytest.raises(ValueError, match="malformed state: list"):
         state.put_together(b"[1]", [])
 
 
-def test_memory_is_there_before_it_is_needed() -> None:
+def test_state_touch_makes_the_pages_resident_without_changing_values() -> None:
     """The system promises memory; each page comes when it is first written."""
     state: dict[str, Any] = {
         "w": np.frombuffer(mmap.mmap(-1, 64 << 20), np.float32).reshape(64, -1),  # np.zeros may use memory again

@@ -1,4 +1,4 @@
-"""The step protocol with ranks of this test: each asks for the same at the same time, and gets the others' answers."""
+"""The step protocol, driven by simulated ranks that answer each other's requests."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_begin_hands_the_state_of_rank_0_to_all_others() -> None:
     assert ranks.members[1].events == ["begins", "decided", "holds", "committed -1"]
 
 
-def test_begin_a_second_time_asks_for_nothing() -> None:
+def test_begin_a_second_time_sends_no_request() -> None:
     ranks = begun("0000", "0000")
     ranks.asked.clear()
     ranks.together([one.protocol.begin() for one in ranks.members])
@@ -178,7 +178,7 @@ def test_end_commits_the_step_when_all_have_voted() -> None:
     assert ranks.members[0].protocol.counts(0, 1)
 
 
-def test_vote_that_breaks_commits_the_completed_step_in_the_next_generation() -> None:
+def test_vote_that_breaks_commits_the_step_in_the_next_generation() -> None:
     ranks = begun("0000", "0000")
     ranks.together(completed(ranks, 0, "1111"), breaking=Vote)
     assert [one.protocol.committed for one in ranks.members] == [0, 0]
@@ -186,7 +186,7 @@ def test_vote_that_breaks_commits_the_completed_step_in_the_next_generation() ->
     assert ranks.number == 2
 
 
-def test_step_that_was_cut_short_is_undone_by_a_rank_that_has_not_begun_it() -> None:
+def test_recover_after_an_interrupted_step_restores_the_committed_state() -> None:
     ranks = begun("0000", "0000")
     ranks.together(completed(ranks, 0, "1111"))
     ranks.members[0].state = "half a step"
@@ -194,7 +194,7 @@ def test_step_that_was_cut_short_is_undone_by_a_rank_that_has_not_begun_it() -> 
     assert [one.state for one in ranks.members] == ["1111", "1111"]
 
 
-def test_begin_with_half_a_copy_of_another_state_raises_state_lost() -> None:
+def test_begin_with_partly_overwritten_states_raises_state_lost() -> None:
     ranks = Ranks("0000", "0000")
     for one in ranks.members:
         one.protocol.overwritten = True  # as it is when the giver is lost half-way
@@ -202,7 +202,7 @@ def test_begin_with_half_a_copy_of_another_state_raises_state_lost() -> None:
         ranks.together([one.protocol.begin() for one in ranks.members])
 
 
-def test_votes_on_different_steps_are_an_error_of_the_program() -> None:
+def test_vote_on_different_steps_raises_config_error() -> None:
     ranks = begun("0000", "0000")
     with pytest.raises(ConfigError, match="ranks vote on different steps"):
         ranks.together([one.protocol.end(rank) for rank, one in enumerate(ranks.members)])
@@ -217,7 +217,7 @@ def test_vote_with_different_states_raises_and_commits_nothing() -> None:
     assert ranks.members[0].protocol.committed == -1
 
 
-def test_rank_of_an_earlier_run_of_its_program_leaves() -> None:
+def test_begin_in_an_earlier_run_than_the_others_leaves_and_raises() -> None:
     ranks = Ranks("0000", "0000")
     ranks.members[1].runs = 2
     with pytest.raises(ConfigError, match="this is run 1 of this process, and the others are in their run 2"):
@@ -225,7 +225,7 @@ def test_rank_of_an_earlier_run_of_its_program_leaves() -> None:
     assert ranks.members[0].events == ["begins", "left"]
 
 
-def test_too_few_members_wait_with_votes_until_others_come() -> None:
+def test_begin_below_min_size_votes_and_pauses() -> None:
     ranks = Ranks("0000", min_size=2)
     steps = ranks.members[0].protocol.begin()
     vote = next(steps)

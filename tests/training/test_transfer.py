@@ -1,4 +1,4 @@
-"""State that one rank hands to others: the same bits, and what is spoiled on the way is not believed."""
+"""State transfer from one rank to others: identical bits, and a wrong digest raises StateLost."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ def hand_over(states: Sequence[Any], takers: Sequence[int], *, overwrite: bool, 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("takers", [[0], [0, 2]])
 @pytest.mark.parametrize("make", [of, numbered])
-def test_takers_hold_what_the_giver_holds(make: Callable[[int], Any], takers: list[int], overwrite: bool) -> None:
+def test_hand_over_takers_receive_the_state_of_the_giver_in_place(
+    make: Callable[[int], Any], takers: list[int], overwrite: bool
+) -> None:
     states = [make(rank) for rank in range(4)]
     arrays = [state["w"] for state in states]
     hand_over(states, takers, overwrite=overwrite)
@@ -64,12 +66,12 @@ def test_takers_hold_what_the_giver_holds(make: Callable[[int], Any], takers: li
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("make", [of, numbered])
-def test_a_state_that_is_not_what_was_told_is_not_believed(make: Callable[[int], Any], overwrite: bool) -> None:
+def test_hand_over_wrong_digest_raises_state_lost(make: Callable[[int], Any], overwrite: bool) -> None:
     with pytest.raises(gw.StateLost, match=r"from rank 1 has the digest [0-9a-f]{32}, not feed"):
         hand_over([make(0), make(1)], [0], overwrite=overwrite, digest="feed")
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_what_counts_is_the_state_and_not_what_came(overwrite: bool) -> None:
+def test_hand_over_state_changed_by_loading_raises_state_lost(overwrite: bool) -> None:
     with pytest.raises(gw.StateLost, match="from rank 1 has the digest"):
         hand_over([Rounding(0), Rounding(1)], [0], overwrite=overwrite)

@@ -1,4 +1,4 @@
-"""ZeRO-1: shares of the optimizer's state, whole weights everywhere."""
+"""ShardedOptimizer (ZeRO-1): the optimizer state is divided among ranks, all ranks hold whole weights."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def train(optimizer: Any, weights: dict[str, Array], steps: int = 5) -> dict[str
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("size", [1, 3])
-def test_as_if_every_rank_had_the_whole_state(transport: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharded_optimizer_gives_the_weights_of_an_unsharded_one(
+    transport: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(zero, "ROUND_BYTES", 300)  # more than one round
     alone = weights_of(1)
     expected = train(Adam(alone), alone)
@@ -72,7 +74,7 @@ def test_as_if_every_rank_had_the_whole_state(transport: str, size: int, monkeyp
 
 @settings(max_examples=30)
 @given(st.dictionaries(st.text(max_size=5), st.integers(0, 1000), max_size=20), st.integers(1, 9))
-def test_shares_are_about_even_and_follow_from_sizes_alone(sizes: dict[str, int], ranks: int) -> None:
+def test_assign_shares_are_even_and_depend_on_sizes_alone(sizes: dict[str, int], ranks: int) -> None:
     owners = assign(sizes, ranks)
     assert list(owners) == list(sizes)
     assert assign(dict(reversed(sizes.items())), ranks) == owners
@@ -81,7 +83,7 @@ def test_shares_are_about_even_and_follow_from_sizes_alone(sizes: dict[str, int]
     assert max(loads) - min(loads) <= max(sizes.values(), default=0)
 
 
-def test_strided_weights_and_fewer_tensors_than_ranks() -> None:
+def test_sharded_optimizer_strided_weight_and_fewer_tensors_than_ranks_works() -> None:
     def run(group: gw.Group) -> list[float]:
         wide = np.ones((3, 2))
         weights = {"w": wide[:, 0]}
@@ -95,7 +97,7 @@ def test_strided_weights_and_fewer_tensors_than_ranks() -> None:
     assert results[0][3] == pytest.approx(0.9)
 
 
-def test_other_weights_on_one_rank_are_named_on_all() -> None:
+def test_sharded_optimizer_different_weights_name_the_rank_on_all_ranks() -> None:
     def run(group: gw.Group) -> str:
         with pytest.raises(gw.ConfigError) as caught:
             ShardedOptimizer(group, {"w": np.ones(2 + (group.rank == 1))}, Adam)
@@ -106,7 +108,7 @@ def test_other_weights_on_one_rank_are_named_on_all() -> None:
             assert "'w': float64[3] on rank 1" in text
 
 
-def test_elastic_refuses_what_would_be_lost_with_a_rank() -> None:
+def test_elastic_state_with_a_sharded_optimizer_raises_config_error() -> None:
     weights = {"w": np.ones(2)}
     with gw.init() as group:
         optimizer = ShardedOptimizer(group, weights, Adam)
@@ -115,7 +117,7 @@ def test_elastic_refuses_what_would_be_lost_with_a_rank() -> None:
                 gw.elastic(state)
 
 
-def test_a_step_after_the_end_says_what_is_gone() -> None:
+def test_sharded_optimizer_step_after_close_notes_the_lost_state() -> None:
     with gw.init() as group:
         optimizer = ShardedOptimizer(group, {"w": np.ones(2)}, Adam)
     with pytest.raises(gw.Closed) as caught:
@@ -123,7 +125,7 @@ def test_a_step_after_the_end_says_what_is_gone() -> None:
     assert "what a lost one kept is gone" in caught.value.__notes__[0]
 
 
-def test_what_cannot_be() -> None:
+def test_sharded_optimizer_read_only_weight_or_unknown_gradient_is_refused() -> None:
     with gw.init() as group:
         with pytest.raises(gw.ArrayError, match=r"'w'.*in place"):
             ShardedOptimizer(group, {"w": np.broadcast_to(1.0, 3)}, Adam)
@@ -131,7 +133,7 @@ def test_what_cannot_be() -> None:
             ShardedOptimizer(group, {"w": np.ones(2)}, Adam).step({"v": np.ones(2)})
 
 
-def test_an_optimizer_that_makes_new_weights_is_told_to_change_the_old_ones() -> None:
+def test_sharded_optimizer_that_replaces_weights_raises_config_error() -> None:
     class Forgets:
         def __init__(self, weights: dict[str, Array]) -> None:
             self.weights = weights

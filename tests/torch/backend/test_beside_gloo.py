@@ -1,4 +1,4 @@
-"""The backend of torch.distributed: each collective gives what Gloo gives, in the same processes."""
+"""The torch.distributed backend: each collective gives the result of Gloo in the same processes."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def of_objects(rank: int, size: int) -> Iterator[tuple[str, Callable[[Group], An
     yield "objects", objects
 
 
-def test_each_call_gives_what_gloo_gives(job: StartJob, tmp_path: Path) -> None:
+def test_backend_each_collective_gives_the_result_of_gloo(job: StartJob, tmp_path: Path) -> None:
     told = run(job, everything, 3, tmp_path)
     assert all(one == told[0] for one in told)
     assert len(told[0]["compared"]) > 40

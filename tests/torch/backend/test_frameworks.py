@@ -1,4 +1,4 @@
-"""What is built on torch.distributed gives on our backend what it gives on Gloo: FSDP, DTensor, checkpoints, ZeRO …"""
+"""Users of torch.distributed (FSDP, DTensor, checkpoints, ZeRO, ...) give the same results on gradwire and Gloo."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def outcomes(here: Here, backend: str, place: str) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_frameworks_give_what_they_give_on_gloo(job: StartJob, tmp_path: Path, size: int) -> None:
+def test_backend_frameworks_give_the_results_of_gloo(job: StartJob, tmp_path: Path, size: int) -> None:
     for backend in ("gradwire", "gloo"):
         folder = tmp_path / backend
         folder.mkdir()

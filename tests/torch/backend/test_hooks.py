@@ -1,4 +1,4 @@
-"""torch's DDP with torch's own hooks that compress, on our backend: the same bits on all ranks, and what Gloo gives."""
+"""DDP communication hooks of torch on the gradwire backend: identical bits on all ranks, and the results of Gloo."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def hooked(here: Here, file: str) -> None:
 
 
 @pytest.mark.slow
-def test_hooks_that_compress_give_what_they_give_on_gloo(job: StartJob, tmp_path: Path) -> None:
+def test_ddp_compression_hooks_give_the_results_of_gloo(job: StartJob, tmp_path: Path) -> None:
     with job(hooked, SIZE, str(tmp_path / "store"), environ=environ) as ranks:
         told = [rank.hear() for rank in ranks]
         for rank in ranks:
@@ -149,7 +149,7 @@ def dies_between(here: Here, file: str) -> None:
     dist.destroy_process_group()
 
 
-def test_a_rank_that_dies_between_two_calls_of_a_hook_is_named_by_the_others(job: StartJob, tmp_path: Path) -> None:
+def test_ddp_hook_rank_killed_between_two_calls_raises_peer_lost_on_the_others(job: StartJob, tmp_path: Path) -> None:
     with job(dies_between, SIZE, str(tmp_path / "store"), environ=environ) as ranks:
         for rank in (ranks[0], ranks[2]):
             told = rank.hear()

@@ -1,4 +1,4 @@
-"""The backend of torch.distributed across hosts: what they need, and that training comes out as on one."""
+"""The torch.distributed backend across hosts: required settings, and the same training result as on one host."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def assert_trained_alike(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert one["weights"] == pytest.approx(other["weights"], rel=0, abs=1e-12)
 
 
-def test_two_hosts_train_what_one_does(job: StartJob, tmp_path: Path) -> None:
+def test_backend_two_hosts_train_to_the_weights_of_one_host(job: StartJob, tmp_path: Path) -> None:
     """With the address of this machine, links need no secret and no certificates; but no memory is shared."""
     together = trained(job, tmp_path / "one", on_hosts(1))
     apart = trained(job, tmp_path / "two", on_hosts(2, MASTER_ADDR="127.0.0.1"))
@@ -119,7 +119,7 @@ TLS = {"GRADWIRE_TLS_CA": "ca.pem", "GRADWIRE_TLS_CERT": "m0.pem", "GRADWIRE_TLS
         ({"MASTER_ADDR": NOWHERE} | TLS, "ConfigError", "set GRADWIRE_TOKEN"),
     ],
 )
-def test_hosts_are_told_what_they_lack(
+def test_backend_hosts_with_missing_settings_raise_an_error_that_names_them(
     job: StartJob, tmp_path: Path, given: dict[str, str], error: str, missing: str
 ) -> None:
     """Every rank says so at once, and nobody is spoken to."""
@@ -164,7 +164,9 @@ def trusting(hosts: Hosts, **given: str) -> Environ:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("encrypted", [True, False])
-def test_two_networks_train_what_one_host_does(job: StartJob, hosts: Hosts, tmp_path: Path, encrypted: bool) -> None:
+def test_backend_two_networks_train_to_the_weights_of_one_host(
+    job: StartJob, hosts: Hosts, tmp_path: Path, encrypted: bool
+) -> None:
     environ = secured(hosts) if encrypted else trusting(hosts, GRADWIRE_INSECURE="1")
     with job(trains_until_one_is_lost, SIZE, hosts.pids, environ=environ) as ranks:
         told = [rank.hear() for rank in ranks]

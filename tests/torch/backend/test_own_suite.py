@@ -1,4 +1,4 @@
-"""torch's own tests of a backend, with ours: none fails, and of those reserved for Gloo none that passes there."""
+"""The backend tests of torch itself, run on gradwire: a test that passes on Gloo also passes here."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def failed(found: dict[str, dict[str, Any]]) -> dict[str, str]:
 
 @pytest.mark.parametrize("part", range(1, PARTS + 1))
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_no_test_of_torch_fails(ranks: int, part: int) -> None:
+def test_backend_torch_suite_fails_no_test_that_passes_on_gloo(ranks: int, part: int) -> None:
     found = outcomes("--ranks", str(ranks), "--open", "--part", f"{part}/{PARTS}")
     bad = failed(found)
     if bad:  # torch's own engine is the judge of what must pass here

@@ -1,4 +1,4 @@
-"""The backend of torch.distributed: what Gloo has not, groups of groups, messages, failures, and torch's side of it."""
+"""The torch.distributed backend: operations beyond Gloo, subgroups, messages, failures and registration in torch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def beyond(here: Here, file: str) -> None:
     dist.destroy_process_group()
 
 
-def test_ops_and_shapes_that_gloo_has_not(job: StartJob, tmp_path: Path) -> None:
+def test_backend_ops_and_shapes_beyond_gloo_give_correct_results(job: StartJob, tmp_path: Path) -> None:
     for one in run(job, beyond, 2, tmp_path):
         assert one == {
             "mean": [1.5, 3.0],
@@ -77,9 +77,7 @@ def cannot_meet(here: Here, file: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_init_process_group_with_a_transport_that_is_not_built_is_refused(
-    job: StartJob, tmp_path: Path, size: int
-) -> None:
+def test_init_process_group_transport_not_built_raises_unsupported_op(job: StartJob, tmp_path: Path, size: int) -> None:
     environ = environ_of(size)
     with job(
         cannot_meet, size, str(tmp_path / "store"), environ=lambda rank: environ(rank) | {"GRADWIRE_TRANSPORT": "grpc"}
@@ -127,7 +125,7 @@ def groups(here: Here, file: str) -> None:
         here.tell(sums=sums, turned=[int(one) for one in outs], again=int(again), backend=backend, named=bool(name))
 
 
-def test_groups_of_groups_and_a_second_beginning(job: StartJob, tmp_path: Path) -> None:
+def test_new_group_subgroups_and_a_second_init_process_group_work(job: StartJob, tmp_path: Path) -> None:
     told = run(job, groups, 3, tmp_path)
     expected = {"turned": [2, 0, 1], "again": 3, "backend": "gradwire", "named": True}
     assert told == [{"sums": sums, **expected} for sums in ([2], [], [2])]
@@ -162,7 +160,7 @@ def messages(here: Here, file: str) -> None:
     dist.destroy_process_group()
 
 
-def test_messages_cross_and_come_in_any_order(job: StartJob, tmp_path: Path) -> None:
+def test_isend_both_ranks_send_first_and_recv_in_any_order_works(job: StartJob, tmp_path: Path) -> None:
     zero, one = run(job, messages, 2, tmp_path)
     assert zero == {"first": 2.0, "second": 3.0, "source": 1, "batch": 3.0}
     assert one == {"first": 1.0, "second": 2.0, "source": None, "batch": 0.0}
@@ -212,7 +210,7 @@ def odd(here: Here, file: str) -> None:
     dist.destroy_process_group()
 
 
-def test_odd_tensors_forked_loaders_and_a_second_abort(job: StartJob, tmp_path: Path) -> None:
+def test_backend_unusual_tensors_forked_loaders_and_a_second_abort_are_handled(job: StartJob, tmp_path: Path) -> None:
     with job(odd, 2, str(tmp_path / "store"), environ=environ_of(2)) as ranks:
         for rank in ranks:
             told = rank.hear()
@@ -245,7 +243,7 @@ def train(here: Here, file: str) -> None:
     dist.destroy_process_group()
 
 
-def test_a_killed_rank_is_an_error_of_the_others_in_plain_ddp(job: StartJob, tmp_path: Path) -> None:
+def test_torch_ddp_killed_rank_raises_peer_lost_on_the_others(job: StartJob, tmp_path: Path) -> None:
     with job(train, 3, str(tmp_path / "store"), environ=environ_of(3)) as ranks:
         for rank in ranks:
             assert rank.hear()["training"]
@@ -280,7 +278,7 @@ def late(here: Here, file: str) -> None:
     dist.destroy_process_group()
 
 
-def test_a_timeout_of_torch_is_one_of_ours(job: StartJob, tmp_path: Path) -> None:
+def test_new_group_timeout_raises_gradwire_timeout(job: StartJob, tmp_path: Path) -> None:
     with job(late, 2, str(tmp_path / "store"), environ=environ_of(2)) as ranks:
         assert "0.2 s" in ranks[0].hear()["error"]
         for rank in ranks:
@@ -291,7 +289,7 @@ def test_a_timeout_of_torch_is_one_of_ours(job: StartJob, tmp_path: Path) -> Non
 # -- torch's side ------------------------------------------------------------------------------------------------------
 
 
-def test_torch_knows_the_name_without_an_import_and_imports_nothing_of_ours() -> None:
+def test_autoload_registers_the_backend_without_importing_gradwire() -> None:
     script = (
         "import sys, torch, torch.distributed as dist; "
         "assert dist.Backend.GRADWIRE == 'gradwire' and dist.Backend.backend_capability['gradwire'] == ['cpu']; "
@@ -303,14 +301,14 @@ def test_torch_knows_the_name_without_an_import_and_imports_nothing_of_ours() ->
     assert done.returncode == 0, done.stderr.decode()
 
 
-def test_nothing_that_goes_wrong_in_torch_at_registration_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autoload_error_during_registration_is_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     import gradwire_autoload
 
     monkeypatch.setattr(dist.Backend, "backend_list", None)
     gradwire_autoload.register()
 
 
-def test_what_torch_waits_for_by_a_future_is_not_held_back() -> None:
+def test_handle_get_future_hurries_the_work_and_returns_its_tensors() -> None:
     told: list[bool] = []
     running = gw.Work("all_reduce", lambda work, here: told.append(here))
     tensors = [torch.ones(2)]

@@ -1,4 +1,4 @@
-"""The backend of torch.distributed with tensors that do not fit, lie in each other, or are too many at once."""
+"""The torch.distributed backend with tensors of wrong sizes, overlapping tensors and many messages."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def misfits(here: Here, file: str) -> None:
     dist.destroy_process_group()
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_sent(job: StartJob, tmp_path: Path) -> None:
+def test_backend_tensors_of_wrong_sizes_raise_before_sending(job: StartJob, tmp_path: Path) -> None:
     told = run(job, misfits, 2, tmp_path)
     for one in told:
         assert one["refused"] == ["InvalidSize"] * 8
@@ -78,7 +78,7 @@ def sparse_shapes(here: Here, file: str) -> None:
     here.tell(refused=refusal(lambda: dist.all_reduce(x)))
 
 
-def test_sparse_tensors_of_other_shapes_are_a_mismatch(job: StartJob, tmp_path: Path) -> None:
+def test_all_reduce_sparse_tensors_of_different_shapes_raises_mismatch(job: StartJob, tmp_path: Path) -> None:
     for one in run(job, sparse_shapes, 2, tmp_path):
         assert one["refused"].startswith("CollectiveMismatch")
         assert "float32[4]" in one["refused"] or "float32[6000000]" in one["refused"]
@@ -90,7 +90,7 @@ def strange_line(here: Here, file: str) -> None:
     here.tell(refused=refusal(lambda: dist.reduce_scatter_tensor(torch.zeros(2 + rank), x)))
 
 
-def test_a_mismatch_names_the_line_that_called_torch(job: StartJob, tmp_path: Path) -> None:
+def test_backend_mismatch_names_the_calling_lines_of_both_ranks(job: StartJob, tmp_path: Path) -> None:
     for one in run(job, strange_line, 2, tmp_path):
         assert one["refused"].count(Path(__file__).name) == 2
 
@@ -119,7 +119,7 @@ def overlaps(here: Here, file: str) -> None:
     dist.destroy_process_group()
 
 
-def test_results_may_lie_in_what_is_sent_and_the_other_way_around(job: StartJob, tmp_path: Path) -> None:
+def test_backend_overlapping_input_and_output_gives_correct_results(job: StartJob, tmp_path: Path) -> None:
     for size in (2, 3):
         folder = tmp_path / str(size)
         folder.mkdir()
@@ -152,7 +152,7 @@ def floods(here: Here, file: str) -> None:
 
 
 @pytest.mark.slow
-def test_all_may_send_first_however_much_and_no_thread_is_needed_for_each(job: StartJob, tmp_path: Path) -> None:
+def test_isend_1700_messages_before_any_recv_arrive_without_a_thread_each(job: StartJob, tmp_path: Path) -> None:
     for one in run(job, floods, 2, tmp_path):
         assert one["right"] == 1700
         assert one["threads"] < 50
@@ -186,11 +186,11 @@ def entangled(here: Here, file: str) -> None:
     dist.destroy_process_group()
 
 
-def test_what_is_done_after_one_message_may_wait_for_another(job: StartJob, tmp_path: Path) -> None:
+def test_isend_callback_that_waits_for_another_message_does_not_deadlock(job: StartJob, tmp_path: Path) -> None:
     assert run(job, entangled, 2, tmp_path) == [{"through": True}] * 2
 
 
-def test_who_waits_for_a_message_says_for_how_long(job: StartJob, tmp_path: Path) -> None:
+def test_message_wait_with_a_timeout_raises_timeout(job: StartJob, tmp_path: Path) -> None:
     with job(impatient, 2, str(tmp_path / "store"), environ=environ_of(2)) as ranks:
         for rank in ranks:
             assert [reason.partition(":")[0] for reason in rank.hear()["refused"]] == ["Timeout"] * 2

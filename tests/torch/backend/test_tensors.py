@@ -1,4 +1,4 @@
-"""Tensors whose memory does not hold their values: refused before anything is read or sent."""
+"""Tensors whose memory does not hold their values are refused before any read or send."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ ODD: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_what_has_no_values_in_memory_is_refused(kind: str) -> None:
+def test_array_of_tensor_without_values_in_memory_raises_array_error(kind: str) -> None:
     make, reason = ODD[kind]
     with pytest.raises(gw.ArrayError, match=reason):
         array_of(make())
@@ -63,7 +63,7 @@ def test_what_has_no_values_in_memory_is_refused(kind: str) -> None:
         group.all_reduce(make())
 
 
-def test_a_subclass_with_memory_is_a_tensor_like_any_other() -> None:
+def test_array_of_tensor_subclass_with_memory_is_accepted() -> None:
     named = torch.arange(3.0).as_subclass(Named)
     assert array_of(named).tolist() == [0, 1, 2]
     with gw.init() as group:
@@ -71,7 +71,7 @@ def test_a_subclass_with_memory_is_a_tensor_like_any_other() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-def test_means_of_tensors_by_samples(dtype: torch.dtype) -> None:
+def test_weighted_mean_of_tensors_is_weighted_by_samples(dtype: torch.dtype) -> None:
     def mean(group: gw.Group) -> Any:
         return gw.weighted_mean(group, torch.tensor([2, 4 * group.rank], dtype=dtype), weight=1 + 2 * group.rank)
 
@@ -80,6 +80,6 @@ def test_means_of_tensors_by_samples(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_loss_that_still_has_its_graph_is_told_what_to_do(dtype: torch.dtype) -> None:
+def test_weighted_mean_tensor_with_a_graph_raises_and_suggests_detach(dtype: torch.dtype) -> None:
     with gw.init() as group, pytest.raises(gw.ArrayError, match=r"detach\(\)"):
         gw.weighted_mean(group, torch.ones(1, dtype=dtype, requires_grad=True).sum(), weight=1)
