@@ -319,7 +319,8 @@ def test_abandon_in_forked_child_closes_the_sockets_of_links(transports: list[Tc
             transport.abandon()
 
     assert {one.fileno(), two.fileno()} <= forked_child.descriptors()
-    assert not {one.fileno(), two.fileno()} & forked_child.descriptors_after(abandon)
+    names = {forked_child.name_of(link.fileno()) for link in (one, two)}
+    assert not names & forked_child.descriptors_after(abandon)
 
 
 # -- renewal ----------------------------------------------------------------------------------------------------------
