@@ -1,4 +1,4 @@
-"""Arrays, numbers and buffers as arguments: which are accepted, what is returned, and the errors of refused ones."""
+"""Tests arrays, numbers and buffers as arguments: which are accepted, the results, and the errors for the others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def two() -> Iterator[Crew]:
 
 
 class Foreign:
-    """A tensor of another library: nothing but DLPack."""
+    """A tensor of another library, which supports DLPack and nothing else."""
 
     def __init__(self, values: Any, device: int = 1) -> None:
         self.values = np.asarray(values)
@@ -40,7 +40,7 @@ class Foreign:
         return self.device, 0
 
 
-# -- in place, whatever it is ------------------------------------------------------------------------------------------
+# -- layouts and buffers -----------------------------------------------------------------------------------------------
 
 
 def base() -> Any:
@@ -132,7 +132,7 @@ BUFFERS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("make", BUFFERS.values(), ids=BUFFERS)
 def test_all_reduce_of_buffers_and_dlpack_tensors_is_in_place(two: Crew, make: Callable[[], Any]) -> None:
     if not as_array(make()).flags.writeable:
-        pytest.skip("this version of NumPy reads other libraries' tensors only")
+        pytest.skip("DLPack arrays are read-only in this version of NumPy")
 
     def reduce(group: gw.Group) -> None:
         x = make()
@@ -199,7 +199,7 @@ def test_all_reduce_of_a_decimal_or_fraction_raises_array_error(alone: gw.Group,
         alone.all_reduce(number)
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------------
+# -- unsupported arguments ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -233,7 +233,7 @@ def test_broadcast_into_a_read_only_array_raises_array_error(two: Crew) -> None:
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "objects": (np.array([object()]), "dtype object cannot be exchanged; these can: float16, bfloat16"),
+    "objects": (np.array([object()]), "dtype object cannot be exchanged; supported dtypes: float16, bfloat16"),
     "strings": (np.array(["a"]), "cannot be exchanged"),
     "bytes": (np.array([b"a"]), "cannot be exchanged"),
     "dates": (np.array(["2020-01-01"], "datetime64[D]"), "cannot be exchanged"),
@@ -241,14 +241,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "records": (np.zeros(2, "i4,f4"), "cannot be exchanged"),
     "a recarray": (np.zeros(2, "i4,f4").view(np.recarray), "cannot be exchanged"),
     "long doubles": (np.zeros(2, np.longdouble), "cannot be exchanged"),
-    "big-endian": (np.zeros(2, ">f4"), r"foreign byte order: pass x.astype\('float32'\)"),
+    "big-endian": (np.zeros(2, ">f4"), r"native byte order: pass x.astype\('float32'\)"),
     "masked": (np.ma.masked_array([1.0, 2.0], [True, False]), "mask would be lost"),
     "None": (None, "expected an array, got NoneType"),
     "a string": ("text", "expected an array, got str"),
     "a list": ([1.0, 2.0], r"pass numpy.asarray\(x\)"),
     "a set": ({1}, r"pass numpy.asarray\(x\)"),
     "a released buffer": (memoryview(b"x"), "neither"),
-    "a tensor elsewhere": (Foreign([1.0], device=2), r"not in CPU memory \(DLPack device type 2\)"),
+    "a tensor on a device": (Foreign([1.0], device=2), r"not in CPU memory \(DLPack device type 2\)"),
 }
 REFUSED["a released buffer"][0].release()
 
@@ -273,9 +273,9 @@ def test_all_gather_of_a_number_and_out_for_a_number_raise_array_error(alone: gw
 def test_all_reduce_of_a_read_only_dlpack_tensor_needs_out(alone: gw.Group) -> None:
     class Old(Foreign):
         def __dlpack__(self, **named: Any) -> Any:
-            return self.values.__dlpack__()  # without a word on whether it may be written
+            return self.values.__dlpack__()  # the unversioned capsule, which NumPy treats as read-only
 
-    with pytest.raises(gw.ArrayError, match=r"read-only as NumPy sees it through DLPack .*: pass out="):
+    with pytest.raises(gw.ArrayError, match=r"read-only through DLPack .*: pass out="):
         alone.all_reduce(Old([1.0]))
     assert alone.all_reduce(Old([1.0]), out=np.zeros(1)).tolist() == [1.0]
 
