@@ -24,7 +24,7 @@ if not (ROOT / BACKEND).exists():
 
 
 def hook(tree: Path, call: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Call a hook of the build backend as pip does, in a separate process. The last line of its output is the result."""
+    """Call a hook of the build backend as pip does, in its own process. The last line of its output is the result."""
     program = f"import gradwire_build; print(); print(gradwire_build.{call})"
     inherited = {name: value for name, value in os.environ.items() if name not in ("GRADWIRE_PURE", "CXX", "CXXFLAGS")}
     settings = {**inherited, "PYTHONPATH": str(tree / "build_backend"), **environ}
