@@ -1,4 +1,4 @@
-"""Real processes: one program that makes every kind of call, on 2, 3, 5 and 8 processes."""
+"""Tests a program that makes every kind of call, on 2, 3, 5 and 8 processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def battery(size: int) -> Iterator[Case]:
     for collective in COLLECTIVES:
         parts = size * size if collective == "all_to_all" else size
         for algorithm in ("auto", *algorithms(collective)):
-            for kind in range(5 if size < 5 else 2):  # more processes than cores are slow, and cover more by themselves
+            for kind in range(5 if size < 5 else 2):  # fewer calls, because more processes than cores are slow
                 turn += 1
                 dtype, op = KINDS[(turn + kind) % 5]
                 rows = (turn * 311 % 2000,) if collective in ("all_reduce", "reduce", "broadcast") else None
@@ -40,7 +40,7 @@ def battery(size: int) -> Iterator[Case]:
 
 
 def program(size: int, hosts: str) -> dict[str, Any]:
-    """What every rank does; the parent compares."""
+    """The program of every rank; its results are compared in the parent process."""
     os.environ["GRADWIRE_HOST"] = hosts[int(os.environ["GRADWIRE_RANK"])]
     with gw.init() as group:
         rank = group.rank
