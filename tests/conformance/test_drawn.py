@@ -22,7 +22,7 @@ IN_PLACE = ("all_reduce", "broadcast")
 
 
 def check_call(crew: Crew, ranks: tuple[int, ...], case: Case) -> None:
-    """Make a call on a subgroup of these ranks; check the results, the inputs after the call, and the returned objects."""
+    """Make a call on a subgroup of these ranks; check results, returned objects and inputs afterwards."""
     size = len(ranks)
 
     def call(group: Group) -> tuple[Any, Any] | None:

@@ -83,7 +83,7 @@ def _make_private(shared: View) -> None:
 
 
 def _batches(views: Iterable[View]) -> Iterator[list[View]]:
-    """Yield the arrays of each exchange. The split depends only on names, dtypes and sizes: it is equal on all ranks."""
+    """Yield the arrays of each exchange. All ranks yield the same, because only names, dtypes and sizes matter."""
     small: dict[DType, list[View]] = {}
     for current in views:
         if current.flat.nbytes >= SEPARATE_BYTES:
