@@ -136,15 +136,15 @@ def test_verify_rejects_messages_whose_types_disagree() -> None:
 
 def test_verify_rejects_folding_or_finishing_a_finished_result() -> None:
     first, second = swap_inputs()
-    again: Program = ((Send(OUT, (1,)),), ())
+    send_result: Program = ((Send(OUT, (1,)),), ())
     fold: Program = ((Fold(ACC, (From(0, False),)),), ((Finish(OUT, ACC),)))
-    schedule = pair("all_reduce", first + END + again, second + END + fold, separate=True)
+    schedule = pair("all_reduce", first + END + send_result, second + END + fold, separate=True)
     assert reason(schedule) == "it folds a finished result"
 
 
 def test_verify_rejects_finishing_an_incomplete_result() -> None:
-    alone: Program = ((Fold(ACC, (IN,)),), *END)
-    assert reason(pair("all_reduce", alone, alone)) == "the input of rank 1 is missing"
+    fold_own: Program = ((Fold(ACC, (IN,)),), *END)
+    assert reason(pair("all_reduce", fold_own, fold_own)) == "the input of rank 1 is missing"
 
 
 def test_verify_rejects_an_input_that_counts_twice() -> None:

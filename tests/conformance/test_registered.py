@@ -52,7 +52,7 @@ def test_registered_arrays_on_some_or_all_ranks_agree_with_the_oracle(crew: Crew
     calls = list(cases(crew.size))
     inputs = [case.inputs(crew.size) for case in calls]
 
-    def battery(group: Group) -> list[list[Any]]:
+    def make_calls(group: Group) -> list[list[Any]]:
         results = []
         for case, given in zip(calls, inputs, strict=True):
             x = given[group.rank]
@@ -60,7 +60,7 @@ def test_registered_arrays_on_some_or_all_ranks_agree_with_the_oracle(crew: Crew
             results.append([call_on(case, group, registered, x) for _ in range(2)])
         return results
 
-    results = crew.run(battery)
+    results = crew.run(make_calls)
     for position, case in enumerate(calls):
         for turn in range(2):
             answers = [results[rank][position][turn] for rank in range(crew.size)]
@@ -101,7 +101,7 @@ def test_repeated_calls_agree_with_the_oracle(crew: Crew) -> None:
     ]
     inputs = [case.inputs(crew.size) for case in calls]
 
-    def battery(group: Group) -> list[list[Any]]:
+    def make_calls(group: Group) -> list[list[Any]]:
         rounds = []
         for _ in range(3):
             pairs = zip(calls, inputs, strict=True)
@@ -109,7 +109,7 @@ def test_repeated_calls_agree_with_the_oracle(crew: Crew) -> None:
             group.barrier()
         return rounds
 
-    results = crew.run(battery)
+    results = crew.run(make_calls)
     for turn in range(3):
         for position, case in enumerate(calls):
             answers = [results[rank][turn][position] for rank in range(crew.size)]

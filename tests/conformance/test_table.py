@@ -60,11 +60,11 @@ def run(crew: Crew, calls: Sequence[Case]) -> None:
     """Make calls one after the other on all ranks, then compare the results with the oracle."""
     inputs = [case.inputs(crew.size) for case in calls]
 
-    def battery(group: Group) -> list[object]:
+    def make_calls(group: Group) -> list[object]:
         pairs = zip(calls, inputs, strict=True)
         return [case.call(group, given[group.rank].copy(), group.rank, group.size) for case, given in pairs]
 
-    results = crew.run(battery)
+    results = crew.run(make_calls)
     for position, case in enumerate(calls):
         case.check(
             inputs[position], [results[rank][position] for rank in range(crew.size)], crew.topology, crew.inside()

@@ -136,8 +136,8 @@ def test_complex_products_have_the_same_bits_at_any_length(three: Crew, count: i
     generator = np.random.default_rng(count)
     for dtype in (np.complex64, np.complex128):
         rows = (generator.normal(size=(3, count)) + 1j * generator.normal(size=(3, count))).astype(dtype)
-        alone = [reduced(three, "prod", *rows[:, i : i + 1], dtype=dtype)[0] for i in range(count)]
-        assert bits(reduced(three, "prod", *rows, dtype=dtype)) == bits(np.array(alone, dtype))
+        elementwise = [reduced(three, "prod", *rows[:, i : i + 1], dtype=dtype)[0] for i in range(count)]
+        assert bits(reduced(three, "prod", *rows, dtype=dtype)) == bits(np.array(elementwise, dtype))
 
 
 @pytest.mark.parametrize("dtype", [*HALVES, np.float32, np.float64])

@@ -322,15 +322,15 @@ def test_all_finite_and_copy_finite_find_a_nonfinite_value_anywhere(build: str, 
             assert (target == source).all()
             for at in {0, count // 2, count - 1} if count else ():
                 for bad in (np.nan, -np.nan, np.inf, -np.inf):
-                    spoiled = good[:count].copy()
-                    spoiled[at] = bad
-                    assert not native.all_finite(code_of(dtype), unaligned(spoiled, shift), build), (
+                    with_bad = good[:count].copy()
+                    with_bad[at] = bad
+                    assert not native.all_finite(code_of(dtype), unaligned(with_bad, shift), build), (
                         count,
                         at,
                         bad,
                     )
-                    assert not native.copy_finite(code_of(dtype), target, unaligned(spoiled, shift), build)
-                    assert (target == spoiled.view(np.uint8)).all()
+                    assert not native.copy_finite(code_of(dtype), target, unaligned(with_bad, shift), build)
+                    assert (target == with_bad.view(np.uint8)).all()
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])

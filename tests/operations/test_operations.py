@@ -153,10 +153,10 @@ def test_all_gather_with_a_too_small_out_raises_on_that_rank_only(three: Crew) -
     def program(group: gw.Group) -> None:
         for _ in range(2):
             if group.rank == 1:
-                room = np.full(5, -1.0)
+                out = np.full(5, -1.0)
                 with pytest.raises(gw.ArrayError, match=r"out is float64\[5\], but the result is float64\[6\]"):
-                    group.all_gather(np.zeros(2), out=room)
-                assert room.tolist() == [-1.0] * 5
+                    group.all_gather(np.zeros(2), out=out)
+                assert out.tolist() == [-1.0] * 5
             else:
                 assert group.all_gather(np.full(2, 3.0)).tolist() == [3.0, 3.0, 0.0, 0.0, 3.0, 3.0]
 
