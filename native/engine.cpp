@@ -334,8 +334,8 @@ void Engine::fold(const Folding& folding) {
     }
 }
 
-// A result that exceeds the caches is written with non-temporal stores. In a reduction the result is already in the
-// cache.
+// A result that exceeds the caches is written with non-temporal stores. A reduction uses ordinary stores, because its
+// result is already in the cache.
 void Engine::copy_result(std::byte* to, const std::byte* from, std::size_t nbytes) const {
     if (!program_->reduces && program_->out_bytes >= SMALLEST_STREAMED) stream_bytes(to, from, nbytes);
     else copy_bytes(to, from, nbytes);

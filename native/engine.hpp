@@ -1,5 +1,5 @@
-// Runs the programs of one group without the interpreter: through shared memory inside a host, over sockets between
-// hosts.
+// Runs the programs of one group without the interpreter. Ranks that share memory exchange messages through it, other
+// ranks over sockets.
 //
 // Within a wave all messages progress concurrently. `advance` returns when the program is done, when it has waited for
 // the given time (the caller then checks signals, deadlines and the reason of an alarm), when a peer is lost, or when a
