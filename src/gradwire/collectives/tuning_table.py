@@ -115,7 +115,7 @@ def decode(value: object) -> Table:
     if value.get("version") != VERSION:
         raise ValueError(f"its version is {str(value.get('version'))[:40]!r}, not {VERSION}")
     if value.keys() != {"version", "seconds"} or not isinstance(value["seconds"], dict):
-        raise ValueError("it needs 'version' and the object 'seconds', and nothing else")
+        raise ValueError("it needs 'version' and 'seconds' (an object), and nothing else")
     kinds = value["seconds"]
     if not kinds.keys() <= _KINDS:
         raise ValueError(f"it has kinds of links other than {', '.join(sorted(_KINDS))}")
