@@ -36,7 +36,7 @@ class Partner:
     def __init__(self, data: bytes) -> None:
         self._rest = data
 
-    def __call__(self, shape: Shape, x: Array, out: Array, form: CallKey | None = None) -> None:
+    def __call__(self, shape: Shape, x: Array, out: Array, key: CallKey | None = None) -> None:
         flat = out.reshape(-1).view(np.uint8)
         skip = x.nbytes if shape.collective == "all_gather" else 0
         flat[:skip] = x.reshape(-1).view(np.uint8)
