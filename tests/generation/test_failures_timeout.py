@@ -174,7 +174,7 @@ def test_long_wait_in_a_collective_logs_the_late_rank_and_its_last_call(
         (
             lambda group: group.send(np.zeros(1 << 20), dst=1),
             lambda group: group.recv(np.zeros(1 << 20), src=0),
-            "in send to rank 1: it has not called recv",
+            "in send to rank 1, which has not called recv",
         ),
     ],
     ids=["recv", "recv from anyone", "large send"],

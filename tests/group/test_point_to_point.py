@@ -137,7 +137,9 @@ def test_recv_into_a_buffer_of_another_size_keeps_the_message(pair: list[gw.Grou
 def test_recv_that_timed_out_can_be_repeated(pair: list[gw.Group]) -> None:
     x = np.zeros(3)
     for _ in range(3):
-        with pytest.raises(gw.Timeout, match=r"no message from rank 0 with tag 0 came in 0.02 s; .* repeated") as told:
+        with pytest.raises(
+            gw.Timeout, match=r"no message from rank 0 with tag 0 arrived in 0.02 s; .* repeated"
+        ) as told:
             pair[1].recv(x, src=0, timeout=0.02)
         assert (told.value.culprit, told.value.peer) == (None, 0)
     pair[0].send(np.arange(3.0), dst=1)
@@ -212,7 +214,7 @@ def test_unreceived_messages_are_bounded_and_none_is_lost(
     monkeypatch.setattr(mailbox, "MAX_KEPT", 1 << 20)
     monkeypatch.setattr(Outbox, "MAX_WAITING", 1 << 20)
     block, sent = np.zeros(MAX_EAGER, np.uint8), 0
-    with pytest.raises(gw.Timeout, match="it takes no messages off its link"):
+    with pytest.raises(gw.Timeout, match="rank 1 does not read its messages"):
         while sent < 2000:
             block[:8].view(np.int64)[0] = sent
             pair[0].send(block, dst=1, timeout=0.2)

@@ -61,7 +61,7 @@ def test_work_error_without_a_wait_is_logged_once(pair: list[gw.Group], caplog: 
         end_progress(pair[0])
     lines = [record.getMessage() for record in caplog.records if "nobody waited" in record.getMessage()]
     assert len(lines) == 1
-    assert "all_reduce failed and nobody waited for it" in lines[0]
+    assert "all_reduce failed, and the program never waited for its result" in lines[0]
     assert "rank 1 had enough" in lines[0]
 
 
@@ -85,10 +85,10 @@ def test_wait_that_times_out_leaves_works_running(pair: list[gw.Group]) -> None:
     stream = one.stream()
     x = np.ones(2)
     works = [stream.all_reduce(x), stream.all_reduce(x)]
-    with pytest.raises(gw.Timeout, match=r"all_reduce was not done in 0\.01 s; it goes on") as caught:
+    with pytest.raises(gw.Timeout, match=r"all_reduce was not done in 0\.01 s; it keeps running") as caught:
         works[0].wait(0.01)
     assert (caught.value.culprit, caught.value.seconds, caught.value.operation) == (None, 0.01, "all_reduce")
-    with pytest.raises(gw.Timeout, match=r"2 of 2 works were not done in 0\.01 s; they go on"):
+    with pytest.raises(gw.Timeout, match=r"2 of 2 works were not done in 0\.01 s; they keep running"):
         stream.synchronize(0.01)
     for _ in works:
         two.all_reduce(np.ones(2))
@@ -102,9 +102,9 @@ def test_wait_with_a_timeout_that_is_not_positive_raises_invalid_size(timeout: A
     with gw.init() as group:
         stream = group.stream()
         work = stream.barrier()
-        with pytest.raises(gw.InvalidSize, match="a timeout of"):
+        with pytest.raises(gw.InvalidSize, match="timeout is"):
             work.wait(timeout)
-        with pytest.raises(gw.InvalidSize, match="a timeout of"):
+        with pytest.raises(gw.InvalidSize, match="timeout is"):
             stream.synchronize(timeout)
         work.wait(float("inf"))
 
@@ -168,4 +168,4 @@ def test_work_error_after_a_declined_call_is_logged(pair: list[gw.Group], caplog
     with caplog.at_level(logging.ERROR, "gradwire"):
         del work
         end_progress(pair[0])
-    assert "barrier failed and nobody waited for it" in caplog.text
+    assert "barrier failed, and the program never waited for its result" in caplog.text

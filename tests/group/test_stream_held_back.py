@@ -32,7 +32,7 @@ def ranks(transport: str, cores: float = 0.0) -> list[gw.Group]:
 @pytest.fixture
 def for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is begun by itself during a test."""
-    monkeypatch.setattr(runner, "HELD_BACK", 100 * SOON)
+    monkeypatch.setattr(runner, "MAX_HOLD_SECONDS", 100 * SOON)
 
 
 @pytest.fixture
@@ -164,7 +164,7 @@ def test_wait_interrupted_during_an_earlier_work_raises_keyboard_interrupt(pair:
 
 
 def test_held_back_works_start_after_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "HELD_BACK", 0.01)
+    monkeypatch.setattr(runner, "MAX_HOLD_SECONDS", 0.01)
     with closing(ranks("shm")) as pair:
         works = [group.stream().all_reduce(1) for group in pair]
         assert eventually(lambda: all(work.done for work in works))
