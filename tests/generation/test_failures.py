@@ -134,7 +134,7 @@ def test_rank_killed_outside_a_collective_is_the_culprit_of_peer_lost(job: Start
 
 
 def reduces_until_several_are_lost(here: Here) -> None:
-    verdict.SETTLE_SECONDS = 0.5  # time for both to end, however busy the machine is
+    verdict.DECISION_SECONDS = 0.5  # time for both to end, however busy the machine is
     reduces_until_broken(here, 8, "none")
 
 

@@ -165,7 +165,7 @@ def test_close_ends_a_waiting_call_of_another_thread_with_closed(
     waiting.join()
     assert [type(error) for error in caught] == [gw.Closed]
     for other in groups[1:]:
-        assert parts_of(other).generation.control.sound, "nobody else is harmed"
+        assert parts_of(other).generation.control.intact, "nobody else is harmed"
 
 
 def test_close_of_a_subgroup_ends_its_calls_and_the_world_goes_on(groups: list[gw.Group]) -> None:

@@ -72,7 +72,7 @@ def given_up(groups: list[gw.Group], culprit: int) -> None:
 
     def play(group: gw.Group) -> None:
         kind = gw.Aborted if group.rank == culprit else gw.PeerLost
-        assert eventually(lambda: not parts_of(group).generation.control.sound)
+        assert eventually(lambda: not parts_of(group).generation.control.intact)
         with pytest.raises(kind) as told:
             group.barrier()
         assert told.value.culprit == culprit
@@ -158,7 +158,7 @@ def test_control_channel_flood_of_valid_messages_uses_bounded_memory(groups: lis
     grown, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert grown < 8 * MIB
-    assert parts_of(groups[0]).generation.control.sound
+    assert parts_of(groups[0]).generation.control.intact
 
 
 def test_control_channel_peer_that_reads_no_answers_is_lost_at_a_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ def test_control_channel_peer_that_reads_no_answers_is_lost_at_a_memory_limit(mo
     outbox = generation.service.outbox(1, CONTROL_CHANNEL)
     assert outbox is not None
     questions, rest = liar_identity.frame(Kind.CONTROL, b'{"t":"where","g":1}') * 50, b""
-    while generation.control.sound:
+    while generation.control.intact:
         rest = rest or questions
         sent = one.send([rest])
         rest = rest[sent:]
@@ -243,14 +243,14 @@ def test_message_channel_offers_beyond_the_limit_are_not_read(
 ) -> None:
     from gradwire.generation import mailbox
 
-    monkeypatch.setattr(mailbox, "MAX_KEPT", 100_000)
+    monkeypatch.setattr(mailbox, "MAX_UNMATCHED_BYTES", 100_000)
     liar = pair[1]
     liar.send(np.zeros(1), dst=0)
     one = link(liar, MESSAGE_CHANNEL)
     number = 1
     while one.send([header(liar, Kind.OFFER, sequence=number, fingerprint=number)]) == 64:
         number += 1  # until the link is full: nobody reads it
-    assert parts_of(pair[0]).generation.mailbox.kept_bytes(1) < 1_000_000
+    assert parts_of(pair[0]).generation.mailbox.unmatched_bytes(1) < 1_000_000
     run_ranks(pair, lambda group: group.barrier())
 
 

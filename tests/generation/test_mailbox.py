@@ -52,11 +52,11 @@ class PointToPoint:
 
     def ask(self, nbytes: int, source: int | None, tag: int) -> Request:
         request = Request(GROUP, source, tag, memoryview(bytearray(nbytes)))
-        self.box.ask(request)
+        self.box.post_request(request)
         return request
 
     def give_up(self, request: Request) -> bool:
-        return self.box.give_up(request, lambda *what: self.redirected.append(what))
+        return self.box.cancel_request(request, lambda *what: self.redirected.append(what))
 
 
 def test_mailbox_message_completes_the_recv_that_waits_for_it() -> None:
@@ -205,7 +205,7 @@ def test_mailbox_recv_that_is_done_cannot_be_given_up() -> None:
 
 
 def test_mailbox_unmatched_messages_are_counted_and_relief_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mailbox, "MAX_KEPT", 1000)
+    monkeypatch.setattr(mailbox, "MAX_UNMATCHED_BYTES", 1000)
     post = PointToPoint()
     count = 0
     while not post.box.overfull(2):
@@ -229,28 +229,28 @@ def test_mailbox_keeps_nothing_of_tags_that_are_used_once() -> None:
         post.eager(2, tag, b"x")
         post.ask(1, None, tag)
     assert post.box.unmatched.queues == 0
-    assert post.box.kept_bytes(2) == 0
+    assert post.box.unmatched_bytes(2) == 0
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1)), max_size=30))
 def test_unmatched_messages_are_found_in_the_order_of_arrival(arrivals: list[tuple[int, int]]) -> None:
-    shelf = UnmatchedMessages()
+    unmatched = UnmatchedMessages()
     letters = [IncomingMessage(source, GROUP, source, tag, 1) for source, tag in arrivals]
     for letter in letters:
-        shelf.add(letter)
+        unmatched.add(letter)
     for tag in (0, 1):
         anyone = Request(GROUP, None, tag, memoryview(b""))
         taken = []
-        while (found := shelf.find(anyone)) is not None:
-            shelf.take(found)
+        while (found := unmatched.find(anyone)) is not None:
+            unmatched.remove(found)
             taken.append(found)
         assert taken == [letter for letter in letters if letter.tag == tag]
         for letter in sorted(taken, key=id):  # put back in any order
-            shelf.add(letter)
+            unmatched.add(letter)
         for source in range(3):
             request = Request(GROUP, source, tag, memoryview(b""))
             expected = [letter for letter in letters if (letter.source, letter.tag) == (source, tag)]
-            assert shelf.find(request) is (expected[0] if expected else None)
+            assert unmatched.find(request) is (expected[0] if expected else None)
 
 
 class Correspondence(RuleBasedStateMachine):

@@ -21,7 +21,7 @@ from support.ranks import eventually, run_ranks
 WAITS = {
     "gradwire.liveness.control_protocol.BEHIND_SECONDS": 5.0,
     "gradwire.liveness.verdict.CALLS_SECONDS": 10.0,
-    "gradwire.group.group.CONFER_SECONDS": 20.0,
+    "gradwire.group.group.COMPARE_SECONDS": 20.0,
 }
 Call = Callable[[gw.Group], Any]
 

@@ -81,7 +81,7 @@ def test_recv_from_any_rank_returns_messages_in_order_of_arrival(trio: list[gw.G
     mailbox = parts_of(trio[0]).generation.mailbox
 
     def kept() -> int:
-        return mailbox.kept_bytes(1) + mailbox.kept_bytes(2)
+        return mailbox.unmatched_bytes(1) + mailbox.unmatched_bytes(2)
 
     def one_more_than(before: int) -> bool:
         return eventually(lambda: kept() > before)
@@ -211,7 +211,7 @@ def test_unreceived_messages_are_bounded_and_none_is_lost(
     from gradwire.transports.frames import Outbox
 
     acquaint(pair)
-    monkeypatch.setattr(mailbox, "MAX_KEPT", 1 << 20)
+    monkeypatch.setattr(mailbox, "MAX_UNMATCHED_BYTES", 1 << 20)
     monkeypatch.setattr(Outbox, "MAX_WAITING", 1 << 20)
     block, sent = np.zeros(MAX_EAGER, np.uint8), 0
     with pytest.raises(gw.Timeout, match="rank 1 does not read its messages"):
@@ -220,7 +220,7 @@ def test_unreceived_messages_are_bounded_and_none_is_lost(
             pair[0].send(block, dst=1, timeout=0.2)
             sent += 1
     assert sent < 1000, "that is far more than may be kept"
-    assert parts_of(pair[1]).generation.mailbox.kept_bytes(0) < 2 << 20
+    assert parts_of(pair[1]).generation.mailbox.unmatched_bytes(0) < 2 << 20
     for number in range(sent):  # reading goes on as soon as there is room again
         pair[1].recv(block, src=0)
         assert block[:8].view(np.int64)[0] == number

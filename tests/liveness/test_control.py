@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.errors import Broken
-from gradwire.liveness.call_log import KEPT, Call, CallDescription, CallLog, call_site
+from gradwire.liveness.call_log import MAX_CALLS, Call, CallDescription, CallLog, call_site
 from gradwire.liveness.control import Control
 from gradwire.liveness.control_messages import (
     CallsReport,
@@ -47,10 +47,10 @@ from gradwire.liveness.control_protocol import (
     Unwatched,
     Watched,
 )
-from gradwire.liveness.verdict import SETTLE_SECONDS, Finding
+from gradwire.liveness.verdict import DECISION_SECONDS, Finding
 
 WORLD = 1
-DUE = SETTLE_SECONDS + 0.001
+DUE = DECISION_SECONDS + 0.001
 
 
 def names(size: int) -> list[str]:
@@ -110,7 +110,7 @@ class Ranks:
 
     def errors(self) -> dict[int, Broken]:
         living = [rank for rank in range(len(self.controls)) if rank not in self.dead]
-        assert all(self.controls[rank].settled for rank in living), "not all have settled"
+        assert all(self.controls[rank].decided for rank in living), "not all have settled"
         return {rank: self.controls[rank].error("barrier", "") for rank in living}
 
     def call(self, rank: int, what: str) -> None:
@@ -123,7 +123,7 @@ def test_control_loss_seen_by_one_rank_is_peer_lost_on_all() -> None:
     ranks.kill(2, seen_by={0})
     ranks.deliver()
     assert ranks.broke[0] >= 1
-    assert not any(ranks.controls[rank].sound for rank in (0, 1, 3))
+    assert not any(ranks.controls[rank].intact for rank in (0, 1, 3))
     ranks.pass_time(DUE)
     for error in ranks.errors().values():
         assert (type(error).__name__, error.culprit, error.generation) == ("PeerLost", 2, 5)
@@ -133,7 +133,7 @@ def test_control_loss_seen_by_one_rank_is_peer_lost_on_all() -> None:
 def test_control_two_losses_in_one_window_all_ranks_name_the_lower() -> None:
     ranks = Ranks(4)
     ranks.kill(3, seen_by={0})
-    ranks.now += SETTLE_SECONDS / 2
+    ranks.now += DECISION_SECONDS / 2
     ranks.kill(1, seen_by={2})
     ranks.deliver()
     ranks.pass_time(DUE)
@@ -159,8 +159,8 @@ def test_control_link_that_ends_after_a_goodbye_is_no_loss() -> None:
     ranks.handle(1, Leaving())
     ranks.deliver()
     ranks.kill(1)
-    assert ranks.controls[0].sound
-    assert ranks.controls[2].sound
+    assert ranks.controls[0].intact
+    assert ranks.controls[2].intact
     assert ranks.controls[0].has_left(1)
 
 
@@ -209,7 +209,7 @@ def test_control_link_made_after_a_loss_receives_the_finding() -> None:
     ranks.sent.clear()  # there was no link to rank 2 yet
     ranks.handle(0, Linked(2))
     ranks.deliver()
-    assert not ranks.controls[2].sound
+    assert not ranks.controls[2].intact
 
 
 # -- chains -----------------------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def test_control_calls_that_differ_are_found_without_collective_messages() -> No
     disagree(ranks, "barrier", "barrier", "barrier")
     ranks.pass_time(0.1)
     ranks.deliver()
-    assert all(control.sound for control in ranks.controls)
+    assert all(control.intact for control in ranks.controls)
     disagree(ranks, "all_reduce", "broadcast", "broadcast")
     ranks.pass_time(ANNOUNCE_SECONDS)
     ranks.deliver()
@@ -244,7 +244,7 @@ def test_control_ranks_in_constant_calls_announce_progress_twice_a_second() -> N
         ranks.pass_time(0.1)
         told += len(ranks.sent)
         ranks.deliver()
-    assert all(control.sound for control in ranks.controls)
+    assert all(control.intact for control in ranks.controls)
     assert 2 * 19 <= told <= 2 * 21  # in 10 s, to one other rank each
 
 
@@ -258,21 +258,21 @@ def test_control_compares_calls_when_the_slower_rank_makes_them() -> None:
         ranks.call(1, "barrier")
     ranks.pass_time(0.1)
     ranks.deliver()
-    assert all(control.sound for control in ranks.controls)
+    assert all(control.intact for control in ranks.controls)
     ranks.call(1, "all_reduce")
     ranks.pass_time(0.1)
     ranks.deliver()
-    assert not any(control.sound for control in ranks.controls)
+    assert not any(control.intact for control in ranks.controls)
 
 
 def test_control_does_not_compare_calls_that_the_log_dropped() -> None:
     ranks = Ranks(2)
-    for _ in range(KEPT + 10):
+    for _ in range(MAX_CALLS + 10):
         ranks.call(0, "barrier")
     ranks.call(1, "all_reduce")
     ranks.pass_time(0.1)
     ranks.deliver()
-    assert all(control.sound for control in ranks.controls), "it is found at the next call that both remember"
+    assert all(control.intact for control in ranks.controls), "it is found at the next call that both remember"
 
 
 def test_control_mismatch_waits_for_a_rank_that_has_not_made_the_call() -> None:
@@ -280,7 +280,7 @@ def test_control_mismatch_waits_for_a_rank_that_has_not_made_the_call() -> None:
     disagree(ranks, "all_reduce", "broadcast", "")
     ranks.pass_time(0.05)
     ranks.deliver()
-    assert not ranks.controls[0].settled, "rank 2 may be just about to call"
+    assert not ranks.controls[0].decided, "rank 2 may be just about to call"
     ranks.call(2, "broadcast")
     ranks.handle(2, Called())
     ranks.deliver()
@@ -306,7 +306,7 @@ def test_control_does_not_compare_calls_of_closed_groups() -> None:
     disagree(ranks, "all_reduce", "broadcast")
     ranks.pass_time(0.1)
     ranks.deliver()
-    assert ranks.controls[0].sound
+    assert ranks.controls[0].intact
 
 
 # -- questions --------------------------------------------------------------------------------------------------------
@@ -401,7 +401,7 @@ def test_control_without_answers_returns_no_positions() -> None:
 def test_settle_without_another_thread_decides_the_verdict_itself() -> None:
     control = edge()
     control.report(Finding("aborted", "no", 0), time.monotonic())
-    assert control.settle(60.0)
+    assert control.await_verdict(60.0)
 
 
 # -- what peers may send ----------------------------------------------------------------------------------------------
@@ -414,7 +414,7 @@ def test_control_random_bytes_are_refused_or_ignored(words: bytes) -> None:
         ranks.receive(0, 1, words)
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
         return
-    assert ranks.controls[0].sound
+    assert ranks.controls[0].intact
 
 
 JSON = st.recursive(
@@ -438,8 +438,8 @@ def test_control_known_messages_with_random_fields_are_refused_or_understood(
         ranks.receive(0, 1, json.dumps({**fields, "t": kind}).encode())
     ranks.pass_time(1.0)  # whatever was believed must not trip anything later
     ranks.pass_time(1.0)
-    if not ranks.controls[0].sound:
-        assert ranks.controls[0].settled
+    if not ranks.controls[0].intact:
+        assert ranks.controls[0].decided
         assert isinstance(ranks.controls[0].error(None, ""), Broken)
 
 

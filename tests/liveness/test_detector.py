@@ -7,35 +7,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.liveness.detector import (
-    BEAT_SECONDS,
     CONFIRM_SECONDS,
+    HEARTBEAT_SECONDS,
     LATE_SECONDS,
-    LATELY_SECONDS,
     LINK_SECONDS,
-    LOOK_SECONDS,
-    MOST_SECONDS,
-    PAGE_SECONDS,
+    MAX_SILENCE_SECONDS,
+    POLL_SECONDS,
+    RECENT_SECONDS,
     REMOTE_CONFIRM_SECONDS,
+    RUNNING_SECONDS,
+    SHARED_MEMORY_SECONDS,
+    STALL_SECONDS,
     STARVED_SECONDS,
-    STILL_SECONDS,
-    UNSTOPPED_SECONDS,
     Detector,
-    Sight,
+    Observation,
     Standstill,
 )
 
-STEP = BEAT_SECONDS
+STEP = HEARTBEAT_SECONDS
 EPSILON = 1e-6
 
 
 class Watcher:
     """A detector that is asked when it wants to be, and peers that beat."""
 
-    def __init__(self, *peers: int, least: float = PAGE_SECONDS, most: float = MOST_SECONDS) -> None:
+    def __init__(self, *peers: int, least: float = SHARED_MEMORY_SECONDS, most: float = MAX_SILENCE_SECONDS) -> None:
         self.now = 1000.0
         self.detector = Detector()
         self.silent: set[int] = set()
-        self.sights: dict[int, Sight] = {}  # of those that can be looked at
+        self.observations: dict[int, Observation] = {}  # of those that can be looked at
         self.peers = peers
         self._beats = dict.fromkeys(peers, 0)
         self._next = {peer: self.now + STEP * (index + 1) / (len(peers) + 1) for index, peer in enumerate(peers)}
@@ -50,11 +50,11 @@ class Watcher:
                 if peer not in self.silent:
                     self._beats[peer] += 1
             if self._beats[peer]:
-                self.detector.heard(peer, self.now, self._beats[peer])
+                self.detector.record_heartbeat(peer, self.now, self._beats[peer])
 
     def tick(self) -> list[int]:
         self.beat()
-        return [peer for peer, _ in self.detector.tick(self.now, self.sights.get)]
+        return [peer for peer, _ in self.detector.tick(self.now, self.observations.get)]
 
     def run(self, seconds: float) -> list[int]:
         """Let time pass until somebody is lost, at most so long."""
@@ -80,14 +80,14 @@ def test_detector_rank_that_beats_is_not_suspected() -> None:
 def test_detector_finds_silence_soon_and_not_too_soon() -> None:
     watcher = Watcher(1, 2, 3)
     watcher.run(5.0)
-    assert PAGE_SECONDS - LOOK_SECONDS < watcher.loses_after(2) < PAGE_SECONDS + 3 * STEP
+    assert SHARED_MEMORY_SECONDS - POLL_SECONDS < watcher.loses_after(2) < SHARED_MEMORY_SECONDS + 3 * STEP
 
 
 def test_detector_reports_the_length_of_the_silence() -> None:
     watcher = Watcher(1, 2)
     watcher.run(1.0)
     watcher.loses_after(2)
-    assert watcher.detector.silence(2, watcher.now) == pytest.approx(PAGE_SECONDS, abs=2.5 * STEP)
+    assert watcher.detector.silence(2, watcher.now) == pytest.approx(SHARED_MEMORY_SECONDS, abs=2.5 * STEP)
     assert watcher.detector.silence(1, watcher.now) == pytest.approx(0, abs=1.5 * STEP)
     assert watcher.detector.silence(7, watcher.now) is None
 
@@ -98,64 +98,64 @@ def test_detector_ranks_that_fall_silent_together_are_reported_together(peers: t
     for phase in range(50):
         watcher = Watcher(1, 2, 3, 4)
         watcher.run(2.0 + phase / 1000)
-        assert watcher.loses_after(*peers) < PAGE_SECONDS + 4 * STEP
+        assert watcher.loses_after(*peers) < SHARED_MEMORY_SECONDS + 4 * STEP
 
 
 def irregular(detector: Detector, peer: int, now: float) -> float:
     """Make a rank known as one that may be silent for long; returns the time after it."""
-    detector.watch(peer, now, PAGE_SECONDS)
+    detector.watch(peer, now, SHARED_MEMORY_SECONDS)
     for number in range(40):
         now += 0.3 if number % 2 else 0.05
-        detector.heard(peer, now, number)
+        detector.record_heartbeat(peer, now, number)
     return now
 
 
-def look(detector: Detector, now: float, sights: dict[int, Sight] | None = None) -> list[int]:
+def tick(detector: Detector, now: float, observations: dict[int, Observation] | None = None) -> list[int]:
     """Look at that time, as was due."""
     detector.due = now
-    return [peer for peer, _ in detector.tick(now, (sights or {}).get)]
+    return [peer for peer, _ in detector.tick(now, (observations or {}).get)]
 
 
 def two() -> tuple[Detector, float]:
     """Rank 1 may be silent for 0.6 s and rank 2 for 0.2 s; both were heard at the time that is returned."""
     detector = Detector()
     now = irregular(detector, 1, 100.0)
-    detector.watch(2, now - 2.0, PAGE_SECONDS)
+    detector.watch(2, now - 2.0, SHARED_MEMORY_SECONDS)
     for number in range(20):
-        detector.heard(2, now - 1.9 + number * LOOK_SECONDS, number)
+        detector.record_heartbeat(2, now - 1.9 + number * POLL_SECONDS, number)
     return detector, now
 
 
 def test_detector_confirmation_waits_for_a_rank_that_may_be_silent_longer() -> None:
     detector, now = two()
-    assert look(detector, now + 0.19) == []
-    assert look(detector, now + 0.201) == []
-    assert look(detector, now + 0.59) == []
-    assert look(detector, now + 0.601) == [1, 2]
+    assert tick(detector, now + 0.19) == []
+    assert tick(detector, now + 0.201) == []
+    assert tick(detector, now + 0.59) == []
+    assert tick(detector, now + 0.601) == [1, 2]
 
 
 def test_detector_confirmation_does_not_wait_too_long() -> None:
     detector, now = two()
-    starved = {1: Sight.STARVED}
-    detector.heard(1, now + PAGE_SECONDS - STEP / 2, 1 << 20)  # just before the other is suspected
-    assert look(detector, now + CONFIRM_SECONDS - EPSILON, starved) == []
-    assert look(detector, now + CONFIRM_SECONDS + EPSILON, starved) == [2]
+    starved = {1: Observation.STARVED}
+    detector.record_heartbeat(1, now + SHARED_MEMORY_SECONDS - STEP / 2, 1 << 20)  # just before the other is suspected
+    assert tick(detector, now + CONFIRM_SECONDS - EPSILON, starved) == []
+    assert tick(detector, now + CONFIRM_SECONDS + EPSILON, starved) == [2]
 
 
 def test_detector_confirmation_ends_when_all_other_ranks_are_heard() -> None:
     detector, now = two()
-    assert look(detector, now + 0.201) == []
-    detector.heard(1, now + 0.21)
-    assert look(detector, now + 0.21) == [2]
+    assert tick(detector, now + 0.201) == []
+    detector.record_heartbeat(1, now + 0.21)
+    assert tick(detector, now + 0.21) == [2]
 
 
 def test_detector_suspect_heard_during_the_confirmation_is_cleared() -> None:
     detector, now = two()
-    assert look(detector, now + 0.201) == []
-    detector.heard(2, now + 0.21)
-    assert look(detector, now + 0.21) == []
-    detector.heard(1, now + 0.22)
-    assert look(detector, now + 0.25) == []
+    assert tick(detector, now + 0.201) == []
+    detector.record_heartbeat(2, now + 0.21)
+    assert tick(detector, now + 0.21) == []
+    detector.record_heartbeat(1, now + 0.22)
+    assert tick(detector, now + 0.25) == []
     assert detector.due == pytest.approx(now + 0.3), "nobody is suspected, one was not heard"
 
 
@@ -165,7 +165,7 @@ def test_detector_late_tick_restarts_its_deadlines() -> None:
     watcher.now += 3.0  # this process stood still, and so may the whole machine have done
     assert watcher.detector.tick(watcher.now) == []
     assert watcher.detector.silence(1, watcher.now) == 0
-    assert PAGE_SECONDS - LOOK_SECONDS < watcher.loses_after(1) < PAGE_SECONDS + 3 * STEP
+    assert SHARED_MEMORY_SECONDS - POLL_SECONDS < watcher.loses_after(1) < SHARED_MEMORY_SECONDS + 3 * STEP
 
 
 def test_detector_tick_that_is_a_little_late_counts() -> None:
@@ -199,14 +199,14 @@ def test_detector_beats_held_up_for_less_than_the_least_silence_raise_no_alarm(h
     for number, (beat_late, look_late) in enumerate(held):
         watcher.now = watcher.detector.due + look_late - EPSILON
         if watcher.now >= next_beat:
-            watcher.detector.heard(1, watcher.now, 10_000 + number)
-            next_beat = watcher.now + BEAT_SECONDS + beat_late
+            watcher.detector.record_heartbeat(1, watcher.now, 10_000 + number)
+            next_beat = watcher.now + HEARTBEAT_SECONDS + beat_late
         assert watcher.detector.tick(watcher.now) == []
 
 
 @given(
     st.lists(st.floats(0.001, 1.0), min_size=1, max_size=200),
-    st.sampled_from([PAGE_SECONDS, LINK_SECONDS]),
+    st.sampled_from([SHARED_MEMORY_SECONDS, LINK_SECONDS]),
 )
 def test_detector_allowed_silence_has_bounds(intervals: list[float], least: float) -> None:
     detector = Detector()
@@ -214,32 +214,36 @@ def test_detector_allowed_silence_has_bounds(intervals: list[float], least: floa
     detector.watch(1, now, least)
     for number, interval in enumerate(intervals):
         now += interval
-        detector.heard(1, now, number)
+        detector.record_heartbeat(1, now, number)
     detector.restart(now)
     detector.due = now + least - EPSILON
     assert detector.tick(now + least - EPSILON) == []
-    detector.due = now + MOST_SECONDS + EPSILON
-    assert [peer for peer, _ in detector.tick(now + MOST_SECONDS + EPSILON)] == [1]
+    detector.due = now + MAX_SILENCE_SECONDS + EPSILON
+    assert [peer for peer, _ in detector.tick(now + MAX_SILENCE_SECONDS + EPSILON)] == [1]
 
 
 def test_detector_irregular_rank_may_be_silent_longer() -> None:
     detector = Detector()
     now = 10.0
-    detector.watch(1, now, PAGE_SECONDS)
+    detector.watch(1, now, SHARED_MEMORY_SECONDS)
     for number in range(100):
         now += 0.05 if number % 2 else 0.15
-        detector.heard(1, now, number)
+        detector.record_heartbeat(1, now, number)
     detector.due = now + 0.4
     assert detector.tick(now + 0.4) == []  # the median is 0.1 or so, and each differs from it by 0.05
     detector.due = now + 0.55
     assert [peer for peer, _ in detector.tick(now + 0.55)] == [1]
 
 
-@pytest.mark.parametrize(("sight", "seconds"), [(Sight.OTHER, UNSTOPPED_SECONDS), (Sight.STARVED, STARVED_SECONDS)])
-def test_detector_rank_that_was_not_stopped_has_more_time_up_to_a_limit(sight: Sight, seconds: float) -> None:
+@pytest.mark.parametrize(
+    ("observation", "seconds"), [(Observation.OTHER, RUNNING_SECONDS), (Observation.STARVED, STARVED_SECONDS)]
+)
+def test_detector_rank_that_was_not_stopped_has_more_time_up_to_a_limit(
+    observation: Observation, seconds: float
+) -> None:
     watcher = Watcher(1, 2)
     watcher.run(1.0)
-    watcher.sights = {2: sight}
+    watcher.observations = {2: observation}
     assert seconds - 2 * STEP < watcher.loses_after(2) < seconds + 2 * STEP
 
 
@@ -247,16 +251,16 @@ def test_detector_stopped_rank_gets_no_extra_time() -> None:
     """However irregular it was."""
     watcher = Watcher(2)
     watcher.now = irregular(watcher.detector, 1, watcher.now)
-    watcher.sights = {1: Sight.STOPPED}
+    watcher.observations = {1: Observation.STOPPED}
     began = watcher.now
     assert watcher.run(5.0) == [1]
-    assert watcher.now - began < PAGE_SECONDS + 2 * STEP
+    assert watcher.now - began < SHARED_MEMORY_SECONDS + 2 * STEP
 
 
 def test_detector_starved_rank_is_forgiven() -> None:
     watcher = Watcher(1, 2)
     watcher.run(1.0)
-    watcher.sights, watcher.silent = {2: Sight.STARVED}, {2}
+    watcher.observations, watcher.silent = {2: Observation.STARVED}, {2}
     assert watcher.run(STARVED_SECONDS - 2 * STEP) == []
     watcher.silent = set()
     assert watcher.run(1.0) == []
@@ -264,7 +268,7 @@ def test_detector_starved_rank_is_forgiven() -> None:
 
 def test_detector_rank_without_a_beat_may_be_silent_for_the_longest_time() -> None:
     watcher = Watcher(1)
-    assert MOST_SECONDS - STEP < watcher.loses_after(1) < MOST_SECONDS + 2 * STEP
+    assert MAX_SILENCE_SECONDS - STEP < watcher.loses_after(1) < MAX_SILENCE_SECONDS + 2 * STEP
 
 
 def test_detector_rank_that_left_is_not_missed() -> None:
@@ -280,9 +284,9 @@ def test_detector_rank_that_left_is_not_missed() -> None:
 def test_detector_ranks_without_the_core_get_ten_seconds_and_delay_no_confirmation() -> None:
     watcher = Watcher(1)
     watcher.detector.watch(2, watcher.now, 10.0, 10.0, slow=True)
-    watcher.detector.heard(2, watcher.now)
+    watcher.detector.record_heartbeat(2, watcher.now)
     watcher.run(1.0)
-    assert watcher.loses_after(1) < PAGE_SECONDS + 2 * STEP
+    assert watcher.loses_after(1) < SHARED_MEMORY_SECONDS + 2 * STEP
     watcher.detector.forget(1)
     assert watcher.detector.tick(watcher.now + 0.01) == []
     assert watcher.detector.due == pytest.approx(watcher.now + 0.51), "there is no hurry"
@@ -301,24 +305,24 @@ class RemoteWatcher(Watcher):
 
 
 @pytest.mark.parametrize(
-    ("deadline", "sight", "seconds"),
+    ("deadline", "observation", "seconds"),
     [
         (3.0, None, 3.0),
-        (3.0, Sight.OTHER, 3.0),
-        (3.0, Sight.OUTAGE, 3.0),
-        (3.0, Sight.STARVED, STARVED_SECONDS),
-        (3.0, Sight.STOPPED, LINK_SECONDS),
+        (3.0, Observation.OTHER, 3.0),
+        (3.0, Observation.OUTAGE, 3.0),
+        (3.0, Observation.STARVED, STARVED_SECONDS),
+        (3.0, Observation.STOPPED, LINK_SECONDS),
         (30.0, None, STARVED_SECONDS),
-        (30.0, Sight.OUTAGE, 30.0),
+        (30.0, Observation.OUTAGE, 30.0),
         (0.5, None, 0.5),
     ],
 )
 def test_detector_rank_on_another_host_may_be_silent_until_the_deadline(
-    deadline: float, sight: Sight | None, seconds: float
+    deadline: float, observation: Observation | None, seconds: float
 ) -> None:
     watcher = RemoteWatcher(1, 2, deadline=deadline)
     watcher.run(1.0)
-    watcher.sights = {} if sight is None else {2: sight}
+    watcher.observations = {} if observation is None else {2: observation}
     began = watcher.now
     watcher.silent = {2}
     assert watcher.run(60.0) == [2]
@@ -362,16 +366,16 @@ def test_standstill_of_the_process_is_known_for_a_while() -> None:
     own, now = Standstill(), 1000.0
     assert not own.lately(now), "before the first look there is nothing to be late for"
     for _ in range(3):
-        own.look(now)
-        own.expect(now + LOOK_SECONDS)
-        now += LOOK_SECONDS + STILL_SECONDS
+        own.tick(now)
+        own.expect_tick(now + POLL_SECONDS)
+        now += POLL_SECONDS + STALL_SECONDS
         assert not own.lately(now - EPSILON)
     now += EPSILON
     assert own.lately(now), "even if it has not looked yet"
-    own.look(now)
-    own.expect(now + LOOK_SECONDS)
+    own.tick(now)
+    own.expect_tick(now + POLL_SECONDS)
     assert own.lately(now)
-    own.look(now + LOOK_SECONDS)
-    own.expect(now + 2 * LATELY_SECONDS)
-    assert own.lately(now + LATELY_SECONDS - EPSILON)
-    assert not own.lately(now + LATELY_SECONDS)
+    own.tick(now + POLL_SECONDS)
+    own.expect_tick(now + 2 * RECENT_SECONDS)
+    assert own.lately(now + RECENT_SECONDS - EPSILON)
+    assert not own.lately(now + RECENT_SECONDS)

@@ -32,7 +32,7 @@ class WaitStrategy(Protocol):
     def wait(self, reads: Iterable[Link], writes: Iterable[Link]) -> None:
         """Return when there may be something to do; raise when the group broke or the time is over."""
 
-    def look(self) -> float:
+    def poll(self) -> float:
         """Check what `wait` checks, without waiting; returns the seconds after which to check again."""
 
     def lost(self, peer: int) -> BaseException:

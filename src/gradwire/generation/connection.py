@@ -10,7 +10,7 @@ from gradwire.generation.control_gather import ControlGather, GatherRounds
 from gradwire.generation.lifetime import Lifetime
 from gradwire.generation.service_thread import ServiceThread
 from gradwire.identity import Identity
-from gradwire.liveness.lifeline import BeatCapability
+from gradwire.liveness.lifeline import HeartbeatProfile
 from gradwire.transports.base import CHECK_SECONDS, CONTROL_CHANNEL, LIFELINE_CHANNEL, Link, Resource, Transport
 from gradwire.transports.shm.shared_memory import OwnArena, SharedMemory
 
@@ -47,8 +47,8 @@ class Connection:
         """Wait for the ranks above to have dialled. One that is lost meanwhile ends the wait."""
         look_at = time.monotonic() + EXPECTED_SECONDS
         above = range(self.identity.rank + 1, self.identity.size)
-        while missing := self.service.not_met(above):
-            self.service.await_met(above, CHECK_SECONDS)
+        while missing := self.service.unconnected(above):
+            self.service.await_connected(above, CHECK_SECONDS)
             self.failure.check("init")
             now, name = time.monotonic(), self.identity.names[missing[0]]
             if now >= deadline:
@@ -87,7 +87,7 @@ class Connection:
 
     # -- showing that this rank lives ---------------------------------------------------------------------------------
 
-    def begin_to_beat(self, own: BeatCapability, arena: OwnArena | None) -> None:
+    def start_heartbeats(self, own: HeartbeatProfile, arena: OwnArena | None) -> None:
         """Show the others that this rank lives, in memory that some of them may come to see."""
         self.lifetime.add_resource(self.service.lifeline)
         self.service.lifeline.begin(own.native, arena)
@@ -96,7 +96,7 @@ class Connection:
         """Watch the processes of the ranks with which this one shares memory."""
         self.lifetime.add_resource(shared)
         self.failure.use_memory(shared)
-        self.service.add_lives(shared)
+        self.service.watch_processes(shared)
 
     def connect_lifeline(self, shared: SharedMemory | None, deadline: float) -> None:
         """Show the ranks that share no memory with this one that it lives, too."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from gradwire.errors import Broken, Closed, InvalidSize
 from gradwire.generation.failure_path import FailurePath
-from gradwire.generation.waiting import LAST_WORDS_SECONDS, OperationWait
+from gradwire.generation.waiting import DRAIN_SECONDS, OperationWait
 from gradwire.liveness.call_log import CallDescription, CallLog, call_site
 from gradwire.liveness.verdict import disagreement
 from gradwire.wire import MAX_CONTROL, fingerprint
@@ -83,11 +83,11 @@ class ControlGather:
         """How many have begun; the same on all ranks that have come as far."""
         return self._rounds.calls.sequence
 
-    def tell_all(self, value: Any, operation: str, timeout: float) -> list[Any]:
+    def gather(self, value: Any, operation: str, timeout: float) -> list[Any]:
         """Everybody's value, by rank; all call it together. `operation` is what errors call it."""
-        return self.tell(value, operation, timeout)()
+        return self.begin_gather(value, operation, timeout)()
 
-    def tell(self, value: Any, operation: str, timeout: float) -> Callable[[], list[Any]]:
+    def begin_gather(self, value: Any, operation: str, timeout: float) -> Callable[[], list[Any]]:
         """The same, for a caller that has something to do meanwhile: what this returns waits for the others."""
         failure, control = self._failure, self._failure.control
         if failure.closed:  # before any lock: in a forked child nobody may be there to release it
@@ -96,7 +96,7 @@ class ControlGather:
             raise InvalidSize(f"{operation} cannot tell all ranks so much: more than {MAX_CONTROL} bytes")
         number, arrived = self._rounds.begin(failure.identity.rank, operation, value)
         with self._or_break(operation):
-            if not control.sound:
+            if not control.intact:
                 control.called(time.monotonic())
                 failure.check(operation)
             control.share(number, operation, value)
@@ -133,10 +133,10 @@ class ControlGather:
                 return
             if lost := left.intersection(missing):
                 raise wait.lost(min(lost))
-            pause = wait.look()
+            pause = wait.poll()
             gone = {peer for peer in missing if failure.transport.gone(peer)}
             with changed:
                 changed.wait_for(
-                    lambda: len(arrived) == size or failure.closed or not failure.control.sound,
-                    LAST_WORDS_SECONDS if gone else pause,
+                    lambda: len(arrived) == size or failure.closed or not failure.control.intact,
+                    DRAIN_SECONDS if gone else pause,
                 )

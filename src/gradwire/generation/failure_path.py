@@ -33,10 +33,10 @@ class FailurePath:
         control: Control,
         alive: Callable[[int], bool],
         wake: Callable[[], None],
-        wake_waits: Iterable[Callable[[], None]] = (),
+        wake_waiters: Iterable[Callable[[], None]] = (),
     ) -> None:
         """`alive` tells whether a world rank was heard lately. `wake` lets the service thread decide and send what is
-        due; `wake_waits` let the threads that wait for messages look at what happened."""
+        due; `wake_waiters` let the threads that wait for messages look at what happened."""
         self.identity = identity
         self.transport = transport
         self.control = control
@@ -45,7 +45,7 @@ class FailurePath:
         self.closed = False
         self.inherited = False  # in a process that was forked from the rank
         self.wake = wake
-        self._wake_waits = tuple(wake_waits)
+        self._wake_waiters = tuple(wake_waiters)
         self._halts: list[Callable[[], None]] = []
         self._raised = False  # whether this rank's program has seen why the generation broke
         self._memory: SharedMemory | None = None
@@ -63,7 +63,7 @@ class FailurePath:
         It must not take a lock: it is called in forked children too.
         """
         self._halts.append(halt)
-        if self.closed or not self.control.sound:
+        if self.closed or not self.control.intact:
             halt()
 
     def forget_halt(self, halt: Callable[[], None]) -> None:
@@ -76,7 +76,7 @@ class FailurePath:
         self._halt_calls()
         self.alarm.ring()
         self.wake()
-        for wake in self._wake_waits:
+        for wake in self._wake_waiters:
             wake()
 
     def _halt_calls(self) -> None:
@@ -107,12 +107,12 @@ class FailurePath:
             raise Closed("this process was forked from a rank: the group belongs to the parent")
         if self.closed:
             raise Closed("the group is closed")
-        if not self.control.sound:
+        if not self.control.intact:
             raise self.error(operation, during)
 
     def error(self, operation: str | None, during: str = "") -> GradwireError:
         """The error of a broken generation, once the verdict is in; also for a caller that closed it meanwhile."""
-        if not self.control.settle(VERDICT_SECONDS):
+        if not self.control.await_verdict(VERDICT_SECONDS):
             return Closed("the group was closed while it broke", operation=operation)
         self._raised = True
         self._leave_memory_behind()
@@ -121,11 +121,11 @@ class FailurePath:
     def _leave_memory_behind(self) -> None:
         """A rank that does not know yet that all is over, or was frozen, may go on writing: not into users' arrays."""
         if self._memory is not None:
-            self._memory.own.leave_behind()
+            self._memory.own.detach_arrays()
 
     def take_unseen_mismatch(self) -> CollectiveMismatch | None:
         """The error of ranks that disagreed without waiting for each other, if no call has raised it yet; once."""
-        if self._raised or self.control.sound or not self.control.settle(VERDICT_SECONDS):
+        if self._raised or self.control.intact or not self.control.await_verdict(VERDICT_SECONDS):
             return None
         error = self.control.error(None, "")
         self._raised = isinstance(error, CollectiveMismatch)
@@ -136,7 +136,7 @@ class FailurePath:
         self.await_reason(peer)
         if self.closed:
             return Closed("the group was closed", operation=operation)
-        if self.control.sound:
+        if self.control.intact:
             now = time.monotonic()
             self.control.missed(peer, now)
             self.control.lost(peer, now, "ended its thread" if self.transport.gone(peer) else "closed its link")
@@ -146,7 +146,7 @@ class FailurePath:
     def await_reason(self, peer: int) -> None:
         """Give the control channel a moment to say why a link to a world rank ended or cannot be made."""
         deadline = time.monotonic() + ANSWER_SECONDS
-        while self.control.sound and not self.closed and not self.control.has_left(peer):
+        while self.control.intact and not self.closed and not self.control.has_left(peer):
             if time.monotonic() >= deadline:
                 return
             self.transport.wait((), (), self.alarm, 0.01)
@@ -167,4 +167,4 @@ class FailurePath:
 
     def unreachable(self) -> set[int]:
         """The world ranks that this rank itself, and not only by hearsay, found to be lost."""
-        return set(self.control.complaints)
+        return set(self.control.unreachable_peers)

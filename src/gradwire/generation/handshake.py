@@ -13,19 +13,19 @@ from gradwire.errors import ConfigError, UnsupportedOp
 from gradwire.generation.connection import Connection
 from gradwire.host import native_core
 from gradwire.identity import PROTOCOL, Identity
-from gradwire.liveness.lifeline import BeatCapability
+from gradwire.liveness.lifeline import HeartbeatProfile
 from gradwire.transports.shm.shared_memory import SharedMemory, Sharing
 
 
 class Entry(NamedTuple):
     """What a rank sends first: the version of this protocol, its run, the transport that it asks for, its tuning table
-    if it is rank 0, its nature, and an offer to share memory."""
+    if it is rank 0, its profile, and an offer to share memory."""
 
     protocol: int
     run: str
     wish: str
     table: Any
-    nature: Any
+    profile: Any
     offer: Any
 
     @classmethod
@@ -33,13 +33,13 @@ class Entry(NamedTuple):
         """The entry of a rank; `ConfigError` blames that rank for one that others cannot work with."""
         name = identity.names[rank]
         match told:
-            case [int(protocol), str(run), str(wish), table, nature, offer]:
+            case [int(protocol), str(run), str(wish), table, profile, offer]:
                 if protocol != PROTOCOL:
                     text = f"{name} uses set-up protocol {protocol}, and this rank uses {PROTOCOL}"
                     raise ConfigError(f"{text}: install the same gradwire on all machines", peer=rank)
                 if run != identity.run.hex():
                     raise ConfigError(f"{name} is in run {run[:32]}, and this rank in {identity.run.hex()}", peer=rank)
-                return cls(protocol, run, wish, table, nature, offer)
+                return cls(protocol, run, wish, table, profile, offer)
         raise ConfigError(
             f"{name} sets up a generation in another way: install the same gradwire on all machines", peer=rank
         )
@@ -71,10 +71,10 @@ def agree(
     table = tuning_table.load(os.environ) if identity.rank == 0 else None
 
     def tell(value: Any) -> Callable[[], list[Any]]:
-        return connection.control_gather.tell(value, "init", max(0.1, deadline - time.monotonic()))
+        return connection.control_gather.begin_gather(value, "init", max(0.1, deadline - time.monotonic()))
 
     encoded = table and tuning_table.encode(table)
-    own = BeatCapability.own(peer_timeout)
+    own = HeartbeatProfile.own(peer_timeout)
     hosts = [identity.topology.host_of(rank) for rank in range(identity.size)]
     with Sharing(identity.rank, hosts, wanted_transport != "tcp" and native_core.available()) as offers:
         first = Entry(PROTOCOL, identity.run.hex(), wanted_transport, encoded, own.to_wire(), offers.offer())
@@ -83,7 +83,7 @@ def agree(
         entries = [Entry.of(rank, told, identity) for rank, told in enumerate(hear())]
         agreed_table = _table(entries[0].table)
         hear = tell(offers.dial([entry.offer for entry in entries], deadline))
-        connection.begin_to_beat(own, offers.arena)
+        connection.start_heartbeats(own, offers.arena)
         complete = offers.answer(hear())
         shared, sharing = offers.keep(tell(complete)())
         if shared is not None:
@@ -92,7 +92,7 @@ def agree(
     connection.connect_lifeline(shared, deadline)
     if len(identity.topology.hosts) > 1 or not all(sharing):  # then some ranks have links to make
         tell(None)()
-    connection.service.lifeline.expect([BeatCapability.from_wire(entry.nature) for entry in entries])  # all beat
+    connection.service.lifeline.watch([HeartbeatProfile.from_wire(entry.profile) for entry in entries])  # all beat
     connection.service.wake()
     return Agreement(agreed_table, shared, sharing)
 

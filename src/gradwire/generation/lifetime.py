@@ -65,7 +65,7 @@ class Lifetime:
 
     def give_up(self, error: BaseException) -> None:
         """Close everything because of an error, and tell the other ranks, unless they know why."""
-        known = isinstance(error, (Broken, Closed)) or not self._failure.control.sound
+        known = isinstance(error, (Broken, Closed)) or not self._failure.control.intact
         reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         self.close(None if known else Finding("aborted", reason[:2000], self._failure.identity.rank))
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gradwire.transports.base import Link
 
 COPY_TAG = -1
-MAX_KEPT = 64 << 20  # bytes of unasked messages from one peer, before its link is no longer read
+MAX_UNMATCHED_BYTES = 64 << 20  # bytes of unasked messages from one peer, before its link is no longer read
 _OVERHEAD = 256
 
 
@@ -47,7 +47,7 @@ class IncomingMessage:
 
     @property
     def weight(self) -> int:
-        """What an unasked letter counts against its sender."""
+        """What an unasked message counts against its sender."""
         return _OVERHEAD + (self.nbytes if self.identity == 0 else 0)
 
 
@@ -68,8 +68,8 @@ class Request:
     def done(self) -> bool:
         return self.sender is not None or self.error is not None
 
-    def fits(self, letter: IncomingMessage) -> bool:
-        return self.group == letter.group and self.tag == letter.tag and self.wants(letter.source, letter.world)
+    def fits(self, message: IncomingMessage) -> bool:
+        return self.group == message.group and self.tag == message.tag and self.wants(message.source, message.world)
 
     def wants(self, source: int, world: int) -> bool:
         """Whether a message of this rank is meant, and whoever sent it is that rank."""
@@ -94,7 +94,7 @@ class Offer:
 class Transfer:
     """A payload on its way in, for a request or, once that gave up, for the next one."""
 
-    letter: IncomingMessage
+    message: IncomingMessage
     request: Request | None
     target: memoryview
     arriving: bool = False  # on one of the peer's links; on another it must not
@@ -105,66 +105,66 @@ class UnmatchedMessages:
 
     def __init__(self) -> None:
         # By group and tag, then by the rank that is said to have sent it, and the one that has.
-        self._places: dict[tuple[int, int], dict[tuple[int, int], deque[IncomingMessage]]] = {}
+        self._queues: dict[tuple[int, int], dict[tuple[int, int], deque[IncomingMessage]]] = {}
         self.arrived = 0  # messages, so far
 
-    def add(self, letter: IncomingMessage) -> None:
-        if not letter.number:
+    def add(self, message: IncomingMessage) -> None:
+        if not message.number:
             self.arrived += 1
-            letter.number = self.arrived
-        queue = self._places.setdefault((letter.group, letter.tag), {}).setdefault(letter.sender, deque())
-        later = (position for position, other in enumerate(queue) if letter.number < other.number)
-        if queue and letter.number < queue[-1].number:  # one that was taken and is put back
-            queue.insert(next(later), letter)
+            message.number = self.arrived
+        queue = self._queues.setdefault((message.group, message.tag), {}).setdefault(message.sender, deque())
+        later = (position for position, other in enumerate(queue) if message.number < other.number)
+        if queue and message.number < queue[-1].number:  # one that was taken and is put back
+            queue.insert(next(later), message)
         else:
-            queue.append(letter)
+            queue.append(message)
 
     @property
     def queues(self) -> int:
         """How many groups and tags have messages: nothing is kept of others."""
-        return len(self._places)
+        return len(self._queues)
 
     def find(self, request: Request) -> IncomingMessage | None:
-        """The eldest letter that a request means."""
-        queues = self._places.get((request.group, request.tag))
+        """The oldest message that a request means."""
+        queues = self._queues.get((request.group, request.tag))
         if not queues:
             return None
         if request.source is not None:
             queue = queues.get((request.source, request.world(request.source)))
             return queue[0] if queue else None
-        eldest = (queue[0] for sender, queue in queues.items() if request.wants(*sender))
-        return min(eldest, key=lambda letter: letter.number, default=None)
+        oldest = (queue[0] for sender, queue in queues.items() if request.wants(*sender))
+        return min(oldest, key=lambda message: message.number, default=None)
 
-    def take(self, letter: IncomingMessage) -> None:
-        """Remove a letter: the first of its queue, unless it is withdrawn."""
-        key = letter.group, letter.tag
-        queue = self._places[key][letter.sender]
-        if queue[0] is letter:
+    def remove(self, message: IncomingMessage) -> None:
+        """Remove a message: the first of its queue, unless it is withdrawn."""
+        key = message.group, message.tag
+        queue = self._queues[key][message.sender]
+        if queue[0] is message:
             queue.popleft()
         else:
-            queue.remove(letter)
+            queue.remove(message)
         if not queue:  # nothing is kept of tags that are used once
-            del self._places[key][letter.sender]
-            if not self._places[key]:
-                del self._places[key]
+            del self._queues[key][message.sender]
+            if not self._queues[key]:
+                del self._queues[key]
 
 
 class Mailbox:
     """Everything that has arrived or is asked for on one rank. `changed` guards it and tells those who wait."""
 
-    def __init__(self, accept: Callable[[int, IncomingMessage], None], relieved: Callable[[], None]) -> None:
+    def __init__(self, accept: Callable[[int, IncomingMessage], None], has_room: Callable[[], None]) -> None:
         self.changed = threading.Condition(threading.RLock())
         self._accept = accept  # tells the sender of an offer (a world rank) to go on
-        self._relieved = relieved  # told when a peer that was overfull no longer is
+        self._has_room = has_room  # told when a peer that was overfull no longer is
         self.unmatched = UnmatchedMessages()
         self._requests: list[Request] = []
         self._offers: dict[int, Offer] = {}
         self._offered: dict[tuple[int, int], IncomingMessage] = {}  # by sender and identity, until the payload is here
         self._transfers: dict[tuple[int, int], Transfer] = {}
         self._identity = 0
-        self._kept: dict[int, int] = {}
+        self._unmatched_bytes: dict[int, int] = {}
 
-    def wake_waits(self) -> None:
+    def wake_waiters(self) -> None:
         """Let those who wait look around: something changed that they cannot see here."""
         with self.changed:
             self.changed.notify_all()
@@ -176,16 +176,16 @@ class Mailbox:
         """How many requests have no message yet."""
         return len(self._requests)
 
-    def ask(self, request: Request) -> None:
+    def post_request(self, request: Request) -> None:
         """Post a `recv`; it may be done at once."""
         with self.changed:
-            letter = self.unmatched.find(request)
-            if letter is None:
+            message = self.unmatched.find(request)
+            if message is None:
                 self._requests.append(request)
             else:
-                self._match(letter, request)
+                self._match(message, request)
 
-    def give_up(self, request: Request, redirect: Callable[[int, memoryview, memoryview], None]) -> bool:
+    def cancel_request(self, request: Request, redirect: Callable[[int, memoryview, memoryview], None]) -> bool:
         """End a `recv` early; False if it was done after all. What it had accepted keeps its place in the queue.
 
         redirect(world rank, old, new) stops a payload that is arriving in `old` from being written there any more.
@@ -200,40 +200,40 @@ class Mailbox:
                 if transfer.request is request:
                     transfer.request = None
                     if transfer.target is request.target:
-                        transfer.target = memoryview(bytearray(transfer.letter.nbytes))
+                        transfer.target = memoryview(bytearray(transfer.message.nbytes))
                         redirect(world, request.target, transfer.target)
-                    self._keep(transfer.letter)
+                    self._add_unmatched(transfer.message)
                     return True
             return True
 
-    def _match(self, letter: IncomingMessage, request: Request) -> None:
-        """Give a letter of the shelf to a request, or the request its error."""
-        request.error = _unfitting(letter, request)
+    def _match(self, message: IncomingMessage, request: Request) -> None:
+        """Give a message of the shelf to a request, or the request its error."""
+        request.error = _unfitting(message, request)
         if request.error is not None:
             self.changed.notify_all()
             return
-        self._unkeep(letter)
-        transfer = self._transfers.get((letter.world, letter.identity))
-        if letter.payload is not None:
-            request.target[:] = letter.payload
-            request.sender = letter.source
+        self._remove_unmatched(message)
+        transfer = self._transfers.get((message.world, message.identity))
+        if message.payload is not None:
+            request.target[:] = message.payload
+            request.sender = message.source
         elif transfer is not None:
             transfer.request = request  # half-arrived, and its first asker gave up: it ends up here when it is whole
         else:
-            self._transfers[letter.world, letter.identity] = Transfer(letter, request, request.target)
-            self._accept(letter.world, letter)
+            self._transfers[message.world, message.identity] = Transfer(message, request, request.target)
+            self._accept(message.world, message)
         self.changed.notify_all()
 
-    def _keep(self, letter: IncomingMessage) -> None:
-        self.unmatched.add(letter)
-        self._kept[letter.world] = self._kept.get(letter.world, 0) + letter.weight
+    def _add_unmatched(self, message: IncomingMessage) -> None:
+        self.unmatched.add(message)
+        self._unmatched_bytes[message.world] = self._unmatched_bytes.get(message.world, 0) + message.weight
 
-    def _unkeep(self, letter: IncomingMessage) -> None:
-        self.unmatched.take(letter)
-        was_overfull = self.overfull(letter.world)
-        self._kept[letter.world] -= letter.weight
-        if was_overfull and not self.overfull(letter.world):
-            self._relieved()
+    def _remove_unmatched(self, message: IncomingMessage) -> None:
+        self.unmatched.remove(message)
+        was_overfull = self.overfull(message.world)
+        self._unmatched_bytes[message.world] -= message.weight
+        if was_overfull and not self.overfull(message.world):
+            self._has_room()
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
@@ -252,11 +252,11 @@ class Mailbox:
     # -- arriving (the reading thread) --------------------------------------------------------------------------------
 
     def overfull(self, world: int) -> bool:
-        return self.kept_bytes(world) > MAX_KEPT
+        return self.unmatched_bytes(world) > MAX_UNMATCHED_BYTES
 
-    def kept_bytes(self, world: int) -> int:
+    def unmatched_bytes(self, world: int) -> int:
         """Bytes that messages of this peer take up while no `recv` has asked for them."""
-        return self._kept.get(world, 0)
+        return self._unmatched_bytes.get(world, 0)
 
     def begin(self, world: int, header: Header) -> memoryview:
         """Memory for a payload that is about to arrive; `WireError` for one that nobody expects."""
@@ -267,7 +267,7 @@ class Mailbox:
         if header.kind == Kind.PAYLOAD:
             with self.changed:
                 transfer = self._transfers.get((world, header.sequence))
-                if transfer is None or transfer.letter.nbytes != header.nbytes:
+                if transfer is None or transfer.message.nbytes != header.nbytes:
                     raise WireError(f"a payload of {header.nbytes} bytes that was not accepted")
                 if transfer.arriving:
                     raise WireError("a payload on two links at once")
@@ -282,13 +282,13 @@ class Mailbox:
         with self.changed:
             match header.kind:
                 case Kind.EAGER:
-                    self._arrive(_letter(world, header, payload))
+                    self._arrive(_message(world, header, payload))
                 case Kind.OFFER:
-                    letter = _letter(world, header, None)
-                    if not letter.identity or (world, letter.identity) in self._offered:
-                        raise WireError(f"an offer with the identity {letter.identity}, of none or of another")
-                    self._offered[world, letter.identity] = letter
-                    self._arrive(letter)
+                    message = _message(world, header, None)
+                    if not message.identity or (world, message.identity) in self._offered:
+                        raise WireError(f"an offer with the identity {message.identity}, of none or of another")
+                    self._offered[world, message.identity] = message
+                    self._arrive(message)
                 case Kind.PAYLOAD:
                     self._complete(world, header.sequence, payload)
                 case Kind.ACCEPT:
@@ -299,40 +299,40 @@ class Mailbox:
                     self._withdrawn(world, header.sequence)
             self.changed.notify_all()
 
-    def _arrive(self, letter: IncomingMessage) -> None:
-        self._keep(letter)
-        for request in [request for request in self._requests if request.fits(letter)]:
+    def _arrive(self, message: IncomingMessage) -> None:
+        self._add_unmatched(message)
+        for request in [request for request in self._requests if request.fits(message)]:
             self._requests.remove(request)
-            self._match(letter, request)
+            self._match(message, request)
             if request.error is None:
                 return
 
     def _withdrawn(self, world: int, identity: int) -> None:
-        letter, transfer = self._offered.get((world, identity)), self._transfers.get((world, identity))
-        if letter is None:
+        message, transfer = self._offered.get((world, identity)), self._transfers.get((world, identity))
+        if message is None:
             return
         if transfer is not None and transfer.arriving:
             raise WireError("a message that is withdrawn while it arrives")
         del self._offered[world, identity]
         if transfer is None or transfer.request is None:
-            self._unkeep(letter)
+            self._remove_unmatched(message)
         if transfer is not None:
             del self._transfers[world, identity]
             if transfer.request is not None:
-                self.ask(transfer.request)  # accepted just as the sender gave up
+                self.post_request(transfer.request)  # accepted just as the sender gave up
 
     def _complete(self, world: int, identity: int, payload: memoryview) -> None:
         transfer = self._transfers.pop((world, identity))
         del self._offered[world, identity]
-        letter, request = transfer.letter, transfer.request
-        letter.payload = payload
+        message, request = transfer.message, transfer.request
+        message.payload = payload
         if request is not None:
             if transfer.target is not request.target:
                 request.target[:] = payload
-            request.sender = letter.source
+            request.sender = message.source
 
 
-def _letter(world: int, header: Header, payload: memoryview | None) -> IncomingMessage:
+def _message(world: int, header: Header, payload: memoryview | None) -> IncomingMessage:
     identity = 0 if payload is not None else header.sequence
     tag = header.fingerprint if header.fingerprint < 1 << 63 else header.fingerprint - (1 << 64)
     nbytes = header.nbytes if payload is not None else header.tile | header.round << 32
@@ -342,17 +342,17 @@ def _letter(world: int, header: Header, payload: memoryview | None) -> IncomingM
     )
 
 
-def _unfitting(letter: IncomingMessage, request: Request) -> GradwireError | None:
+def _unfitting(message: IncomingMessage, request: Request) -> GradwireError | None:
     """Why a message cannot be taken into the buffer that was offered for it."""
-    if letter.dtype != request.dtype:
-        theirs, mine = dtype_named(letter.dtype), dtype_named(request.dtype)
-        text = f"rank {letter.source} copies {theirs}, but y is {mine}; the copy is kept"
-        return ArrayError(text, operation="copy", peer=letter.source)
-    if letter.nbytes == len(request.target):
+    if message.dtype != request.dtype:
+        theirs, mine = dtype_named(message.dtype), dtype_named(request.dtype)
+        text = f"rank {message.source} copies {theirs}, but y is {mine}; the copy is kept"
+        return ArrayError(text, operation="copy", peer=message.source)
+    if message.nbytes == len(request.target):
         return None
-    what = f"copies {letter.nbytes} bytes" if letter.dtype else f"sent {letter.nbytes} bytes with tag {letter.tag}"
-    text = f"rank {letter.source} {what}, the buffer has {len(request.target)}; the message is kept"
-    return SizeMismatch(text, operation="copy" if letter.dtype else "recv", peer=letter.source)
+    what = f"copies {message.nbytes} bytes" if message.dtype else f"sent {message.nbytes} bytes with tag {message.tag}"
+    text = f"rank {message.source} {what}, the buffer has {len(request.target)}; the message is kept"
+    return SizeMismatch(text, operation="copy" if message.dtype else "recv", peer=message.source)
 
 
 class MessageSink:

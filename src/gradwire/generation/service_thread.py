@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable
 from gradwire.generation.control_gather import GatherRounds
 from gradwire.generation.failure_path import FailurePath
 from gradwire.generation.mailbox import IncomingMessage, Mailbox, MessageSink
-from gradwire.generation.waiting import LAST_WORDS_SECONDS
+from gradwire.generation.waiting import DRAIN_SECONDS
 from gradwire.identity import Identity
-from gradwire.liveness.beat_messages import BeatSink
 from gradwire.liveness.control import Control, ControlSink
+from gradwire.liveness.heartbeat_messages import HeartbeatSink
 from gradwire.liveness.lifeline import Lifeline
 from gradwire.liveness.verdict import Finding
 from gradwire.transports.base import CONTROL_CHANNEL, MESSAGE_CHANNEL, Link, LinkClosed, Transport
@@ -50,19 +50,19 @@ class ServiceThread:
         self._control_sink = ControlSink(self.control, identity.check_header)
         host = identity.topology.host_of(identity.rank)
         remote = [peer for peer in range(identity.size) if identity.topology.host_of(peer) != host]
-        beats = BeatSink(identity.check_header)
+        beats = HeartbeatSink(identity.check_header)
         self.lifeline = Lifeline(self.control, identity.frame(Kind.BEAT), beats, self._pump, remote)
         self.mailbox = Mailbox(self._accept_offer, self.wake)
-        wake_waits = (rounds.wake, self.mailbox.wake_waits)
-        self.failure = FailurePath(identity, transport, self.control, self.lifeline.alive, self.wake, wake_waits)
+        wake_waiters = (rounds.wake, self.mailbox.wake_waiters)
+        self.failure = FailurePath(identity, transport, self.control, self.lifeline.alive, self.wake, wake_waiters)
         self._mail_sink = MessageSink(self.mailbox, identity.check_header)
         self._bell = transport.bell()
         self._lock = threading.Lock()
         self._outboxes: dict[tuple[int, int], Outbox] = {}  # by world rank and channel: links this rank writes to
         self._readers: list[FrameReader] = []
         self._message_links: dict[int, threading.Lock] = {}
-        self._clogged: set[int] = set()  # world ranks that take no messages off their links
-        self._met = threading.Condition()
+        self._unread: set[int] = set()  # world ranks that take no messages off their links
+        self._connected = threading.Condition()
         self._ending = False
         self._thread = threading.Thread(target=self._run, name="gradwire-service", daemon=True)
 
@@ -102,24 +102,24 @@ class ServiceThread:
             return
         reader = FrameReader(link, self._control_sink, threading.Lock(), CONTROL_READ_AHEAD)
         self._serve_link(link, CONTROL_CHANNEL, reader)
-        self.control.introduce(link.peer)
-        with self._met:
-            self._met.notify_all()
+        self.control.linked(link.peer)
+        with self._connected:
+            self._connected.notify_all()
 
     def outbox(self, peer: int, channel: int) -> Outbox | None:
         """Where messages to a world rank wait for their turn, if there is a link that this rank writes to."""
         return self._outboxes.get((peer, channel))
 
-    def not_met(self, peers: Iterable[int]) -> list[int]:
+    def unconnected(self, peers: Iterable[int]) -> list[int]:
         """Those of these world ranks with which there is no control link."""
         return [peer for peer in peers if (peer, CONTROL_CHANNEL) not in self._outboxes]
 
-    def await_met(self, peers: Iterable[int], seconds: float) -> None:
+    def await_connected(self, peers: Iterable[int], seconds: float) -> None:
         """Return when there are control links with all these world ranks, or the time is over."""
-        with self._met:
-            self._met.wait_for(lambda: not self.not_met(peers), seconds)
+        with self._connected:
+            self._connected.wait_for(lambda: not self.unconnected(peers), seconds)
 
-    def add_lives(self, shared: SharedMemory) -> None:
+    def watch_processes(self, shared: SharedMemory) -> None:
         """Watch the processes of those this rank shares memory with, as links on which nothing comes but the end."""
         lives = [FrameReader(PidfdLink(peer, shared), self._control_sink, self._lock, 1) for peer in shared.pidfds]
         with self._lock:
@@ -157,17 +157,17 @@ class ServiceThread:
             for key, outbox in list(self._outboxes.items()):
                 if outbox.link is link:
                     del self._outboxes[key]
-        self.lifeline.end_of(link)
+        self.lifeline.link_ended(link)
         link.close()
         self.failure.link_ended(link)
-        self.mailbox.wake_waits()
+        self.mailbox.wake_waiters()
 
     def departed(self, peer: int) -> bool:
         """Whether a world rank has left and nothing more can come from it."""
         if self._transport.gone(peer):
             return True
         left = self.control.left_at(peer)
-        if left is None or time.monotonic() - left < LAST_WORDS_SECONDS:
+        if left is None or time.monotonic() - left < DRAIN_SECONDS:
             return False
         return not any(reader.link.channel == MESSAGE_CHANNEL and reader.link.peer == peer for reader in self._readers)
 
@@ -177,15 +177,15 @@ class ServiceThread:
         """Send a control message to a world rank, in its turn."""
         self._post(peer, CONTROL_CHANNEL, self._identity.frame(Kind.CONTROL, payload))
 
-    def _accept_offer(self, world: int, letter: IncomingMessage) -> None:
-        self._post(world, -MESSAGE_CHANNEL, self._identity.frame(Kind.ACCEPT, sequence=letter.identity))
+    def _accept_offer(self, world: int, message: IncomingMessage) -> None:
+        self._post(world, -MESSAGE_CHANNEL, self._identity.frame(Kind.ACCEPT, sequence=message.identity))
 
     def _post(self, peer: int, channel: int, message: bytes) -> None:
         outbox = self.outbox(peer, channel)
         if outbox is not None and outbox.full:  # who asks without end and hears no answer must not fill our memory
             # The service thread reports it: a thread that posts may hold the mailbox's lock, and the control takes it
             # while it holds its own.
-            self._clogged.add(peer)
+            self._unread.add(peer)
             self._bell.ring()
         elif outbox is not None:
             with contextlib.suppress(LinkClosed, OSError):  # the reading side learns of it, and decides
@@ -214,15 +214,15 @@ class ServiceThread:
         cut_at = 0.0
         while True:
             now = time.monotonic()
-            while self._clogged:
-                self.control.lost(self._clogged.pop(), now, "takes no messages off its links")
+            while self._unread:
+                self.control.lost(self._unread.pop(), now, "takes no messages off its links")
             pause = min(self.control.tick(now), self.lifeline.tick(now))
             if now >= cut_at:
                 self._cut_links()
                 cut_at = now + CUT_SECONDS
             if self._ending:
                 give_up_at = give_up_at or now + GOODBYE_SECONDS
-                lost = self.control.complaints  # and would not hear a goodbye
+                lost = self.control.unreachable_peers  # and would not hear a goodbye
                 if now >= give_up_at or not any(box.waiting for box in self._served() if box.link.peer not in lost):
                     return
                 pause = min(pause, give_up_at - now)
@@ -261,7 +261,7 @@ class ServiceThread:
             self._end_of_link(outbox.link)
             return
         if done:
-            self.mailbox.wake_waits()
+            self.mailbox.wake_waiters()
 
     def _pump(self, reader: Reader) -> None:
         try:

@@ -17,18 +17,18 @@ from gradwire.wire import WireError, parse
 log = logging.getLogger("gradwire")
 
 SLOW_SECONDS = 5.0
-LAST_WORDS_SECONDS = 0.2  # in which messages that a rank sent before its end may still arrive
+DRAIN_SECONDS = 0.2  # in which messages that a rank sent before its end may still arrive
 POLL_SECONDS = 0.25  # between looks at what rings no bell: the end of an in-process rank's thread
 
 
-class Slowness:
+class SlowWait:
     """When a wait is long enough to be told: at 5, 10, 20 … seconds."""
 
     def __init__(self, began: float) -> None:
         self.began = began
         self.due = began + SLOW_SECONDS
 
-    def told(self, now: float) -> None:
+    def reported(self, now: float) -> None:
         self.due = now + (now - self.began)
 
 
@@ -41,9 +41,9 @@ class OperationWait:
         self.operation = operation
         self.sequence = sequence
         self.timeout = timeout
-        self._slowness: Slowness | None = None  # begins when the operation first has to wait
+        self._slow_wait: SlowWait | None = None  # begins when the operation first has to wait
         self._deadline = 0.0
-        self._last_look = False
+        self._last_poll = False
 
     def during(self) -> str:
         call = self._calls.call(self.sequence)
@@ -54,39 +54,39 @@ class OperationWait:
         """Return when there may be something to do; raise when the group broke or the time is over."""
         failure = self._failure
         failure.transport.wait(reads, writes, failure.alarm, self._pause(time.monotonic()))
-        self.look(reads, writes)
+        self.poll(reads, writes)
 
-    def look(self, reads: Iterable[Link] = (), writes: Iterable[Link] = ()) -> float:
+    def poll(self, reads: Iterable[Link] = (), writes: Iterable[Link] = ()) -> float:
         """As `wait`, by one that has waited already: the seconds until it should ask again."""
         failure = self._failure
         if self._calls.closed or failure.closed:
             raise self.broken()
-        if not failure.control.sound:
+        if not failure.control.intact:
             # What has arrived is still taken: the call that others dispute may be the next one.
-            if self._last_look:
+            if self._last_poll:
                 raise self.broken()
-            self._last_look = True
+            self._last_poll = True
             return 0.0
         now = time.monotonic()
-        slowness = self._begun(now)
+        slow_wait = self._begun(now)
         for link in {*reads, *writes}:
             if failure.transport.gone(link.peer):
                 failure.control.lost(link.peer, now, "ended its thread")
                 raise self.broken()
         if now >= self._deadline:
             raise self._timed_out()
-        if now >= slowness.due:
-            slowness.told(now)
-            waited = now - slowness.began
+        if now >= slow_wait.due:
+            slow_wait.reported(now)
+            waited = now - slow_wait.began
             rank = failure.identity.rank
             log.warning("rank %d has waited %.0f s%s: %s", rank, waited, self.during(), self._describe(self.late()))
         return self._pause(time.monotonic())
 
-    def _begun(self, now: float) -> Slowness:
-        if self._slowness is None:
-            self._slowness = Slowness(now)
+    def _begun(self, now: float) -> SlowWait:
+        if self._slow_wait is None:
+            self._slow_wait = SlowWait(now)
             self._deadline = now + self.timeout
-        return self._slowness
+        return self._slow_wait
 
     def _pause(self, now: float) -> float:
         due = self._begun(now).due
@@ -94,7 +94,7 @@ class OperationWait:
 
     def broken(self) -> GradwireError:
         """The error to raise when the group can no longer be used."""
-        if self._failure.closed or (self._calls.closed and self._failure.control.sound):
+        if self._failure.closed or (self._calls.closed and self._failure.control.intact):
             return Closed("the group was closed", operation=self.operation)
         return self._failure.error(self.operation, self.during())
 
@@ -162,7 +162,7 @@ class OperationWait:
             return f"rank {rank} is alive but stuck outside of any call, its last call was {place.last}"
         if not self._failure.alive(rank):
             return f"rank {rank} does not answer"
-        known = self._failure.control.last_heard(self._calls, rank)
+        known = self._failure.control.last_known_call(self._calls, rank)
         last = f"{known.what} #{known.sequence}" if known is not None else "not told"
         why = "its interpreter does not run, as if a call into C held its lock"
         return f"rank {rank} is alive but stuck: {why}; its last call was {last}"

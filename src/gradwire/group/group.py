@@ -28,7 +28,7 @@ from gradwire.transports.base import Link
 from gradwire.transports.shm.shared_memory import SharedMemory
 from gradwire.wire import fingerprint, group_identity
 
-CONFER_SECONDS = 0.25  # longest delay at the end of `with group`, to compare the last calls of all ranks
+COMPARE_SECONDS = 0.25  # longest delay at the end of `with group`, to compare the last calls of all ranks
 WORLD = 1
 _NOTHING = np.dtype([])  # its elements have 0 bytes: NumPy validates a shape without allocating memory
 
@@ -158,10 +158,10 @@ class Group(CollectiveCalls, PointToPointCalls):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         unseen = None
-        if error is not None and self._generation.control.sound and not self._closed:
+        if error is not None and self._generation.control.intact and not self._closed:
             self.abort(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
         elif error is None and self.size > 1 and not self._closed:
-            self._generation.control.confer(self._runner.calls, time.monotonic(), CONFER_SECONDS)
+            self._generation.control.compare_calls(self._runner.calls, time.monotonic(), COMPARE_SECONDS)
             unseen = self._generation.failure.take_unseen_mismatch()
         self.close()
         if unseen is not None:
@@ -202,7 +202,7 @@ class Group(CollectiveCalls, PointToPointCalls):
         0
         >>> one.close(); two.close()
         """
-        if self._closed or not self._generation.control.sound:
+        if self._closed or not self._generation.control.intact:
             return
         finding = Finding("aborted", str(reason)[:2000], self._generation.identity.rank)
         self._generation.control.report(finding, time.monotonic())

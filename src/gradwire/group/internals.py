@@ -116,12 +116,12 @@ class GroupInternals:
     @property
     def is_broken(self) -> bool:
         """Whether the generation is broken."""
-        return not self._generation.control.sound
+        return not self._generation.control.intact
 
     @property
     def is_left_behind(self) -> bool:
         """Whether the generation broke because the other ranks declared this rank lost and continue without it."""
-        return self._generation.control.given_up
+        return self._generation.control.declared_lost
 
     @property
     def identity(self) -> Identity:

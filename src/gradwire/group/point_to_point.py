@@ -164,15 +164,15 @@ class PointToPoint:
     def _await_acceptance(self, offer: Offer, dst: int, deadline: float, operation: str) -> None:
         """Return when an offer was accepted, or was withdrawn because the time is over."""
         mailbox = self.generation.mailbox
-        slowness = SlowWait(time.monotonic())
+        slow_wait = SlowWait(time.monotonic())
         while True:
             with mailbox.changed:
                 now = time.monotonic()
                 if offer.accepted or (now >= deadline and mailbox.withdraw(offer)):
                     return
-                mailbox.changed.wait(_pause(now, deadline, slowness))
+                mailbox.changed.wait(_pause(now, deadline, slow_wait))
             self._check_reachable(dst, operation)
-            self._log_if_slow(slowness, f"in {operation} to rank {dst}, which has not called recv", [dst])
+            self._log_if_slow(slow_wait, f"in {operation} to rank {dst}, which has not called recv", [dst])
 
     def _post(self, outbox: Outbox, dst: int, operation: str, message: bytes) -> None:
         try:
@@ -255,7 +255,7 @@ class PointToPoint:
         generation, mailbox = self.generation, self.generation.mailbox
         if deadline is None:
             deadline = time.monotonic() + timeout
-        slowness = SlowWait(time.monotonic())
+        slow_wait = SlowWait(time.monotonic())
         whom = "any rank" if request.source is None else f"rank {request.source}"
         peers = [request.source] if request.source is not None else self._others()
         try:
@@ -265,8 +265,8 @@ class PointToPoint:
                     if now >= deadline or not self._usable() or self._senders_departed(request):
                         break
                     if not request.done:
-                        mailbox.changed.wait(_pause(now, deadline, slowness))
-                self._log_if_slow(slowness, f"for a message from {whom} with tag {request.tag}", peers)
+                        mailbox.changed.wait(_pause(now, deadline, slow_wait))
+                self._log_if_slow(slow_wait, f"for a message from {whom} with tag {request.tag}", peers)
         finally:
             cancelled = mailbox.cancel_request(request, generation.service.redirect)
         if request.error is not None:
@@ -284,14 +284,14 @@ class PointToPoint:
             seconds=timeout,
         )
 
-    def _log_if_slow(self, slowness: SlowWait, what: str, peers: Sequence[int]) -> None:
+    def _log_if_slow(self, slow_wait: SlowWait, what: str, peers: Sequence[int]) -> None:
         now = time.monotonic()
-        if now < slowness.due:
+        if now < slow_wait.due:
             return
-        slowness.reported(now)
+        slow_wait.reported(now)
         last = self.generation.control.last_calls(self.group, [self.members[peer] for peer in peers], ANSWER_SECONDS)
         rank = self.generation.identity.rank
-        log.warning("rank %d has waited %.0f s %s; %s", rank, now - slowness.began, what, last)
+        log.warning("rank %d has waited %.0f s %s; %s", rank, now - slow_wait.began, what, last)
 
     def _others(self) -> list[int]:
         return [rank for rank in range(len(self.members)) if rank != self.rank]
@@ -306,7 +306,7 @@ class PointToPoint:
 
     def _usable(self) -> bool:
         generation = self.generation
-        return not generation.failure.closed and generation.control.sound and generation.control.open(self.group)
+        return not generation.failure.closed and generation.control.intact and generation.control.open(self.group)
 
     def _check(self, operation: str, during: str = "") -> None:
         self.generation.failure.check(operation, during)
@@ -339,8 +339,8 @@ class PointToPoint:
         )
 
 
-def _pause(now: float, deadline: float, slowness: SlowWait) -> float:
-    return max(0.0, min(deadline - now, slowness.due - now, POLL_SECONDS))
+def _pause(now: float, deadline: float, slow_wait: SlowWait) -> float:
+    return max(0.0, min(deadline - now, slow_wait.due - now, POLL_SECONDS))
 
 
 MAX_TAG = (1 << 62) - 1

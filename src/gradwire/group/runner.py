@@ -71,7 +71,7 @@ class CollectiveRunner:
     def __str__(self) -> str:
         """Return the text that the group's `repr` shows."""
         failure, position = self._failure, self.position
-        state = "closed" if self.closed or failure.closed else "open" if failure.control.sound else "broken"
+        state = "closed" if self.closed or failure.closed else "open" if failure.control.intact else "broken"
         return f"rank {position.rank} of {position.size}, generation {failure.identity.number}, {state}"
 
     @property

@@ -116,7 +116,7 @@ class MemberSession:
             if generation.identity.number < self._protocol.generation and present is not None:
                 return present
             deadline = time.monotonic() + timeout
-            broken = not generation.control.sound
+            broken = not generation.control.intact
             leave = self._leave(generation)
             del generation
             if not broken:  # then this can be done while the next one comes together

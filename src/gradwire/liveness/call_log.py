@@ -16,8 +16,8 @@ from typing import Any
 
 from gradwire.host import native_core
 
-KEPT = 1024  # calls; a rank that is further ahead than this is compared at its next call
-SHOWN = 32  # calls sent to the peers when something is disputed
+MAX_CALLS = 1024  # calls; a rank that is further ahead than this is compared at its next call
+CALLS_SHOWN = 32  # calls sent to the peers when something is disputed
 
 # The folders whose code is not the user's. A framework that calls us adds its own.
 inside: tuple[str, ...] = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,)
@@ -88,7 +88,7 @@ class CallLog:
         self.group = group
         self.members = tuple(members)  # world ranks
         self.closed = False  # the group was closed here
-        self.ring = native_core.native.CallRing(KEPT) if native_core.available() else CallRing(KEPT)
+        self.ring = native_core.native.CallRing(MAX_CALLS) if native_core.available() else CallRing(MAX_CALLS)
 
     @property
     def sequence(self) -> int:
@@ -130,7 +130,7 @@ class CallLog:
     def recent(self, until: int) -> list[Call]:
         """The last few calls up to a sequence number, oldest first."""
         newest = min(until, self.sequence)
-        calls = (self.call(sequence) for sequence in range(max(1, newest - SHOWN + 1), newest + 1))
+        calls = (self.call(sequence) for sequence in range(max(1, newest - CALLS_SHOWN + 1), newest + 1))
         return [call for call in calls if call is not None]
 
 

@@ -23,6 +23,7 @@ from gradwire.liveness.control_protocol import (
     Compare,
     ControlProtocol,
     Decide,
+    Decided,
     Deliver,
     Event,
     Found,
@@ -32,7 +33,6 @@ from gradwire.liveness.control_protocol import (
     Missed,
     Received,
     Send,
-    Settled,
     Share,
     Tick,
     Unwatched,
@@ -61,7 +61,7 @@ class Control:
         `deliver` with each value of a round: peer, number, operation, value. All are called with the lock held."""
         names = list(names)
         self.rank = rank
-        self.sound = True  # whether there is no reason to break the generation
+        self.intact = True  # whether there is no reason to break the generation
         self._size = len(names)
         self._protocol = ControlProtocol(rank, names, generation)
         self._post = post
@@ -69,12 +69,12 @@ class Control:
         self._deliver = deliver
         self._lock = threading.RLock()
         self._answered = threading.Condition(self._lock)
-        self._settled = threading.Event()
+        self._decided = threading.Event()
 
     def _handle(self, event: Event, now: float) -> None:
         with self._lock:
             instructions = self._protocol.handle(event, now)
-            self.sound = self._protocol.sound
+            self.intact = self._protocol.intact
             for instruction in instructions:
                 match instruction:
                     case Send(peers, message):
@@ -83,8 +83,8 @@ class Control:
                             self._post(peer, data)
                     case Break():
                         self._broke()
-                    case Settled():
-                        self._settled.set()
+                    case Decided():
+                        self._decided.set()
                     case Answered():
                         self._answered.notify_all()
                     case Deliver(peer, value):
@@ -120,7 +120,7 @@ class Control:
         """An operation here waits for a peer that has left: now its leaving matters."""
         self._handle(Missed(peer), now)
 
-    def introduce(self, peer: int) -> None:
+    def linked(self, peer: int) -> None:
         """A link to this peer was made just now: if the generation broke meanwhile, it has not been told."""
         self._handle(Linked(peer), time.monotonic())
 
@@ -135,15 +135,15 @@ class Control:
     # -- what is known ------------------------------------------------------------------------------------------------
 
     @property
-    def given_up(self) -> bool:
+    def declared_lost(self) -> bool:
         """Whether the others go on without this rank."""
-        return self._protocol.given_up
+        return self._protocol.declared_lost
 
     @property
-    def complaints(self) -> tuple[int, ...]:
+    def unreachable_peers(self) -> tuple[int, ...]:
         """The ranks that this rank itself could not reach, whatever the verdict."""
         with self._lock:
-            return self._protocol.complaints
+            return self._protocol.unreachable_peers
 
     def has_left(self, peer: int) -> bool:
         return self._protocol.has_left(peer)
@@ -157,7 +157,7 @@ class Control:
         with self._lock:
             return self._protocol.announced(group)
 
-    def last_heard(self, calls: CallLog, peer: int) -> Call | None:
+    def last_known_call(self, calls: CallLog, peer: int) -> Call | None:
         """The last call that a peer told of, as this rank made it, if it did: what is known without asking."""
         with self._lock:
             return calls.call(self._protocol.reached(calls.group, peer))
@@ -178,7 +178,7 @@ class Control:
 
     # -- threads that wait --------------------------------------------------------------------------------------------
 
-    def confer(self, calls: CallLog, now: float, seconds: float) -> None:
+    def compare_calls(self, calls: CallLog, now: float, seconds: float) -> None:
         """Wait a little until all members of a group have told how far they are, or left: they may have disagreed."""
         with self._answered:
             self._handle(Compare(), now)
@@ -186,7 +186,7 @@ class Control:
             others = [peer for peer in calls.members if peer != self.rank]
 
             def told() -> bool:
-                return not protocol.sound or all(
+                return not protocol.intact or all(
                     protocol.has_left(peer) or protocol.reached(group, peer) >= mine for peer in others
                 )
 
@@ -216,23 +216,23 @@ class Control:
             for peer, place in told
         )
 
-    def settle(self, seconds: float) -> bool:
+    def await_verdict(self, seconds: float) -> bool:
         """Wait until the verdict is in. A thread that waits also decides when it is due: it needs no other thread."""
         deadline = time.monotonic() + seconds
-        while not self._settled.is_set():
+        while not self._decided.is_set():
             now = time.monotonic()
             with self._lock:
                 self._handle(Decide(), now)
                 due = self._protocol.decide_at()
             if now >= deadline:
                 break
-            self._settled.wait(max(0.001, min(deadline, due or deadline) - now))
-        return self._settled.is_set()
+            self._decided.wait(max(0.001, min(deadline, due or deadline) - now))
+        return self._decided.is_set()
 
     @property
-    def settled(self) -> bool:
+    def decided(self) -> bool:
         """Whether the verdict is in."""
-        return self._settled.is_set()
+        return self._decided.is_set()
 
     def error(self, operation: str | None, during: str) -> Broken:
         """The verdict as an error; only after it is settled."""

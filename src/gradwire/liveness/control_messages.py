@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gradwire.liveness.call_log import SHOWN, Call
+from gradwire.liveness.call_log import CALLS_SHOWN, Call
 from gradwire.liveness.verdict import MAX_TEXT, Finding
 from gradwire.wire import parse_json
 
@@ -114,7 +114,7 @@ def decode(payload: bytes, size: int) -> Message | None:
         case {"t": "verdict", "finding": dict(finding)}:
             return VerdictReport(Finding.from_wire(finding, size))
         case {"t": "calls", "g": int(group), "among": list(members), "calls": list(calls)}:
-            shown = tuple(Call.from_wire(call) for call in calls[:SHOWN])
+            shown = tuple(Call.from_wire(call) for call in calls[:CALLS_SHOWN])
             return CallsReport(group, _ranks(members, size), shown)
         case {"t": "bye"}:
             return Goodbye()

@@ -164,7 +164,7 @@ class Break:
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class Decided:
     """The verdict is in."""
 
 
@@ -181,7 +181,7 @@ class Deliver:
     value: GatherValue
 
 
-Instruction = Send | Break | Settled | Answered | Deliver
+Instruction = Send | Break | Decided | Answered | Deliver
 
 
 class ControlProtocol:
@@ -190,7 +190,7 @@ class ControlProtocol:
     def __init__(self, rank: int, names: Iterable[str], generation: int) -> None:
         """`names` are those of all ranks, as errors show them."""
         self.rank = rank
-        self.given_up = False  # the others go on without this rank
+        self.declared_lost = False  # the others go on without this rank
         self._names = list(names)
         self._others = tuple(peer for peer in range(len(self._names)) if peer != rank)
         self._verdict = Verdict(len(self._names), generation)
@@ -250,16 +250,16 @@ class ControlProtocol:
     # -- what is known ------------------------------------------------------------------------------------------------
 
     @property
-    def sound(self) -> bool:
-        return self._verdict.sound
+    def intact(self) -> bool:
+        return self._verdict.intact
 
     @property
-    def settled(self) -> bool:
+    def decided(self) -> bool:
         """Whether the verdict is in."""
         return self._verdict.decided is not None
 
     @property
-    def complaints(self) -> tuple[int, ...]:
+    def unreachable_peers(self) -> tuple[int, ...]:
         """The ranks that this rank itself could not reach, whatever the verdict."""
         return tuple(sorted(self._lost))
 
@@ -316,7 +316,7 @@ class ControlProtocol:
                     self._verdict.add_calls(group, members, peer, calls)
                 self._decide(now)
             case Goodbye():
-                self._verdict.leave(peer, now)
+                self._verdict.mark_left(peer, now)
                 self._decide(now)
                 self._instructions.append(Answered())
             case Progress():
@@ -333,7 +333,7 @@ class ControlProtocol:
     def _receive_finding(self, finding: Finding, decided: bool, now: float) -> None:
         if finding.culprit == self.rank and finding.kind == "lost":
             # Others have given this rank up: what it finds from here on would only mislead them.
-            self.given_up = True
+            self.declared_lost = True
             self._join(Finding("given up", f"was given up by its peers: it {finding.reason}", self.rank), now)
         elif decided:
             self._join(finding, now)
@@ -382,7 +382,7 @@ class ControlProtocol:
     def _announce(self) -> bool:
         """Tell each group how far this rank has got, if it has moved."""
         moved = False
-        if not self._verdict.sound:
+        if not self._verdict.intact:
             return False
         for group, calls in self._logs.items():
             sequence = calls.sequence
@@ -411,7 +411,7 @@ class ControlProtocol:
         self._decide(now)
 
     def _find(self, finding: Finding, now: float) -> None:
-        if self._verdict.find(finding, now):
+        if self._verdict.add(finding, now):
             self._send(FindingReport(finding))
             self._instructions.append(Break())
         self._dispute(now)
@@ -433,21 +433,21 @@ class ControlProtocol:
 
     def _decide(self, now: float) -> None:
         if self._verdict.open and self._verdict.decide(now):
-            self._settle()
+            self._announce_verdict()
 
     def _join(self, finding: Finding, now: float) -> None:
         """Settle on a verdict that others have reached."""
         if self._verdict.adopt(finding, now):
-            self._settle()
+            self._announce_verdict()
             self._instructions.append(Break())
 
-    def _settle(self) -> None:
+    def _announce_verdict(self) -> None:
         decided = self._verdict.decided
         assert decided is not None
         known = decided.culprit == self.rank and decided.kind in ("aborted", "given up")  # by everybody
         if decided.kind != "mismatch" and not known:  # a mismatch each rank explains by itself, from all the calls
             self._send(VerdictReport(decided))
-        self._instructions.append(Settled())
+        self._instructions.append(Decided())
 
     def _send(self, message: Message, peers: Sequence[int] | None = None) -> None:
         """To these peers; None: to all."""

@@ -17,12 +17,12 @@ from typing import Any
 from gradwire.errors import Aborted, Broken, CollectiveMismatch, PeerLost, Timeout
 from gradwire.liveness.call_log import Call, CallLog
 
-SETTLE_SECONDS = 0.03
+DECISION_SECONDS = 0.03
 CALLS_SECONDS = 0.6
 MAX_TEXT = 4096
 MAX_FINDINGS = 256  # taken in before the verdict; the gravest of that many is grave enough
 
-_GRAVITY = {"mismatch": 0, "aborted": 1, "given up": 1, "lost": 2, "timeout": 3}
+_SEVERITY = {"mismatch": 0, "aborted": 1, "given up": 1, "lost": 2, "timeout": 3}
 _ERRORS: dict[str, type[Broken]] = {
     "mismatch": CollectiveMismatch,
     "aborted": Aborted,
@@ -57,7 +57,7 @@ class Finding:
         culprit = finding.culprit
         well_formed = (
             isinstance(finding.kind, str)
-            and finding.kind in _GRAVITY
+            and finding.kind in _SEVERITY
             and isinstance(finding.reason, str)
             and len(finding.reason) <= MAX_TEXT
             and (culprit is None or (type(culprit) is int and 0 <= culprit < size))
@@ -107,10 +107,10 @@ class Verdict:
         return tuple(self._findings)
 
     @property
-    def sound(self) -> bool:
+    def intact(self) -> bool:
         return self._since is None
 
-    def find(self, finding: Finding, now: float) -> bool:
+    def add(self, finding: Finding, now: float) -> bool:
         """Take a finding in; True if it is news that the peers should hear."""
         if self.decided is not None or finding in self._findings or len(self._findings) >= MAX_FINDINGS:
             return False
@@ -128,7 +128,7 @@ class Verdict:
         self.decided = finding
         return True
 
-    def leave(self, rank: int, now: float) -> None:
+    def mark_left(self, rank: int, now: float) -> None:
         """A rank said goodbye: its closed links mean nothing by themselves."""
         self._left.setdefault(rank, now)
 
@@ -139,7 +139,7 @@ class Verdict:
     def dispute(self) -> Finding | None:
         """The earliest mismatch found so far: the one to tell one's calls for."""
         disputes = [finding for finding in self._findings if finding.kind == "mismatch"]
-        return min(disputes, key=self._gravity, default=None)
+        return min(disputes, key=self._severity, default=None)
 
     def add_calls(self, group: int, members: Sequence[int], rank: int, calls: Sequence[Call]) -> None:
         """What a rank has called in a group with these members, where that is disputed."""
@@ -150,7 +150,7 @@ class Verdict:
         """When `decide` should be asked next, at the latest."""
         if self._since is None or self.decided is not None:
             return None
-        return self._since + (CALLS_SECONDS if self.dispute() is not None else SETTLE_SECONDS)
+        return self._since + (CALLS_SECONDS if self.dispute() is not None else DECISION_SECONDS)
 
     def decide(self, now: float) -> bool:
         """Settle if the time has come or all is known; True once it is settled."""
@@ -159,14 +159,14 @@ class Verdict:
         due = self.due()
         if due is None:
             return False
-        if now < due and not self._all_told():
+        if now < due and not self._all_calls_known():
             return False
-        self.decided = min(self._findings, key=self._gravity)
+        self.decided = min(self._findings, key=self._severity)
         if self.decided.kind == "mismatch":
             self._explain(self.decided)
         return True
 
-    def _all_told(self) -> bool:
+    def _all_calls_known(self) -> bool:
         """Whether calls are disputed and everybody who can has shown theirs."""
         dispute = self.dispute()
         if dispute is None:
@@ -176,10 +176,10 @@ class Verdict:
         return known >= set(self._members.get(dispute.group, range(self._size)))
 
     @staticmethod
-    def _gravity(finding: Finding) -> tuple[int, int, int, int, str]:
+    def _severity(finding: Finding) -> tuple[int, int, int, int, str]:
         """Smaller is graver; all ranks sort alike, whatever order they heard things in."""
         culprit = finding.culprit if finding.culprit is not None else 1 << 31
-        return _GRAVITY[finding.kind], finding.sequence, finding.group, culprit, finding.reason
+        return _SEVERITY[finding.kind], finding.sequence, finding.group, culprit, finding.reason
 
     def _explain(self, finding: Finding) -> None:
         """Find the first call on which ranks differ, and describe what each of them did there."""
@@ -200,7 +200,7 @@ class Verdict:
                 lines.append(f"  rank {rank}: has not called anything in this group")
         known = {rank: call for rank, call in at.items() if call is not None}
         self.decided = Finding(
-            "mismatch", finding.reason, _odd_one_out(known), None, finding.operation, finding.group, sequence
+            "mismatch", finding.reason, _minority_rank(known), None, finding.operation, finding.group, sequence
         )
         why = _item_difference(known) if difference else f": {finding.reason}"
         self.detail = f"ranks disagree on call #{sequence}{why}\n" + "\n".join(lines)
@@ -235,7 +235,7 @@ def _first_difference(by_rank: Mapping[int, Mapping[int, Call]]) -> int | None:
     return None
 
 
-def _odd_one_out(calls: Mapping[int, Call]) -> int | None:
+def _minority_rank(calls: Mapping[int, Call]) -> int | None:
     """The lowest rank outside the largest party, if there is one such party."""
     parties: dict[int, list[int]] = {}
     for rank, call in calls.items():

@@ -94,7 +94,7 @@ def test_sharing_ranks_of_a_host_map_each_others_arenas() -> None:
         assert {rank: set(shared.peers) for rank, shared in everybody.items()} == {0: {2, 3}, 2: {0, 3}, 3: {0, 2}}
         for rank, shared in everybody.items():
             assert set(shared.pidfds) == set(shared.peers)
-            offset = shared.own.carve(PAGE)
+            offset = shared.own.allocate(PAGE)
             ctypes.memset(shared.own.address + offset, rank + 1, 1)
         for shared in everybody.values():
             for peer, arena in shared.peers.items():

@@ -18,13 +18,13 @@ from cryptography import x509
 
 from gradwire.errors import Refused
 from gradwire.host import native_core
-from gradwire.liveness.beat_messages import BLOCK_TOKENS, TOKEN_BYTES, BeatSink, TokenReader, Tokens
+from gradwire.liveness.heartbeat_messages import BLOCK_TOKENS, TOKEN_BYTES, HeartbeatSink, TokenReader, Tokens
 from gradwire.security import certificates
 from gradwire.security.certificate_names import Identity
 from gradwire.security.credentials import Credentials
 from gradwire.transports.base import LIFELINE_CHANNEL, Link, LinkClosed
 from gradwire.transports.tcp import accept
-from gradwire.transports.tcp.tls_link import MOST_AT_ONCE, BeatLink, TlsLink, TlsStream
+from gradwire.transports.tcp.tls_link import MOST_AT_ONCE, HeartbeatLink, TlsLink, TlsStream
 from gradwire.transports.tcp.transport import TcpTransport
 from support import forked_child, tls_files
 from support.captured_log import CapturedLog
@@ -224,11 +224,11 @@ def test_tls_link_many_small_buffers_and_one_large_arrive_whole(transports: list
 # -- the lifeline's links ---------------------------------------------------------------------------------------------
 
 
-def beat_links(transports: list[TcpTransport]) -> tuple[BeatLink, BeatLink]:
+def beat_links(transports: list[TcpTransport]) -> tuple[HeartbeatLink, HeartbeatLink]:
     mine = transports[1].dial(0, LIFELINE_CHANNEL, deadline())
     theirs = transports[0].accept(1, LIFELINE_CHANNEL, deadline())
-    assert isinstance(mine, BeatLink)
-    assert isinstance(theirs, BeatLink)
+    assert isinstance(mine, HeartbeatLink)
+    assert isinstance(theirs, HeartbeatLink)
     return mine, theirs
 
 
@@ -286,7 +286,7 @@ def test_recorded_beat_does_not_keep_a_frozen_rank_alive(tapped: tuple[list[TcpT
     """Beats by the native thread over the wire; then it stops, and the wire says again what it has recorded."""
     transports, wire = tapped
     one, two = beat_links(transports)
-    sink = BeatSink(lambda header: None)
+    sink = HeartbeatSink(lambda header: None)
     sink.detector.watch(1, 0.0, 1.0)
     reader = TokenReader(two, Tokens(two.key, 1), sink)
     thread, bell = native_core.native.Lifeline(0.001), transports[0].bell()
@@ -301,14 +301,14 @@ def test_recorded_beat_does_not_keep_a_frozen_rank_alive(tapped: tuple[list[TcpT
     while got < (BLOCK_TOKENS - thread.ahead(one.fileno())) * TOKEN_BYTES:
         transports[0].wait([two], [], bell, LONG)
         got += reader.pump()
-    assert sink.detector.heard_at(1) == 0.0
+    assert sink.detector.last_heartbeat(1) == 0.0
     sink.now = 1000.0
     one.send([bytes(wire.said[-got:])])
     with pytest.raises(LinkClosed):
         while True:
             transports[0].wait([two], [], bell, LONG)
             reader.pump()
-    assert sink.detector.heard_at(1) == 0.0
+    assert sink.detector.last_heartbeat(1) == 0.0
 
 
 def test_abandon_in_forked_child_closes_the_sockets_of_links(transports: list[TcpTransport]) -> None:

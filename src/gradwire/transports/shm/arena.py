@@ -50,20 +50,20 @@ class OwnArena(Arena):
         self._lock = threading.Lock()
         self._free = [(RESERVED, self.nbytes - RESERVED)]  # (offset, bytes), by offset, no two of them neighbours
         self._arrays: dict[int, int] = {}  # regions that users' arrays lie in: offset and bytes
-        self._left = False
+        self._detached = False
         self._retired: list[tuple[int, int, Callable[[], bool]]] = []
-        self._returned: deque[tuple[int, int]] = deque()
+        self._freed: deque[tuple[int, int]] = deque()
 
-    def carve(self, nbytes: int, *, for_array: bool = False) -> int:
+    def allocate(self, nbytes: int, *, for_array: bool = False) -> int:
         """The offset of a fresh region: zeroed, page-aligned. `MemoryError` if there is no room for it."""
         nbytes = _pages(nbytes)
         if os.getpid() != self._owner:
             raise MemoryError("this process was forked from a rank: the arena belongs to the parent")
         try:
             with self._lock:
-                if self._left and for_array:
+                if self._detached and for_array:
                     raise MemoryError("the arena was left behind: nobody else may see new arrays")
-                self._take_back()
+                self._merge_freed()
                 for index, (offset, room) in enumerate(self._free):
                     if room >= nbytes:
                         self._free[index : index + 1] = [(offset + nbytes, room - nbytes)] if room > nbytes else []
@@ -71,10 +71,10 @@ class OwnArena(Arena):
                             self._arrays[offset] = nbytes
                         return offset
         finally:
-            self._settle()
+            self._merge_pending()
         raise MemoryError(f"no {nbytes} bytes left in the shared arena of {self.nbytes}")
 
-    def give_back(self, offset: int, nbytes: int) -> None:
+    def free(self, offset: int, nbytes: int) -> None:
         """Return a region; its memory goes back to the system at once.
 
         The garbage collector calls this at any moment, also in the middle of `carve` on the same thread: so it never
@@ -83,26 +83,26 @@ class OwnArena(Arena):
         if os.getpid() != self._owner:
             return
         nbytes = _pages(nbytes)
-        if self._left:
+        if self._detached:
             native_core.native.map_shared(self.address, self.descriptor, offset, nbytes)
         try:
             self._map.madvise(mmap.MADV_REMOVE, offset, nbytes)
         except OSError:  # some sandboxes cannot
             ctypes.memset(self.address + offset, 0, nbytes)
-        self._returned.append((offset, nbytes))
-        self._settle()
+        self._freed.append((offset, nbytes))
+        self._merge_pending()
 
-    def _settle(self) -> None:
-        while self._returned and self._lock.acquire(blocking=False):
+    def _merge_pending(self) -> None:
+        while self._freed and self._lock.acquire(blocking=False):
             try:
-                self._take_back()
+                self._merge_freed()
             finally:
                 self._lock.release()
 
-    def _take_back(self) -> None:
+    def _merge_freed(self) -> None:
         """With the lock held: join what was returned with its free neighbours."""
-        while self._returned:
-            offset, nbytes = self._returned.popleft()
+        while self._freed:
+            offset, nbytes = self._freed.popleft()
             self._arrays.pop(offset, None)
             index = bisect.bisect(self._free, (offset, nbytes))
             first, last = index, index
@@ -130,19 +130,19 @@ class OwnArena(Arena):
             unused = [entry for entry in self._retired if entry not in used]
             self._retired = used
         for offset, nbytes, _ in unused:
-            self.give_back(offset, nbytes)
+            self.free(offset, nbytes)
 
-    def leave_behind(self) -> None:
+    def detach_arrays(self) -> None:
         """Move all arrays out of the reach of other processes, at their addresses; idempotent, by any thread.
 
         Others are warned and see zeros there, and what they write reaches nobody. It takes the time of a copy, and the
         shared memory goes back to the system piece by piece meanwhile. What else is in the arena stays shared.
         """
         with self._lock:
-            if self._left or native_core.native is None or os.getpid() != self._owner:
+            if self._detached or native_core.native is None or os.getpid() != self._owner:
                 return
-            self._left = True  # first: a second time would bring back what others have written
-            self._take_back()
+            self._detached = True  # first: a second time would bring back what others have written
+            self._merge_freed()
             if not native_core.native.map_private(self.address, self.descriptor, _joined(self._arrays)):
                 log.warning("no memory to copy shared arrays to: a rank that was given up may still write into them")
 
@@ -153,7 +153,7 @@ class OwnArena(Arena):
 
     def array(self, nbytes: int) -> Array:
         """Bytes of a region of their own, which is given back when the last view of them is gone."""
-        region = _Region(self, self.carve(nbytes, for_array=True), nbytes)
+        region = _Region(self, self.allocate(nbytes, for_array=True), nbytes)
         return np.asarray(region)
 
 
@@ -164,7 +164,7 @@ class _Region:
         data = (arena.address + offset, False)
         self.__array_interface__ = {"version": 3, "data": data, "shape": (nbytes,), "typestr": "|u1"}
         # Not at the end of the process, when threads may still use it and the system takes it back anyway.
-        weakref.finalize(self, arena.give_back, offset, nbytes).atexit = False
+        weakref.finalize(self, arena.free, offset, nbytes).atexit = False
 
 
 def _pages(nbytes: int) -> int:

@@ -245,7 +245,7 @@ class TlsLink(TcpLink):
         return LinkClosed()
 
 
-class BeatLink(TcpLink):
+class HeartbeatLink(TcpLink):
     """A lifeline's link that was admitted inside TLS and then has left it: it carries one-time tokens, nothing else.
 
     Making and checking tokens takes `key`, which both ends have from the admission, and nobody else. A thread without

@@ -27,7 +27,7 @@ from gradwire.transports.fork_safe_sockets import Sockets
 from gradwire.transports.tcp.accept import Acceptance, Line
 from gradwire.transports.tcp.dial import Attempts, Call, connected, dial
 from gradwire.transports.tcp.link import TcpLink
-from gradwire.transports.tcp.tls_link import BeatLink, TlsLink, TlsStream
+from gradwire.transports.tcp.tls_link import HeartbeatLink, TlsLink, TlsStream
 
 __all__ = ["TcpLink", "TcpTransport"]
 
@@ -162,7 +162,7 @@ class TcpTransport:
         if not isinstance(line, TlsStream):
             return TcpLink(line, peer, channel, self._forget)
         if channel == LIFELINE_CHANNEL:
-            return BeatLink(line, peer, channel, self._forget, admission.session_key("beats"))
+            return HeartbeatLink(line, peer, channel, self._forget, admission.session_key("beats"))
         return TlsLink(line, peer, channel, self._forget)
 
     def _keep(self, link: TcpLink) -> TcpLink:

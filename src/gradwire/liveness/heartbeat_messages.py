@@ -13,7 +13,7 @@ import hmac
 import logging
 from collections.abc import Callable
 
-from gradwire.liveness.detector import BEAT_SECONDS, Detector
+from gradwire.liveness.detector import HEARTBEAT_SECONDS, Detector
 from gradwire.security.secret import derive
 from gradwire.transports.base import Link, LinkClosed
 from gradwire.wire import Header, Kind, WireError
@@ -25,11 +25,11 @@ BLOCK_TOKENS = 1024  # that are made at a time: 51 s of beats
 STOCK_BLOCKS = 60
 MARK_BLOCKS = 58  # below, Python does not run, and beats are five times slower: the stock lasts for four hours
 SLOW_BEATS = 5  # as native/lifeline.cpp has it
-LASTS_SECONDS = MARK_BLOCKS * BLOCK_TOKENS * SLOW_BEATS * BEAT_SECONDS
+LASTS_SECONDS = MARK_BLOCKS * BLOCK_TOKENS * SLOW_BEATS * HEARTBEAT_SECONDS
 READ_BYTES = 4096
 
 
-class BeatSink:
+class HeartbeatSink:
     """Beats, as they are read, go to the detector; `check` knows whose they may be."""
 
     def __init__(self, check: Callable[[Header], None]) -> None:
@@ -46,12 +46,12 @@ class BeatSink:
         return memoryview(b"")
 
     def finish(self, link: Link, header: Header, payload: memoryview) -> None:
-        self.heard(link.peer)
+        self.record(link.peer)
 
-    def heard(self, peer: int, beat: int | None = None) -> None:
+    def record(self, peer: int, beat: int | None = None) -> None:
         if peer not in self.ignored:
             self.outages.discard(peer)
-            self.detector.heard(peer, self.now, beat)
+            self.detector.record_heartbeat(peer, self.now, beat)
 
 
 class Tokens:
@@ -79,7 +79,7 @@ class Tokens:
 class TokenReader:
     """Reads the tokens of a link; each whole one that is right is a beat, and a wrong byte ends the link."""
 
-    def __init__(self, link: Link, tokens: Tokens, sink: BeatSink) -> None:
+    def __init__(self, link: Link, tokens: Tokens, sink: HeartbeatSink) -> None:
         self.link = link
         self.more = False  # the last pass took all it had room for
         self._tokens = tokens
@@ -96,5 +96,5 @@ class TokenReader:
             raise LinkClosed
         whole, self._part = divmod(self._part + got, TOKEN_BYTES)
         if whole:
-            self._sink.heard(self.link.peer)
+            self._sink.record(self.link.peer)
         return got
