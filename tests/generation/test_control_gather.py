@@ -126,7 +126,7 @@ def test_control_gather_message_with_a_wrong_round_raises_value_error(numbers: l
         *first, last = [json.dumps({"t": "tell", "n": number, "o": "init", "v": None}).encode() for number in numbers]
         for word in first:
             control.receive(1, word, 0.0)
-        with pytest.raises(ValueError, match="out of turn"):
+        with pytest.raises(ValueError, match="unexpected value of round"):
             control.receive(1, last, 0.0)
 
 

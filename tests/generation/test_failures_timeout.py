@@ -63,7 +63,7 @@ def test_timeout_names_the_missing_rank_and_its_last_call(groups: list[gw.Group]
     for text in said:
         expected = (
             rf"all_reduce #{number} did not finish within its timeout of 0.6 s: "
-            rf"rank {late} is alive but stuck outside of any call, its last call was {last}"
+            rf"rank {late} is alive but stuck outside of any gradwire call, its last call was {last}"
         )
         assert re.fullmatch(expected, text), text
 
@@ -107,10 +107,10 @@ def waits_for_rank_1(here: Here, how: str, seconds: float) -> None:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("asleep", r"stuck outside of any call, its last call was barrier\(\) #1 at {last}"),
+        ("asleep", r"stuck outside of any gradwire call, its last call was barrier\(\) #1 at {last}"),
         pytest.param(
             "in C",
-            r"stuck: its interpreter does not run, as if a call into C held its lock; its last call was barrier\(\) #1",
+            r"stuck: its Python interpreter does not run \(a C extension may hold the GIL\); its last call was barrier\(\) #1",
             marks=needs_core,
         ),
     ],
@@ -145,7 +145,7 @@ def test_long_wait_in_a_collective_logs_the_late_rank_and_its_last_call(
     called = place(early_call, "# the last call")
     said = (
         rf"rank 0 has waited \d+ s during all_reduce #3, test_failures_timeout.py:\d+: "
-        rf"rank {late} is alive but stuck outside of any call, its last call was all_gather_values\(\) #2 at {called}"
+        rf"rank {late} is alive but stuck outside of any gradwire call, its last call was all_gather_values\(\) #2 at {called}"
     )
 
     def play(group: gw.Group) -> object:

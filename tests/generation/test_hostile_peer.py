@@ -76,7 +76,7 @@ def given_up(groups: list[gw.Group], culprit: int) -> None:
         with pytest.raises(kind) as told:
             group.barrier()
         assert told.value.culprit == culprit
-        said = "was given up by its peers: it sent nonsense" if group.rank == culprit else "sent nonsense"
+        said = "was given up by its peers: it sent invalid data" if group.rank == culprit else "sent invalid data"
         assert said in str(told.value)
 
     run_ranks(groups, play)
@@ -130,7 +130,7 @@ def test_control_channel_invalid_message_raises_peer_lost_for_its_sender(
     liar = groups[1]
     link(liar, CONTROL_CHANNEL).send([CONTROL_NONSENSE[nonsense](liar)])
     given_up(groups, culprit=1)
-    captured.wait_for("rank 1 sent nonsense")
+    captured.wait_for("rank 1 sent invalid data")
 
 
 @pytest.mark.parametrize("words", [b"{}", b'{"t": "from the future"}', b'{"t": 3}'])
@@ -286,7 +286,7 @@ def test_collective_channel_invalid_header_raises_peer_lost_for_its_sender(
     waiting.join()
     assert [type(error) for error in caught] == [gw.PeerLost]
     assert getattr(caught[0], "culprit", None) == 1
-    assert "sent nonsense during all_reduce #1" in str(caught[0])
+    assert "sent invalid data during all_reduce #1" in str(caught[0])
     given_up(groups, culprit=1)
 
 

@@ -192,7 +192,7 @@ def test_control_abort_takes_precedence_over_the_loss_of_its_sender() -> None:
 def test_control_rank_given_up_by_its_peers_raises_aborted_and_accuses_no_other() -> None:
     """Rank 0 gave rank 2 up and closed its link; rank 2 must not report rank 0 as lost to rank 1."""
     ranks = Ranks(3)
-    ranks.handle(0, Lost(2, "sent nonsense"))
+    ranks.handle(0, Lost(2, "sent invalid data"))
     ranks.deliver(to={2})
     ranks.handle(2, Lost(0))
     ranks.deliver()

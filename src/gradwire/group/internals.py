@@ -60,7 +60,7 @@ class GroupInternals:
         return settled(runner.now(operation, bounded(timeout) or runner.timeout, site or call_site()))
 
     def queue(self, operation: Operation, timeout: float | None = None) -> Work:
-        """Queue an operation for the group's progress thread. No `synchronize` call waits for it, unlike on a stream."""
+        """Queue an operation for the group's progress thread. It belongs to no stream."""
         runner = self._runner
         return runner.later(operation, bounded(timeout) or runner.timeout, call_site())
 
@@ -144,7 +144,7 @@ class GroupInternals:
 
     @property
     def gathers(self) -> int:
-        """The number of `gather` calls that have begun in this generation. Ranks at the same call have the same number."""
+        """The number of `gather` calls begun in this generation. Ranks at the same call have the same number."""
         return self._generation.control_gather.rounds
 
     # -- elastic membership -------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ class ScheduleRunner:
         self._plans = PlanCache(generation, links.topology, at, links.hosts_share, tile_bytes)
 
     def run(self, shape: Shape, x: Array, out: Array, key: CallKey | None, call: Call) -> None:
-        """Run the schedule of this shape. Later calls with the same key take the fast path; None means there is none."""
+        """Run the schedule of this shape. Later calls with the same key, if there is one, take the fast path."""
         name = call.operation
         known = self._plans.find(shape)
         plan = known or self._plans.make(shape)

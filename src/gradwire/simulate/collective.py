@@ -107,7 +107,7 @@ class Collectives:
             sequence = min(self._call.sequence, max(1, parse(header).sequence))
             self._handle(Found(disagreement(self._calls, sequence)))
         except WireError:
-            self._handle(Lost(peer, "sent nonsense"))
+            self._handle(Lost(peer, "sent invalid data"))
         return Disagreed()
 
     def wait(self, reads: object, writes: object) -> None:
