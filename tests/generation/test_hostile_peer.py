@@ -76,7 +76,7 @@ def given_up(groups: list[gw.Group], culprit: int) -> None:
         with pytest.raises(kind) as told:
             group.barrier()
         assert told.value.culprit == culprit
-        said = "was given up by its peers: it sent invalid data" if group.rank == culprit else "sent invalid data"
+        said = "was declared lost by its peers: it sent invalid data" if group.rank == culprit else "sent invalid data"
         assert said in str(told.value)
 
     run_ranks(groups, play)

@@ -296,7 +296,7 @@ def test_control_mismatch_shows_the_last_call_of_a_rank_that_is_behind() -> None
     ranks.pass_time(BEHIND_SECONDS + 0.01)
     ranks.deliver()
     for error in ranks.errors().values():
-        assert "rank 2: has not got there; its last call was barrier() at test_control.py:" in str(error)
+        assert "rank 2: has not reached this call; its last call was barrier() at test_control.py:" in str(error)
 
 
 def test_control_does_not_compare_calls_of_closed_groups() -> None:

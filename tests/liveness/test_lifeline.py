@@ -22,7 +22,14 @@ from gradwire.liveness import heartbeat_messages, lifeline
 from gradwire.liveness.control import Control
 from gradwire.liveness.detector import PEER_SECONDS, POLL_SECONDS, SLOW_HEARTBEAT_SECONDS, STARVED_SECONDS, Observation
 from gradwire.liveness.heartbeat_messages import TOKEN_BYTES, HeartbeatSink, Tokens
-from gradwire.liveness.lifeline import ALL_PAIRS, HEARTBEAT_THREAD, HeartbeatProfile, Lifeline, linked
+from gradwire.liveness.lifeline import (
+    ALL_PAIRS,
+    HEARTBEAT_THREAD,
+    HeartbeatProfile,
+    Lifeline,
+    heartbeat_thread_waits,
+    linked,
+)
 from gradwire.transports.base import LIFELINE_CHANNEL, Buffer, Link, LinkClosed
 from gradwire.transports.frames import Reader
 from gradwire.wire import HEADER_BYTES, Header, Kind
@@ -186,12 +193,12 @@ def threads_called(name: bytes) -> int:
 
 @needs_core
 def test_beat_waits_is_false_for_a_beat_thread_at_rest() -> None:
-    heartbeat_messages = native_core.native.Lifeline(10.0)
-    heartbeat_messages.start()
+    thread = native_core.native.Lifeline(10.0)
+    thread.start()
     try:
         assert eventually(lambda: threads_called(HEARTBEAT_THREAD) == 1 and not heartbeat_thread_waits(os.getpid()))
     finally:
-        heartbeat_messages.stop()
+        thread.stop()
     assert not heartbeat_thread_waits(os.getpid())
 
 
@@ -280,7 +287,7 @@ def test_lifeline_token_that_is_not_the_next_ends_the_link_and_is_no_beat(
     harness.lifeline.tick(now + POLL_SECONDS)
     assert harness.sink.detector.last_heartbeat(2) == heard_at
     assert harness.ended == [2]
-    assert "what came is no beat of that rank" in caplog.text
+    assert "it received a wrong heartbeat token" in caplog.text
 
 
 def test_lifeline_unexpected_links_are_closed(harness: Harness) -> None:
@@ -374,7 +381,7 @@ def test_sight_of_looks_only_at_processes_of_the_same_namespace(
     }
     for state, observation in observations.items():
         monkeypatch.setattr(machine, "process_status", lambda pid, state=state: machine.ProcessStatus(state, 5))
-        monkeypatch.setattr(lifeline, "beat_waits", lambda pid, state=state: state == "R")
+        monkeypatch.setattr(lifeline, "heartbeat_thread_waits", lambda pid, state=state: state == "R")
         assert [harness.lifeline.observe(peer) for peer in (0, 2)] == [observation, None]
 
 

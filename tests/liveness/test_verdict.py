@@ -171,7 +171,7 @@ def test_verdict_mismatch_waits_a_limited_time_for_a_rank_that_does_not_answer()
     assert one.decide(100.0 + CALLS_SECONDS)
     assert str(raised(one)).splitlines()[1:] == [
         "  rank 0: a at train.py:1",
-        "  rank 1: has not got there; its last call was z at train.py:1",
+        "  rank 1: has not reached this call; its last call was z at train.py:1",
         "  rank 3: has not called anything in this group",
     ]
 

@@ -1,8 +1,8 @@
 """Exchanges small values between all ranks of a generation, outside of any group.
 
 Each rank sends its value to all others over the control links. These links are the first to open, so a gather needs no
-other links, no shared memory and no schedule. Rounds are numbered, and a round ends when all values have arrived. Rounds
-are recorded in a call log, so errors can name a rank that is missing and ranks that gather for different purposes.
+other links, no shared memory and no schedule. Rounds are numbered, and a round ends when all values have arrived. A
+call log records them, so that errors can name a missing rank, and ranks that gather for different purposes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Heartbeats on links: as frames, or as one-time tokens on links that were admitted inside TLS.
+"""Heartbeats on links: frames, or one-time tokens on links that were admitted inside TLS.
 
-Both ends of such a link have a key that nobody else has. From it follow two endless sequences of tokens, one for each
-direction. A beat is the next token of its sequence, and the receiver compares it with its own: nobody without the key
-can make one, and none counts twice. So a thread that knows nothing of cryptography can beat with tokens that Python
-made ahead, for as long as the stock lasts while no Python runs.
+Both ends of such a link share a secret key. They derive two endless sequences of tokens from it, one for each
+direction. A heartbeat is the next token of its sequence, and the receiver compares it with its own copy. A process
+without the key cannot make a token, and no token counts twice. So a native thread without any cryptography can send
+tokens that Python made in advance, until the stock is used up.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ from gradwire.wire import Header, Kind, WireError
 
 log = logging.getLogger("gradwire.liveness")
 
-TOKEN_BYTES = 8  # a guess ends the link: one in 2⁶⁴ of them is right
-BLOCK_TOKENS = 1024  # that are made at a time: 51 s of beats
+TOKEN_BYTES = 8  # a wrong guess ends the link, and one guess in 2⁶⁴ is right
+BLOCK_TOKENS = 1024  # made at a time: 51 s of heartbeats
 STOCK_BLOCKS = 60
-MARK_BLOCKS = 58  # below, Python does not run, and beats are five times slower: the stock lasts for four hours
-SLOW_BEATS = 5  # as native/lifeline.cpp has it
+# Below this stock Python does not run, and heartbeats are sent five times slower: the stock lasts for four hours.
+MARK_BLOCKS = 58
+SLOW_BEATS = 5  # the same number as in native/lifeline.cpp
 LASTS_SECONDS = MARK_BLOCKS * BLOCK_TOKENS * SLOW_BEATS * HEARTBEAT_SECONDS
 READ_BYTES = 4096
 
 
 class HeartbeatSink:
-    """Beats, as they are read, go to the detector; `check` knows whose they may be."""
+    """Passes heartbeats to the detector as they are read. `check` refuses those of another generation."""
 
     def __init__(self, check: Callable[[Header], None]) -> None:
         self.detector = Detector()
         self.now = 0.0
         self.ignored: set[int] = set()
-        self.outages: set[int] = set()  # ranks to which packets were lost since they were last heard
+        self.outages: set[int] = set()  # ranks to which packets were lost since their last heartbeat
         self._check = check
 
     def begin(self, link: Link, header: Header) -> memoryview:
@@ -48,10 +49,11 @@ class HeartbeatSink:
     def finish(self, link: Link, header: Header, payload: memoryview) -> None:
         self.record(link.peer)
 
-    def record(self, peer: int, beat: int | None = None) -> None:
+    def record(self, peer: int, counter: int | None = None) -> None:
+        """Record a heartbeat of a peer. `counter` is the number that the peer counts up in shared memory."""
         if peer not in self.ignored:
             self.outages.discard(peer)
-            self.detector.record_heartbeat(peer, self.now, beat)
+            self.detector.record_heartbeat(peer, self.now, counter)
 
 
 class Tokens:
@@ -63,13 +65,13 @@ class Tokens:
         self._rest = b""
 
     def block(self) -> bytes:
-        """The next `BLOCK_TOKENS` tokens."""
+        """Return the next `BLOCK_TOKENS` tokens."""
         seed = derive(self._key, "block", self._blocks.to_bytes(8))
         self._blocks += 1
         return hashlib.shake_256(seed).digest(BLOCK_TOKENS * TOKEN_BYTES)
 
     def take(self, nbytes: int) -> bytes:
-        """The next bytes of the sequence."""
+        """Return the next bytes of the sequence."""
         while len(self._rest) < nbytes:
             self._rest += self.block()
         taken, self._rest = self._rest[:nbytes], self._rest[nbytes:]
@@ -77,22 +79,22 @@ class Tokens:
 
 
 class TokenReader:
-    """Reads the tokens of a link; each whole one that is right is a beat, and a wrong byte ends the link."""
+    """Reads the tokens of a link. Each complete and correct token is a heartbeat; a wrong byte ends the link."""
 
     def __init__(self, link: Link, tokens: Tokens, sink: HeartbeatSink) -> None:
         self.link = link
-        self.more = False  # the last pass took all it had room for
+        self.more = False  # the last read filled the buffer
         self._tokens = tokens
         self._sink = sink
-        self._room = memoryview(bytearray(READ_BYTES))
-        self._part = 0  # bytes of a token that has not come as a whole
+        self._buffer = memoryview(bytearray(READ_BYTES))
+        self._part = 0  # bytes of a token that has not arrived completely
 
     def pump(self) -> int:
-        """Take in what has arrived; the number of bytes. `LinkClosed` at the end, and after a wrong byte."""
-        got = self.link.receive([self._room])
+        """Read the bytes that have arrived and return their number. Raise `LinkClosed` at the end or a wrong byte."""
+        got = self.link.receive([self._buffer])
         self.more = got == READ_BYTES
-        if not hmac.compare_digest(self._room[:got], self._tokens.take(got)):
-            log.warning("the lifeline's link to rank %d is closed: what came is no beat of that rank", self.link.peer)
+        if not hmac.compare_digest(self._buffer[:got], self._tokens.take(got)):
+            log.warning("closed the lifeline link to rank %d: it received a wrong heartbeat token", self.link.peer)
             raise LinkClosed
         whole, self._part = divmod(self._part + got, TOKEN_BYTES)
         if whole:
