@@ -172,10 +172,10 @@ def test_link_with_the_secret_but_a_wrong_identity_is_refused_with_the_reason(ta
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"job": bytes(16)}, "it belongs to another job"),
         ({"generation": 2}, "it belongs to generation 2, this is 1"),
-        ({"target": 1}, "it wants rank 1, this is rank 0"),
+        ({"target": 1}, "it dialled rank 1, this is rank 0"),
         ({"source": 0}, "rank 0 is not a peer of rank 0 of 2"),
         ({"source": 2}, "rank 2 is not a peer of rank 0 of 2"),
-        ({"channel": 1}, "rank 1 already holds this link"),
+        ({"channel": 1}, "rank 1 already has this link"),
     ]
     for change, said in wrong:
         with target.connect() as sock:
@@ -226,7 +226,7 @@ def test_links_that_send_one_byte_at_a_time_delay_no_new_link(target: Target) ->
 def test_links_of_a_thousand_idle_clients_do_not_block_new_links(target: Target) -> None:
     idle = [target.connect() for _ in range(1000)]
     target.order("new links")
-    target.wait_for_log("too many connections that say nothing")
+    target.wait_for_log("too many connections wait for admission")
     for sock in idle:
         sock.close()
 

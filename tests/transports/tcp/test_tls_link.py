@@ -272,14 +272,14 @@ def test_assemble_with_another_members_certificate_raises_config_error(assemble:
 def test_plaintext_dialer_at_a_tls_port_is_refused_with_a_reason(assemble: Assemble, captured: CapturedLog) -> None:
     transports = assemble(tls_files.credentials("m0"), tls_files.credentials("m1"), None)
     one, two = linked(transports)
-    is_refused(transports[2], "rank 0 refused the link: links here are TLS: give that process certificates too")
-    captured.wait_for("refused a link from .*: what arrived is not TLS; links here are TLS")
+    is_refused(transports[2], "rank 0 refused the link: this rank uses TLS: give that process certificates too")
+    captured.wait_for("refused a link from .*: it does not use TLS; this rank uses TLS")
     with socket.create_connection(transports[0].address, timeout=LONG) as browser:
         browser.sendall(b"GET / HTTP/1.1\r\n\r\n")
         with contextlib.suppress(ConnectionError):
             while browser.recv(4096):
                 pass
-    captured.wait_for("refused a link from .*: what arrived is not TLS", times=2)
+    captured.wait_for("refused a link from .*: it does not use TLS", times=2)
     works(one, two)
 
 

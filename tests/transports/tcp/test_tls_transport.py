@@ -275,7 +275,7 @@ def test_leave_keeps_bytes_that_follow_the_last_tls_record() -> None:
     assert client.leave() == bytes(range(256))
     server.send(b"more", b"than was said")
     assert client.recv(4) == b"more"
-    with pytest.raises(ConnectionAbortedError, match="belongs inside TLS"):
+    with pytest.raises(ConnectionAbortedError, match="data of the TLS connection"):
         client.leave()
     for end in ends:
         end.close()
@@ -389,7 +389,7 @@ def test_slow_tls_handshakes_do_not_delay_other_links(
         monkeypatch.setattr(accept, "ADMISSION_SECONDS", 0.2)
         with socket.create_connection(transports[0].address, timeout=LONG) as late:
             late.sendall(hello)  # and then nothing: the handshake stands still half-way
-            captured.wait_for(f":{late.getsockname()[1]}: said too little in 0.2 s")
+            captured.wait_for(f":{late.getsockname()[1]}: the admission did not finish in 0.2 s")
     finally:
         for sock in slow:
             sock.close()
@@ -429,7 +429,7 @@ def test_tls_handshake_without_end_is_cut_off(transports: list[TcpTransport], ca
             sock.sendall(piece * 1000)
             if select.select([sock], [], [], 0)[0]:
                 break
-    captured.wait_for("refused a link from .*: (TLS failed|broke off): ")
+    captured.wait_for("refused a link from .*: (TLS failed|the connection failed): ")
     linked(transports)
 
 
@@ -447,5 +447,5 @@ def test_dial_peer_that_closes_during_the_handshake_is_tried_again() -> None:
 
 def test_refusal_inside_tls_is_final(transports: list[TcpTransport]) -> None:
     linked(transports)
-    with pytest.raises(Refused, match=r"rank 0 refused the link: rank 1 already holds this link$"):
+    with pytest.raises(Refused, match=r"rank 0 refused the link: rank 1 already has this link$"):
         transports[1].dial(0, 9, deadline())

@@ -114,7 +114,7 @@ def test_dial_admission_that_breaks_off_is_tried_again(assemble: Assemble, proxy
 def test_dial_all_with_one_link_refused_raises_refused(assemble: Assemble) -> None:
     transports, made = assemble(size=3), list[Link]()
     transports[2].dial(1, 9, deadline())
-    with pytest.raises(Refused, match="rank 2 already holds this link"):
+    with pytest.raises(Refused, match="rank 2 already has this link"):
         transports[2].dial_all([0, 1], 9, deadline(), made.append)
     assert [link.peer for link in made] in ([0], [])
 
@@ -166,7 +166,7 @@ def test_dial_refused_raises_the_reason_without_another_attempt(
 def test_dial_link_that_exists_is_refused(assemble: Assemble) -> None:
     transports = assemble()
     transports[1].dial(0, 9, deadline())
-    with pytest.raises(Refused, match="rank 1 already holds this link"):
+    with pytest.raises(Refused, match="rank 1 already has this link"):
         transports[1].dial(0, 9, deadline())
 
 
@@ -221,18 +221,18 @@ def test_accept_slow_stranger_is_dropped_at_the_time_limit(
                     break
             else:
                 pytest.fail("each byte extends the time limit")
-        captured.wait_for(r"refused a link from 127\.0\.0\.1:\d+: said too little in 0.2 s")
+        captured.wait_for(r"refused a link from 127\.0\.0\.1:\d+: the admission did not finish in 0.2 s")
 
 
 def test_accept_too_many_strangers_drops_the_oldest(
     assemble: Assemble, captured: CapturedLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(accept, "MAX_STRANGERS", 5)
+    monkeypatch.setattr(accept, "MAX_PENDING", 5)
     transports = assemble()
     strangers = [socket.create_connection(transports[0].address, timeout=LONG) for _ in range(8)]
     for eldest in strangers[:3]:
         assert eldest.recv(1) == b""
-    captured.wait_for("too many connections that say nothing", times=3)
+    captured.wait_for("too many connections wait for admission", times=3)
     transports[1].dial(0, 9, deadline())  # and an honest caller gets in
     for stranger in strangers:
         stranger.close()
@@ -268,7 +268,7 @@ def test_accept_continues_after_an_adopting_function_failed(assemble: Assemble, 
 
     transports[0].adopt(9, fail)
     transports[1].dial(0, 9, deadline())
-    captured.wait_for("a connection could not be handled")
+    captured.wait_for("an incoming connection could not be handled")
     transports[1].dial(0, 10, deadline())
     transports[0].accept(1, 10, deadline())
 
