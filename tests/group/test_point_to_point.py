@@ -382,4 +382,4 @@ def test_sendrecv_after_a_slow_send_has_only_the_remaining_time_for_its_recv(mes
         message_clock.advance(1.0)
         waiting.join(SOON)
         assert [type(error) for error in errors] == [gw.Timeout]
-        message_clock.go_on()
+        message_clock.resume()

@@ -175,7 +175,7 @@ def test_send_that_times_out_behind_a_half_sent_message_breaks_nothing_else(
     refused.clear()
     receivers[1].start()
     refused.wait()
-    message_clock.go_on()
+    message_clock.resume()
     second.join()
     assert [type(error) for error in late] == [gw.Timeout]
     assert "waited 1 s for earlier messages to that rank" in str(late[0])
