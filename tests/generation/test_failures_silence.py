@@ -128,7 +128,8 @@ def test_frozen_rank_that_continues_raises_aborted_and_changes_no_peer_memory(jo
         told = frozen.hear()
         assert (told["error"], told["culprit"]) == ("Aborted", 1), told
         assert re.match(
-            rf"rank 1 \(host \S+, pid {frozen.pid}\) was declared lost by its peers: it has been silent for \d+\.\d\d s ",
+            rf"rank 1 \(host \S+, pid {frozen.pid}\) was declared lost by its peers: "
+            r"it has been silent for \d+\.\d\d s ",
             told["text"],
         )
         for rank in (*others, frozen):

@@ -110,7 +110,8 @@ def waits_for_rank_1(here: Here, how: str, seconds: float) -> None:
         ("asleep", r"stuck outside of any gradwire call, its last call was barrier\(\) #1 at {last}"),
         pytest.param(
             "in C",
-            r"stuck: its Python interpreter does not run \(a C extension may hold the GIL\); its last call was barrier\(\) #1",
+            r"stuck: its Python interpreter does not run \(a C extension may hold the GIL\); "
+            r"its last call was barrier\(\) #1",
             marks=needs_core,
         ),
     ],
@@ -145,7 +146,8 @@ def test_long_wait_in_a_collective_logs_the_late_rank_and_its_last_call(
     called = place(early_call, "# the last call")
     said = (
         rf"rank 0 has waited \d+ s during all_reduce #3, test_failures_timeout.py:\d+: "
-        rf"rank {late} is alive but stuck outside of any gradwire call, its last call was all_gather_values\(\) #2 at {called}"
+        rf"rank {late} is alive but stuck outside of any gradwire call, "
+        rf"its last call was all_gather_values\(\) #2 at {called}"
     )
 
     def play(group: gw.Group) -> object:

@@ -281,7 +281,7 @@ def test_copy_within_a_rank_handles_strides_and_overlap_and_refuses_other_sizes(
     alone.copy(np.arange(6.0).reshape(2, 3).T, y, src=0, dst=0)
     assert y.tolist() == [[0, 3], [1, 4], [2, 5]]
     z = np.arange(5.0)
-    alone.copy(z[:-1], z[1:], src=0, dst=0)  # as if by way of a message
+    alone.copy(z[:-1], z[1:], src=0, dst=0)  # as correct as through a message
     assert z.tolist() == [0, 0, 1, 2, 3]
     with pytest.raises(gw.ArrayError, match=r"float64\[2\] does not fit float64\[3\]"):
         alone.copy(np.zeros(2), np.zeros(3), src=0, dst=0)

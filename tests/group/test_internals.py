@@ -1,4 +1,4 @@
-"""GroupInternals: the parts of a group that training, adapters and job set-up use beyond its public calls."""
+"""GroupInternals: the access of training code, adapters and job set-up to a group, beyond its public methods."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_queue_runs_after_the_calls_before_it(pair: list[gw.Group]) -> None:
     def program(group: gw.Group) -> int:
         internals = GroupInternals(group)
         group.barrier()
-        made = internals.queue(Operation("look", lambda exchange: internals.calls_made)).wait(SOON)
+        made = internals.queue(Operation("count", lambda exchange: internals.calls_made)).wait(SOON)
         group.barrier()
         assert internals.calls_made == 2
         return int(made)
