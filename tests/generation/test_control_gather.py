@@ -57,13 +57,13 @@ def test_control_gather_uses_values_that_a_rank_sent_before_its_thread_ended() -
     ended = threading.Event()
 
     def dies(group: gw.Group) -> None:
-        group.barrier()  # so that it is known which thread is this rank
-        assert gather(group, "last words")[2] == 2
+        group.barrier()  # records which thread acts for this rank
+        assert gather(group, "last value")[2] == 2
 
     def body(group: gw.Group) -> None:
         group.barrier()
         assert ended.wait(LONG) if group.rank == 0 else True
-        assert gather(group, group.rank)[1] == "last words"
+        assert gather(group, group.rank)[1] == "last value"
         with pytest.raises(PeerLost) as caught:
             gather(group, group.rank)
         assert caught.value.culprit == 1
@@ -150,7 +150,7 @@ def test_control_gather_interrupted_while_waiting_raises_aborted_on_later_ranks(
             gather(group, None)
         assert not control.intact
 
-    monkeypatch.setattr(OperationWait, "look", ctrl_c)  # rank 1 does not come as far
+    monkeypatch.setattr(OperationWait, "poll", ctrl_c)  # only rank 0 waits
     run_group(2, body)
 
 

@@ -70,14 +70,14 @@ def is_interrupted(here: Here, what: str) -> None:
         here.tell_when_waiting()
     try:
         if what == "collective" or group.rank == 2:
-            group.all_reduce(np.ones(3))  # rank 2 may find all it needs, and notice at its next call
+            group.all_reduce(np.ones(3))  # rank 2 may have all data it needs, and notice the abort at its next call
             group.barrier()
         elif what == "large send":
             group.send(np.ones(1 << 20), dst=1 - group.rank)
         else:
             stream = group.stream()
             stream.all_reduce(np.ones(3))
-            group.barrier()  # waits for its turn
+            group.barrier()  # waits until the queued work is done
     except KeyboardInterrupt:
         here.tell(error="KeyboardInterrupt")
         if what == "large send":
@@ -160,12 +160,12 @@ def test_close_ends_a_waiting_call_of_another_thread_with_closed(
     waiting = threading.Thread(target=wait)
     waiting.start()
     began.wait()
-    waiting.join(0.05)  # let it get there; whenever close comes, the outcome must be the same
+    waiting.join(0.05)  # usually enough to reach the wait; the outcome must be the same in any case
     groups[0].close()
     waiting.join()
     assert [type(error) for error in caught] == [gw.Closed]
     for other in groups[1:]:
-        assert parts_of(other).generation.control.intact, "nobody else is harmed"
+        assert parts_of(other).generation.control.intact, "the other rank must not break"
 
 
 def test_close_of_a_subgroup_ends_its_calls_and_the_world_goes_on(groups: list[gw.Group]) -> None:

@@ -69,7 +69,7 @@ def test_timeout_names_the_missing_rank_and_its_last_call(groups: list[gw.Group]
 
 
 def test_timeout_of_one_rank_ends_the_call_on_all_ranks(groups: list[gw.Group]) -> None:
-    """Whoever was more patient gets the same error, not its own later."""
+    """Ranks with longer timeouts raise the same error, at the same time."""
     late = len(groups) - 1
 
     def play(group: gw.Group) -> None:
@@ -82,7 +82,7 @@ def test_timeout_of_one_rank_ends_the_call_on_all_ranks(groups: list[gw.Group]) 
 
 
 def announced(group: gw.Group) -> bool:
-    """Whether the others know how far this rank has got in the group; the parley's rounds are told as well."""
+    """Whether this rank has reported its last call of the group to the peers."""
     return parts_of(group).generation.control.announced(WORLD) > 0
 
 
@@ -93,12 +93,12 @@ def waits_for_rank_1(here: Here, how: str, seconds: float) -> None:
     try:
         if group.rank != 1:
             group.all_reduce(np.ones(3), timeout=seconds)
-        elif how == "asleep":
+        elif how == "sleeping":
             time.sleep(60)
         else:
             while not announced(group):
                 time.sleep(0.01)
-            ctypes.PyDLL(None).usleep(int(1e6 * 5 * seconds))  # keeps the interpreter's lock
+            ctypes.PyDLL(None).usleep(int(1e6 * 5 * seconds))  # PyDLL keeps the GIL during the call
             group.barrier()
     except gw.GradwireError as error:
         here.tell_error(error)
@@ -107,7 +107,7 @@ def waits_for_rank_1(here: Here, how: str, seconds: float) -> None:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("asleep", r"stuck outside of any gradwire call, its last call was barrier\(\) #1 at {last}"),
+        ("sleeping", r"stuck outside of any gradwire call, its last call was barrier\(\) #1 at {last}"),
         pytest.param(
             "in C",
             r"stuck: its Python interpreter does not run \(a C extension may hold the GIL\); "
@@ -134,11 +134,11 @@ def test_timeout_says_how_a_living_process_is_stuck(job: StartJob, how: str, sai
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_slow_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "SLOW_SECONDS", 0.1)
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("short_slow_wait")
 def test_long_wait_in_a_collective_logs_the_late_rank_and_its_last_call(
     groups: list[gw.Group], captured: CapturedLog
 ) -> None:
@@ -153,13 +153,13 @@ def test_long_wait_in_a_collective_logs_the_late_rank_and_its_last_call(
     def play(group: gw.Group) -> object:
         early_call(group)
         if group.rank == late:
-            captured.wait_for(said, times=2)  # and said again later
+            captured.wait_for(said, times=2)  # it is logged again later
         return group.all_reduce(1)
 
     assert run_ranks(groups, play) == [len(groups)] * len(groups)
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("short_slow_wait")
 @pytest.mark.parametrize(
     ("wait", "answer", "said"),
     [

@@ -38,7 +38,7 @@ def resident() -> int:
 
 
 def keeps_reducing(here: Here) -> None:
-    """Reduce until told to stop, and report how that went; in between make new links."""
+    """Reduce until the test ends it, open new links when the test asks for it, and report the results."""
     group = gw.init()
     generation = parts_of(group).generation
     assert isinstance(generation.transport, TcpTransport)
@@ -56,7 +56,7 @@ def keeps_reducing(here: Here) -> None:
     listener.start()
     done, wanted, sub = 0, 0, group
     while True:
-        heard = int(group.all_reduce(len(orders), op="min"))  # both act on an order in the same turn
+        heard = int(group.all_reduce(len(orders), op="min"))  # both ranks follow an order in the same iteration
         sub.all_reduce(x, op="mean")
         group.sendrecv(x, y, dst=other, src=other)
         done += 1
@@ -72,7 +72,7 @@ def keeps_reducing(here: Here) -> None:
 
 
 class Target:
-    """The job under attack, as the attackers see it."""
+    """The job under attack."""
 
     def __init__(self, ranks: list[Rank]) -> None:
         self.ranks = ranks
@@ -98,7 +98,7 @@ class Target:
 
 @pytest.fixture
 def target(job: StartJob) -> Iterator[Target]:
-    """A job of two that must be none the worse at the end of the test."""
+    """Run a job of two ranks, and assert at the end of the test that it still works."""
     with job(keeps_reducing, 2) as ranks:
         target = Target(ranks)
         yield target
@@ -127,7 +127,7 @@ def source(sock: socket.socket) -> str:
 
 
 def drain(sock: socket.socket) -> bytes:
-    """What the other side says until it hangs up."""
+    """Return what the other side sends until it closes the connection."""
     data = b""
     with contextlib.suppress(ConnectionError):
         while part := sock.recv(4096):
@@ -185,12 +185,12 @@ def test_link_with_the_secret_but_a_wrong_identity_is_refused_with_the_reason(ta
 
 
 def admit(sock: socket.socket, dialer: Dialer) -> bytes:
-    """Go through the admission; returns the bytes that were sent."""
+    """Do the admission, and return the bytes that were sent."""
     sent = dialer.start()
     sock.sendall(sent)
     while not dialer.done:
         data = sock.recv(dialer.wanted)
-        assert data, "hung up on"
+        assert data, "the connection was closed"
         answer = dialer.feed(data)
         sent += answer
         if answer:
@@ -210,7 +210,7 @@ def test_link_that_replays_a_recorded_admission_is_refused(target: Target) -> No
 
 
 def test_links_that_send_one_byte_at_a_time_delay_no_new_link(target: Target) -> None:
-    """Slow strangers cost a place each, and delay nobody who knocks meanwhile."""
+    """Each slow connection uses one of the pending places, but delays no other connection."""
     slow = [target.connect() for _ in range(60)]
     opening = b"gw-link1" + bytes(72)
     for byte in opening[:40]:
@@ -239,7 +239,7 @@ def test_links_opened_and_reset_in_a_flood_do_not_block_new_links(target: Target
         nonlocal count
         while count < 300 or not over.is_set():
             with contextlib.suppress(OSError), target.connect() as sock:
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")  # end by a reset
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")  # close with a reset
                 sock.send(b"gw-link1"[: count % 9])
             count += 1
 
