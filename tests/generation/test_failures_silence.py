@@ -16,7 +16,7 @@ import gradwire as gw
 from gradwire.group.internals import parts_of
 from gradwire.host import native_core
 from gradwire.liveness import lifeline
-from gradwire.liveness.detector import SLOW_SECONDS
+from gradwire.liveness.detector import SLOW_HEARTBEAT_SECONDS
 from support.processes import Here, Rank, StartJob
 from support.processes import job_fixture as job_fixture
 from support.processes import zygote_fixture as zygote_fixture
@@ -229,7 +229,7 @@ def test_frozen_rank_without_the_core_is_lost_after_the_longer_limit(job: StartJ
             assert (told["error"], told["culprit"]) == ("PeerLost", 1), told
             silent = re.search(r"has been silent for (\d+\.\d\d) s", told["text"])
             assert silent is not None, told["text"]
-            assert float(silent[1]) > 1.5 - 2 * SLOW_SECONDS
+            assert float(silent[1]) > 1.5 - 2 * SLOW_HEARTBEAT_SECONDS
 
 
 def test_silence_limit_without_the_core_is_ten_seconds() -> None:

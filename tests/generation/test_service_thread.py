@@ -29,7 +29,7 @@ def test_offer_accepted_while_the_generation_breaks_does_not_deadlock(monkeypatc
     mailbox.finish(1, Header(Kind.OFFER, 0, 1, 1, WORLD, 1, TAG, NBYTES, 0, 0), memoryview(b""))
 
     def accept() -> None:
-        mailbox.ask(Request(WORLD, 1, TAG, memoryview(bytearray(NBYTES))))
+        mailbox.post_request(Request(WORLD, 1, TAG, memoryview(bytearray(NBYTES))))
 
     def full(outbox: Outbox) -> bool:
         if threading.current_thread() is not accepting:

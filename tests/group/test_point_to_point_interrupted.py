@@ -214,7 +214,7 @@ def test_send_that_times_out_halfway_breaks_the_group_and_names_the_receiver(
     errors: list[BaseException] = []
     message_clock.stop()
     sender = sending(pair[0], message(), errors, timeout=0.5)
-    starter = at(gate, message_clock.go_on)
+    starter = at(gate, message_clock.resume)
     with pytest.raises(gw.Timeout, match=r"send to rank 1 did not finish in 0.5 s: rank 1 stopped reading") as told:
         pair[1].recv(np.zeros(WHOLE, np.uint8), src=0)
     assert told.value.culprit == 1

@@ -1,4 +1,4 @@
-"""The lifeline by itself: whom it links with, what it writes there, whom it excuses."""
+"""The lifeline without a group: its links, its heartbeats and tokens, and which ranks it reports as lost."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def frame(kind: Kind = Kind.BEAT, nbytes: int = 0, source: int = 1) -> bytes:
 
 
 class SocketLink:
-    """A link as TCP makes them."""
+    """A link over a socket."""
 
     channel = LIFELINE_CHANNEL
 
@@ -65,7 +65,7 @@ class SocketLink:
             got = self.near.recv_into(buffers[0])
         except BlockingIOError:
             return 0
-        except ConnectionResetError:  # the other end was closed with beats unread
+        except ConnectionResetError:  # the other end was closed before it read all heartbeats
             raise LinkClosed from None
         if not got:
             raise LinkClosed
@@ -82,13 +82,13 @@ class SocketLink:
 
 
 class KeyedLink(SocketLink):
-    """One that was admitted inside TLS."""
+    """A link that was admitted inside TLS."""
 
     key = b"of this link, and of no other..."
 
 
 class AdoptingTransport:
-    """A transport, as far as a lifeline looks at it."""
+    """The part of a transport that a lifeline uses."""
 
     taker: Callable[[Link], None]
 
@@ -154,7 +154,7 @@ def test_linked_gives_both_ends_the_same_links(size: int) -> None:
         }
 
 
-def test_beat_capability_survives_the_wire() -> None:
+def test_heartbeat_profile_survives_the_wire() -> None:
     own = HeartbeatProfile.own()
     assert HeartbeatProfile.from_wire(own.to_wire()) == own
     assert (own.native, own.pid, own.timeout) == (native_core.available(), os.getpid(), PEER_SECONDS)
@@ -165,7 +165,7 @@ def test_beat_capability_survives_the_wire() -> None:
         assert HeartbeatProfile.from_wire(nonsense) == HeartbeatProfile(False, 0, "")
 
 
-def test_sight_of_a_later_process_with_the_same_pid_is_stopped() -> None:
+def test_observe_later_process_with_the_same_pid_is_stopped() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         status = machine.process_status(child.pid)
@@ -173,7 +173,7 @@ def test_sight_of_a_later_process_with_the_same_pid_is_stopped() -> None:
         seen = HeartbeatProfile(True, child.pid, "n", status.started)
         assert seen.observe() in (Observation.OTHER, Observation.STARVED)
         ended = HeartbeatProfile(True, child.pid, "n", status.started - 1)
-        assert ended.observe() is Observation.STOPPED, "its pid is another's now"
+        assert ended.observe() is Observation.STOPPED, "another process has this pid now"
         child.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, child.pid, os.WSTOPPED)
         assert seen.observe() is Observation.STOPPED
@@ -186,13 +186,13 @@ def test_sight_of_a_later_process_with_the_same_pid_is_stopped() -> None:
 def threads_called(name: bytes) -> int:
     count = 0
     for path in Path("/proc/self/task").glob("*/comm"):
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # the thread has just ended
             count += path.read_bytes().strip() == name
     return count
 
 
 @needs_core
-def test_beat_waits_is_false_for_a_beat_thread_at_rest() -> None:
+def test_heartbeat_thread_waits_is_false_for_an_idle_thread() -> None:
     thread = native_core.native.Lifeline(10.0)
     thread.start()
     try:
@@ -203,13 +203,13 @@ def test_beat_waits_is_false_for_a_beat_thread_at_rest() -> None:
 
 
 @needs_core
-def test_lifeline_beats_on_its_links(harness: Harness) -> None:
+def test_lifeline_sends_heartbeats_on_its_links(harness: Harness) -> None:
     for link in harness.links.values():
         assert link.read(3 * HEADER_BYTES) == 3 * frame()
 
 
 @pytest.mark.parametrize("harness", [{"native": False}], indirect=True)
-def test_lifeline_without_the_core_beats_at_each_tick(harness: Harness) -> None:
+def test_lifeline_without_the_core_sends_a_heartbeat_at_each_tick(harness: Harness) -> None:
     now = time.monotonic()
     for step in range(4):
         harness.lifeline.tick(now + step * SLOW_HEARTBEAT_SECONDS)
@@ -250,7 +250,7 @@ GENUINE = Tokens(KeyedLink.key, 2).take(3 * TOKEN_BYTES)
 
 
 @pytest.mark.parametrize("harness", [{"kind": KeyedLink}], indirect=True)
-def test_lifeline_counts_whole_tokens_as_beats(harness: Harness) -> None:
+def test_lifeline_counts_complete_tokens_as_heartbeats(harness: Harness) -> None:
     harness.lifeline.watch([HeartbeatProfile(True, os.getpid(), "")] * 3)
     now = time.monotonic()
     harness.lifeline.tick(now)
@@ -275,7 +275,7 @@ def test_lifeline_counts_whole_tokens_as_beats(harness: Harness) -> None:
         pytest.param(frame(source=2), id="a beat without a token"),
     ],
 )
-def test_lifeline_token_that_is_not_the_next_ends_the_link_and_is_no_beat(
+def test_lifeline_token_that_is_not_the_next_ends_the_link_and_does_not_count(
     harness: Harness, forged: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = time.monotonic()
@@ -298,7 +298,7 @@ def test_lifeline_unexpected_links_are_closed(harness: Harness) -> None:
         unasked.far.close()
 
 
-def hears(harness: Harness, peer: int, now: float) -> bool:
+def has_heartbeat(harness: Harness, peer: int, now: float) -> bool:
     harness.links[peer].far.send(frame(source=peer))
     harness.lifeline.tick(now)
     return harness.sink.detector.silence(peer, now) == 0
@@ -310,7 +310,7 @@ def test_lifeline_silence_on_a_link_is_a_loss(harness: Harness) -> None:
     now = time.monotonic()
     while harness.control.intact:
         now += POLL_SECONDS
-        assert hears(harness, 0, now)
+        assert has_heartbeat(harness, 0, now)
     assert harness.control.await_verdict(LONG)
     error = harness.control.error(None, "")
     assert (type(error).__name__, error.culprit) == ("PeerLost", 2)
@@ -318,25 +318,25 @@ def test_lifeline_silence_on_a_link_is_a_loss(harness: Harness) -> None:
 
 
 @needs_core
-def test_lifeline_ignored_rank_is_lost_although_it_beats(harness: Harness) -> None:
+def test_lifeline_ignored_rank_is_lost_although_it_sends_heartbeats(harness: Harness) -> None:
     harness.lifeline.watch([harness.profile] * 3)
     harness.lifeline.ignore(0)
     now = time.monotonic()
     while harness.control.intact:
         now += POLL_SECONDS
         harness.links[0].far.send(frame(source=0))
-        assert hears(harness, 2, now)
+        assert has_heartbeat(harness, 2, now)
     assert harness.control.unreachable_peers == (0,)
 
 
 @needs_core
-def test_lifeline_rank_that_left_is_not_missed(harness: Harness) -> None:
+def test_lifeline_rank_that_left_is_not_reported(harness: Harness) -> None:
     harness.lifeline.watch([harness.profile] * 3)
     now = time.monotonic()
     harness.control.receive(2, b'{"t":"bye"}', now)
     for _ in range(40):
         now += POLL_SECONDS
-        assert hears(harness, 0, now)
+        assert has_heartbeat(harness, 0, now)
     assert harness.control.intact
 
 
@@ -350,9 +350,9 @@ def test_lifeline_link_that_ends_is_no_loss_and_is_not_written_to_again(harness:
     assert harness.control.intact
     with contextlib.closing(SocketLink(2)) as another:
         reused = another.fileno() == descriptor
-        if not reused:  # another socket gets the number of the one that was closed
+        if not reused:  # until another socket gets the descriptor of the closed one
             os.dup2(another.fileno(), descriptor)
-        harness.links[0].read(3 * HEADER_BYTES)  # meanwhile
+        harness.links[0].read(3 * HEADER_BYTES)  # heartbeats continue on the other link
         another.far.setblocking(False)
         with pytest.raises(BlockingIOError):
             another.far.recv(1)
@@ -362,15 +362,13 @@ def test_lifeline_link_that_ends_is_no_loss_and_is_not_written_to_again(harness:
 
 
 @pytest.mark.parametrize("data", [frame(Kind.CONTROL), frame(nbytes=1), b"\xff" * HEADER_BYTES])
-def test_lifeline_refuses_anything_but_beats(harness: Harness, data: bytes) -> None:
+def test_lifeline_refuses_frames_that_are_not_heartbeats(harness: Harness, data: bytes) -> None:
     harness.links[0].far.send(data)
     with pytest.raises(ValueError, match=r"on the lifeline|not a gradwire message"):
         harness.lifeline.tick(time.monotonic())
 
 
-def test_sight_of_looks_only_at_processes_of_the_same_namespace(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_observe_sees_only_processes_of_the_same_namespace(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     here, elsewhere = HeartbeatProfile(True, 11, "7", 5), HeartbeatProfile(True, 11, "8", 5)
     harness.lifeline.watch([here, here, elsewhere])
     observations = {
@@ -386,7 +384,7 @@ def test_sight_of_looks_only_at_processes_of_the_same_namespace(
 
 
 @pytest.mark.parametrize(("state", "waits"), [("R", True), ("D", True), ("S", False), ("T", False)])
-def test_beat_waits_is_true_for_a_thread_that_waits_for_a_core_or_the_kernel(
+def test_heartbeat_thread_waits_is_true_for_a_thread_that_waits_for_a_core_or_the_kernel(
     monkeypatch: pytest.MonkeyPatch, state: str, waits: bool
 ) -> None:
     monkeypatch.setattr(machine, "process_status", lambda pid: machine.ProcessStatus(state, 5))
@@ -408,7 +406,7 @@ class LossyLink(SocketLink):
 
 
 def silence_on(harness: Harness, *, lossy_after: float, lossy_until: float = math.inf) -> float:
-    """How long rank 2 is silent before it is lost, if packets to it are lost in this span of the silence."""
+    """Return how long rank 2 is silent before it is lost, if packets are dropped in this part of the silence."""
     now = began = time.monotonic()
     link = harness.links[2]
     assert isinstance(link, LossyLink)

@@ -1,4 +1,4 @@
-"""The verdict: findings and the time in, one decision out, the same on every rank."""
+"""The verdict: findings and the time go in, and one decision comes out, the same on every rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def raised(verdict: Verdict, during: str = "", who: str = "rank x") -> Broken:
     return verdict.error(operation="all_reduce", during=during, who=who)
 
 
-def test_verdict_without_findings_is_sound_and_undecided() -> None:
+def test_verdict_without_findings_is_intact_and_undecided() -> None:
     quiet = verdict()
     assert quiet.intact
     assert not quiet.open
@@ -66,7 +66,7 @@ def test_verdict_findings_after_the_decision_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations([LATE_0, LOST_2, LOST_1, ABORT_3])))
-def test_verdict_gravest_finding_wins_and_of_equals_the_lowest_rank(order: tuple[Finding, ...]) -> None:
+def test_verdict_most_severe_finding_wins_and_among_equals_the_lowest_rank(order: tuple[Finding, ...]) -> None:
     for count, expected in ((4, ABORT_3), (3, None)):
         one = verdict(*order[:count])
         one.decide(200.0)
@@ -94,7 +94,7 @@ def test_verdict_is_the_same_on_all_ranks_in_any_order_of_findings(data: st.Data
     assert one.decided == other.decided
 
 
-def test_verdict_repeated_finding_is_news_once() -> None:
+def test_verdict_repeated_finding_is_new_once() -> None:
     one = verdict()
     assert one.add(LOST_2, 100.0)
     assert not one.add(Finding("lost", "closed its link", 2), 100.0)
@@ -108,7 +108,7 @@ def test_verdict_number_of_findings_is_bounded() -> None:
 
 
 def test_verdict_undecided_rank_adopts_the_decision_of_others() -> None:
-    """So a rank that raised and ended is not taken for a further loss by one that is slower."""
+    """Otherwise a slower rank could report a rank that raised and ended as one more loss."""
     slow = verdict(LOST_2)
     assert slow.adopt(LOST_2, 100.01)
     assert slow.decided == LOST_2
@@ -160,7 +160,7 @@ def test_verdict_mismatch_names_the_first_difference() -> None:
     one.add_calls(1, (0, 1), 1, [call(5, "a"), call(6, "x"), call(7, "c")])
     assert one.decide(100.1)
     assert str(raised(one)).startswith("ranks disagree on call #6\n  rank 0: b at ")
-    assert raised(one).culprit is None, "one against one: nobody is the odd one"
+    assert raised(one).culprit is None, "with one rank on each side there is no culprit"
 
 
 def test_verdict_mismatch_waits_a_limited_time_for_a_rank_that_does_not_answer() -> None:
@@ -187,13 +187,13 @@ def test_verdict_mismatch_does_not_wait_for_a_lost_rank(gone: str) -> None:
     else:
         one.add(LOST_2, 100.0)
     assert one.decide(100.0)
-    assert isinstance(raised(one), CollectiveMismatch), "a mismatch explains a loss, not the other way round"
+    assert isinstance(raised(one), CollectiveMismatch), "a mismatch takes precedence over a loss"
 
 
 def test_verdict_disputes_of_two_groups_stay_separate() -> None:
     other = Finding("mismatch", "ranks called different things", None, None, "barrier", 9, 2)
     one = verdict(MISMATCH, other, size=2)
-    assert one.dispute() == other, "all ranks agree on which to settle"
+    assert one.dispute() == other, "all ranks must choose the same dispute"
     one.add_calls(1, (0, 1), 0, [call(7, "a")])
     one.add_calls(1, (0, 1), 1, [call(7, "b")])
     assert not one.decide(100.0)
