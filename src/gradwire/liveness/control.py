@@ -158,11 +158,6 @@ class Control:
         """Return the time of a peer's goodbye, or None."""
         return self._protocol.left_at(peer)
 
-    def announced(self, group: int) -> int:
-        """Return the last call of a group that was reported to the peers; 0 if there was none."""
-        with self._lock:
-            return self._protocol.announced(group)
-
     def last_known_call(self, calls: CallLog, peer: int) -> Call | None:
         """Return this rank's record of the last call that a peer has reported, without asking the peer; or None."""
         with self._lock:

@@ -274,10 +274,6 @@ class ControlProtocol:
         """Return the calls of a group; None if this rank does not have the group or has closed it."""
         return self._logs.get(group)
 
-    def announced(self, group: int) -> int:
-        """Return the last call of a group that was reported to the peers; 0 if there was none."""
-        return self._sent.get(group, 0)
-
     def reached(self, group: int, peer: int) -> int:
         """Return the last call in a group that a peer has reported; 0 if there was none."""
         return self._reached.get((group, peer), 0)
