@@ -50,11 +50,11 @@ def test_abort_or_exception_in_a_process_gives_other_ranks_the_reason(job: Start
             assert rank.hear()["ready"]
         ranks[1].tell()
         for rank in ranks if how == "abort" else (ranks[0], ranks[2]):
-            told = rank.hear()
-            assert (told["error"], told["culprit"], told["operation"]) == ("Aborted", 1, "barrier"), told
+            report = rank.hear()
+            assert (report["error"], report["culprit"], report["operation"]) == ("Aborted", 1, "barrier"), report
             prefix = "" if how == "abort" else "ValueError: "
-            assert told["text"].startswith("rank 1 (host ")
-            assert told["text"].endswith(f"pid {ranks[1].pid}) gave up: {prefix}the loss is not a number")
+            assert report["text"].startswith("rank 1 (host ")
+            assert report["text"].endswith(f"pid {ranks[1].pid}) gave up: {prefix}the loss is not a number")
         assert ranks[1].ended() == (0 if how == "abort" else 1)
         assert [rank.ended() for rank in (ranks[0], ranks[2])] == [0, 0]
 
@@ -99,10 +99,10 @@ def test_ctrl_c_on_one_rank_raises_aborted_on_all(job: StartJob, what: str) -> N
         assert ranks[0].hear() == {"error": "KeyboardInterrupt"}
         ranks[2].tell()
         for rank in ranks[1:] if what == "large send" else ranks:
-            told = rank.hear()
-            assert (told["error"], told["culprit"]) == ("Aborted", 0), told
+            report = rank.hear()
+            assert (report["error"], report["culprit"]) == ("Aborted", 0), report
             why = "KeyboardInterrupt" if what == "large send" else "interrupted (Ctrl-C) during "
-            assert why in told["text"]
+            assert why in report["text"]
 
 
 # -- in one process, over both transports -----------------------------------------------------------------------------
@@ -114,9 +114,9 @@ def test_with_block_exception_is_the_reason_of_aborted_on_other_ranks(groups: li
             with pytest.raises(ZeroDivisionError), group:
                 1 / 0
         else:
-            with pytest.raises(gw.Aborted, match=r"rank 0 .* gave up: ZeroDivisionError: division by zero") as told:
+            with pytest.raises(gw.Aborted, match=r"rank 0 .* gave up: ZeroDivisionError: division by zero") as caught:
                 group.all_reduce(np.ones(1 << 20))
-            assert (told.value.culprit, told.value.operation, told.value.generation) == (0, "all_reduce", 1)
+            assert (caught.value.culprit, caught.value.operation, caught.value.generation) == (0, "all_reduce", 1)
 
     run_ranks(groups, play)
 
@@ -168,7 +168,7 @@ def test_close_ends_a_waiting_call_of_another_thread_with_closed(
         assert parts_of(other).generation.control.intact, "the other rank must not break"
 
 
-def test_close_of_a_subgroup_ends_its_calls_and_the_world_goes_on(groups: list[gw.Group]) -> None:
+def test_close_of_a_subgroup_ends_its_calls_and_the_world_stays_usable(groups: list[gw.Group]) -> None:
     inner = groups[0].subgroup([0, 1])
     other = groups[1].subgroup([0, 1])
     caught: list[BaseException] = []
@@ -210,8 +210,8 @@ def test_abort_of_all_ranks_at_once_names_the_same_culprit_everywhere(groups: li
         group.abort(f"rank {group.rank} gave up")
 
     def play(group: gw.Group) -> int | None:
-        with pytest.raises(gw.Aborted) as told:
+        with pytest.raises(gw.Aborted) as caught:
             group.barrier()
-        return told.value.culprit
+        return caught.value.culprit
 
     assert len(set(run_ranks(groups, play))) == 1

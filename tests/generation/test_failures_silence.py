@@ -52,11 +52,11 @@ def freeze(ranks: list[Rank], *victims: int) -> list[Rank]:
 
 
 def check_lost(rank: Rank, victim: Rank) -> None:
-    told = rank.hear()
-    assert (told["error"], told["culprit"]) == ("PeerLost", victim.number), told
+    report = rank.hear()
+    assert (report["error"], report["culprit"]) == ("PeerLost", victim.number), report
     who = rf"rank {victim.number} \(host \S+, pid {victim.pid}\)"
     during = r" during (all_reduce|barrier) #\d+, test_failures_silence.py:\d+"
-    assert re.fullmatch(rf"{who} has been silent for \d+\.\d\d s \(frozen or cut off\)({during})?", told["text"])
+    assert re.fullmatch(rf"{who} has been silent for \d+\.\d\d s \(frozen or cut off\)({during})?", report["text"])
 
 
 @needs_core
@@ -125,12 +125,12 @@ def test_frozen_rank_that_continues_raises_aborted_and_changes_no_peer_memory(jo
         for rank in others:
             check_lost(rank, frozen)
         frozen.signal(signal.SIGCONT)
-        told = frozen.hear()
-        assert (told["error"], told["culprit"]) == ("Aborted", 1), told
+        report = frozen.hear()
+        assert (report["error"], report["culprit"]) == ("Aborted", 1), report
         assert re.match(
             rf"rank 1 \(host \S+, pid {frozen.pid}\) was declared lost by its peers: "
             r"it has been silent for \d+\.\d\d s ",
-            told["text"],
+            report["text"],
         )
         for rank in (*others, frozen):
             rank.tell()
@@ -191,7 +191,7 @@ def stops_together(here: Here, transport: str) -> None:
 
 @needs_core
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_job_stopped_and_continued_as_a_whole_goes_on(job: StartJob, transport: str) -> None:
+def test_job_stopped_and_continued_as_a_whole_keeps_working(job: StartJob, transport: str) -> None:
     with job(stops_together, 3, transport) as ranks:
         for rank in ranks:
             assert rank.hear()["ready"]
@@ -225,10 +225,10 @@ def runs_without_the_core(here: Here, max_silence: float) -> None:
 def test_frozen_rank_without_the_core_is_lost_after_the_longer_limit(job: StartJob) -> None:
     with job(runs_without_the_core, 3, 1.5) as ranks:
         for rank in freeze(ranks, 1):
-            told = rank.hear()
-            assert (told["error"], told["culprit"]) == ("PeerLost", 1), told
-            silent = re.search(r"has been silent for (\d+\.\d\d) s", told["text"])
-            assert silent is not None, told["text"]
+            report = rank.hear()
+            assert (report["error"], report["culprit"]) == ("PeerLost", 1), report
+            silent = re.search(r"has been silent for (\d+\.\d\d) s", report["text"])
+            assert silent is not None, report["text"]
             assert float(silent[1]) > 1.5 - 2 * SLOW_HEARTBEAT_SECONDS
 
 

@@ -43,18 +43,18 @@ def test_timeout_names_the_missing_rank_and_its_last_call(groups: list[gw.Group]
         else:
             together.wait()
         began = time.monotonic()
-        with pytest.raises(gw.Timeout) as told:
+        with pytest.raises(gw.Timeout) as caught:
             group.all_reduce(np.ones(3), timeout=0.6)
         took = time.monotonic() - began
         if group.rank != late:
             assert took > 0.3
             everybody_else_is_done.wait()
-        assert isinstance(told.value, TimeoutError)
-        assert (told.value.culprit, told.value.operation) == (late, "all_reduce")
-        assert (told.value.generation, told.value.seconds) == (1, 0.6)
+        assert isinstance(caught.value, TimeoutError)
+        assert (caught.value.culprit, caught.value.operation) == (late, "all_reduce")
+        assert (caught.value.generation, caught.value.seconds) == (1, 0.6)
         with pytest.raises(gw.Timeout, match="did not finish"):
             group.barrier()
-        return str(told.value)
+        return str(caught.value)
 
     said = set(run_ranks(groups, play))
     last = rf"all_gather_values\(\) #2 at {place(early_call, '# the last call')}" if called else "none"
@@ -73,9 +73,9 @@ def test_timeout_of_one_rank_ends_the_call_on_all_ranks(groups: list[gw.Group]) 
 
     def play(group: gw.Group) -> None:
         if group.rank != late:
-            with pytest.raises(gw.Timeout, match=r"did not finish within its timeout of 0.6 s") as told:
+            with pytest.raises(gw.Timeout, match=r"did not finish within its timeout of 0.6 s") as caught:
                 group.barrier(timeout=0.6 if group.rank == 0 else 60)
-            assert told.value.culprit == late
+            assert caught.value.culprit == late
 
     run_ranks(groups, play)
 
@@ -124,11 +124,11 @@ def test_timeout_says_how_a_living_process_is_stuck(job: StartJob, how: str, sai
     expected = "rank 1 is alive but " + said.format(last=place(waits_for_rank_1, "# the last call"))
     with job(waits_for_rank_1, 3, how, 0.6) as ranks:
         for rank in (ranks[0], ranks[2]):
-            told = rank.hear()
-            assert (told["error"], told["culprit"]) == ("Timeout", 1), told
+            report = rank.hear()
+            assert (report["error"], report["culprit"]) == ("Timeout", 1), report
             assert re.fullmatch(
-                rf"all_reduce #2 did not finish within its timeout of 0.6 s: {expected}", told["text"]
-            ), told["text"]
+                rf"all_reduce #2 did not finish within its timeout of 0.6 s: {expected}", report["text"]
+            ), report["text"]
             where = place(waits_for_rank_1, "timeout=seconds")
             logged = rf"rank {rank.number} has waited \d+ s during all_reduce #2, {where}: {expected}"
             assert re.search(logged, rank.output()), rank.output()

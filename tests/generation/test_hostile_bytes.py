@@ -76,10 +76,10 @@ class Target:
 
     def __init__(self, ranks: list[Rank]) -> None:
         self.ranks = ranks
-        self.told = [rank.hear() for rank in ranks]
-        self.address: tuple[str, int] = (self.told[0]["address"][0], self.told[0]["address"][1])
-        self.key = bytes.fromhex(self.told[0]["key"])
-        self.job = bytes.fromhex(self.told[0]["job"])
+        self.reports = [rank.hear() for rank in ranks]
+        self.address: tuple[str, int] = (self.reports[0]["address"][0], self.reports[0]["address"][1])
+        self.key = bytes.fromhex(self.reports[0]["key"])
+        self.job = bytes.fromhex(self.reports[0]["job"])
 
     def connect(self) -> socket.socket:
         return socket.create_connection(self.address, timeout=60)
@@ -104,10 +104,10 @@ def target(job: StartJob) -> Iterator[Target]:
         yield target
         before = target.order("count")
         time.sleep(0.05)
-        for rank, told, first in zip(ranks, target.order("stop"), target.told, strict=True):
-            assert told["right"]
-            assert told["done"] > before[rank.number]["done"] > 0
-            assert told["resident"] - first["resident"] < ALLOWED
+        for rank, report, first in zip(ranks, target.order("stop"), target.reports, strict=True):
+            assert report["right"]
+            assert report["done"] > before[rank.number]["done"] > 0
+            assert report["resident"] - first["resident"] < ALLOWED
         assert [rank.ended() for rank in ranks] == [0, 0]
 
 

@@ -73,11 +73,11 @@ def is_declared_lost(groups: list[gw.Group], culprit: int) -> None:
     def play(group: gw.Group) -> None:
         kind = gw.Aborted if group.rank == culprit else gw.PeerLost
         assert eventually(lambda: not parts_of(group).generation.control.intact)
-        with pytest.raises(kind) as told:
+        with pytest.raises(kind) as caught:
             group.barrier()
-        assert told.value.culprit == culprit
+        assert caught.value.culprit == culprit
         said = "was declared lost by its peers: it sent invalid data" if group.rank == culprit else "sent invalid data"
-        assert said in str(told.value)
+        assert said in str(caught.value)
 
     run_ranks(groups, play)
     assert all(parts_of(group).generation.service.serving for group in groups), "a service thread ended"
@@ -303,10 +303,10 @@ def test_service_thread_that_fails_aborts_the_group_with_the_reason(
     parts_of(victim).generation.service.wake()
 
     def play(group: gw.Group) -> str:
-        with pytest.raises(gw.Aborted) as told:
+        with pytest.raises(gw.Aborted) as caught:
             group.recv(np.zeros(1), src=(group.rank + 1) % group.size)
-        assert told.value.culprit == 0
-        return str(told.value)
+        assert caught.value.culprit == 0
+        return str(caught.value)
 
     for text in run_ranks(groups, play):
         assert text.endswith("gave up: its service thread failed: ZeroDivisionError: a bug")

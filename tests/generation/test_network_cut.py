@@ -94,11 +94,11 @@ def test_network_cut_raises_peer_lost_on_both_sides_for_the_lowest_remote_rank(
         began = time.monotonic()
         getattr(hosts, how)()
         for rank in ranks:
-            told = rank.hear()
+            report = rank.hear()
             beyond = 2 if rank.number < 2 else 0
-            assert (told["error"], told["culprit"]) == ("PeerLost", beyond), told["text"]
-            assert f"the network to rank {beyond} drops packets" in told["text"]
-            assert told["at"] - began > TIMEOUT - POLL_SECONDS, told["text"]
+            assert (report["error"], report["culprit"]) == ("PeerLost", beyond), report["text"]
+            assert f"the network to rank {beyond} drops packets" in report["text"]
+            assert report["at"] - began > TIMEOUT - POLL_SECONDS, report["text"]
 
 
 @needs_core
@@ -109,9 +109,9 @@ def test_network_cut_beyond_the_default_timeout_raises_peer_lost_on_both_sides(j
         began = time.monotonic()
         hosts.cut()
         for rank in ranks:
-            told = rank.hear()
-            assert (told["error"], told["culprit"]) == ("PeerLost", 2 if rank.number < 2 else 0), told["text"]
-            assert told["at"] - began > PEER_SECONDS - POLL_SECONDS, told["text"]
+            report = rank.hear()
+            assert (report["error"], report["culprit"]) == ("PeerLost", 2 if rank.number < 2 else 0), report["text"]
+            assert report["at"] - began > PEER_SECONDS - POLL_SECONDS, report["text"]
 
 
 @needs_core
@@ -128,21 +128,21 @@ def test_network_cut_uses_the_longest_peer_timeout_of_all_ranks(job: StartJob, h
         began = time.monotonic()
         hosts.cut()
         for rank in ranks:
-            told = rank.hear()
-            assert (told["error"], told["culprit"]) == ("PeerLost", 2 if rank.number < 2 else 0), told["text"]
-            assert told["at"] - began > 2 - POLL_SECONDS, told["text"]
+            report = rank.hear()
+            assert (report["error"], report["culprit"]) == ("PeerLost", 2 if rank.number < 2 else 0), report["text"]
+            assert report["at"] - began > 2 - POLL_SECONDS, report["text"]
 
 
 def stop_event(here: Here) -> threading.Event:
     """Return an event that is set when the test sends a message."""
-    told = threading.Event()
+    stopped = threading.Event()
 
     def listen() -> None:
         here.hear()
-        told.set()
+        stopped.set()
 
     threading.Thread(target=listen, daemon=True).start()
-    return told
+    return stopped
 
 
 def reduces_until_stopped(here: Here, hosts: list[int]) -> None:

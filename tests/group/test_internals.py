@@ -13,7 +13,7 @@ from support.in_process import pair_fixture as pair_fixture
 from support.ranks import run_ranks
 
 
-def test_run_of_a_declined_operation_raises_its_error_and_the_group_goes_on(pair: list[gw.Group]) -> None:
+def test_run_of_a_declined_operation_raises_its_error_and_the_group_stays_usable(pair: list[gw.Group]) -> None:
     def program(group: gw.Group) -> float:
         declined = Declined(gw.ArrayError("there is nothing to send"))
         with pytest.raises(gw.ArrayError, match="nothing to send"):

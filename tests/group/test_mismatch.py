@@ -108,11 +108,11 @@ def lengthen_waits(patch: pytest.MonkeyPatch) -> None:
 
 def mismatch_of(group: gw.Group, call: Call) -> gw.CollectiveMismatch:
     """Return the mismatch that a call or the one after it raises. A rank that only sends learns of it later."""
-    with pytest.raises(gw.CollectiveMismatch) as told:
+    with pytest.raises(gw.CollectiveMismatch) as caught:
         call(group)
         assert eventually(lambda: GroupInternals(group).is_broken)
         group.barrier()
-    return told.value
+    return caught.value
 
 
 @pytest.mark.usefixtures("long_waits")
@@ -140,7 +140,7 @@ def test_broadcast_with_two_roots_raises_mismatch_whatever_the_ranks_do_next(
     groups: list[gw.Group], after: str
 ) -> None:
     def play(group: gw.Group) -> gw.CollectiveMismatch:
-        with pytest.raises(gw.CollectiveMismatch, match=r"rank 1: broadcast\(float32\[4\], root=1\)") as told:
+        with pytest.raises(gw.CollectiveMismatch, match=r"rank 1: broadcast\(float32\[4\], root=1\)") as caught:
             group.broadcast(ones(), root=0 if group.rank == 0 else 1)
             if after == "all_reduce":
                 group.all_reduce(ones())
@@ -150,7 +150,7 @@ def test_broadcast_with_two_roots_raises_mismatch_whatever_the_ranks_do_next(
                 group.send(ones(1 << 20), dst=(group.rank + 1) % group.size)
             assert eventually(lambda: GroupInternals(group).is_broken)
             group.barrier()
-        return told.value
+        return caught.value
 
     errors = run_ranks(groups, play)
     assert {error.culprit for error in errors} == {0 if len(groups) == 3 else None}
@@ -331,10 +331,10 @@ def test_mismatch_between_processes_names_the_odd_rank_and_its_line(job: StartJo
     usual, odd, shown = DIFFERENCES[difference]
     with job(disagrees, 3, difference) as ranks:
         for rank in ranks:
-            told = rank.hear()
-            assert (told["error"], told["culprit"]) == ("CollectiveMismatch", 1), told
-            assert f"\n  rank 1: {shown} at {line(odd)}" in told["text"]
-            assert f" at {line(usual)}\n" in told["text"]
+            report = rank.hear()
+            assert (report["error"], report["culprit"]) == ("CollectiveMismatch", 1), report
+            assert f"\n  rank 1: {shown} at {line(odd)}" in report["text"]
+            assert f" at {line(usual)}\n" in report["text"]
 
 
 @pytest.mark.usefixtures("long_waits")

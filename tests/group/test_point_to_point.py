@@ -92,9 +92,9 @@ def test_recv_from_any_rank_returns_messages_in_order_of_arrival(trio: list[gw.G
         assert one_more_than(before)
         order.append(rank)
     assert [trio[0].recv(x, tag=5) for _ in range(4)] == order
-    with pytest.raises(gw.Timeout, match="no message from any rank with tag 5") as told:
+    with pytest.raises(gw.Timeout, match="no message from any rank with tag 5") as caught:
         trio[0].recv(x, tag=5, timeout=0.05)
-    assert (told.value.culprit, told.value.peer, told.value.seconds) == (None, None, 0.05)
+    assert (caught.value.culprit, caught.value.peer, caught.value.seconds) == (None, None, 0.05)
 
 
 @pytest.mark.parametrize("bad", [-1, 2, 7, "1", None])
@@ -139,9 +139,9 @@ def test_recv_that_timed_out_can_be_repeated(pair: list[gw.Group]) -> None:
     for _ in range(3):
         with pytest.raises(
             gw.Timeout, match=r"no message from rank 0 with tag 0 arrived in 0.02 s; .* repeated"
-        ) as told:
+        ) as caught:
             pair[1].recv(x, src=0, timeout=0.02)
-        assert (told.value.culprit, told.value.peer) == (None, 0)
+        assert (caught.value.culprit, caught.value.peer) == (None, 0)
     pair[0].send(np.arange(3.0), dst=1)
     assert pair[1].recv(x, src=0) == 0
     assert x.tolist() == [0, 1, 2]
@@ -151,9 +151,9 @@ def test_recv_that_timed_out_can_be_repeated(pair: list[gw.Group]) -> None:
 def test_send_without_a_recv_times_out_and_leaves_the_group_usable(pair: list[gw.Group]) -> None:
     open_message_links(pair)
     for _ in range(2):
-        with pytest.raises(gw.Timeout, match=r"waited 0.05 s for a recv there.*use sendrecv") as told:
+        with pytest.raises(gw.Timeout, match=r"waited 0.05 s for a recv there.*use sendrecv") as caught:
             pair[0].send(pattern(LARGE), dst=1, timeout=0.05)
-        assert (told.value.culprit, told.value.peer, told.value.operation) == (None, 1, "send")
+        assert (caught.value.culprit, caught.value.peer, caught.value.operation) == (None, 1, "send")
     # The offers were withdrawn: the next message is the next one sent.
     sender = in_background(lambda: pair[0].send(pattern(LARGE, 3), dst=1))
     x = np.zeros(LARGE, np.uint8)

@@ -215,9 +215,9 @@ def test_send_that_times_out_halfway_breaks_the_group_and_names_the_receiver(
     message_clock.stop()
     sender = sending(pair[0], message(), errors, timeout=0.5)
     starter = at(gate, message_clock.resume)
-    with pytest.raises(gw.Timeout, match=r"send to rank 1 did not finish in 0.5 s: rank 1 stopped reading") as told:
+    with pytest.raises(gw.Timeout, match=r"send to rank 1 did not finish in 0.5 s: rank 1 stopped reading") as caught:
         pair[1].recv(np.zeros(WHOLE, np.uint8), src=0)
-    assert told.value.culprit == 1
+    assert caught.value.culprit == 1
     starter.join()
     sender.join()
     assert [type(error) for error in errors] == [gw.Timeout]
@@ -228,9 +228,9 @@ def test_send_interrupted_by_ctrl_c_halfway_aborts_the_group(pair: list[gw.Group
     gate.error = KeyboardInterrupt()
     errors: list[BaseException] = []
     sender = sending(pair[0], message(), errors)
-    with pytest.raises(gw.Aborted, match=r"rank 0 .* gave up: interrupted \(Ctrl-C\) during send") as told:
+    with pytest.raises(gw.Aborted, match=r"rank 0 .* gave up: interrupted \(Ctrl-C\) during send") as caught:
         pair[1].recv(np.zeros(WHOLE, np.uint8), src=0)
-    assert told.value.culprit == 0
+    assert caught.value.culprit == 0
     sender.join()
     assert [type(error) for error in errors] == [KeyboardInterrupt]
     with pytest.raises(gw.Aborted):
@@ -241,9 +241,9 @@ def test_close_halfway_ends_the_send_and_is_peer_lost_at_the_receiver(pair: list
     errors: list[BaseException] = []
     sender = sending(pair[0], message(), errors)
     closer = at(gate, pair[0].close)
-    with pytest.raises(gw.PeerLost, match=r"rank 0 .* left the job during recv") as told:
+    with pytest.raises(gw.PeerLost, match=r"rank 0 .* left the job during recv") as caught:
         pair[1].recv(np.zeros(WHOLE, np.uint8), src=0)
-    assert told.value.culprit == 0
+    assert caught.value.culprit == 0
     closer.join()
     sender.join()
     assert [type(error) for error in errors] == [gw.Closed]
@@ -295,6 +295,6 @@ def test_send_interrupted_by_ctrl_c_while_it_waits_raises_aborted_at_the_receive
         ranks[0].signal(signal.SIGINT)
         assert ranks[0].ended() != 0
         ranks[1].tell()
-        told = ranks[1].hear()
-        assert (told["error"], told["culprit"]) == ("Aborted", 0), told
-        assert told["text"].endswith("gave up: KeyboardInterrupt")
+        report = ranks[1].hear()
+        assert (report["error"], report["culprit"]) == ("Aborted", 0), report
+        assert report["text"].endswith("gave up: KeyboardInterrupt")

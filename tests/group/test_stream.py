@@ -219,10 +219,10 @@ def test_thread_that_used_the_group_and_ended_is_no_lost_rank() -> None:
 def test_callback_is_called_once_on_success_and_on_failure(
     pair: list[gw.Group], caplog: pytest.LogCaptureFixture
 ) -> None:
-    told: list[object] = []
+    results: list[object] = []
 
     def note(work: gw.Work) -> None:
-        told.append(work.acknowledge_error() or work.result)
+        results.append(work.acknowledge_error() or work.result)
 
     stream = pair[0].stream()
     work = stream.all_reduce(1)
@@ -236,9 +236,9 @@ def test_callback_is_called_once_on_success_and_on_failure(
     with pytest.raises(gw.Timeout) as caught:
         works[1].wait()
     end_progress(pair[0])
-    assert told == [2, caught.value]
+    assert results == [2, caught.value]
     work.add_done_callback(note)  # at once
-    assert told == [2, caught.value, 2]
+    assert results == [2, caught.value, 2]
     assert "a done-callback of all_reduce raised an exception" in caplog.text
 
 
@@ -247,13 +247,13 @@ def test_callback_may_call_the_group_and_wait(crew: Crew) -> None:
     added = threading.Barrier(crew.size)
 
     def program(group: gw.Group) -> list[int]:
-        stream, told = group.stream(), []
+        stream, results = group.stream(), []
         ended = threading.Event()
 
         def callback(work: gw.Work) -> None:
-            told.append(work.result)
-            told.append(stream.all_reduce(10).wait(SOON))
-            told.append(group.all_reduce(100))
+            results.append(work.result)
+            results.append(stream.all_reduce(10).wait(SOON))
+            results.append(group.all_reduce(100))
             ended.set()
 
         if group.rank:
@@ -262,8 +262,8 @@ def test_callback_may_call_the_group_and_wait(crew: Crew) -> None:
         if not group.rank:
             added.wait(SOON)
         assert ended.wait(SOON)
-        told.append(stream.all_reduce(1000).wait(SOON))
-        return told
+        results.append(stream.all_reduce(1000).wait(SOON))
+        return results
 
     assert crew.run(program) == [[crew.size * 10**power for power in range(4)]] * crew.size
 

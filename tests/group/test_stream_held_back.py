@@ -76,31 +76,31 @@ def test_callback_of_a_held_back_work_may_take_a_lock_and_call_the_group(pair: l
     """The lock is held by the calling thread; the callback runs on another one."""
 
     def program(group: gw.Group) -> list[int]:
-        lock, told, ended = threading.Lock(), [], threading.Event()
+        lock, results, ended = threading.Lock(), [], threading.Event()
 
         def call(work: gw.Work) -> None:
             with lock:
-                told.append(group.all_reduce(10))
+                results.append(group.all_reduce(10))
             ended.set()
 
         with lock:
             group.stream().all_reduce(1).add_done_callback(call)
-            told.append(group.all_reduce(100))
+            results.append(group.all_reduce(100))
         assert ended.wait(SOON)
-        return told
+        return results
 
     assert run_ranks(pair, program) == [[200, 20]] * 2
 
 
 def test_callbacks_of_several_held_back_works_may_call_the_group(pair: list[gw.Group]) -> None:
     def program(group: gw.Group) -> list[int]:
-        stream, told = group.stream(), []
+        stream, results = group.stream(), []
         works = [stream.all_reduce(number) for number in range(3)]
         for work in works:
-            work.add_done_callback(lambda _: told.append(group.all_reduce(10)))
+            work.add_done_callback(lambda _: results.append(group.all_reduce(10)))
         works[-1].wait()
-        assert eventually(lambda: len(told) == 3)
-        return told
+        assert eventually(lambda: len(results) == 3)
+        return results
 
     assert run_ranks(pair, program) == [[20] * 3] * 2
 

@@ -1,4 +1,4 @@
-"""Subgroups: made on demand by their members alone, with ranks and a call order of their own."""
+"""Subgroups: made on demand by only their members, with ranks and a call order of their own."""
 
 from __future__ import annotations
 

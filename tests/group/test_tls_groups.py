@@ -75,6 +75,6 @@ def test_tls_group_peer_whose_links_end_is_lost(ranks: Make) -> None:
     groups = ranks("ab")
     run_ranks(groups, lambda group: group.barrier())
     parts_of(groups[1]).generation.transport.close()
-    with pytest.raises(gw.PeerLost, match="rank 1") as told:
+    with pytest.raises(gw.PeerLost, match="rank 1") as caught:
         groups[0].all_reduce(np.ones(50_000, np.float32))
-    assert told.value.culprit == 1
+    assert caught.value.culprit == 1

@@ -238,14 +238,14 @@ def test_control_calls_that_differ_are_found_without_collective_messages() -> No
 
 
 def test_control_ranks_in_constant_calls_announce_progress_twice_a_second() -> None:
-    ranks, told = Ranks(2), 0
+    ranks, sent = Ranks(2), 0
     for _ in range(100):
         make_calls(ranks, "barrier", "barrier")
         ranks.pass_time(0.1)
-        told += len(ranks.sent)
+        sent += len(ranks.sent)
         ranks.deliver()
     assert all(control.intact for control in ranks.controls)
-    assert 2 * 19 <= told <= 2 * 21  # messages of two ranks in 10 s
+    assert 2 * 19 <= sent <= 2 * 21  # messages of two ranks in 10 s
 
 
 def test_control_compares_calls_when_the_slower_rank_makes_them() -> None:

@@ -30,7 +30,7 @@ def missing(outcome: object) -> tuple[int, ...]:
 
 
 def waits(outcome: object) -> str:
-    """What somebody waits for."""
+    """Return the reason why a claim waits."""
     assert isinstance(outcome, Waiting)
     return outcome.reason
 

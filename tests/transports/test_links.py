@@ -182,9 +182,9 @@ def test_links_of_other_channels_and_peers_are_separate(transports: list[Transpo
 
 
 def test_accept_without_a_dialer_times_out_and_finds_a_later_one(transports: list[Transport]) -> None:
-    with pytest.raises(NoConnection, match="rank 1 did not connect in time") as told:
+    with pytest.raises(NoConnection, match="rank 1 did not connect in time") as caught:
         transports[0].accept(1, 9, time.monotonic() + 0.05)
-    assert told.value.peer == 1
+    assert caught.value.peer == 1
     found: list[Link] = []
     waiting = threading.Thread(target=lambda: found.append(transports[0].accept(1, 9, deadline())))
     waiting.start()

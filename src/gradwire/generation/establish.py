@@ -108,7 +108,7 @@ def _give_up(connection: Connection, membership: ElasticMembership | None, error
 
 
 def is_known_to_others(error: BaseException, *, elastic: bool) -> bool:
-    """Whether the other ranks need not be told why the set-up failed here.
+    """Whether the other ranks know why the set-up failed here, without a report of this rank.
 
     `UnsupportedOp` is raised on every rank. In an elastic job `ConfigError` is raised on every rank too, or only on the
     rank at fault, and the other ranks continue without it.

@@ -37,7 +37,7 @@ class FailurePath:
     ) -> None:
         """Store the callbacks.
 
-        `alive(rank)` says whether a heartbeat of a world rank has arrived recently. `wake` wakes the service thread,
+        `alive(rank)` is true if a heartbeat of a world rank has arrived recently. `wake` wakes the service thread,
         which then decides and sends what is due. `wake_waiters` wake the threads that wait for messages.
         """
         self.identity = identity

@@ -31,10 +31,10 @@ class Entry(NamedTuple):
     offer: Any
 
     @classmethod
-    def of(cls, rank: int, told: object, identity: Identity) -> Entry:
+    def of(cls, rank: int, fields: object, identity: Identity) -> Entry:
         """Return the entry of a rank; raise `ConfigError` with that rank as `peer` if it does not fit this rank."""
         name = identity.names[rank]
-        match told:
+        match fields:
             case [int(protocol), str(run), str(wish), table, profile, offer]:
                 if protocol != PROTOCOL:
                     text = f"{name} uses set-up protocol {protocol}, and this rank uses {PROTOCOL}"

@@ -22,7 +22,7 @@ POLL_SECONDS = 0.25  # between checks for events that ring no bell, such as the 
 
 
 class SlowWait:
-    """Says when a long wait is logged: after 5, 10, 20 … seconds."""
+    """Computes when a long wait is logged: after 5, 10, 20 … seconds."""
 
     def __init__(self, began: float) -> None:
         self.began = began

@@ -47,7 +47,7 @@ class Group(CollectiveCalls, PointToPointCalls):
     Collectives (`all_reduce`, `broadcast`, `barrier` …) must be called by all ranks of the group, in the same order and
     with matching arguments. A group has one order of calls, the order of the program: calls made here and calls queued
     on a `Stream` run one at a time in that order. Point-to-point calls (`send`, `recv`, `sendrecv`, `copy`) are outside
-    of that order. They are matched by peer and tag. Any thread may make calls.
+    of that order, and are matched by peer and tag. Any thread may make calls.
 
     Arrays can be NumPy arrays, CPU tensors of any library that supports DLPack (torch, JAX …), and objects with the
     buffer protocol. They may be strided.
@@ -171,7 +171,7 @@ class Group(CollectiveCalls, PointToPointCalls):
         """Close the links of this group and of its subgroups. Calling it again has no effect.
 
         Works that have not run yet fail with `Closed`. Another rank notices the closing only if it still needs this
-        rank: its call then raises `PeerLost`. A process that exits normally closes its groups by itself.
+        rank: its call then raises `PeerLost`. A process that exits normally closes its groups automatically.
 
         >>> import gradwire as gw
         >>> group = gw.init()
@@ -279,7 +279,7 @@ class Group(CollectiveCalls, PointToPointCalls):
             return group
 
     def _form(self, ranks: Sequence[int], instance: int, timeout: float) -> Group:
-        """A group of these ranks in this order, told by its instance from others of the same ranks."""
+        """Return a group of these ranks, in this order. `instance` distinguishes groups of the same ranks."""
         self._runner.check("subgroup")
         identity = group_identity(self._identity, ranks, instance)
         group = Group(self._generation, [self._members[rank] for rank in ranks], identity, timeout)

@@ -438,7 +438,7 @@ class PointToPointCalls:
             ArrayError: An array cannot be used, or y overlaps x.
             InvalidRank: The group has no such rank, or it is the calling rank.
             SizeMismatch: The received message and y differ in size. The message is kept.
-            Timeout: The call did not finish in time. `send` and `recv` say what it means.
+            Timeout: The call did not finish in time. `send` and `recv` describe the consequences.
             PeerLost: One of the two ranks is gone.
 
         >>> import gradwire as gw, numpy as np

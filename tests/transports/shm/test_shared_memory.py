@@ -110,15 +110,15 @@ def test_sharing_one_unwilling_rank_prevents_sharing_on_its_host() -> None:
 @pytest.mark.parametrize("offer", [None, "name", ["name"], ["\0", "token"], ["g" * 32, "0" * 32], [{}, []], 3])
 def test_sharing_malformed_offer_counts_as_no_offer(offer: object) -> None:
     before = descriptors()
-    told: list[Offers] = [[None, offer], [False, True], [False, True]]
-    shared, sharing = share(0, "aa", True, lambda _: told.pop(0), time.monotonic() + LONG)
+    answers: list[Offers] = [[None, offer], [False, True], [False, True]]
+    shared, sharing = share(0, "aa", True, lambda _: answers.pop(0), time.monotonic() + LONG)
     assert (shared, sharing) == (None, (False, False))
     assert descriptors() == before
 
 
 def test_sharing_offer_without_a_listener_ends_without_shared_memory() -> None:
-    told: list[Offers] = [[None, ["0" * 32, "1" * 32]], [False, True], [False, True]]
-    shared, sharing = share(0, "aa", True, lambda _: told.pop(0), time.monotonic() + LONG)
+    answers: list[Offers] = [[None, ["0" * 32, "1" * 32]], [False, True], [False, True]]
+    shared, sharing = share(0, "aa", True, lambda _: answers.pop(0), time.monotonic() + LONG)
     assert (shared, sharing) == (None, (False, False))
 
 

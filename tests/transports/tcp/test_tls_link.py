@@ -116,9 +116,9 @@ def works(one: Link, two: Link) -> None:
 
 
 def is_refused(transport: TcpTransport, words: str, peer: int = 0) -> None:
-    with pytest.raises(Refused, match=words) as told:  # at the first attempt; later ones end without a reason
+    with pytest.raises(Refused, match=words) as caught:  # at the first attempt; later ones end without a reason
         transport.dial(peer, 77, deadline())
-    assert (told.value.peer, told.value.rank) == (peer, transport.rank)
+    assert (caught.value.peer, caught.value.rank) == (peer, transport.rank)
 
 
 @contextlib.contextmanager

@@ -208,9 +208,7 @@ def test_tls_link_both_directions_at_once_by_two_threads(transports: list[TcpTra
 
 def test_tls_link_many_small_buffers_and_one_large_arrive_whole(transports: list[TcpTransport]) -> None:
     one, two = linked(transports)
-    parts = [
-        bytes([number % 251]) * (number % 7) for number in range(1000)
-    ]  # too many for one call; some are empty
+    parts = [bytes([number % 251]) * (number % 7) for number in range(1000)]  # too many for one call; some are empty
     whole = b"".join(parts)
     sent = one.send(parts)
     assert 0 < sent < len(whole)

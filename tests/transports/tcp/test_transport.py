@@ -154,10 +154,10 @@ def test_dial_refused_raises_the_reason_without_another_attempt(
         return between[0].address
 
     transports = assemble(through, key=secrets.token_bytes(32))
-    with pytest.raises(Refused, match=r"rank 0 refused the link: .* does not hold this job's secret") as told:
+    with pytest.raises(Refused, match=r"rank 0 refused the link: .* does not hold this job's secret") as caught:
         transports[1].dial(0, 9, deadline())
     assert between[0].calls == 1
-    assert (told.value.rank, told.value.peer) == (1, 0)
+    assert (caught.value.rank, caught.value.peer) == (1, 0)
     captured.wait_for(r"refused a link from 127\.0\.0\.1:\d+: the process that says it is rank 1 does not hold")
 
 
@@ -174,9 +174,9 @@ def test_dial_port_that_keeps_refusing_raises_no_connection(
     monkeypatch.setattr(dial, "REFUSING_SECONDS", 0.2)
     transports = assemble()
     transports[0].close()
-    with pytest.raises(NoConnection, match=r"rank 0 at 127.0.0.1:\d+ does not answer: .*refused") as told:
+    with pytest.raises(NoConnection, match=r"rank 0 at 127.0.0.1:\d+ does not answer: .*refused") as caught:
         transports[1].dial(0, 9, time.monotonic() + FOREVER)
-    assert told.value.peer == 0
+    assert caught.value.peer == 0
 
 
 @pytest.mark.parametrize("where", ["connecting", "admission"])
