@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -32,11 +33,14 @@ def queued(
         return self._queue(build(self._position, *args, **keywords), timeout)
 
     queue.__name__, queue.__qualname__ = name, f"Stream.{name}"
+    # The group's documentation, with an example that calls the stream.
+    described = inspect.cleandoc(method.__doc__ or "")
+    described = re.sub(rf"\bgroup\.{name}\((.*)\)", rf"group.stream().{name}(\1).result", described)
     queue.__doc__ = (
         f"Queue `Group.{name}` and return its `Work` at once.\n\n"
         "The arguments are those of the group's method. Wrong arguments raise here, and nothing is queued.\n"
         "`Work.wait` returns the result and raises the errors of the call itself.\n\n"
-        f"What `Group.{name}` does:\n\n{inspect.cleandoc(method.__doc__ or '')}"
+        f"What `Group.{name}` does:\n\n{described}"
     )
     queue.__signature__ = inspect.signature(method).replace(return_annotation="Work")  # type: ignore[attr-defined]
     return queue
