@@ -207,7 +207,7 @@ def test_init_table_of_an_unknown_version_raises(job: StartJob) -> None:
     with job(disagrees, 2) as ranks:
         heard = ranks[1].hear()
     assert heard["error"] == "ConfigError"
-    assert "rank 0's tuning cannot be used here, its version is '2', not 1" in heard["text"]
+    assert "the tuning table of rank 0 cannot be used here (its version is '2', not 1)" in heard["text"]
 
 
 def test_local_group_ranks_use_the_table_of_their_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

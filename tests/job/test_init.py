@@ -255,6 +255,45 @@ def test_init_job_of_one_at_an_address_works(monkeypatch: pytest.MonkeyPatch) ->
         assert group.all_reduce(3) == 3
 
 
+# -- twice ------------------------------------------------------------------------------------------------------------
+
+
+def line_of_caller() -> int:
+    return sys._getframe(1).f_lineno
+
+
+def test_init_while_a_group_is_open_raises_with_the_line_of_the_first_call() -> None:
+    first_call = line_of_caller() + 1
+    with gw.init() as group:
+        already = (
+            rf"this process is already initialised: gw\.init\(\) was called at test_init\.py:{first_call}, and "
+            r"<gradwire\.Group rank 0 of 1, generation 1, open> is not closed\. Use that group, or close it"
+        )
+        with pytest.raises(gw.ConfigError, match=already):
+            gw.init()
+        assert group.all_reduce(3) == 3
+    with gw.init() as another:
+        assert another.all_reduce(4) == 4
+
+
+def inits_twice(here: Here) -> None:
+    first_call = line_of_caller() + 1
+    group = gw.init()
+    try:
+        gw.init()
+    except gw.ConfigError as error:
+        here.tell(error=str(error), first_call=f"{Path(__file__).name}:{first_call}", sum=group.all_reduce(1))
+
+
+def test_init_twice_in_a_job_of_several_ranks_raises_and_the_group_stays_usable(job: StartJob) -> None:
+    with job(inits_twice, 2) as ranks:
+        for rank in ranks:
+            told = rank.hear()
+            assert f"this process is already initialised: gw.init() was called at {told['first_call']}" in told["error"]
+            assert f"rank {rank.number} of 2" in told["error"]
+            assert told["sum"] == 2
+
+
 # -- many -------------------------------------------------------------------------------------------------------------
 
 

@@ -32,7 +32,7 @@ class Harness:
         patch.setenv("GRADWIRE_TOKEN", "a token for this test only")
         patch.setattr(requests, "register", self._register)
         patch.setattr(requests, "unregister", lambda *place, **facts: self.left.append(facts))
-        patch.setattr(process_hooks, "keep", lambda group: group)
+        patch.setattr(process_hooks, "keep", lambda group, initialised_at: group)
         patch.setattr("gradwire.membership.client.worker_lease.Lease.start", lambda lease: None)
 
     def _register(self, address: str, member: Member, **facts: Any) -> Assembly:

@@ -82,7 +82,7 @@ NONSENSE: dict[str, tuple[Callable[[gw.Group], Any], type[Exception], str]] = {
         "but this rank's part is float64",
     ),
     "an out that is read-only": (lambda g: g.all_gather(X, out=READ_ONLY), gw.ArrayError, "read-only"),
-    "a timeout in words": (lambda g: g.all_reduce(X, timeout="1"), gw.InvalidSize, "a timeout of '1'"),  # type: ignore[arg-type]
+    "a timeout in words": (lambda g: g.all_reduce(X, timeout="1"), gw.InvalidSize, "timeout is '1'"),  # type: ignore[arg-type]
     "a queued mean of integers": (
         lambda g: g.stream().all_reduce(np.ones(3, int), "mean"),
         gw.UnsupportedOp,
@@ -103,7 +103,7 @@ for _counts in COUNTS:
         call = partial(gw.Group.all_to_all, x=X, recv_counts=_counts)
         NONSENSE[f"received {_counts}"] = (call, gw.InvalidSize, "recv_counts=")
 for _seconds in (0, -1, float("nan")):
-    NONSENSE[f"timeout {_seconds}"] = (partial(gw.Group.barrier, timeout=_seconds), gw.InvalidSize, "a timeout of")
+    NONSENSE[f"timeout {_seconds}"] = (partial(gw.Group.barrier, timeout=_seconds), gw.InvalidSize, "timeout is")
 
 
 @pytest.mark.parametrize(("call", "kind", "words"), NONSENSE.values(), ids=NONSENSE)

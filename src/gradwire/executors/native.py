@@ -61,7 +61,7 @@ class NativeExecutor:
         self._own = own
         staging = staging_bytes(self._size, SHARED_TILE_BYTES if len(arenas) + 1 == self._size else TILE_BYTES)
         nbytes = _native.Engine.region_bytes(self._size, staging)
-        self._region = own.carve(nbytes), nbytes
+        self._region = own.allocate(nbytes), nbytes
         if not self.engine.open(arena=own.address, nbytes=own.nbytes, region=self._region[0], staging=staging):
             raise InvalidSize("too many groups share memory: close some of them")
         for rank, arena in arenas.items():
@@ -100,7 +100,7 @@ class NativeExecutor:
                 raise waits.lost(self._world[self.engine.culprit])
             if status is _native.Status.MISMATCH:
                 raise waits.mismatch(self._world[self.engine.culprit], self.engine.received_header)
-            status = self.engine.advance(waits.look())
+            status = self.engine.advance(waits.poll())
 
 
 def staging_bytes(size: int, tile_bytes: int) -> int:

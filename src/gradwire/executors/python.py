@@ -32,8 +32,8 @@ class WaitStrategy(Protocol):
     def wait(self, reads: Iterable[Link], writes: Iterable[Link]) -> None:
         """Return when a link may be ready. Raise if the group broke or the deadline passed."""
 
-    def look(self) -> float:
-        """Make the checks of `wait` without waiting; return the seconds after which to check again."""
+    def poll(self) -> float:
+        """Check what `wait` checks, without waiting; returns the seconds after which to check again."""
 
     def lost(self, peer: int) -> BaseException:
         """Return the error to raise if the link to a world rank is closed."""

@@ -115,4 +115,4 @@ class Backward:
     def abandon(self) -> None:
         """Nobody waits for it any more: errors of its works are known, or follow from one that is."""
         for work in self._works:
-            work.heed()
+            work.acknowledge_error()

@@ -266,7 +266,7 @@ class _Replica:
         log.warning("waiting: %d of at least %d members are here", self.size, wanted)
 
     def begins(self) -> None:
-        GroupInternals(self.group).begin_settling()
+        GroupInternals(self.group).begin_state_agreement()
 
     def decided(self, settlement: Settlement) -> None:
         """Nothing to do."""
@@ -275,7 +275,7 @@ class _Replica:
         """Nothing to do."""
 
     def committed(self, version: tuple[int, int]) -> None:
-        GroupInternals(self.group).settled()
+        GroupInternals(self.group).end_state_agreement()
 
     def diverged(self, error: ReplicasDiverged) -> None:
         log.error("%s", error)

@@ -43,7 +43,7 @@ class NoWaiting:
     def wait(self, reads: Iterable[Link], writes: Iterable[Link]) -> None:
         raise AssertionError("there is nothing to wait for")
 
-    def look(self) -> float:
+    def poll(self) -> float:
         raise AssertionError("there is nothing to wait for")
 
     def lost(self, peer: int) -> BaseException:

@@ -7,9 +7,9 @@ import time
 from collections.abc import Sequence
 
 from fuzz.target import Target
-from gradwire.liveness.beat_messages import BeatSink
 from gradwire.liveness.call_log import CallDescription, CallLog, call_site
 from gradwire.liveness.control import Control, ControlSink
+from gradwire.liveness.heartbeat_messages import HeartbeatSink
 from gradwire.liveness.lifeline import READ_AHEAD
 from gradwire.transports.base import Buffer, Link, LinkClosed
 from gradwire.transports.frames import FrameReader
@@ -68,8 +68,8 @@ class Bystander:
         """Whatever was heard: in the end there is a verdict that can be told, or nothing has happened."""
         for seconds in (0, 1, 2):
             assert self.control.tick(self._began + seconds) >= 0
-        assert self.control.sound or self.control.settled
-        if self.control.settled:
+        assert self.control.intact or self.control.decided
+        if self.control.decided:
             text = str(self.control.error("all_reduce", " during all_reduce #1"))
             assert len(text) <= 20_000 + 8 * heard, "an error that nobody can read"
         assert self.said <= 20_000 + 16 * heard, "much ado about nothing"
@@ -115,7 +115,7 @@ def read_control_stream(data: bytes) -> bool:
 
 def read_beats(data: bytes) -> bool:
     """What comes on a lifeline."""
-    sink = BeatSink(check)
+    sink = HeartbeatSink(check)
     sink.detector.watch(1, 0.0, 0.2)
     reader = FrameReader(Stream(data), sink, threading.Lock(), READ_AHEAD)
     try:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fuzz.target import MIB, Target
 from fuzz.targets.frames import Stream, check, header
-from gradwire.generation.mailbox import MAX_KEPT, IncomingMessage, Mailbox, MessageSink, Request
+from gradwire.generation.mailbox import MAX_UNMATCHED_BYTES, IncomingMessage, Mailbox, MessageSink, Request
 from gradwire.transports.base import Buffer
 from gradwire.transports.frames import FrameReader
 from gradwire.wire import Kind
@@ -54,7 +54,7 @@ class Harness:
         self.returned: list[tuple[memoryview, bytes]] = []
         self.sound = True
 
-    def _accepted(self, world: int, letter: IncomingMessage) -> None:
+    def _accepted(self, world: int, message: IncomingMessage) -> None:
         assert world == PEER
 
     def play(self, what: int, on: int, kind: int, tag: int, number: int, nbytes: int) -> None:
@@ -68,7 +68,7 @@ class Harness:
             case 2:
                 source = None if number % 3 == 0 else number % 3
                 request = Request(GROUP, source, tag, memoryview(bytearray(nbytes)))
-                self.mailbox.ask(request)
+                self.mailbox.post_request(request)
                 self.asked.append(request)
             case 3 if self.asked:
                 self._end(self.asked[number % len(self.asked)])
@@ -95,7 +95,7 @@ class Harness:
             self.sound = False
 
     def _end(self, request: Request) -> None:
-        self.mailbox.give_up(request, self._redirect)
+        self.mailbox.cancel_request(request, self._redirect)
         self.asked.remove(request)
         self.returned.append((request.target, bytes(request.target)))
 
@@ -109,7 +109,7 @@ class Harness:
             self._end(request)
         for target, content in self.returned:
             assert target == content, "the program's memory was written after it had it back"
-        assert self.mailbox.kept_bytes(PEER) <= MAX_KEPT + MIB
+        assert self.mailbox.unmatched_bytes(PEER) <= MAX_UNMATCHED_BYTES + MIB
 
 
 def play(data: bytes) -> bool:

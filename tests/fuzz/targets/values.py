@@ -16,7 +16,7 @@ from gradwire.errors import ConfigError, GradwireError, PeerLost
 from gradwire.generation import handshake
 from gradwire.host import machine
 from gradwire.identity import PROTOCOL, Identity
-from gradwire.liveness.lifeline import BeatCapability
+from gradwire.liveness.lifeline import HeartbeatProfile
 from gradwire.operations import split_join, values
 from gradwire.operations.types import CallKey, Declined, Operation, Position, Shape
 from gradwire.topology import Topology
@@ -74,7 +74,7 @@ def settle(data: bytes) -> bool:
     told = values.decode(data)
     try:
         entry = handshake.Entry.of(1, told, _IDENTITY)
-        BeatCapability.from_wire(entry.nature)
+        HeartbeatProfile.from_wire(entry.profile)
         tuning_table.decode(entry.table)
     except (ConfigError, ValueError):
         return False

@@ -42,10 +42,10 @@ class Handle(TorchWork):  # type: ignore[misc]
         return self._running.done
 
     def is_success(self) -> bool:
-        return self._running.done and self._running.heed() is None
+        return self._running.done and self._running.acknowledge_error() is None
 
     def exception(self) -> BaseException | None:
-        return self._running.heed() if self._running.done else None
+        return self._running.acknowledge_error() if self._running.done else None
 
     def result(self) -> Any:
         self.wait()
@@ -59,7 +59,7 @@ class Handle(TorchWork):  # type: ignore[misc]
 
             def tell(running: work.Work) -> None:
                 try:
-                    settle(future, tensors, running.heed())
+                    settle(future, tensors, running.acknowledge_error())
                 finally:
                     told.set()
 
@@ -72,7 +72,7 @@ class Handle(TorchWork):  # type: ignore[misc]
 
     def _begin(self) -> None:
         """Somebody waits who does not tell for how long, or wants to go on when it is done."""
-        self._running.hurry(here=False)
+        self._running.expedite(on_this_thread=False)
 
     def _see_through(self, told: threading.Event) -> None:
         """DDP waits for a future at the end of the backward pass, but cannot pass on what Python raises: it becomes a
