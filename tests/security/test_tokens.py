@@ -99,21 +99,21 @@ def test_gate_id_registered_with_other_credentials_is_refused_and_not_spoken_for
     assert register(gate, held.ticket, "secret holder", NOW, {"secret holder"}) == (
         "the id 'secret holder' is registered with other credentials than this join token"
     )
-    assert not gate.speaks_for(held.ticket, "secret holder")
+    assert not gate.may_act_for(held.ticket, "secret holder")
     assert register(gate, held.ticket, "guest", NOW) is None
     assert register(gate, other.ticket, "guest", NOW, {"guest"}) is not None
-    assert gate.speaks_for(held.ticket, "guest")
-    assert not gate.speaks_for(other.ticket, "guest")
+    assert gate.may_act_for(held.ticket, "guest")
+    assert not gate.may_act_for(other.ticket, "guest")
 
 
 def test_gate_id_taken_over_is_represented_by_its_present_holder_only() -> None:
     gate, held, other = TokenGate("digits"), token(), token()
     register(gate, held.ticket, "guest", NOW)
     register(gate, other.ticket, "guest", NOW)  # the first one has left
-    assert (gate.speaks_for(held.ticket, "guest"), gate.speaks_for(other.ticket, "guest")) == (False, True)
+    assert (gate.may_act_for(held.ticket, "guest"), gate.may_act_for(other.ticket, "guest")) == (False, True)
     assert "used by 1" in str(register(gate, held.ticket, "another", NOW))
     gate.admit(b"", "guest")  # by the secret
-    assert not gate.speaks_for(other.ticket, "guest")
+    assert not gate.may_act_for(other.ticket, "guest")
 
 
 def test_gate_refusal_uses_nothing_up() -> None:

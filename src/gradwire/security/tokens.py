@@ -91,7 +91,7 @@ def read(text: str) -> Token:
     return Token(ticket, key)
 
 
-def held(environ: Mapping[str, str], loopback: bool) -> bytes | Token:
+def secret_or_token(environ: Mapping[str, str], loopback: bool) -> bytes | Token:
     """What this process proves itself by: the job's secret, or a join token in its place."""
     text = environ.get(TOKEN, "")
     return read(text) if is_token(text) else job_secret(environ, loopback)
@@ -182,7 +182,7 @@ class TokenGate:
         self._admitted[self._owners.pop(member)].discard(member)
         return True
 
-    def speaks_for(self, ticket: bytes, member: str) -> bool:
+    def may_act_for(self, ticket: bytes, member: str) -> bool:
         """Whether the holder of a ticket, or of the secret if that is empty, may speak for a member."""
         try:
             return not ticket or self._owners.get(member) == Ticket.parse(ticket).number

@@ -52,7 +52,7 @@ def show_ticket(data: bytes) -> bool:
     """A ticket whose key was proven: made by the coordinator, or by a holder of the secret."""
     gate = tokens.TokenGate("job")
     reason = gate.refusal(data, "member", 1000.0, lambda name: False)
-    assert not gate.speaks_for(data, "member") or not data
+    assert not gate.may_act_for(data, "member") or not data
     if reason is None:
         gate.admit(data, "member")
     assert reason is None or (reason and len(reason) <= 1000)

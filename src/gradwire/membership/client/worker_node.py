@@ -67,7 +67,7 @@ class WorkerNode:
                 f"{address} is beyond this machine, and nothing would be encrypted: give certificates "
                 "(GRADWIRE_TLS_CA, _CERT and _KEY), or pass insecure=True if you trust the network in between"
             )
-        self._secret = tokens.held(os.environ, loopback) if secret is None else secret
+        self._secret = tokens.secret_or_token(os.environ, loopback) if secret is None else secret
         self._on_news = on_news
         self._id = secrets.token_hex(8) if id is None else id
         self._endpoint = endpoint

@@ -93,7 +93,7 @@ class CallRules:
         token does not speak are ignored, and the news says so: they may be about to register."""
         self._check_journal()
         ids = list(ids)
-        theirs, theirs_gone = ([n for n in names if self._gate.speaks_for(ticket, n)] for names in (ids, gone))
+        theirs, theirs_gone = ([n for n in names if self._gate.may_act_for(ticket, n)] for names in (ids, gone))
         if theirs_gone:
             self.membership.gone(theirs_gone, now, run)
         news = self.membership.beat(theirs, now, run)
@@ -123,7 +123,7 @@ class CallRules:
             raise self.failure
 
     def _check_caller(self, ticket: bytes, name: str) -> None:
-        if not self._gate.speaks_for(ticket, name):
+        if not self._gate.may_act_for(ticket, name):
             raise Denied(f"its join token has not let {name} in")
 
     def _recorded(self, answer: T) -> T:
