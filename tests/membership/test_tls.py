@@ -60,7 +60,7 @@ def test_register_with_certificates_succeeds(coordinator: Coordinator) -> None:
 
 def test_certificate_covers_its_own_member_only(coordinator: Coordinator, captured: CapturedLog) -> None:
     address, mine, others = coordinator.address, tls_files.credentials("m1"), tls_files.credentials("m2")
-    with pytest.raises(Refused, match="its certificate is for m2, which cannot speak for member m1"):
+    with pytest.raises(Refused, match="its certificate is for m2, which does not cover member m1"):
         join(coordinator, "m1", others)
     assembly = join(coordinator, "m1", mine)
     for call in (
@@ -69,7 +69,7 @@ def test_certificate_covers_its_own_member_only(coordinator: Coordinator, captur
         lambda: unregister(address, assembly.members[0], secret=SECRET, credentials=others),
         lambda: start_checkpoint(address, "m1", 1, secret=SECRET, credentials=others),
     ):
-        with pytest.raises(Refused, match="its certificate is for m2, which cannot speak for member m1"):
+        with pytest.raises(Refused, match="its certificate is for m2, which does not cover member m1"):
             call()
     captured.wait_for(r"refused a call from 127\.0\.0\.1:[0-9]+: its certificate is for m2", times=4)
     assert heartbeat(address, ["m1"], secret=SECRET, credentials=mine).evicted == ()

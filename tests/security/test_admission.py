@@ -67,7 +67,7 @@ def test_admission_with_a_wrong_secret_fails_on_both_sides(piece: int) -> None:
     acceptor = Acceptor(KEY, welcome)
     with pytest.raises(Refused, match=f"{NO_SECRET}.*not authenticated"):
         meet(Dialer(OTHER_KEY, HELLO), acceptor, piece)
-    assert acceptor.refusal == f"the process that says it is rank 2 {NO_SECRET}"
+    assert acceptor.refusal == f"the process that claims to be rank 2 {NO_SECRET}"
     assert not acceptor.done
     assert acceptor.wanted == 0
 
@@ -188,7 +188,7 @@ def test_dialer_random_frames_behind_the_right_magic_do_not_admit(tail: bytes) -
 def test_acceptor_wrong_magic_is_refused_at_the_first_wrong_byte() -> None:
     acceptor = Acceptor(KEY, welcome)
     assert b"not a gradwire admission" in acceptor.feed(b"G")
-    assert acceptor.refusal == "what arrived is not a gradwire admission"
+    assert acceptor.refusal == "the received bytes are not a gradwire admission"
 
 
 @given(cut=st.integers(0, 79))
@@ -196,14 +196,17 @@ def test_acceptor_truncated_hello_is_refused(cut: int) -> None:
     acceptor = Acceptor(KEY, welcome)
     assert acceptor.feed(Dialer(KEY, HELLO).start()[:cut]) == b""
     acceptor.eof()
-    assert acceptor.refusal == f"the connection ended {80 - cut} bytes short of a hello"
+    assert acceptor.refusal == f"the connection closed {80 - cut} bytes before the end of a hello"
 
 
 def test_acceptor_truncated_proof_is_refused() -> None:
     dialer, acceptor = Dialer(KEY, HELLO), Acceptor(KEY, welcome)
     acceptor.feed(deliver(dialer, acceptor.feed(dialer.start()))[:31])
     acceptor.eof()
-    assert acceptor.refusal == "the connection ended 1 bytes short of a proof that it is rank 2"
+    assert (
+        acceptor.refusal
+        == "the connection closed 1 bytes before the end of the proof of a process that claims to be rank 2"
+    )
 
 
 def test_acceptor_end_of_an_admitted_connection_changes_nothing() -> None:
@@ -221,7 +224,7 @@ def test_dialer_eof_names_the_peer() -> None:
 
 
 def test_feed_with_more_bytes_than_wanted_raises_value_error() -> None:
-    with pytest.raises(ValueError, match="fed 81 bytes where it wanted 80"):
+    with pytest.raises(ValueError, match="fed 81 bytes, and it wanted at most 80"):
         Acceptor(KEY, welcome).feed(bytes(81))
     dialer = Dialer(KEY, HELLO)
     meet(dialer, Acceptor(KEY, welcome))

@@ -17,7 +17,7 @@ def test_refusal_log_flood_is_cut_off_with_a_notice(caplog: pytest.LogCaptureFix
     said = [record.getMessage() for record in caplog.records]
     assert said == [
         *(f"refused {number}" for number in range(PER_MINUTE)),
-        "more refusals follow within this minute; they are not logged",
+        "further refusals within this minute are not logged",
     ]
     caplog.clear()
     now += 61.0

@@ -19,7 +19,7 @@ from gradwire.membership.grpc_import import grpc
 from gradwire.security import certificates
 from gradwire.security.certificate_names import Identity
 from gradwire.security.credentials import Credentials
-from gradwire.security.tls_probe import trouble
+from gradwire.security.tls_probe import tls_problem
 from support import tls_files
 
 LONG = 60.0
@@ -85,7 +85,7 @@ def test_grpc_server_with_certificates_knows_its_callers(where: Path) -> None:
     with served(load(where, "m0")) as port:
         assert call(port, load(where), "m1") == ""
         assert call(port, load(where), "m1/4") == ""
-        assert call(port, load(where), "m2") == "its certificate is for m1, which cannot speak for member m2"
+        assert call(port, load(where), "m2") == "its certificate is for m1, which does not cover member m2"
 
 
 def test_grpc_server_refuses_other_authorities_other_jobs_and_plaintext(where: Path, tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_grpc_server_refuses_tls_older_than_1_2(where: Path, version: str, accep
 
 def tried(port: int, credentials: Credentials | None) -> str | None:
     with socket.create_connection(("127.0.0.1", port), timeout=LONG) as sock:
-        return trouble(sock, credentials)
+        return tls_problem(sock, credentials)
 
 
 def test_trouble_without_a_problem_is_none(where: Path) -> None:

@@ -257,7 +257,7 @@ class CoordinatorSession:
             sock.close()
             raise CallFailed("UNAVAILABLE", f"the TLS handshake: {error.strerror or error}") from error
         if not may_coordinate(secure.getpeercert(binary_form=True) or b"", self._credentials.job):
-            reason = tls_probe.wrong_name(secure, self._credentials)
+            reason = tls_probe.identity_problem(secure, self._credentials)
             secure.close()
             raise self._unlike(reason or f"its certificate is not for a coordinator of job {self._credentials.job}")
         return secure
@@ -319,7 +319,7 @@ def _trouble(endpoint: Endpoint, seconds: float, credentials: Credentials | None
         return None
     with knock:
         try:
-            return tls_probe.trouble(knock, credentials)
+            return tls_probe.tls_problem(knock, credentials)
         except OSError:
             return None
 
