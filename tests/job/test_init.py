@@ -65,7 +65,7 @@ def test_init_with_four_variables_joins(job: StartJob, static: Callable[..., Env
         for rank in ranks:
             told = rank.hear()
             assert (told["rank"], told["size"], told["sum"]) == (rank.number, 3, 3)
-            door = ["gradwire-door"] if rank.number == 0 else []
+            door = ["gradwire-closed"] if rank.number == 0 else []
             assert told["threads"] == sorted(["MainThread", "gradwire-accept", "gradwire-service", *door])
             rank.tell()
         assert [rank.ended() for rank in ranks] == [0, 0, 0]

@@ -14,7 +14,7 @@ SECRET = b"a secret of sixteen"
 
 def acquainted() -> tuple[WorkerSeal, CoordinatorSeal]:
     worker, coordinator = WorkerSeal(SECRET), CoordinatorSeal(SECRET)
-    worker.meet(coordinator.meet(worker.hello()))
+    worker.accept_hello(coordinator.answer_hello(worker.hello()))
     return worker, coordinator
 
 
@@ -30,24 +30,24 @@ def test_seal_and_open_with_the_same_secret_return_the_body(bodies: list[bytes])
 def test_meet_with_a_wrong_secret_raises() -> None:
     stranger, coordinator = WorkerSeal(b"another secret!!"), CoordinatorSeal(SECRET)
     with pytest.raises(Unproven):
-        coordinator.meet(stranger.hello())
+        coordinator.answer_hello(stranger.hello())
     honest, impostor = WorkerSeal(SECRET), CoordinatorSeal(b"another secret!!")
     with pytest.raises(Unproven):
-        impostor.meet(honest.hello())
+        impostor.answer_hello(honest.hello())
     hello = honest.hello()
     with pytest.raises(Unproven):
-        honest.meet(pb.HelloReply(coordinator_nonce=bytes(32), proof=hello.proof))
+        honest.accept_hello(pb.HelloReply(coordinator_nonce=bytes(32), proof=hello.proof))
 
 
 @pytest.mark.parametrize("nonce", [b"", b"short", bytes(33)])
 def test_nonce_of_another_length_raises(nonce: bytes) -> None:
     worker, coordinator = acquainted()
     with pytest.raises(Unproven):
-        coordinator.meet(pb.HelloRequest(worker_nonce=nonce))
+        coordinator.answer_hello(pb.HelloRequest(worker_nonce=nonce))
     with pytest.raises(Unproven):
         coordinator.open("Method", pb.Sealed(worker_nonce=nonce))
     with pytest.raises(Unproven):
-        worker.meet(pb.HelloReply(coordinator_nonce=nonce))
+        worker.accept_hello(pb.HelloReply(coordinator_nonce=nonce))
 
 
 def test_open_accepts_each_request_once() -> None:

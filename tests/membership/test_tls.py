@@ -180,6 +180,6 @@ def test_grpc_client_with_certificates_is_accepted(coordinator: Coordinator) -> 
     with grpc.secure_channel(coordinator.address, mine.grpc_channel(), options=mine.grpc_options()) as channel:
         stub = rpc.MembershipStub(channel)  # type: ignore[no-untyped-call]
         seal = WorkerSeal(SECRET)
-        seal.meet(stub.Hello(seal.hello()))
+        seal.accept_hello(stub.Hello(seal.hello()))
         request = seal.seal("Heartbeat", b"")
         assert seal.open("Heartbeat", request, stub.Heartbeat(request)) != b"", "news"

@@ -57,7 +57,7 @@ def read_message(data: bytes) -> bool:
 def open_seal(data: bytes) -> bool:
     """Each three bytes change one byte of a sealed request, and of its reply. Who believes it, hears what was said."""
     worker, coordinator = WorkerSeal(SECRET), CoordinatorSeal(SECRET)
-    worker.meet(coordinator.meet(worker.hello()))
+    worker.accept_hello(coordinator.answer_hello(worker.hello()))
     request = worker.seal("Heartbeat", b"what was said")
     try:
         heard = parse(pb.Sealed, _changed(request.SerializeToString(), data))
@@ -104,7 +104,7 @@ def call(data: bytes) -> bool:
     token = tokens.read(tokens.make(SECRET, job="job", expires_in=1000.0, uses=2))
     worker = WorkerSeal(token if data[:1] and data[0] & 1 else SECRET)
     server = CoordinatorServicer(membership, coordinator)
-    worker.meet(coordinator.meet(worker.hello()))
+    worker.accept_hello(coordinator.answer_hello(worker.hello()))
     understood = True
     with patch.object(servicer, "_LONGEST_HOLD", 0.0):
         for method, body in _calls(data[1:]):

@@ -11,7 +11,7 @@ import warnings
 from fuzz.target import Target
 from gradwire.errors import ConfigError
 from gradwire.job.address import Address
-from gradwire.membership.closed_listener import told_at
+from gradwire.membership.closed_listener import closing_reason_at
 from gradwire.membership.endpoints import Endpoint
 from gradwire.security import certificate_names, certificates, credentials, tokens
 from support.tls_files import folder
@@ -30,7 +30,7 @@ def told(data: bytes) -> bool:
         speaker = threading.Thread(target=say)
         speaker.start()
         try:
-            words = told_at(Endpoint("127.0.0.1", listener.getsockname()[1]), 10.0)
+            words = closing_reason_at(Endpoint("127.0.0.1", listener.getsockname()[1]), 10.0)
         finally:
             speaker.join()
     assert words is None or (words.isprintable() and len(words) <= 300)

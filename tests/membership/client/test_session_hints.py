@@ -195,7 +195,7 @@ def test_newcomer_waiting_for_the_first_generation_counts_as_acquainted(
 
 def test_member_at_its_deadline_quotes_the_impostor() -> None:
     seal = WorkerSeal(SECRET)
-    seal.meet(CoordinatorSeal(SECRET).meet(seal.hello()))
+    seal.accept_hello(CoordinatorSeal(SECRET).answer_hello(seal.hello()))
     speaker = Speaker(0, b"")
     address = f"127.0.0.1:{speaker.port}"
     speaker.close()

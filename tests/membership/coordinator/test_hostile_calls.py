@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from gradwire.errors import NoConnection, Refused
 from gradwire.membership import Member
 from gradwire.membership.client.requests import register
-from gradwire.membership.closed_listener import told_at
+from gradwire.membership.closed_listener import closing_reason_at
 from gradwire.membership.coordinator import servicer
 from gradwire.membership.coordinator.connection_limits import Limits
 from gradwire.membership.coordinator.service import Coordinator
@@ -63,7 +63,7 @@ def test_call_without_proof_is_refused_and_logged(stub: Any, captured: CapturedL
 
 def test_recorded_request_is_refused(stub: Any) -> None:
     seal = WorkerSeal(SECRET)
-    seal.meet(stub.Hello(seal.hello()))
+    seal.accept_hello(stub.Hello(seal.hello()))
     sealed = seal.seal("UnregisterWorker", b"")
     stub.UnregisterWorker(sealed)
     assert status(lambda: stub.UnregisterWorker(sealed)) == grpc.StatusCode.UNAUTHENTICATED
@@ -71,13 +71,13 @@ def test_recorded_request_is_refused(stub: Any) -> None:
 
 def test_request_to_an_earlier_coordinator_fails_precondition(stub: Any) -> None:
     seal = WorkerSeal(SECRET)
-    seal.meet(CoordinatorSeal(SECRET).meet(seal.hello()))
+    seal.accept_hello(CoordinatorSeal(SECRET).answer_hello(seal.hello()))
     assert status(lambda: stub.RegisterWorker(seal.seal("RegisterWorker", b""))) == grpc.StatusCode.FAILED_PRECONDITION
 
 
 def test_malformed_body_from_a_holder_of_the_secret_is_refused(stub: Any) -> None:
     seal = WorkerSeal(SECRET)
-    seal.meet(stub.Hello(seal.hello()))
+    seal.accept_hello(stub.Hello(seal.hello()))
     sealed = seal.seal("RegisterWorker", b"\xff\xff\xff")
     assert status(lambda: stub.RegisterWorker(sealed)) == grpc.StatusCode.INVALID_ARGUMENT
 
@@ -90,7 +90,7 @@ def test_call_is_accepted_only_if_proven_fresh_and_well_formed(method: str, stub
     call = getattr(stub, method)
     assert status(lambda: call(pb.Sealed(body=b"x"))) == grpc.StatusCode.UNAUTHENTICATED
     seal = WorkerSeal(SECRET)
-    seal.meet(stub.Hello(seal.hello()))
+    seal.accept_hello(stub.Hello(seal.hello()))
     for_another_method = seal.seal(next(other for other in UNARY if other != method), b"")
     assert status(lambda: call(for_another_method)) == grpc.StatusCode.UNAUTHENTICATED
     nonsense = seal.seal(method, b"\xff\xff\xff")
@@ -103,7 +103,7 @@ def test_call_is_accepted_only_if_proven_fresh_and_well_formed(method: str, stub
 
 def test_heartbeats_stream_proves_each_message(stub: Any) -> None:
     seal = WorkerSeal(SECRET)
-    seal.meet(stub.Hello(seal.hello()))
+    seal.accept_hello(stub.Hello(seal.hello()))
     first = seal.seal("Heartbeats", b"")
     replies = stub.Heartbeats(iter([first, first]))
     assert seal.open("Heartbeats", first, next(replies)) != b"", "news"
@@ -141,7 +141,7 @@ def test_streams_without_proof_leave_room_for_workers(serve: Serve, monkeypatch:
 
 def test_session_of_another_length_is_refused(stub: Any) -> None:
     seal = WorkerSeal(SECRET)
-    seal.meet(stub.Hello(seal.hello()))
+    seal.accept_hello(stub.Hello(seal.hello()))
     request = pb.RegisterWorkerRequest(session=b"short")
     sealed = seal.seal("RegisterWorker", request.SerializeToString())
     assert status(lambda: stub.RegisterWorker(sealed)) == grpc.StatusCode.INVALID_ARGUMENT
@@ -151,7 +151,7 @@ def test_session_of_another_length_is_refused(stub: Any) -> None:
 @given(method=st.sampled_from(UNARY), body=st.binary(max_size=200))
 def test_any_body_from_a_holder_of_the_secret_is_answered_or_refused(method: str, body: bytes, stub: Any) -> None:
     seal = WorkerSeal(SECRET)
-    seal.meet(stub.Hello(seal.hello()))
+    seal.accept_hello(stub.Hello(seal.hello()))
     sealed = seal.seal(method, body)
     codes = set()
     try:
@@ -269,7 +269,7 @@ def test_told_at_a_slow_speaker_ends_in_time() -> None:
 
         speaker = threading.Thread(target=drip)
         speaker.start()
-        assert told_at(Endpoint("127.0.0.1", listener.getsockname()[1]), 0.3) is None
+        assert closing_reason_at(Endpoint("127.0.0.1", listener.getsockname()[1]), 0.3) is None
         assert speaker.is_alive(), "it was listened to for all that it says"
         over.set()
         speaker.join()

@@ -69,7 +69,7 @@ def launcher() -> Iterator[Callable[..., queue.SimpleQueue[News]]]:
 def hello(sock: socket.socket) -> tuple[Connection, WorkerSeal]:
     """Have a first call answered on this connection."""
     connection, seal = Connection(sock, "x", 1000), WorkerSeal(SECRET)
-    seal.meet(pb.HelloReply.FromString(connection.call("Hello", seal.hello().SerializeToString(), 30.0)))
+    seal.accept_hello(pb.HelloReply.FromString(connection.call("Hello", seal.hello().SerializeToString(), 30.0)))
     return connection, seal
 
 

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from gradwire.errors import ConfigError, InvalidSize
 from gradwire.membership.coordinator.roster import LAPSE
 from gradwire.membership.coordinator.state_machine import Membership
-from gradwire.membership.types import Assembly, Claim, Member, Refusal, named
+from gradwire.membership.types import Assembly, Claim, Member, Refusal, format_ranks
 from support.membership_claims import RUN, missing, pass_time, reason
 
 
@@ -266,4 +266,4 @@ TestAnyHistory.settings = settings(max_examples=60, stateful_step_count=30, dead
 
 
 def test_named_ranks_are_abbreviated() -> None:
-    assert named(range(1, 40)) == "ranks 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16 and 23 more"
+    assert format_ranks(range(1, 40)) == "ranks 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16 and 23 more"

@@ -16,7 +16,7 @@ from gradwire.errors import InvalidSize, NoConnection, Refused, Timeout
 from gradwire.membership.client.registration_rules import accepted, other_version
 from gradwire.membership.client.session import BYTES_PER_MEMBER, HOLD_SECONDS, CoordinatorSession, Secret
 from gradwire.membership.codec import (
-    SESSION,
+    SESSION_BYTES,
     M,
     Malformed,
     assembly_from_wire,
@@ -37,7 +37,7 @@ from gradwire.membership.types import (
     Outcome,
     Refusal,
     Waiting,
-    named,
+    format_ranks,
 )
 from gradwire.membership.v1 import gradwire_pb2 as pb
 from gradwire.security.admission import printable
@@ -207,7 +207,7 @@ def _checkpoint(
 def _session(id: str, generation: int) -> bytes:
     key = (os.getpid(), id)
     if generation == 0 or key not in _sessions:
-        _sessions[key] = secrets.token_bytes(SESSION)
+        _sessions[key] = secrets.token_bytes(SESSION_BYTES)
     return _sessions[key]
 
 
@@ -257,7 +257,7 @@ def _wait_for_all(
 
 def _reason(waiting: pb.Waiting, size: int, verb: str) -> str:
     if size and waiting.missing_count:
-        return f"of {size}, {named(waiting.missing, waiting.missing_count)} {verb}"
+        return f"of {size}, {format_ranks(waiting.missing, waiting.missing_count)} {verb}"
     return printable(waiting.reason) or "others are missing"
 
 
@@ -277,7 +277,7 @@ def _outcome(coordinator: CoordinatorSession, reply: pb.RegisterWorkerReply) -> 
         case "assembly":
             try:
                 key = reply.assembly.link_key
-                return assembly_from_wire(reply.assembly, coordinator.seal.unveil(key) if key else None)
+                return assembly_from_wire(reply.assembly, coordinator.seal.unwrap_key(key) if key else None)
             except (Malformed, ValueError) as error:
                 raise other_version(coordinator.address) from error
     raise other_version(coordinator.address)

@@ -24,7 +24,7 @@ from google.protobuf.wrappers_pb2 import Int32Value, StringValue
 
 from gradwire.errors import ConfigError, NoConnection, Refused
 from gradwire.membership.client.grpc_socket import CallFailed, Connection
-from gradwire.membership.closed_listener import told_at
+from gradwire.membership.closed_listener import closing_reason_at
 from gradwire.membership.endpoints import Endpoint, Unresolved, resolve, split
 from gradwire.membership.sealing import Unproven, WorkerSeal
 from gradwire.membership.v1 import gradwire_pb2 as pb
@@ -168,7 +168,7 @@ class CoordinatorSession:
             sock = self._secured(self._reach())
             self._connection = Connection(sock, self.address, self._largest_reply)
             self._proven = self._credentials is not None  # by its certificate
-            if not self.seal.met:
+            if not self.seal.authenticated:
                 self._meet(self._connection)
         return self._connection
 
@@ -176,7 +176,7 @@ class CoordinatorSession:
         timeout = max(0.1, min(self.left, _SLACK))
         reply = connection.call("Hello", self.seal.hello().SerializeToString(), timeout)
         try:
-            self.seal.meet(pb.HelloReply.FromString(reply))
+            self.seal.accept_hello(pb.HelloReply.FromString(reply))
         except (Unproven, DecodeError) as error:
             reason = f"what answers at {self.address} {NO_SECRET}: check GRADWIRE_TOKEN on both sides"
             raise _Unbelieved(reason) from error
@@ -198,10 +198,10 @@ class CoordinatorSession:
                 raise self._unlike(explain(error)) from error
         except _Unbelieved as hint:
             self.close()
-            if not self.seal.acquainted or (hint.by_status and self._proven):
+            if not self.seal.ever_authenticated or (hint.by_status and self._proven):
                 raise Refused(hint.reason) from hint
             self._hint = f"something answered there, without proof: {hint.reason}"
-            self.seal.part()  # the next connection begins with a proof; what is said over it then can be believed
+            self.seal.forget_coordinator()  # the next connection begins with a proof; what is said over it then can be believed
         except BaseException:
             self.close()
             raise
@@ -221,14 +221,14 @@ class CoordinatorSession:
         if error.code == "UNAVAILABLE" and self._endpoint is not None:
             self._look_closer(self._endpoint)
         if error.code == "FAILED_PRECONDITION":  # it was started anew
-            self.seal.part()
+            self.seal.forget_coordinator()
         else:
             self._last = f"something listens there, but: {error.details or error.code}"
 
     def _look_closer(self, endpoint: Endpoint) -> None:
         """Raise if what hung up can tell why: a `ClosedListener` does, and so does TLS."""
         seconds = min(1.0, max(0.1, self.left))
-        over = told_at(endpoint, seconds)
+        over = closing_reason_at(endpoint, seconds)
         if over is not None:
             raise _Unbelieved(
                 f"the rendezvous at {self.address} is over: {over}. If this process is not one too many, "
@@ -285,7 +285,7 @@ class CoordinatorSession:
             try:
                 return resolve(self._host, self._port)
             except Unresolved as error:
-                if not error.passing or time.monotonic() >= until:
+                if not error.temporary or time.monotonic() >= until:
                     raise
             time.sleep(0.2)
 
@@ -295,7 +295,7 @@ class CoordinatorSession:
         return "; ".join(text for text in (self._last, self._hint) if text)
 
     def _nobody(self) -> NoConnection:
-        if self.seal.acquainted:
+        if self.seal.ever_authenticated:
             how = f"the coordinator at {self.address} answered at first and then went away"
         else:
             how = f"no coordinator answered at {self.address}: check that rank 0 or the launcher runs, and its address"

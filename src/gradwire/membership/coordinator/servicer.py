@@ -21,7 +21,7 @@ from gradwire.errors import ConfigError, JournalError
 from gradwire.identity import new_run
 from gradwire.membership.codec import (
     Malformed,
-    Replies,
+    ReplyEncoder,
     checkpoint_to_wire,
     claim_from_wire,
     member_from_wire,
@@ -80,7 +80,7 @@ class CoordinatorServicer(rpc.MembershipServicer):
         self._proved = proved
         self._failed = failed
         self._seconds_between_heartbeats = seconds_between_heartbeats
-        self._replies = Replies()
+        self._replies = ReplyEncoder()
         self._refusals = RefusalLog(log)
         self._lock = threading.Lock()
         self._told = threading.Condition(self._lock)
@@ -97,7 +97,7 @@ class CoordinatorServicer(rpc.MembershipServicer):
 
     def Hello(self, request: pb.HelloRequest, context: Any) -> pb.HelloReply:  # noqa: N802
         try:
-            return self._seal.meet(request)
+            return self._seal.answer_hello(request)
         except Unproven:
             self._abort(context, grpc.StatusCode.UNAUTHENTICATED, f"the caller {NO_SECRET}")
 
@@ -116,7 +116,7 @@ class CoordinatorServicer(rpc.MembershipServicer):
             self._refusals.log("refused %s at %s: %s", claim.member, _peer(context), outcome.reason)
         link_key = b""
         if isinstance(outcome, Assembly) and request.ticket:
-            link_key = self._seal.veil(self._seal.link_key(outcome.run), request)
+            link_key = self._seal.wrap_key(self._seal.link_key(outcome.run), request)
         return self._seal.seal("RegisterWorker", request, self._replies.encode(outcome, again_after, link_key))
 
     def UnregisterWorker(self, request: pb.Sealed, context: Any) -> pb.Sealed:  # noqa: N802
