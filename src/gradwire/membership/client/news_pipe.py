@@ -87,9 +87,9 @@ class NewsReader:
                 self.ended = not chunk
                 *lines, self._rest = (self._rest + chunk).split(b"\n")
                 for line in lines:
-                    self._take(json.loads(line))
+                    self._handle(json.loads(line))
 
-    def _take(self, message: dict[str, Any]) -> None:
+    def _handle(self, message: dict[str, Any]) -> None:
         if "cut" in message:
             self._cuts |= {message["cut"]}
         elif "heal" in message:
@@ -104,53 +104,53 @@ class NewsWriter:
 
     def __init__(self, member: str) -> None:
         self._member = member
-        self._theirs, self._fd = os.pipe()
+        self._read_end, self._fd = os.pipe()
         os.set_blocking(self._fd, False)
-        self._told: bytes | None = None  # the last news that went into the pipe
-        self._waiting: list[bytes] = []  # orders that found the pipe full; they are few, and none may be lost
+        self._last_sent: bytes | None = None  # the last news that went into the pipe
+        self._orders: list[bytes] = []  # orders that found the pipe full; they are few, and none may be lost
         self._news: bytes | None = None  # news that did
 
     @property
-    def theirs(self) -> int:
+    def read_end(self) -> int:
         """The reading end, to be inherited."""
-        return self._theirs
+        return self._read_end
 
     @property
     def variable(self) -> str:
-        return f"{self._theirs}:{os.fstat(self._theirs).st_ino}"
+        return f"{self._read_end}:{os.fstat(self._read_end).st_ino}"
 
-    def handed_over(self) -> None:
+    def close_read_end(self) -> None:
         """The worker has been started and has its end."""
-        os.close(self._theirs)
-        self._theirs = -1
+        os.close(self._read_end)
+        self._read_end = -1
 
-    def tell(self, news: News) -> None:
+    def send(self, news: News) -> None:
         """Pass news on, if it is any; of those evicted or unknown a worker needs to know only whether it is one."""
         own = {name: [m for m in getattr(news, name) if m == self._member] for name in ("evicted", "unknown")}
         line = _line(**{**dataclasses.asdict(news), **own, "run": news.run.hex()})
-        self._news = line if line != self._told else None
+        self._news = line if line != self._last_sent else None
         self.flush()
 
     def cut(self, member: str) -> None:
-        self._waiting.append(_line(cut=member))
+        self._orders.append(_line(cut=member))
         self.flush()
 
     def heal(self, member: str) -> None:
-        self._waiting.append(_line(heal=member))
+        self._orders.append(_line(heal=member))
         self.flush()
 
     def flush(self) -> None:
         """Try again what found the pipe full."""
-        while self._waiting and self._write(self._waiting[0]):
-            del self._waiting[0]
-        if not self._waiting and self._news is not None and self._write(self._news):
-            self._told, self._news = self._news, None
+        while self._orders and self._write(self._orders[0]):
+            del self._orders[0]
+        if not self._orders and self._news is not None and self._write(self._news):
+            self._last_sent, self._news = self._news, None
 
     def close(self) -> None:
-        for fd in (self._theirs, self._fd):
+        for fd in (self._read_end, self._fd):
             if fd >= 0:
                 os.close(fd)
-        self._theirs = self._fd = -1
+        self._read_end = self._fd = -1
 
     def _write(self, line: bytes) -> bool:
         """Whole or not at all, as pipes do with so few bytes. Who has closed its end is told nothing more."""
