@@ -113,7 +113,7 @@ def test_init_with_a_wrong_token_is_refused(job: StartJob, static: Callable[...,
         assert "GRADWIRE_TOKEN" in told["text"]
         told = ranks[0].hear()
         assert told["error"] == "Timeout"
-        assert re.search(r"of 2, rank 1 did not come", told["text"])
+        assert re.search(r"missing rank 1 of 2", told["text"])
         assert re.search(r"refused a call from 127\.0\.0\.1:\d+: .*does not hold this job's secret", ranks[0].output())
 
 

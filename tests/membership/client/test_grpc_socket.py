@@ -234,7 +234,7 @@ assert "grpc" not in sys.modules
 lease = Lease(address, "me", secret=secret, interval=0.0)
 lease.start()
 while lease.news is None:
-    assert not lease.trouble, lease.trouble
+    assert not lease.failure, lease.failure
 for child in range(20):
     pid = os.fork()
     if pid == 0:
@@ -242,7 +242,7 @@ for child in range(20):
         sys.exit(0)
     assert os.waitpid(pid, 0)[1] == 0
 lease.close()
-assert not lease.trouble, lease.trouble
+assert not lease.failure, lease.failure
 """
 
 

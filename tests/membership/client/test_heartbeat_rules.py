@@ -48,7 +48,7 @@ def test_coordinator_of_another_run_hears_nothing_of_members_of_the_old_one() ->
     rules.watch(["c"])
     rules.end(["b"])
     sent = rules.next()
-    assert (sent.ids, sent.gone, sent.settled) == (("c",), (), ("b",))
+    assert (sent.ids, sent.gone, sent.unreported) == (("c",), (), ("b",))
     rules.answered(sent, news(sent.run, unknown=("c",)))
     assert not rules.unconfirmed
 

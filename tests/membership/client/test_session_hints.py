@@ -201,7 +201,9 @@ def test_member_at_its_deadline_quotes_the_impostor() -> None:
     speaker.close()
     denying = Statuses(speaker.port, grpc.StatusCode.PERMISSION_DENIED)
     try:
-        with pytest.raises(NoConnection, match=r"without proof: .* refused this worker: go away") as caught:
+        with pytest.raises(
+            NoConnection, match=r"an unauthenticated answer from there: .* refused this worker: go away"
+        ) as caught:
             asking(address, seal, 1, timeout=0.5).result(LONG)
         assert not isinstance(caught.value, Refused)
     finally:

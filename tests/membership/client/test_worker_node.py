@@ -62,7 +62,7 @@ def test_worker_node_starts_only_once(serve: Serve, make: Make) -> None:
     node = make(serve(1))
     with node:
         assert (node.rank, node.size) == (0, 1)
-        with pytest.raises(gw.ConfigError, match="was started already"):
+        with pytest.raises(gw.ConfigError, match="has already been started"):
             node.start()
         assert node.rank == 0
     with pytest.raises(gw.Closed, match="is closed"):
@@ -138,7 +138,7 @@ def test_worker_node_with_certificates_joins(serve: Serve, make: Make) -> None:
 
 
 def test_worker_node_beyond_this_machine_needs_insecure_or_certificates() -> None:
-    with pytest.raises(gw.ConfigError, match="beyond this machine, and nothing would be encrypted"):
+    with pytest.raises(gw.ConfigError, match="is not on this machine, and the connection would not be encrypted"):
         gw.WorkerNode("192.0.2.1:1", secret=SECRET)
     assert gw.WorkerNode("192.0.2.1:1", secret=SECRET, insecure=True).rank == -1
 

@@ -183,7 +183,7 @@ def test_launcher_finds_its_coordinator_again(
     told.get(timeout=30)
     port = int(elastic.address.rpartition(":")[2])
     elastic.cut_off()
-    captured.wait_for("no heartbeats from this host, trying again", timeout=30)
+    captured.wait_for("heartbeats of this host do not reach the coordinator, trying again", timeout=30)
     while not told.empty():
         told.get()
     serve(3, port=port, minimum=2, maximum=4)

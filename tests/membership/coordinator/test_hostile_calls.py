@@ -236,7 +236,7 @@ def test_register_with_a_forged_reply_is_refused(impose: Callable[[Impostor | No
 
 
 def test_register_at_another_grpc_service_says_so(impose: Callable[[Impostor | None], str]) -> None:
-    with pytest.raises(Refused, match="is no gradwire coordinator"):
+    with pytest.raises(Refused, match="is not a gradwire coordinator"):
         join(impose(None))
 
 
@@ -251,7 +251,7 @@ def test_register_at_something_other_than_grpc_says_so() -> None:
                     return
 
         threading.Thread(target=hang_up, daemon=True).start()
-        with pytest.raises(NoConnection, match="something listens there, but"):
+        with pytest.raises(NoConnection, match="a program listens there, but"):
             join(f"127.0.0.1:{listener.getsockname()[1]}", timeout=0.5)
         listener.shutdown(socket.SHUT_RDWR)
 

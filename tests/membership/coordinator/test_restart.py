@@ -146,7 +146,7 @@ def test_frozen_coordinator_is_found_again(coordinate: Callable[..., Process], c
     try:
         told.get(timeout=30)
         process.process.send_signal(signal.SIGSTOP)
-        captured.wait_for("no heartbeats from this host, trying again", timeout=30)
+        captured.wait_for("heartbeats of this host do not reach the coordinator, trying again", timeout=30)
         process.process.send_signal(signal.SIGCONT)
         captured.wait_for("answers the heartbeats of this host again", timeout=30)
         while not told.empty():

@@ -109,5 +109,5 @@ def test_not_a_member_gives_the_reason_or_an_empty_text() -> None:
     news = News(1, 0, (), None, run=b"n" * 16)
     assert not_a_member(news, "a", b"n" * 16) == ""
     assert not_a_member(news, "a", b"") == ""
-    assert "started anew without its journal" in not_a_member(news, "a", b"o" * 16)
+    assert "restarted without its journal" in not_a_member(news, "a", b"o" * 16)
     assert "does not know a" in not_a_member(replace(news, unknown=("a",)), "a", b"n" * 16)
