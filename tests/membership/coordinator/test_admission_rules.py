@@ -43,7 +43,7 @@ def test_claim_of_another_protocol_is_refused(protocol: int, said: str) -> None:
     refused = reason(state.register(replace(claim("new"), protocol=protocol, version="9.9" * (protocol > 0)), 1.0))
     assert said.replace("\\", "") in refused
     assert "Install the same gradwire" in refused
-    assert state.beat("ab", 1.0).joiners == 0
+    assert state.heartbeat("ab", 1.0).joiners == 0
 
 
 @pytest.mark.parametrize("address", ["", "nonsense", "name:80", "127.0.0.1:0", "127.0.0.1:70000", "127.0.0.1", "::1:5"])
@@ -69,7 +69,7 @@ def test_claim_with_data_plane_in_a_membership_only_job_is_refused() -> None:
 def test_membership_only_job_takes_newcomers_without_address() -> None:
     state = running("", "")
     assert waits(state.register(claim("node", "", address=""), 1.0))
-    assert state.beat("ab", 1.0).joiners == 1
+    assert state.heartbeat("ab", 1.0).joiners == 1
 
 
 def test_node_that_waits_first_does_not_keep_the_trainers_out() -> None:
@@ -148,24 +148,24 @@ def test_member_of_another_run_is_refused() -> None:
     refused = reason(state.register(stale, 1.0))
     assert f"is a member of run {OTHER_RUN.hex()}" in refused
     assert RUN.hex() in refused
-    assert state.beat("ab", 1.0).joiners == 0
+    assert state.heartbeat("ab", 1.0).joiners == 0
 
 
 def test_heartbeats_and_deaths_of_another_run_do_not_count() -> None:
     state = running("auto", "auto")
-    news = state.beat("ab", 1.0, run=OTHER_RUN)
+    news = state.heartbeat("ab", 1.0, run=OTHER_RUN)
     assert (news.unknown, news.run) == (("a", "b"), RUN)
     state.gone(["a"], 1.0, run=OTHER_RUN)
-    assert state.beat("ab", 1.0, run=RUN).size == 2
+    assert state.heartbeat("ab", 1.0, run=RUN).size == 2
     for now in range(1, 12):
-        state.beat("a", float(now), run=OTHER_RUN)
-        state.beat("b", float(now), run=RUN)
+        state.heartbeat("a", float(now), run=OTHER_RUN)
+        state.heartbeat("b", float(now), run=RUN)
     assert state.news().evicted == ("a",), "another run's heartbeats keep no lease"
 
 
 def test_heartbeat_for_an_unregistered_id_is_ignored_and_reported() -> None:
     state = running("auto", "auto")
-    news = state.beat(["a", "b", "starting"], 1.0)
+    news = state.heartbeat(["a", "b", "starting"], 1.0)
     assert (news.unknown, news.size) == (("starting",), 2)
 
 
@@ -221,7 +221,7 @@ def test_generation_without_the_last_state_begins_a_new_run_and_refuses_the_old_
     assert isinstance(outcome, Assembly)
     assert (outcome.run > RUN, outcome.previous_run, outcome.generation) == (True, RUN, 2)
     assert "is a member of run" in reason(state.register(replace(claim("a"), generation=1, run=RUN), now + 1))
-    assert state.beat("a", now, run=RUN).unknown == ("a",)
+    assert state.heartbeat("a", now, run=RUN).unknown == ("a",)
 
 
 def test_generation_of_a_member_with_an_earlier_state_begins_a_new_run_that_it_accepts() -> None:

@@ -63,7 +63,7 @@ def test_journal_that_fails_ends_all_answers() -> None:
     with pytest.raises(JournalError, match="its disk is full"):
         harness.register("c")
     with pytest.raises(JournalError, match="its disk is full"):
-        harness.rules.beat(["a"], [], b"", b"", 2.0)
+        harness.rules.heartbeat(["a"], [], b"", b"", 2.0)
     assert "formed" not in harness.order
 
 
@@ -79,7 +79,7 @@ def test_join_token_speaks_only_for_members_that_it_let_in() -> None:
     harness = Harness()
     harness.register("a")
     harness.register("b", TICKET)
-    news = harness.rules.beat(["a", "b"], ["a"], b"", TICKET, 2.0)
+    news = harness.rules.heartbeat(["a", "b"], ["a"], b"", TICKET, 2.0)
     assert (news.unknown, news.evicted) == (("a",), ())
     with pytest.raises(Denied, match="its join token has not let a in"):
         harness.rules.leave(harness.claim("a").member, TICKET, 2.0)

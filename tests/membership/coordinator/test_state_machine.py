@@ -151,7 +151,7 @@ def test_static_job_has_one_generation_and_no_leases() -> None:
     state.register(claim(0, size=1), 0.0)
     assert state.due() is None
     pass_time(state, 0.0, 100.0)
-    assert state.beat(["worker-0"], 100.0).evicted == ()
+    assert state.heartbeat(["worker-0"], 100.0).evicted == ()
     again = replace(claim(0, size=1), generation=1, session=b"again", run=RUN)
     assert "start it with a minimum size" in reason(state.register(again, 100.0))
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from gradwire.errors import InvalidSize
-from gradwire.membership.coordinator.clock import STALL
-from gradwire.membership.coordinator.roster import LONGEST_REST, REST
-from gradwire.membership.coordinator.state_machine import NEWCOMER_SECONDS, OUTNUMBERED, Membership
+from gradwire.membership.coordinator.clock import LONGEST_STEP
+from gradwire.membership.coordinator.roster import BACKOFF, LONGEST_BACKOFF
+from gradwire.membership.coordinator.state_machine import MINORITY_GRACE, NEWCOMER_SECONDS, Membership
 from gradwire.membership.types import Assembly, Cause, News, Refusal
 from support.membership_claims import RUN, order, pass_time, reason, waits, worker
 
@@ -72,7 +72,7 @@ def test_next_generation_keeps_the_order_of_survivors_and_appends_newcomers() ->
     state = at_work("abcd")
     assert "you join between two steps" in waits(state.register(worker("y"), 1.0))
     state.register(worker("x"), 1.0)
-    assert state.beat("abcd", 1.0).joiners == 2
+    assert state.heartbeat("abcd", 1.0).joiners == 2
     state.gone(["b"], 1.0)
     back(state, 1.0, "dc")
     assert "waits for rank 0 (host host, pid 7) of generation 1" in waits(state.outcome(worker("d", 1), 1.0))
@@ -94,7 +94,7 @@ def test_next_generation_forms_without_members_that_are_out(cause: Cause) -> Non
         while now < LEASE:
             now = pass_time(state, now, now + 1.0)
             assert state.generation == 1
-            news = state.beat("ac", now)
+            news = state.heartbeat("ac", now)
         assert news.evicted == ("b",)
     back(state, now, {"a": "b" if cause == "accused" else "", "c": ""})
     now = pass_time(state, now, now + SETTLE)
@@ -109,7 +109,7 @@ def test_next_generation_waits_while_a_member_may_still_come() -> None:
     while now < 100.0:
         now = pass_time(state, now, now + 1.0)
         back(state, now, "ab")
-        assert state.beat("c", now) == News(1, 0, (), None, over=True)
+        assert state.heartbeat("c", now) == News(1, 0, (), None, over=True)
     assert order(state.register(worker("c", 1), now)) == ["a", "b", "c"]
 
 
@@ -126,7 +126,7 @@ def test_accused_member_has_a_moment_to_come_back() -> None:
 def test_minority_waits_longer_for_members_that_it_calls_lost() -> None:
     state = at_work("abcd", minimum=1)
     back(state, 1.0, {"a": "bcd"})
-    state.tick(1.0 + OUTNUMBERED / 2)
+    state.tick(1.0 + MINORITY_GRACE / 2)
     assert state.generation == 1
     back(state, 1.6, {"b": "a", "c": "a", "d": "a"})
     assert members(state) == "bcd", "three witnesses against one"
@@ -135,8 +135,8 @@ def test_minority_waits_longer_for_members_that_it_calls_lost() -> None:
 def test_minority_continues_alone_without_an_objection() -> None:
     state = at_work("abc", minimum=1)
     back(state, 1.0, {"a": "bc"})
-    assert state.due() == pytest.approx(1.0 + OUTNUMBERED)
-    pass_time(state, 1.0, 1.0 + OUTNUMBERED)
+    assert state.due() == pytest.approx(1.0 + MINORITY_GRACE)
+    pass_time(state, 1.0, 1.0 + MINORITY_GRACE)
     assert members(state) == "a"
 
 
@@ -210,7 +210,7 @@ def test_member_that_stood_still_is_dropped_if_the_next_generation_fails() -> No
 
 def test_member_that_was_cut_off_may_join_again_after_a_growing_rest() -> None:
     state = at_work("ab", minimum=1)
-    now, rest = 1.0, REST
+    now, rest = 1.0, BACKOFF
     for generation in range(1, 20, 2):
         back(state, now, {"a": "b", "b": "a"}, generation)
         assert members(state) == "a"
@@ -220,11 +220,11 @@ def test_member_that_was_cut_off_may_join_again_after_a_growing_rest() -> None:
         while now < until - 1.0:
             now = pass_time(state, now, now + 1.0)
             state.register(claim, now)
-            assert state.beat("a", now).joiners == 0
+            assert state.heartbeat("a", now).joiners == 0
         now = pass_time(state, now, until)
-        assert state.beat("a", now).joiners == 1
+        assert state.heartbeat("a", now).joiners == 1
         assert order(state.register(worker("a", generation + 1), now)) == ["a", "b"]
-        rest = min(LONGEST_REST, 2 * rest)
+        rest = min(LONGEST_BACKOFF, 2 * rest)
 
 
 def test_joiner_that_breaks_each_generation_rests_longer_each_time() -> None:
@@ -233,7 +233,7 @@ def test_joiner_that_breaks_each_generation_rests_longer_each_time() -> None:
     now, last, rests = 1.0, 0, []
     for generation in (1, 3, 5):
         began = now
-        while not state.beat("ab", now).joiners:
+        while not state.heartbeat("ab", now).joiners:
             state.register(worker("x", last), now)
             now = pass_time(state, now, now + 1.0)
         rests.append(now - began)
@@ -243,7 +243,7 @@ def test_joiner_that_breaks_each_generation_rests_longer_each_time() -> None:
         back(state, now, {"a": "x", "b": "x"}, last)
         now = pass_time(state, now, now + 1.0)
         assert members(state) == "ab"
-    assert rests == [1.0, REST, 2 * REST]
+    assert rests == [1.0, BACKOFF, 2 * BACKOFF]
 
 
 def test_below_the_minimum_all_wait_with_a_reason() -> None:
@@ -258,9 +258,9 @@ def test_full_job_admits_a_newcomer_only_after_a_member_leaves() -> None:
     state = at_work("ab", maximum=2)
     assert waits(state.register(worker("x"), 1.0)) == "the job is full: 2 of at most 2; you are first in line"
     assert waits(state.register(worker("y"), 1.0)) == "the job is full: 2 of at most 2; 1 are before you in line"
-    assert state.beat("ab", 1.0).joiners == 0
+    assert state.heartbeat("ab", 1.0).joiners == 0
     state.leave(worker("a").member, 2.0)
-    assert state.beat("b", 2.0).joiners == 1
+    assert state.heartbeat("b", 2.0).joiners == 1
     assert order(state.register(worker("b", 1), 2.0)) == ["b", "x"]
     assert waits(state.outcome(worker("y"), 2.0)) == "the job is full: 2 of at most 2; you are first in line"
 
@@ -271,7 +271,7 @@ def test_member_that_was_frozen_returns_as_a_newcomer() -> None:
     state.tick(1.0 + SETTLE)
     thawed = worker("b", 1, lost="ac")
     assert "you join between two steps" in waits(state.register(thawed, 3.0))
-    assert state.beat("ac", 3.0) == News(2, 1, (), None)
+    assert state.heartbeat("ac", 3.0) == News(2, 1, (), None)
     back(state, 3.0, "ac", generation=2)
     assert order(state.outcome(thawed, 3.0)) == ["a", "c", "b"]
 
@@ -280,12 +280,12 @@ def test_silent_member_returns_if_no_generation_formed_without_it() -> None:
     for comes_back in (True, False):
         state = at_work("abc")
         for now in range(1, 11):
-            state.beat("ac", float(now))
+            state.heartbeat("ac", float(now))
         assert state.news().evicted == ("b",)
         if comes_back:
             assert "waits for rank 0" in waits(state.register(worker("b", 1), 10.0))
         else:
-            state.beat("b", 10.0)
+            state.heartbeat("b", 10.0)
         assert state.news().evicted == ()
         back(state, 11.0, "abc")
         assert members(state) == "abc"
@@ -294,9 +294,9 @@ def test_silent_member_returns_if_no_generation_formed_without_it() -> None:
 def test_silent_member_that_was_started_anew_cannot_return() -> None:
     state = at_work("ab", minimum=1)
     for now in range(1, 11):
-        state.beat("a", float(now))
+        state.heartbeat("a", float(now))
     state.register(worker("b", pid=8, session="restarted"), 10.0)
-    assert state.beat("ab", 10.0) == News(1, 1, ("b",), None)
+    assert state.heartbeat("ab", 10.0) == News(1, 1, ("b",), None)
     assert order(state.register(worker("a", 1), 10.0)) == ["a", "b"]
 
 
@@ -311,10 +311,10 @@ def test_queue_forms_the_next_generation_when_all_members_are_out() -> None:
 
 def test_pause_of_the_coordinator_ends_no_lease() -> None:
     state = at_work("ab")
-    state.beat("ab", 1.0)
+    state.heartbeat("ab", 1.0)
     state.tick(1.0 + 10 * LEASE)
     assert state.news().evicted == ()
-    assert STALL < LEASE
+    assert LONGEST_STEP < LEASE
 
 
 def test_lost_answer_is_given_again() -> None:
@@ -330,7 +330,7 @@ def test_process_that_registers_with_a_new_session_gives_up_its_place() -> None:
     state = at_work("ab")
     again = worker("b", session="another try")
     assert "1 of" not in waits(state.register(again, 1.0))
-    assert state.beat("a", 1.0) == News(1, 1, ("b",), None)
+    assert state.heartbeat("a", 1.0) == News(1, 1, ("b",), None)
     assert order(state.register(worker("a", 1, lost="b"), 1.0)) == ["a", "b"]
     assert order(state.outcome(again, 1.0)) == ["a", "b"]
 
@@ -371,7 +371,7 @@ def test_restored_membership_continues_from_its_snapshot() -> None:
     state.start_checkpoint(3, "a", 1.0)
     restored = Membership.restore(json.loads(json.dumps(state.snapshot())), 1000.0)
     assert restored.snapshot() == state.snapshot()
-    assert restored.beat("acd", 1000.0) == state.beat("acd", 1.0) == News(1, 0, ("b",), 3)
+    assert restored.heartbeat("acd", 1000.0) == state.heartbeat("acd", 1.0) == News(1, 0, ("b",), 3)
     assert order(restored.register(worker("a"), 1000.0)) == list("abcd"), "its answer may have got lost"
     back(restored, 1001.0, "acd")
     assert members(restored) == "acd"

@@ -15,8 +15,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from gradwire.membership.coordinator.clock import STALL
-from gradwire.membership.coordinator.roster import LAPSE, LONGEST_REST
+from gradwire.membership.coordinator.clock import LONGEST_STEP
+from gradwire.membership.coordinator.roster import LAPSE, LONGEST_BACKOFF
 from gradwire.membership.coordinator.state_machine import NEWCOMER_SECONDS, Membership
 from gradwire.membership.types import Assembly, Change, Claim, Outcome, Refusal, Waiting
 from support.membership_claims import RUN, worker
@@ -128,7 +128,7 @@ class AnyHistory(RuleBasedStateMachine):
     def beat(self, names: set[str]) -> None:
         self.hear(names)
         self.event(0.0)
-        self.state.beat(sorted(names), self.now)
+        self.state.heartbeat(sorted(names), self.now)
 
     @rule(seconds=st.sampled_from([0.05, 0.1, 0.5, 1.0, 3.0, LAPSE, LEASE, NEWCOMER_SECONDS]))
     def pass_time(self, seconds: float) -> None:
@@ -161,7 +161,7 @@ class AnyHistory(RuleBasedStateMachine):
 
     def event(self, seconds: float) -> None:
         self.now += seconds
-        self.counted += min(seconds, STALL)
+        self.counted += min(seconds, LONGEST_STEP)
 
     def hear(self, names: Iterable[str]) -> None:
         self.heard.update(dict.fromkeys(names, self.counted))
@@ -259,7 +259,7 @@ class AnyHistory(RuleBasedStateMachine):
         if not hasattr(self, "state") or self.checking:
             return
         seconds = 0.0
-        while seconds < LONGEST_REST + NEWCOMER_SECONDS + 2 * LEASE:
+        while seconds < LONGEST_BACKOFF + NEWCOMER_SECONDS + 2 * LEASE:
             self.half_a_second()
             seconds += 0.5
             if seconds > NEWCOMER_SECONDS + 2 * LEASE and not self.unsettled():
@@ -278,7 +278,7 @@ class AnyHistory(RuleBasedStateMachine):
             return
         self.hear([process.name])
         self.event(0.0)
-        news = self.state.beat([process.name], self.now)
+        news = self.state.heartbeat([process.name], self.now)
         self.check_changes()
         left = self.out[process.generation]
         if news.generation > process.generation or news.joiners or news.evicted or news.over or left:

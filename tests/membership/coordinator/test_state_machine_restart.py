@@ -7,7 +7,7 @@ import json
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from gradwire.membership.coordinator.state_machine import OUTNUMBERED, Membership
+from gradwire.membership.coordinator.state_machine import MINORITY_GRACE, Membership
 from gradwire.membership.types import Assembly, Claim
 from support.membership_claims import RUN, worker
 
@@ -56,10 +56,10 @@ class Job:
 
     def settle(self) -> object:
         """Time enough for everything that is only a matter of a moment."""
-        until = self.now + 2 * OUTNUMBERED
+        until = self.now + 2 * MINORITY_GRACE
         while self.now < until:
             self.now += 0.5
-            self.state.beat(NAMES, self.now)
+            self.state.heartbeat(NAMES, self.now)
             for name in list(self.claims):
                 self.ask(name, set())
         return self.state.snapshot(), self.state.news()

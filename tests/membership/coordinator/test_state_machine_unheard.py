@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from gradwire.membership.coordinator.state_machine import HOPE, Membership
+from gradwire.membership.coordinator.state_machine import SILENT_GRACE, Membership
 from gradwire.membership.types import Assembly, Waiting
 from support.membership_claims import RUN, order, pass_time, waits, worker
 
@@ -38,7 +38,7 @@ def test_queue_does_not_start_over_beside_a_generation_that_is_only_silent() -> 
     assert state.news().evicted == ("a", "b")
     assert "to hear of rank 0 (host host, pid 7), rank 1" in waits(state.outcome(worker("x"), LEASE + 2.0))
     assert state.generation == 1
-    assert state.beat("ab", LEASE + 2.0).evicted == (), "it was at work all the time"
+    assert state.heartbeat("ab", LEASE + 2.0).evicted == (), "it was at work all the time"
 
 
 def test_member_of_a_silent_generation_that_returns_takes_the_queue_along() -> None:
@@ -56,8 +56,8 @@ def test_queue_starts_over_when_the_silent_generation_is_gone() -> None:
 
 def test_silent_generation_is_given_up_after_a_limit() -> None:
     state = at_work("ab")
-    wait_in_line(state, "x", 0.0, LEASE + HOPE - 1.0)
-    now = pass_time(state, LEASE + HOPE - 1.0, LEASE + HOPE + 1.0)
+    wait_in_line(state, "x", 0.0, LEASE + SILENT_GRACE - 1.0)
+    now = pass_time(state, LEASE + SILENT_GRACE - 1.0, LEASE + SILENT_GRACE + 1.0)
     assert order(state.register(worker("x"), now)) == ["x"]
 
 
@@ -79,7 +79,7 @@ def test_member_that_missed_a_generation_that_is_over_gets_the_next() -> None:
     state.register(worker("b", 1), 1.0)
     assert isinstance(state.register(worker("a", 1), 1.0), Assembly)
     state.register(worker("a", 2), 2.0)
-    news = state.beat("a", 2.0)
+    news = state.heartbeat("a", 2.0)
     assert (news.generation, news.over) == (2, True)
     restarted = Membership.restore(state.snapshot(), 2.5)
     assert restarted.news().over, "what has ended stays ended"
@@ -129,10 +129,10 @@ def test_silent_member_can_leave() -> None:
     now = 0.0
     while now <= LEASE:
         now += 1.0
-        state.beat("a", now)
+        state.heartbeat("a", now)
     assert state.news().evicted == ("b",)
     assert state.leave(worker("b").member, now)
-    assert state.beat("ab", now).evicted == (), "it has left, and is not struck off"
+    assert state.heartbeat("ab", now).evicted == (), "it has left, and is not struck off"
     assert order(state.register(worker("a", 1), now)) == ["a"]
 
 
@@ -160,8 +160,8 @@ def test_queue_does_not_start_over_while_a_dropped_member_may_live(restarted: bo
 def test_dropped_silent_member_is_given_up_after_a_limit() -> None:
     state = at_work("abc")
     without(state, "c", "ab")
-    wait_in_line(state, "x", 3.0, LEASE + HOPE)
-    now = pass_time(state, LEASE + HOPE, LEASE + HOPE + 3.0)
+    wait_in_line(state, "x", 3.0, LEASE + SILENT_GRACE)
+    now = pass_time(state, LEASE + SILENT_GRACE, LEASE + SILENT_GRACE + 3.0)
     assert order(state.register(worker("x"), now)) == ["x"]
 
 

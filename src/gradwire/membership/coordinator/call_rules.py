@@ -88,7 +88,7 @@ class CallRules:
         self._check_caller(ticket, member.id)
         return self._recorded(self.membership.leave(member, now, finished=finished, run=run))
 
-    def beat(self, ids: Iterable[str], gone: Iterable[str], run: bytes, ticket: bytes, now: float) -> News:
+    def heartbeat(self, ids: Iterable[str], gone: Iterable[str], run: bytes, ticket: bytes, now: float) -> News:
         """The news for a caller that names living members of `run`, and members that are gone. Ids for which its join
         token does not speak are ignored, and the news says so: they may be about to register."""
         self._check_journal()
@@ -96,7 +96,7 @@ class CallRules:
         theirs, theirs_gone = ([n for n in names if self._gate.may_act_for(ticket, n)] for names in (ids, gone))
         if theirs_gone:
             self.membership.gone(theirs_gone, now, run)
-        news = self.membership.beat(theirs, now, run)
+        news = self.membership.heartbeat(theirs, now, run)
         not_theirs = sorted(set(ids).difference(theirs))
         return self._recorded(replace(news, unknown=(*news.unknown, *not_theirs)) if not_theirs else news)
 

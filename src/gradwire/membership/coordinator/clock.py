@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-STALL = 2.0  # seconds between two looks; what is beyond counts for nobody
+LONGEST_STEP = 2.0  # seconds between two looks; what is beyond counts for nobody
 _NEAR = 1e-6  # seconds; a deadline so near has been reached: sums of floats are not exact
 
 
 class Clock:
-    """Goes on with the time that it is told, except for pauses longer than `STALL`.
+    """Goes on with the time that it is told, except for pauses longer than `LONGEST_STEP`.
 
     Whoever is told the time only after ten seconds was itself stopped or starved, and holds that against nobody.
     """
@@ -21,7 +21,7 @@ class Clock:
         """It is `now`; a time before the last one changes nothing."""
         if self._now is None:
             self._now = now
-        self._paused += max(0.0, now - self._now - STALL)
+        self._paused += max(0.0, now - self._now - LONGEST_STEP)
         self._now = max(self._now, now)
         self.time = self._now - self._paused
 

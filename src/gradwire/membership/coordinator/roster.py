@@ -12,8 +12,8 @@ from gradwire.membership.types import Cause, Change, Claim, Kind, Member
 
 LAPSE = 5.0  # seconds; much longer than the pause between two claims of a waiting member
 LAPSE_FOR_EACH = 0.005  # seconds for each that waits, if that is more: where many do, they are to ask less often
-REST = 5.0  # seconds before a member that others could not reach may join again; doubled each time
-LONGEST_REST = 300.0
+BACKOFF = 5.0  # seconds before a member that others could not reach may join again; doubled each time
+LONGEST_BACKOFF = 300.0
 
 _WHY: dict[Cause, str] = {
     "left": "has left",
@@ -143,7 +143,7 @@ class Roster:
 
     def dropped_again(self, name: str) -> bool:
         """Whether it rests, and not for the first time."""
-        return self.rest(name) > 0 and self._rests[name][0] > REST
+        return self.rest(name) > 0 and self._rests[name][0] > BACKOFF
 
     def rests_until(self) -> list[float]:
         return [until for _, until in self._rests.values()]
@@ -271,7 +271,7 @@ class Roster:
     def record(self, order: Sequence[str]) -> None:
         """The next generation: these, from back and line, in this order. Who is not among them stays in line."""
         places = {name: self.back.get(name) or self.line[name] for name in order}
-        kept = {name: one for name, one in self.outside.items() if not self._clock.reached(one.since + LONGEST_REST)}
+        kept = {name: one for name, one in self.outside.items() if not self._clock.reached(one.since + LONGEST_BACKOFF)}
         kept |= {name: Outsider(self.records[name].member, self.generation, self._clock.time) for name in self.unseen()}
         self.outside = {name: one for name, one in kept.items() if name not in places}
         claims = {name: place.claim for name, place in places.items()}
@@ -319,8 +319,8 @@ class Roster:
         self.arrived = self.stirred = now
 
     def _must_rest(self, name: str) -> None:
-        self._rests = {n: rest for n, rest in self._rests.items() if not self._clock.reached(rest[1] + LONGEST_REST)}
-        length = min(LONGEST_REST, 2 * self._rests[name][0]) if name in self._rests else REST
+        self._rests = {n: rest for n, rest in self._rests.items() if not self._clock.reached(rest[1] + LONGEST_BACKOFF)}
+        length = min(LONGEST_BACKOFF, 2 * self._rests[name][0]) if name in self._rests else BACKOFF
         self._rests[name] = (length, self._clock.time + length)
 
     def _waiting(self) -> Iterator[tuple[str, Place]]:

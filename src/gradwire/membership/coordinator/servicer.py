@@ -274,7 +274,9 @@ class CoordinatorServicer(rpc.MembershipServicer):
     def _beat(self, method: str, request: pb.Sealed, context: Any) -> pb.Sealed:
         body = self._open(method, pb.HeartbeatRequest, request, context)
         self._check(context, [*body.ids, *body.gone])
-        news = self._event(context, lambda now: self._rules.beat(body.ids, body.gone, body.run, request.ticket, now))
+        news = self._event(
+            context, lambda now: self._rules.heartbeat(body.ids, body.gone, body.run, request.ticket, now)
+        )
         return self._seal.seal(method, request, news_to_wire(news).SerializeToString())
 
     def _checkpoint(self, method: str, ask: Any, request: pb.Sealed, context: Any) -> pb.Sealed:

@@ -35,8 +35,10 @@ from gradwire.membership.types import Assembly, Change, CheckpointStatus, Claim,
 NEWCOMER_SECONDS = 30.0  # seconds without a newcomer, after which a first generation makes do with the minimum
 TICK = 1.0  # seconds between two ticks at most
 FINISHED = "the work of this job is done; there is nothing left to join"
-OUTNUMBERED = 1.0  # seconds in which those whom no majority calls lost can come and say otherwise
-HOPE = 60.0  # seconds beyond its lease in which a silent member may still be at work, where nobody else knows the state
+MINORITY_GRACE = 1.0  # seconds in which those whom no majority calls lost can come and say otherwise
+SILENT_GRACE = (
+    60.0  # seconds beyond its lease in which a silent member may still be at work, where nobody else knows the state
+)
 
 
 class Membership:
@@ -160,7 +162,7 @@ class Membership:
             self._roster.end(name, "gone")
         self._go_on()
 
-    def beat(self, names: Iterable[str], now: float, run: bytes = b"") -> News:
+    def heartbeat(self, names: Iterable[str], now: float, run: bytes = b"") -> News:
         """These members live: their leases begin anew, unless they are members of another `run`. An id that is no
         member is ignored, and the news says so: it may be about to become one, or is a member of another run."""
         self._advance(now)
@@ -279,7 +281,7 @@ class Membership:
             return roster.stirred + (0.0 if len(roster.line) >= self.terms.start else self.terms.settle)
         if not absent:
             return roster.stirred
-        return roster.stirred + max(self.terms.settle, 0.0 if len(roster.back) > absent else OUTNUMBERED)
+        return roster.stirred + max(self.terms.settle, 0.0 if len(roster.back) > absent else MINORITY_GRACE)
 
     def _regroup(self) -> None:
         """Nobody is awaited any more: whoever cannot be reached goes, and if enough are left, they go on."""
@@ -341,7 +343,7 @@ class Membership:
         known = max((claim.generation for claim in claims if not claim.stranger), default=0)
         since = {one.member: one.since for one in roster.outside.values() if one.generation > known}
         since |= {roster.records[name].member: roster.records[name].heard for name in roster.unseen()}
-        left = {member: at + self.terms.lease + HOPE - self._clock.time for member, at in since.items()}
+        left = {member: at + self.terms.lease + SILENT_GRACE - self._clock.time for member, at in since.items()}
         return {one: seconds for one, seconds in left.items() if seconds > 0 and roster.place(one.id) is None}
 
     def _form(self, order: list[str]) -> None:
