@@ -134,7 +134,7 @@ def test_init_process_that_does_not_fit_is_refused_and_harms_no_other(
     with job(waits_and_joins, 4, environ=environs.__getitem__) as ranks:
         for number in (0, 1):
             ranks[number].tell()
-        assert eventually(lambda: re.search("rank 1 .* has come", ranks[0].output()) is not None)
+        assert eventually(lambda: re.search("rank 1 .* has registered", ranks[0].output()) is not None)
         ranks[2].tell()
         told = ranks[2].hear()
         assert told["error"] == "Refused", told

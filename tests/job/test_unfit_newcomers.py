@@ -170,7 +170,7 @@ def test_members_of_an_old_run_are_not_taken_into_a_new_one(job: Job, trainers: 
     refused = trainers[1].hear()
     assert refused["error"] == "OtherRun", refused
     assert "is a member of run" in refused["text"]
-    assert "Start this worker anew" in refused["text"]
+    assert "Restart this worker" in refused["text"]
     ends = finish(job, newcomers)
     assert [end["generation"] for end in ends] == [1, 1], "nobody joined"
     assert len({(end["done"], end["committed"]) for end in ends}) == 1

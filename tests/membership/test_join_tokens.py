@@ -106,7 +106,7 @@ def test_join_token_holder_represents_only_members_that_it_brought(coordinator: 
         lambda: unregister(address, host, secret=invitation),
         lambda: end_checkpoint(address, "host", 1, secret=invitation),
     ):
-        with pytest.raises(Refused, match="its join token has not let host in"):
+        with pytest.raises(Refused, match="host did not join with the caller's join token"):
             call()
     news = heartbeat(address, ["host"], secret=SECRET)
     assert (news.evicted, news.unknown, news.size) == ((), (), 1)

@@ -180,11 +180,11 @@ def test_register_before_the_coordinator_starts_waits_for_it(serve: Serve, monke
 def test_register_finds_a_coordinator_that_was_started_anew(serve: Serve, captured: CapturedLog) -> None:
     first = serve(2)
     patient = joining(first, member(1), 2)
-    captured.wait_for("rank 1 .* has come")
+    captured.wait_for("rank 1 .* has registered")
     port = int(first.address.rpartition(":")[2])
     first.cut_off()
     second = serve(2, port=port)
-    captured.wait_for("rank 1 .* has come", times=2)
+    captured.wait_for("rank 1 .* has registered", times=2)
     assert join(second, member(0), 2).rank == 0
     assert patient.result(60).rank == 1
 
@@ -195,7 +195,7 @@ def test_register_finds_a_coordinator_that_was_started_anew(serve: Serve, captur
 @pytest.mark.parametrize(
     ("who", "size", "options", "said"),
     [
-        (member(2), 2, {}, "rank 2 is out of range: a job of 2 has the ranks 0 to 1"),
+        (member(2), 2, {}, "rank 2 is out of range: a job of size 2 has ranks 0 to 1"),
         (member(-1), 2, {}, "rank -1 is out of range"),
         (member(1), 3, {}, "expects a job of 3 ranks, and this one has 2"),
         (member(1), 2, {"job": "other"}, "belongs to job 'other', and this is job 'mine'"),
@@ -212,7 +212,7 @@ def test_refusal_reaches_both_sides_and_harms_no_other_member(
         who, said = Member("", 1, "machine", "host", 1, "127.0.0.1:1"), "id must not be empty"
     coordinator = serve(2, job="mine")
     first = joining(coordinator, member(0), 2)
-    captured.wait_for("rank 0 .* has come")
+    captured.wait_for("rank 0 .* has registered")
     with pytest.raises(Refused, match=said):
         join(coordinator, who, size, **options)
     captured.wait_for(f"refused .*127\\.0\\.0\\.1:[0-9]+: .*{said}")
@@ -248,10 +248,10 @@ def test_register_timeout_names_the_missing_ranks_and_frees_the_place(serve: Ser
 def test_killed_worker_frees_its_place_at_once(serve: Serve, spawn: Spawn, captured: CapturedLog) -> None:
     coordinator = serve(2)
     victim = spawn(coordinator, 1, 2)
-    captured.wait_for("rank 1 .* has come", timeout=60)
+    captured.wait_for("rank 1 .* has registered", timeout=60)
     victim.kill()
     assert victim.wait(60) == -signal.SIGKILL
-    captured.wait_for("rank 1 .* went away while it waited")
+    captured.wait_for("rank 1 .* disconnected while it waited")
     again = joining(coordinator, member(1, "restarted"), 2)
     assert join(coordinator, member(0), 2).members[1].id == "restarted"
     assert again.result(60).rank == 1
@@ -260,7 +260,7 @@ def test_killed_worker_frees_its_place_at_once(serve: Serve, spawn: Spawn, captu
 def test_coordinator_that_stops_refuses_waiting_members(serve: Serve, captured: CapturedLog) -> None:
     coordinator = serve(2)
     waiting = joining(coordinator, member(1), 2)
-    captured.wait_for("rank 1 .* has come")
+    captured.wait_for("rank 1 .* has registered")
     coordinator.stop()
     with pytest.raises(Refused, match="the coordinator was stopped before all ranks had come"):
         waiting.result(60)

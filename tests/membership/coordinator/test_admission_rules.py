@@ -136,7 +136,7 @@ def test_id_of_a_dropped_member_that_may_come_back_is_known() -> None:
 
 
 def test_unknown_transport_is_refused() -> None:
-    assert "no transport is called 'carrier pigeon'" in reason(elastic().register(claim("new", "carrier pigeon"), 0.0))
+    assert "there is no transport 'carrier pigeon'" in reason(elastic().register(claim("new", "carrier pigeon"), 0.0))
 
 
 # -- runs

@@ -88,7 +88,7 @@ def test_wait_below_the_minimum_reports_the_reason(elastic: Coordinator) -> None
     order = ids(assembled(elastic, "abc")[0])
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
     last = joining(elastic, order[0], generation=1, lost=order[1:], waiting=said.put)
-    while said.get(timeout=30) != "1 of at least 2 members are here":
+    while said.get(timeout=30) != "1 of at least 2 members have registered":
         pass
     joined = joining(elastic, "new")
     assert ids(last.result(30)) == ids(joined.result(30)) == [order[0], "new"]
@@ -104,7 +104,7 @@ def test_worker_that_unregisters_is_not_waited_for(elastic: Coordinator) -> None
 
 def test_generation_that_never_existed_is_refused(elastic: Coordinator) -> None:
     assembled(elastic, "abc")
-    with pytest.raises(Refused, match=r"generation 7, and this coordinator .*knows of 1"):
+    with pytest.raises(Refused, match=r"generation 7, and this coordinator .*knows generation 1"):
         joining(elastic, "d", generation=7).result(30)
 
 
@@ -129,7 +129,7 @@ def test_silent_member_is_evicted_and_the_news_says_so(serve: Serve, captured: C
             pass
     finally:
         coordinator_process.close()
-    captured.wait_for(r"rank 1 .* was not heard of for the time of its lease")
+    captured.wait_for(r"rank 1 .* sent no heartbeat during its lease")
     assert coordinator_process.news is not None
     assert coordinator_process.news.evicted == (order[1],)
 

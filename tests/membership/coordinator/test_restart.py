@@ -166,7 +166,7 @@ def test_coordinator_command_ends_cleanly_on_signals(
     assembled(process.address, "a")
     assert process.end(number) == 0
     said = process.said()
-    assert "has come" in said
+    assert "has registered" in said
     assert "Traceback" not in said
 
 

@@ -57,7 +57,7 @@ def test_register_without_a_rank_gets_the_lowest_free_rank() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (claim(3), "rank 3 is out of range: a job of 3 has the ranks 0 to 2"),
+        (claim(3), "rank 3 is out of range: a job of size 3 has ranks 0 to 2"),
         (claim(-1), "rank -1 is out of range"),
         (claim(1, size=4), "rank 1 (host host, pid 101) expects a job of 4 ranks, and this one has 3"),
         (claim(1, size=0), "expects a job of 0 ranks"),
@@ -66,7 +66,7 @@ def test_register_without_a_rank_gets_the_lowest_free_rank() -> None:
         (claim(1, "x" * 129), "id has at most 128 characters, not 129"),
         (claim(0, "new"), "rank 0 is taken by rank 0 (host host, pid 100)"),
         (claim(2, "worker-0", session=b"other"), "the id 'worker-0' is taken by rank 0"),
-        (claim(2, "worker-0"), "came back as something else"),
+        (claim(2, "worker-0"), "now describes itself as"),
     ],
 )
 def test_register_that_does_not_fit_is_refused_and_changes_nothing(wrong: Claim, said: str) -> None:

@@ -45,7 +45,10 @@ def members(state: Membership) -> str:
 
 def test_first_generation_forms_with_the_expected_number() -> None:
     state = elastic(3)
-    assert waits(state.register(worker("a"), 0.0)) == "1 of 3 members are here; 2 are enough if nobody comes for 30 s"
+    assert (
+        waits(state.register(worker("a"), 0.0))
+        == "1 of 3 members have registered; 2 are enough if no other registers for 30 s"
+    )
     state.register(worker("b"), 0.0)
     assert order(state.register(worker("c"), 0.0)) == ["a", "b", "c"]
 
@@ -70,7 +73,7 @@ def test_first_generation_forms_with_fewer_after_a_while() -> None:
 
 def test_next_generation_keeps_the_order_of_survivors_and_appends_newcomers() -> None:
     state = at_work("abcd")
-    assert "you join between two steps" in waits(state.register(worker("y"), 1.0))
+    assert "it can join between two steps" in waits(state.register(worker("y"), 1.0))
     state.register(worker("x"), 1.0)
     assert state.heartbeat("abcd", 1.0).joiners == 2
     state.gone(["b"], 1.0)
@@ -215,7 +218,7 @@ def test_member_that_was_cut_off_may_join_again_after_a_growing_rest() -> None:
         back(state, now, {"a": "b", "b": "a"}, generation)
         assert members(state) == "a"
         claim = worker("b", generation)
-        assert "others could not reach it; it may join again in" in waits(state.outcome(claim, now))
+        assert "other members could not reach it; it may join again in" in waits(state.outcome(claim, now))
         until = now + rest
         while now < until - 1.0:
             now = pass_time(state, now, now + 1.0)
@@ -250,19 +253,28 @@ def test_below_the_minimum_all_wait_with_a_reason() -> None:
     state = at_work("abc", minimum=3)
     state.gone("c", 1.0)
     state.register(worker("a", 1), 1.0)
-    assert waits(state.register(worker("b", 1), 1.0)) == "2 of at least 3 members are here"
+    assert waits(state.register(worker("b", 1), 1.0)) == "2 of at least 3 members have registered"
     assert order(state.register(worker("x"), 2.0)) == ["a", "b", "x"]
 
 
 def test_full_job_admits_a_newcomer_only_after_a_member_leaves() -> None:
     state = at_work("ab", maximum=2)
-    assert waits(state.register(worker("x"), 1.0)) == "the job is full: 2 of at most 2; you are first in line"
-    assert waits(state.register(worker("y"), 1.0)) == "the job is full: 2 of at most 2; 1 are before you in line"
+    assert (
+        waits(state.register(worker("x"), 1.0))
+        == "the job is full (2 of at most 2 members); 0 processes are before it in the queue"
+    )
+    assert (
+        waits(state.register(worker("y"), 1.0))
+        == "the job is full (2 of at most 2 members); 1 processes are before it in the queue"
+    )
     assert state.heartbeat("ab", 1.0).joiners == 0
     state.leave(worker("a").member, 2.0)
     assert state.heartbeat("b", 2.0).joiners == 1
     assert order(state.register(worker("b", 1), 2.0)) == ["b", "x"]
-    assert waits(state.outcome(worker("y"), 2.0)) == "the job is full: 2 of at most 2; you are first in line"
+    assert (
+        waits(state.outcome(worker("y"), 2.0))
+        == "the job is full (2 of at most 2 members); 0 processes are before it in the queue"
+    )
 
 
 def test_member_that_was_frozen_returns_as_a_newcomer() -> None:
@@ -270,7 +282,7 @@ def test_member_that_was_frozen_returns_as_a_newcomer() -> None:
     back(state, 1.0, {"a": "b", "c": "b"})
     state.tick(1.0 + SETTLE)
     thawed = worker("b", 1, lost="ac")
-    assert "you join between two steps" in waits(state.register(thawed, 3.0))
+    assert "it can join between two steps" in waits(state.register(thawed, 3.0))
     assert state.heartbeat("ac", 3.0) == News(2, 1, (), None)
     back(state, 3.0, "ac", generation=2)
     assert order(state.outcome(thawed, 3.0)) == ["a", "c", "b"]
@@ -304,7 +316,7 @@ def test_queue_forms_the_next_generation_when_all_members_are_out() -> None:
     state = at_work("ab")
     state.register(worker("x"), 1.0)
     state.gone("ab", 1.0)
-    assert waits(state.outcome(worker("x"), 1.0)) == "1 of at least 2 members are here"
+    assert waits(state.outcome(worker("x"), 1.0)) == "1 of at least 2 members have registered"
     assert order(state.register(worker("y"), 2.0)) == ["x", "y"]
     assert state.generation == 2
 
@@ -348,8 +360,8 @@ def test_late_claim_does_not_undo_a_newer_one() -> None:
         (worker("a", 1, session="x", pid=8), "the id 'a' is taken by rank 0 (host host, pid 7)"),
         (worker("a", 0, session="x", pid=8), "the id 'a' is taken by rank 0"),
         (worker("x", session="x", pid=8), "the id 'x' is taken by a worker (host host, pid 7)"),
-        (worker("a", 2), "was in generation 2, and this coordinator only knows of 1"),
-        (worker("new", -1), "a generation is not negative"),
+        (worker("a", 2), "was in generation 2, and this coordinator only knows generation 1"),
+        (worker("new", -1), "a generation must not be negative"),
         (worker(""), "id must not be empty"),
         (replace(worker("new"), size=5), "expects a job of 5 ranks, and this one has 2"),
         (replace(worker("new"), job="other"), "belongs to job 'other', and this is job 'job'"),
@@ -384,14 +396,16 @@ def test_checkpoint_is_complete_when_all_live_members_have_reported() -> None:
     assert (status.waiting_for, status.complete) == (("a", "b", "c"), False)  # type: ignore[union-attr]
     assert state.news().checkpoint == 5
     assert state.end_checkpoint(5, "b", 0.0).waiting_for == ("a", "c")  # type: ignore[union-attr]
-    assert "epoch 5 is under way, and waits for a, c" in reason(state.start_checkpoint(6, "b", 0.0))
+    assert "epoch 5 is in progress and waits for a, c" in reason(state.start_checkpoint(6, "b", 0.0))
     assert state.end_checkpoint(5, "a", 0.0) == state.end_checkpoint(5, "a", 0.0)
     state.gone("c", 1.0)
     assert state.end_checkpoint(5, "a", 1.0).complete  # type: ignore[union-attr]
     assert state.news().checkpoint is None
     assert any("epoch 5 is complete" in change.text for change in state.changes())
-    assert "'c' is no live member" in reason(state.end_checkpoint(5, "c", 1.0))
-    assert "no checkpoint of epoch 4; the last one is of epoch 5" in reason(state.start_checkpoint(4, "a", 1.0))
+    assert "'c' is not a live member" in reason(state.end_checkpoint(5, "c", 1.0))
+    assert "no checkpoint of epoch 4; the last complete one is of epoch 5" in reason(
+        state.start_checkpoint(4, "a", 1.0)
+    )
     assert "no checkpoint of epoch -1" in reason(state.start_checkpoint(-1, "a", 1.0))
 
 
@@ -430,7 +444,7 @@ def test_finished_job_admits_no_newcomer_and_its_members_may_regroup() -> None:
     assert state.news().joiners == 0
     for name in ("late", "later"):
         refused = state.register(worker(name), 0.3)
-        assert reason(refused) == "the work of this job is done; there is nothing left to join"
+        assert reason(refused) == "all work of this job is done; no process can join any more"
         assert isinstance(refused, Refusal)
         assert refused.finished
     assert state.news().finished

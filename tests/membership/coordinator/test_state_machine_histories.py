@@ -251,8 +251,8 @@ class AnyHistory(RuleBasedStateMachine):
     @invariant()
     def nobody_waits_elsewhere_while_at_work(self) -> None:
         roster = self.state.roster
-        assert not roster.line.keys() & roster.live().keys()
-        assert roster.back.keys() <= roster.live().keys()
+        assert not roster.queue.keys() & roster.live().keys()
+        assert roster.returning.keys() <= roster.live().keys()
 
     def teardown(self) -> None:
         """Let all be healthy until everybody is where it belongs; unless something has been found already."""

@@ -71,14 +71,14 @@ def test_restored_membership_answers_as_the_original_would(before: list, after: 
     job, twin = Job(), Job()
     for event in before:
         assert job.play(*event) == twin.play(*event)
-    assume(not job.state.waiting or not job.state.roster.rests_until())  # a restart forgets who was to rest
+    assume(not job.state.waiting or not job.state.roster.backoff_ends())  # a restart forgets who was to rest
     twin.state = Membership.restore(json.loads(json.dumps(twin.state.snapshot())), twin.now)
-    line = job.state.roster.line.keys()
+    line = job.state.roster.queue.keys()
     for name in sorted(twin.claims, key=lambda name: name not in line):  # members may complete the next generation
         twin.ask(name, set())
         job.ask(name, set())
     assert job.settle() == twin.settle()
-    assume(not job.state.roster.rests_until())
+    assume(not job.state.roster.backoff_ends())
     for event in after:
         assert job.play(*event) == twin.play(*event)
         assert job.settle() == twin.settle()

@@ -36,7 +36,7 @@ def test_queue_does_not_start_over_beside_a_generation_that_is_only_silent() -> 
     state = at_work("ab")
     wait_in_line(state, "x", 0.0, LEASE + 2.0)
     assert state.news().evicted == ("a", "b")
-    assert "to hear of rank 0 (host host, pid 7), rank 1" in waits(state.outcome(worker("x"), LEASE + 2.0))
+    assert "s for rank 0 (host host, pid 7), rank 1" in waits(state.outcome(worker("x"), LEASE + 2.0))
     assert state.generation == 1
     assert state.heartbeat("ab", LEASE + 2.0).evicted == (), "it was at work all the time"
 
@@ -98,7 +98,7 @@ def test_survivor_that_never_got_the_state_does_not_continue_alone() -> None:
     now = 1.0
     for _ in range(3):
         now = pass_time(state, now, now + 2.0)
-        assert "nobody else knows the state" in waits(state.register(stranger, now))
+        assert "no other has the state" in waits(state.register(stranger, now))
     assert order(state.register(worker("a", 2), now)) == ["x", "a"]
 
 
@@ -152,7 +152,7 @@ def test_queue_does_not_start_over_while_a_dropped_member_may_live(restarted: bo
     if restarted:
         state = Membership.restore(json.loads(json.dumps(state.snapshot())), 3.0)
     wait_in_line(state, "x", 3.0, 9.0)
-    assert "to hear of rank 2 (host host, pid 7): nobody else knows" in waits(state.register(worker("x"), 9.0))
+    assert "s for rank 2 (host host, pid 7): no other has" in waits(state.register(worker("x"), 9.0))
     state.register(worker("c", 1), 9.0)
     assert order(state.register(worker("c", 1), pass_time(state, 9.0, 10.0))) == ["c", "x"]
 
