@@ -119,7 +119,7 @@ def test_register_many_at_once(serve: Serve) -> None:
 
 
 def test_register_more_than_can_be_held_at_a_time(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servicer, "HELD", 2)
+    monkeypatch.setattr(servicer, "MOST_DELAYED", 2)
     coordinator = serve(12)
     with ThreadPoolExecutor(12) as pool:
         found = list(pool.map(lambda rank: join(coordinator, member(rank), 12), range(12)))
@@ -135,7 +135,7 @@ def test_register_by_processes(size: int, serve: Serve, spawn: Spawn) -> None:
 
 def test_coordinator_stopped_at_once_has_answered_all_members(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 may stop its coordinator as soon as it knows the others itself."""
-    monkeypatch.setattr(servicer, "HELD", 3)
+    monkeypatch.setattr(servicer, "MOST_DELAYED", 3)
     coordinator = serve(8)
     others = [joining(coordinator, member(rank), 8) for rank in range(1, 8)]
     join(coordinator, member(0), 8)
@@ -262,7 +262,7 @@ def test_coordinator_that_stops_refuses_waiting_members(serve: Serve, captured: 
     waiting = joining(coordinator, member(1), 2)
     captured.wait_for("rank 1 .* has registered")
     coordinator.stop()
-    with pytest.raises(Refused, match="the coordinator was stopped before all ranks had come"):
+    with pytest.raises(Refused, match="the coordinator was stopped before all ranks had registered"):
         waiting.result(60)
     coordinator.stop()
 
@@ -307,7 +307,7 @@ def test_coordinator_at_a_foreign_address_raises(serve: Serve) -> None:
 
 
 def test_coordinator_beyond_this_machine_needs_insecure(serve: Serve) -> None:
-    with pytest.raises(ConfigError, match=r"0\.0\.0\.0:0 could be reached from other machines.*insecure=True"):
+    with pytest.raises(ConfigError, match=r"other machines could reach a coordinator at 0\.0\.0\.0:0.*insecure=True"):
         serve(1, host="0.0.0.0")
     coordinator = serve(1, host="0.0.0.0", insecure=True)
     assert join(coordinator, member(0), 1).rank == 0

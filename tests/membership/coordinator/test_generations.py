@@ -211,7 +211,7 @@ def test_launcher_close_does_not_wait_for_an_absent_coordinator() -> None:
 def test_launcher_without_a_stream_uses_single_calls(
     elastic: Coordinator, monkeypatch: pytest.MonkeyPatch, captured: CapturedLog
 ) -> None:
-    monkeypatch.setattr("gradwire.membership.coordinator.servicer.STREAMS", 0)
+    monkeypatch.setattr("gradwire.membership.coordinator.servicer.MOST_STREAMS", 0)
     told: queue.SimpleQueue[News] = queue.SimpleQueue()
     assembled(elastic, "abc")
     beats = Heartbeats(elastic.address, "ab", secret=SECRET, on_news=told.put, interval=0.05)
@@ -223,7 +223,7 @@ def test_launcher_without_a_stream_uses_single_calls(
             pass
     finally:
         beats.close()
-    assert captured.count("1024|0 hosts have streams already") == 1
+    assert captured.count("1024|0 hosts already have streams") == 1
 
 
 # Checkpoints.

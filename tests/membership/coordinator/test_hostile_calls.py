@@ -123,7 +123,7 @@ def test_heartbeats_stream_without_a_heartbeat_is_ended(serve: Serve) -> None:
 
 
 def test_streams_without_proof_leave_room_for_workers(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servicer, "STRANGERS", 2)
+    monkeypatch.setattr(servicer, "MOST_UNPROVEN_STREAMS", 2)
     coordinator = serve(1)
     never: queue.SimpleQueue[pb.Sealed | None] = queue.SimpleQueue()
     with grpc.insecure_channel(coordinator.address) as channel:

@@ -22,7 +22,7 @@ from gradwire.membership.client.launcher_heartbeats import Heartbeats
 from gradwire.membership.client.requests import heartbeat, register, serving, unregister
 from gradwire.membership.coordinator.connection_limits import Limits
 from gradwire.membership.coordinator.proxy import ConnectionProxy
-from gradwire.membership.coordinator.proxy_sockets import DescriptorRoom
+from gradwire.membership.coordinator.proxy_sockets import DescriptorLimit
 from gradwire.membership.coordinator.service import Coordinator
 from gradwire.membership.endpoints import Endpoint, split
 from gradwire.membership.sealing import WorkerSeal
@@ -137,7 +137,7 @@ def test_connection_with_a_recorded_hello_is_closed(serve: Serve, captured: Capt
 
 
 def test_connection_beyond_the_limit_of_its_source_replaces_the_oldest(serve: Serve) -> None:
-    coordinator = serve(1, limits=Limits(strangers_per_source=2, seconds_to_prove=60.0))
+    coordinator = serve(1, limits=Limits(unauthenticated_per_source=2, seconds_to_prove=60.0))
     with connect(coordinator.address) as first, connect(coordinator.address) as second:
         hello(second)  # so both have been accepted
         with connect(coordinator.address) as third:
@@ -147,7 +147,7 @@ def test_connection_beyond_the_limit_of_its_source_replaces_the_oldest(serve: Se
 
 
 def test_more_callers_than_may_be_unproven_are_served_in_turn(serve: Serve) -> None:
-    limits = Limits(unproven=1, seconds_to_prove=60.0, seconds_to_prove_in_a_crowd=60.0)
+    limits = Limits(unproven=1, seconds_to_prove=60.0, seconds_to_prove_when_full=60.0)
     coordinator = serve(12, minimum=1, maximum=12, limits=limits)
     assert {found.generation for found in assemble(coordinator.address, "abcdefghijkl")} == {1}
 
@@ -155,7 +155,7 @@ def test_more_callers_than_may_be_unproven_are_served_in_turn(serve: Serve) -> N
 def test_unproven_connection_loses_its_place_at_the_server_when_others_wait(
     serve: Serve, captured: CapturedLog
 ) -> None:
-    limits = Limits(unproven=1, seconds_to_prove=60.0, seconds_to_prove_in_a_crowd=0.01)
+    limits = Limits(unproven=1, seconds_to_prove=60.0, seconds_to_prove_when_full=0.01)
     coordinator = serve(1, limits=limits)
     with begin_calls(coordinator.address, 8) as stranger:
         assert stranger.recv(1), "it has been passed on"
@@ -317,12 +317,12 @@ def test_few_descriptors_lower_the_limits_and_are_given_back() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1000, hard))
     try:
-        room = DescriptorRoom(Limits())
+        room = DescriptorLimit(Limits())
         raised = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         limits = room.limits
         room.close()
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (1000, hard)
         assert raised > 1000 or hard == 1000
-        assert limits.strangers + 3 * (limits.unproven + limits.proven) <= max(raised, 1000)
+        assert limits.unauthenticated + 3 * (limits.unproven + limits.proven) <= max(raised, 1000)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -175,7 +175,7 @@ def test_coordinator_command_with_impossible_options_names_the_reason(
 ) -> None:
     beyond = coordinate("--size", "1", "--listen", "0.0.0.0:0")
     assert beyond.process.wait(30) == 1
-    assert beyond.said().startswith("Error: a coordinator at 0.0.0.0:0 could be reached from other machines")
+    assert beyond.said().startswith("Error: other machines could reach a coordinator at 0.0.0.0:0")
     half = coordinate("--size", "1", "--tls-ca", str(tmp_path / "ca.pem"))
     assert half.process.wait(30) == 1
     assert "GRADWIRE_TLS_CERT and GRADWIRE_TLS_KEY must be set too" in half.said()
@@ -190,12 +190,14 @@ def test_coordinator_command_with_impossible_options_names_the_reason(
 def test_journal_of_another_job_is_refused(serve: Serve, tmp_path: Path) -> None:
     file = tmp_path / "journal"
     first = serve(2, minimum=1, journal=file, job="mine")
-    with pytest.raises(JournalError, match="another coordinator has it"):
+    with pytest.raises(JournalError, match="another coordinator uses it"):
         serve(2, minimum=1, journal=file)
     first.stop()
-    with pytest.raises(ConfigError, match=r"is of a job of a start with 2 members, not 3: describe the job as before"):
+    with pytest.raises(
+        ConfigError, match=r"belongs to a job whose initial size is 2, not 3: use the same sizes as before"
+    ):
         serve(3, minimum=1, journal=file)
-    with pytest.raises(ConfigError, match="is of job mine, and this is job other"):
+    with pytest.raises(ConfigError, match="belongs to job mine, and this is job other"):
         serve(2, minimum=1, journal=file, job="other")
     assert serve(2, minimum=1, journal=file).job == "mine"
 
@@ -244,13 +246,13 @@ def test_coordinator_with_a_full_journal_stops_answering_and_loses_nothing(
     assembled(coordinator.address, "ab")
     (pages,) = databases[-1].execute("PRAGMA page_count").fetchone()
     databases[-1].execute(f"PRAGMA max_page_count = {pages}")
-    with pytest.raises(NoConnection, match="its disk is full: make room"):
+    with pytest.raises(NoConnection, match="its disk is full: free space"):
         for number in range(1000):
             start_checkpoint(coordinator.address, "a", number, secret=SECRET, timeout=5.0)
             end_checkpoint(coordinator.address, "a", number, secret=SECRET, timeout=5.0)
             last = end_checkpoint(coordinator.address, "b", number, secret=SECRET, timeout=5.0)
     assert "its disk is full" in str(failed.get(timeout=60))
-    captured.wait_for("nobody is told anything any more")
+    captured.wait_for("the coordinator answers no more calls")
     assert not serving(coordinator.address, secret=SECRET)
     port = int(coordinator.address.rpartition(":")[2])
     coordinator.stop()
