@@ -130,7 +130,7 @@ class Connection:
     def _progress(self, deadline: float) -> None:
         """Send the pending bytes, then receive and process the next ones."""
         self._flush(deadline)
-        with self._time_limit(deadline):
+        with self._bounded_wait(deadline):
             data = self._socket.recv(1 << 16)
         if not data:
             raise CallFailed("UNAVAILABLE", "it closed the connection")
@@ -141,11 +141,11 @@ class Connection:
                     self._handle(event)
 
     def _flush(self, deadline: float) -> None:
-        with self._time_limit(deadline):
+        with self._bounded_wait(deadline):
             self._socket.sendall(self._h2.data_to_send())
 
     @contextlib.contextmanager
-    def _time_limit(self, deadline: float) -> Iterator[None]:
+    def _bounded_wait(self, deadline: float) -> Iterator[None]:
         left = deadline - time.monotonic()
         try:
             if left <= 0:  # the deadline applies even if there are bytes to read
