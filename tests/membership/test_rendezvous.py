@@ -1,4 +1,4 @@
-"""The rendezvous over real sockets: coordinators, workers as threads and as processes, and everybody's errors."""
+"""Tests of the rendezvous over real sockets, with workers as threads and as processes, and of its errors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def join(coordinator: Coordinator | str, who: Member, size: int, **options: Any)
 
 
 def joining(coordinator: Coordinator | str, who: Member, size: int, **options: Any) -> Future[Assembly]:
-    """`join` in a thread of its own."""
+    """Call `join` in a new thread and return its result as a future."""
     result: Future[Assembly] = Future()
 
     def run() -> None:
@@ -63,7 +63,7 @@ def joining(coordinator: Coordinator | str, who: Member, size: int, **options: A
 
 @pytest.fixture
 def spawn() -> Iterator[Spawn]:
-    """Starts workers as processes, and ends those that are left after the test."""
+    """Starts workers as processes, and kills those that still run after the test."""
     started: list[subprocess.Popen[bytes]] = []
 
     def start(coordinator: Coordinator, rank: int, size: int) -> subprocess.Popen[bytes]:
@@ -118,7 +118,7 @@ def test_register_many_at_once(serve: Serve) -> None:
     assert [assembly.rank for assembly in found] == list(range(size))
 
 
-def test_register_more_than_can_be_held_at_a_time(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_register_more_workers_than_delayed_calls(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servicer, "MOST_DELAYED", 2)
     coordinator = serve(12)
     with ThreadPoolExecutor(12) as pool:
@@ -134,7 +134,7 @@ def test_register_by_processes(size: int, serve: Serve, spawn: Spawn) -> None:
 
 
 def test_coordinator_stopped_at_once_has_answered_all_members(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 may stop its coordinator as soon as it knows the others itself."""
+    """Rank 0 may stop its coordinator as soon as its own registration has returned."""
     monkeypatch.setattr(servicer, "MOST_DELAYED", 3)
     coordinator = serve(8)
     others = [joining(coordinator, member(rank), 8) for rank in range(1, 8)]
@@ -155,7 +155,7 @@ def test_coordinator_stop_leaves_no_thread(serve: Serve) -> None:
     def left() -> list[threading.Thread]:
         return [one for one in threading.enumerate() if one not in before and not one.name.endswith("(run)")]
 
-    while left() and time.monotonic() < deadline:  # gRPC's threads end on their own time
+    while left() and time.monotonic() < deadline:  # gRPC's threads end some time after the server
         left()[0].join(0.1)
     assert left() == []
 
@@ -163,7 +163,7 @@ def test_coordinator_stop_leaves_no_thread(serve: Serve) -> None:
 def test_register_before_the_coordinator_starts_waits_for_it(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = threading.Semaphore(0)
 
-    def pauses() -> Iterator[float]:  # asked after each try
+    def pauses() -> Iterator[float]:  # called after each try
         while True:
             tried.release()
             yield 0.01
@@ -177,7 +177,7 @@ def test_register_before_the_coordinator_starts_waits_for_it(serve: Serve, monke
     assert early.result(60).rank == 0
 
 
-def test_register_finds_a_coordinator_that_was_started_anew(serve: Serve, captured: CapturedLog) -> None:
+def test_register_finds_a_coordinator_that_was_restarted(serve: Serve, captured: CapturedLog) -> None:
     first = serve(2)
     patient = joining(first, member(1), 2)
     captured.wait_for("rank 1 .* has registered")
@@ -189,7 +189,7 @@ def test_register_finds_a_coordinator_that_was_started_anew(serve: Serve, captur
     assert patient.result(60).rank == 1
 
 
-# Who is turned away, and what both sides are told.
+# Refusals, and the messages on both sides.
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def test_unregister_returns_whether_the_member_was_known(serve: Serve) -> None:
         unregister(coordinator.address, member(0), secret=b"another secret!!")
 
 
-# Addresses at which nobody can serve, or nobody answers.
+# Addresses at which a coordinator cannot listen or does not answer.
 
 
 def test_coordinator_at_a_busy_port_raises_and_names_it(serve: Serve) -> None:

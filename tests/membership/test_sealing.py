@@ -1,4 +1,4 @@
-"""Proofs on messages: what is believed, and what is not."""
+"""Tests of the proofs on messages: which are accepted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_seal_and_open_with_the_same_secret_return_the_body(bodies: list[bytes])
         assert worker.open("Method", request, coordinator.seal("Method", request, body[::-1])) == body[::-1]
 
 
-def test_meet_with_a_wrong_secret_raises() -> None:
+def test_hello_with_a_wrong_secret_raises() -> None:
     stranger, coordinator = WorkerSeal(b"another secret!!"), CoordinatorSeal(SECRET)
     with pytest.raises(Unproven):
         coordinator.answer_hello(stranger.hello())

@@ -1,4 +1,4 @@
-"""Link admission: who gets in, who does not, and what each side is told."""
+"""Tests of link admission: which links are admitted, and the errors on each side."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def welcome(hello: Hello) -> str | None:
 
 
 def deliver(side: Dialer | Acceptor, data: bytes, piece: int = 1000) -> bytes:
-    """Feed `data` in pieces of at most `piece` bytes and never more than is wanted; returns what came back."""
+    """Feed `data` in pieces of at most `piece` bytes, never more than is wanted, and return the replies."""
     answer = b""
     while data and side.wanted:
         count = min(piece, side.wanted, len(data))
@@ -41,7 +41,7 @@ def deliver(side: Dialer | Acceptor, data: bytes, piece: int = 1000) -> bytes:
 
 
 def meet(dialer: Dialer, acceptor: Acceptor, piece: int = 1000) -> list[bytes]:
-    """Run the whole handshake; returns the frames in the order in which they crossed."""
+    """Run the whole handshake and return the frames in the order in which they were sent."""
     frames = [dialer.start()]
     sides: tuple[Dialer | Acceptor, ...] = (acceptor, dialer)
     while frames[-1]:
@@ -124,7 +124,7 @@ def test_a_recorded_admission_cannot_be_replayed() -> None:
     assert NO_SECRET in (acceptor.refusal or "")
 
 
-def test_recorded_replies_do_not_convince_a_new_dialer() -> None:
+def test_recorded_replies_are_refused_by_a_new_dialer() -> None:
     _, challenge, _, admitted = meet(Dialer(KEY, HELLO), Acceptor(KEY, welcome))
     dialer = Dialer(KEY, HELLO)
     dialer.start()
@@ -134,7 +134,7 @@ def test_recorded_replies_do_not_convince_a_new_dialer() -> None:
 
 
 def test_proof_sent_back_to_the_dialer_is_refused() -> None:
-    """An impostor that sends the dialer's own proof back as the acceptor's is found out."""
+    """An impostor that sends the dialer's own proof back as the acceptor's proof is refused."""
     dialer = Dialer(KEY, HELLO)
     proof = deliver(dialer, Acceptor(KEY, welcome).feed(dialer.start()))
     with pytest.raises(Refused, match=NO_SECRET):
@@ -143,7 +143,7 @@ def test_proof_sent_back_to_the_dialer_is_refused() -> None:
 
 @given(position=st.integers(0, 79), bit=st.integers(0, 7))
 def test_hello_with_any_bit_changed_is_refused(position: int, bit: int) -> None:
-    """Someone between the two who changes any bit (another rank, channel, job …) breaks the admission."""
+    """An attacker between the two who changes any bit (another rank, channel, job …) breaks the admission."""
     dialer, acceptor = Dialer(KEY, HELLO), Acceptor(KEY, welcome)
     hello = bytearray(dialer.start())
     hello[position] ^= 1 << bit

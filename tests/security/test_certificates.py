@@ -1,4 +1,4 @@
-"""Making certificates: one command's worth, what is on disk afterwards, and what is refused."""
+"""Tests of creating certificates: the written files, and the errors."""
 
 from __future__ import annotations
 
@@ -88,14 +88,14 @@ def test_issue_certificate_ends_no_later_than_its_authority(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "a b", "../a", ".hidden", "ä", "x" * 64, "a\n"])
-def test_identity_with_an_impossible_name_raises(tmp_path: Path, name: str) -> None:
+def test_identity_with_an_invalid_name_raises(tmp_path: Path, name: str) -> None:
     for job, members in ((name, ["a"]), ("digits", [name])):
         with pytest.raises(ConfigError, match="is not a valid name: use at most 63 letters, digits"):
             make(tmp_path, job, members)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_make_with_impossible_arguments_raises(tmp_path: Path) -> None:
+def test_make_with_invalid_arguments_raises(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no member can be called 'ca'"):
         make(tmp_path, "digits", ["ca"])
     with pytest.raises(ConfigError, match="no certificate was requested"):

@@ -1,4 +1,4 @@
-"""TLS from files: each that is missing, broken, open to others, expired or of somebody else is named; changes count."""
+"""Tests of TLS from files: errors name the bad file, and changed files are read again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LONG = 60.0
 
 @pytest.fixture
 def where(tmp_path: Path) -> Path:
-    """A folder with files of members m0 and m1, to be spoiled."""
+    """A folder with files of members m0 and m1, which tests may damage."""
     shutil.copytree(tls_files.folder(), tmp_path / "certs")
     return tmp_path / "certs"
 
@@ -171,7 +171,7 @@ def test_certificate_without_a_member_name_is_refused(where: Path) -> None:
         load(where)
 
 
-# -- who covers whom --------------------------------------------------------------------------------------------------
+# -- members that a certificate covers --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_files_that_break_while_in_use_leave_the_loaded_ones_in_use(where: Path,
 
 
 def test_authority_can_be_changed_in_two_steps(where: Path, tmp_path: Path) -> None:
-    """First everybody believes both, then everybody shows the new one."""
+    """First all members trust both authorities, then all present certificates of the new one."""
     credentials = load(where)
     certificates.make(tmp_path / "new", "tests", ["m1"])
     both = (where / "ca.pem").read_bytes() + (tmp_path / "new" / "ca.pem").read_bytes()

@@ -1,4 +1,4 @@
-"""Log lines about refused callers: the first of each minute are written, the rest is announced once."""
+"""Tests of the rate limit for log lines about refused callers."""
 
 from __future__ import annotations
 

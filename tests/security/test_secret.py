@@ -1,4 +1,4 @@
-"""The job's secret: where it comes from, who may read it, and what is refused."""
+"""Tests of the job's secret: its sources, its file's permissions, and the errors."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def test_short_token_is_refused(token: str, home: dict[str, str]) -> None:
         job_secret({**home, "GRADWIRE_TOKEN": token}, loopback=True)
 
 
-def test_secret_beyond_this_machine_requires_a_token(home: dict[str, str]) -> None:
+def test_secret_for_several_machines_requires_a_token(home: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="set GRADWIRE_TOKEN to the same value"):
         job_secret(home, loopback=False)
 
 
-def test_secret_on_loopback_is_a_private_file_that_stays(home: dict[str, str]) -> None:
+def test_secret_on_loopback_is_a_private_file_that_is_kept(home: dict[str, str]) -> None:
     first = job_secret(home, loopback=True)
     path = secret_path(home)
     assert len(first) >= 32
@@ -56,7 +56,7 @@ def test_secret_file_prefers_the_private_directory_of_the_session(home: dict[str
     assert secret_path(environ) == runtime / "gradwire" / "secret"
 
 
-def test_racing_creators_agree_on_one_secret(home: dict[str, str]) -> None:
+def test_concurrent_creators_agree_on_one_secret(home: dict[str, str]) -> None:
     together = Barrier(8)
 
     def create(_: int) -> bytes:
@@ -126,6 +126,6 @@ def test_derive_is_equal_only_for_equal_parts(one: tuple[str, list[bytes]], othe
     assert len(keys[0]) == 32
 
 
-def test_new_tokens_are_fresh_and_long_enough() -> None:
+def test_new_tokens_are_unique_and_long_enough() -> None:
     assert len({new_token() for _ in range(10)}) == 10
     assert len(new_token()) >= secret_module.SHORTEST_TOKEN

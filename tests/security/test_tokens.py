@@ -1,4 +1,4 @@
-"""Join tokens: what they allow, for how long and for how many; and what a stale, changed or foreign one gets."""
+"""Tests of join tokens: what they allow, and the errors for expired, changed and foreign ones."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_ticket_with_any_change_is_refused() -> None:
 
 
 def register(gate: TokenGate, ticket: bytes, member: str, now: float, known: Collection[str] = ()) -> str | None:
-    """Why a member may not register with a ticket; None if it may, and then it has."""
+    """Return why a member may not register with a ticket. If it may, record it and return None."""
     reason = gate.refusal(ticket, member, now, known.__contains__)
     if reason is None:
         gate.admit(ticket, member)
@@ -104,17 +104,17 @@ def test_gate_id_registered_with_other_credentials_is_refused_and_not_spoken_for
     assert not gate.may_act_for(other.ticket, "guest")
 
 
-def test_gate_id_taken_over_is_represented_by_its_present_holder_only() -> None:
+def test_gate_reused_id_belongs_to_its_current_holder_only() -> None:
     gate, held, other = TokenGate("digits"), token(), token()
     register(gate, held.ticket, "guest", NOW)
     register(gate, other.ticket, "guest", NOW)  # the first one has left
     assert (gate.may_act_for(held.ticket, "guest"), gate.may_act_for(other.ticket, "guest")) == (False, True)
     assert "(1 of 1 used)" in str(register(gate, held.ticket, "another", NOW))
-    gate.admit(b"", "guest")  # by the secret
+    gate.admit(b"", "guest")  # with the secret
     assert not gate.may_act_for(other.ticket, "guest")
 
 
-def test_gate_refusal_uses_nothing_up() -> None:
+def test_gate_refusal_counts_no_use() -> None:
     gate, held = TokenGate("digits"), token()
     for name in ("a", "b", "c"):
         assert gate.refusal(held.ticket, name, NOW, lambda _: False) is None
@@ -158,7 +158,7 @@ def test_gate_any_ticket_is_admitted_or_refused_without_an_error(ticket: bytes) 
     "wrong",
     [{"job": ""}, {"job": "x" * 201}, {"expires_in": 0}, {"expires_in": float("nan")}, {"uses": -1}, {"uses": 1 << 17}],
 )
-def test_make_with_impossible_arguments_raises(wrong: dict[str, object]) -> None:
+def test_make_with_invalid_arguments_raises(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         token(**wrong)
 

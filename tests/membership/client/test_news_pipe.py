@@ -1,4 +1,4 @@
-"""The pipe that carries news from a launcher to its worker."""
+"""Tests of the pipe that carries news from a launcher to its worker."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def news(generation: int, joiners: int = 0, evicted: tuple[str, ...] = (), check
 @pytest.fixture
 def ends() -> Iterator[tuple[NewsWriter, NewsReader]]:
     writer = NewsWriter("box/1")
-    theirs = os.dup(writer.read_end)  # one process plays both sides here
-    reader = NewsReader.from_environ({NEWS: f"{theirs}:{os.fstat(theirs).st_ino}"})
+    read_end = os.dup(writer.read_end)  # one process has both ends here
+    reader = NewsReader.from_environ({NEWS: f"{read_end}:{os.fstat(read_end).st_ino}"})
     assert reader is not None
     writer.close_read_end()
     yield writer, reader
@@ -40,7 +40,7 @@ def test_latest_returns_the_last_news(ends: tuple[NewsWriter, NewsReader]) -> No
     assert reader.latest() == news(3, 0, evicted=("box/1",))
 
 
-def test_cuts_last_until_they_heal(ends: tuple[NewsWriter, NewsReader]) -> None:
+def test_cuts_last_until_heal(ends: tuple[NewsWriter, NewsReader]) -> None:
     writer, reader = ends
     assert reader.cuts() == frozenset()
     writer.cut("box/2")
@@ -73,7 +73,7 @@ def test_writer_repeated_news_is_written_once(ends: tuple[NewsWriter, NewsReader
 
 def test_writer_without_a_reader_is_no_error() -> None:
     writer = NewsWriter("box/1")
-    writer.close_read_end()  # to nobody
+    writer.close_read_end()  # so that the pipe has no reader
     writer.send(news(1, 0))
     writer.cut("box/2")
     writer.close()

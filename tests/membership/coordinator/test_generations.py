@@ -1,4 +1,4 @@
-"""Later generations over real sockets: losses, joins, leases and their news, and checkpoints."""
+"""Tests of later generations over real sockets: losses, joins, leases, news and checkpoints."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def member(name: str) -> Member:
 
 
 def joining(coordinator: Coordinator, name: str, **options: Any) -> Future[Assembly]:
-    """Register in a thread of its own."""
+    """Register in a new thread and return the result as a future."""
     result: Future[Assembly] = Future()
     settings = {"size": None, "secret": SECRET, "job": None, "timeout": 30.0, **options}
     settings["run"] = coordinator.run if "generation" in options else b""
@@ -45,7 +45,7 @@ def joining(coordinator: Coordinator, name: str, **options: Any) -> Future[Assem
 
 
 def assembled(coordinator: Coordinator, names: str, **options: Any) -> list[Assembly]:
-    """All of them register, and are told the same members."""
+    """Register all of these members, and check that each receives the same list."""
     found = [future.result(30) for future in [joining(coordinator, name, **options) for name in names]]
     assert len({assembly.members for assembly in found}) == 1
     assert [assembly.members[assembly.rank].id for assembly in found] == list(names)
@@ -58,7 +58,7 @@ def ids(assembly: Assembly) -> list[str]:
 
 @pytest.fixture
 def elastic(serve: Serve) -> Coordinator:
-    """A job of two to four, that starts with three."""
+    """A job of two to four members that starts with three."""
     return serve(3, minimum=2, maximum=4)
 
 
@@ -118,7 +118,7 @@ def test_static_job_has_one_generation(serve: Serve) -> None:
 # Leases.
 
 
-def test_silent_member_is_evicted_and_the_news_says_so(serve: Serve, captured: CapturedLog) -> None:
+def test_silent_member_is_evicted_and_the_news_names_it(serve: Serve, captured: CapturedLog) -> None:
     coordinator = serve(2, minimum=1, maximum=2, lease=0.5)
     order = ids(assembled(coordinator, "ab")[0])
     told: queue.SimpleQueue[News] = queue.SimpleQueue()
@@ -242,7 +242,7 @@ def test_checkpoint_is_complete_when_all_live_members_have_reported(elastic: Coo
     assert heartbeat(address, order[:2], secret=SECRET).checkpoint is None
 
 
-def test_impossible_checkpoint_is_refused(elastic: Coordinator) -> None:
+def test_invalid_checkpoint_is_refused(elastic: Coordinator) -> None:
     assembled(elastic, "abc")
     with pytest.raises(Refused, match=r"'stranger' is no.* live member of generation 1"):
         start_checkpoint(elastic.address, "stranger", 1, secret=SECRET)

@@ -1,4 +1,4 @@
-"""The journal: what was saved comes back, one coordinator has it at a time, and no damage goes unnoticed."""
+"""Tests of the journal: loading, locking, and detecting damage."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_damaged_journal_raises_and_is_left_unchanged(tmp_path: Path, spoil: Cal
         journal.load()
     assert str(path) in str(caught.value)
     assert path.read_bytes() == before
-    with pytest.raises(JournalError), Journal(path) as journal:  # nor does a second try find a new one
+    with pytest.raises(JournalError), Journal(path) as journal:  # the failed attempt must not have created a new file
         journal.load()
 
 
@@ -277,9 +277,9 @@ def test_set_aside_moves_a_journal_that_can_still_be_read(tmp_path: Path) -> Non
     assert moved == tmp_path / "earlier" / "journal"
     with Journal(moved) as journal:
         assert journal.load() == before
-    for _ in range(2):  # also if the new run has not begun when the next one does
+    for _ in range(2):  # the second time, the new run has not begun yet
         with Journal(path) as journal:
-            assert (journal.load(), journal.earlier_run()) == (None, RUN), "a new one, that knows the run before"
+            assert (journal.load(), journal.earlier_run()) == (None, RUN), "a new journal with the earlier run's id"
         set_aside(path, tmp_path / "earlier")
     path.unlink()
     assert set_aside(path, tmp_path / "earlier") is None

@@ -1,4 +1,4 @@
-"""Coordinators that end, in any way, and are started again on their journal."""
+"""Tests of coordinators that end in different ways and are restarted on their journal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Serve = Callable[..., Coordinator]
 
 
 class Process:
-    """`gradwire coordinator` in a process of its own."""
+    """`gradwire coordinator` in its own process."""
 
     def __init__(self, *options: str) -> None:
         self.process = subprocess.Popen(
@@ -52,7 +52,7 @@ class Process:
         return self.process.wait(30)
 
     def said(self) -> str:
-        """What it wrote to stderr until it ended."""
+        """Return its output to stderr until it ended."""
         return self.process.communicate(timeout=30)[1]
 
 
@@ -123,7 +123,7 @@ def test_killed_coordinator_started_again_resumes(coordinate: Callable[..., Proc
         assert second.line == first.line, "the same job, at the same address"
         news = told.get(timeout=30)
         assert (news.generation, news.evicted, news.checkpoint) == (1, ("b",), 7)
-        while not heartbeat(second.address, "ac", secret=SECRET).joiners:  # who waits has to find it again, too
+        while not heartbeat(second.address, "ac", secret=SECRET).joiners:  # waiting processes must reconnect first
             pass
     finally:
         beats.close()
@@ -170,7 +170,7 @@ def test_coordinator_command_ends_cleanly_on_signals(
     assert "Traceback" not in said
 
 
-def test_coordinator_command_with_impossible_options_names_the_reason(
+def test_coordinator_command_with_invalid_options_names_the_reason(
     coordinate: Callable[..., Process], tmp_path: Path
 ) -> None:
     beyond = coordinate("--size", "1", "--listen", "0.0.0.0:0")
@@ -202,7 +202,7 @@ def test_journal_of_another_job_is_refused(serve: Serve, tmp_path: Path) -> None
     assert serve(2, minimum=1, journal=file).job == "mine"
 
 
-def test_register_again_says_hello_only_to_a_restarted_coordinator(serve: Serve, tmp_path: Path) -> None:
+def test_register_again_sends_hello_only_to_a_restarted_coordinator(serve: Serve, tmp_path: Path) -> None:
     class Counting(WorkerSeal):
         hellos = 0
 
@@ -258,10 +258,10 @@ def test_coordinator_with_a_full_journal_stops_answering_and_loses_nothing(
     coordinator.stop()
     again = serve(2, minimum=1, maximum=2, journal=file, port=port)
     assert heartbeat(again.address, "ab", secret=SECRET).generation == 1
-    assert end_checkpoint(again.address, "a", last.epoch, secret=SECRET).complete, "what was told is remembered"
+    assert end_checkpoint(again.address, "a", last.epoch, secret=SECRET).complete, "what was answered is journaled"
 
 
-def test_run_after_a_journal_was_set_aside_has_a_greater_id_though_the_clock_was_set_back(
+def test_run_id_after_set_aside_is_greater_although_the_clock_was_set_back(
     serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, earlier = tmp_path / "journal", tmp_path / "earlier"
@@ -273,4 +273,4 @@ def test_run_after_a_journal_was_set_aside_has_a_greater_id_though_the_clock_was
     second = serve(1, minimum=1, journal=path)
     assert second.run > first.run
     second.stop()
-    assert serve(1, minimum=1, journal=path).run == second.run, "the same run goes on"
+    assert serve(1, minimum=1, journal=path).run == second.run, "the same run must continue"

@@ -1,4 +1,4 @@
-"""A static job's membership: who gets which place, who is refused and why, and when a place is free again."""
+"""Tests of a static job's membership: ranks, refusals, and when a place is freed."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_register_that_does_not_fit_is_refused_and_changes_nothing(wrong: Claim,
     assert isinstance(state.register(claim(2), 0.3), Assembly)
 
 
-def test_register_at_a_full_job_is_refused_for_good() -> None:
+def test_register_at_a_full_job_is_refused() -> None:
     state = static(1)
     state.register(claim(0, size=1), 0.0)
     assert reason(state.register(claim(0, "late", size=1), 1e6)).startswith("rank 0 is taken by rank 0")
@@ -185,12 +185,12 @@ def test_uninformed_ignores_members_that_no_longer_ask() -> None:
 
 
 @pytest.mark.parametrize("size", [0, -1, 65_537])
-def test_impossible_sizes_raise(size: int) -> None:
+def test_invalid_sizes_raise(size: int) -> None:
     with pytest.raises(InvalidSize, match="1 to 65536 ranks"):
         static(size)
 
 
-def test_impossible_names_raise() -> None:
+def test_invalid_names_raise() -> None:
     with pytest.raises(ConfigError, match="job's name"):
         Membership("", RUN, start=1)
     with pytest.raises(ConfigError, match="16 bytes"):
@@ -210,7 +210,7 @@ def test_any_order_of_arrival_gives_every_member_a_rank(order: list[int], unname
 
 
 class AnyHistory(RuleBasedStateMachine):
-    """Workers come, ask again, vanish, restart and take leave in any order, and time goes by."""
+    """Workers register, ask again, vanish, restart and leave in any order, and time passes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -265,5 +265,5 @@ TestAnyHistory = AnyHistory.TestCase
 TestAnyHistory.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-def test_named_ranks_are_abbreviated() -> None:
+def test_format_ranks_abbreviates_long_lists() -> None:
     assert format_ranks(range(1, 40)) == "ranks 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16 and 23 more"

@@ -1,4 +1,4 @@
-"""An elastic job's membership: who is in the next generation, who waits and why, and who is struck off."""
+"""Tests of an elastic job's membership: the next generation, reasons to wait, and removed members."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def elastic(start: int = 4, minimum: int = 2, maximum: int = 8) -> Membership:
 
 
 def at_work(names: str = "abcd", minimum: int = 2, maximum: int = 8) -> Membership:
-    """A job whose first generation has just formed."""
+    """Return a job whose first generation has just formed."""
     state = elastic(len(names), minimum, maximum)
     for name in names:
         state.register(worker(name), 0.0)
@@ -34,7 +34,7 @@ def at_work(names: str = "abcd", minimum: int = 2, maximum: int = 8) -> Membersh
 
 
 def back(state: Membership, now: float, lost: dict[str, Sequence[str]] | str, generation: int = 1) -> None:
-    """Survivors come back, with their complaints if they have any."""
+    """Register survivors for the next generation, with the members that each could not reach."""
     for name in lost:
         state.register(worker(name, generation, lost[name] if isinstance(lost, dict) else ()), now)
 
@@ -67,8 +67,8 @@ def test_first_generation_forms_with_fewer_after_a_while() -> None:
         for claim in claims[1:]:
             state.register(claim, now)
     state.tick(until)
-    assert order(state.outcome(claims[0], until)) == ["late", "c", "b"], "whoever asked for a high rank comes last"
-    assert isinstance(state.register(claims[1], until), Assembly), "it may ask again, though its rank was closed up"
+    assert order(state.outcome(claims[0], until)) == ["late", "c", "b"], "a member that asked for a high rank is last"
+    assert isinstance(state.register(claims[1], until), Assembly), "it may ask again, although its rank moved up"
 
 
 def test_next_generation_keeps_the_order_of_survivors_and_appends_newcomers() -> None:
@@ -82,11 +82,11 @@ def test_next_generation_keeps_the_order_of_survivors_and_appends_newcomers() ->
     assert order(state.register(worker("a", 1), 1.0)) == ["a", "c", "d", "y", "x"]
     assert order(state.outcome(worker("y"), 1.0)) == ["a", "c", "d", "y", "x"]
     assert state.generation == 2
-    assert state.members[1].address == worker("c", 1).member.address, "where it can be reached now"
+    assert state.members[1].address == worker("c", 1).member.address, "its current address"
 
 
 @pytest.mark.parametrize("cause", ["left", "gone", "silent", "accused"])
-def test_next_generation_forms_without_members_that_are_out(cause: Cause) -> None:
+def test_next_generation_forms_without_removed_members(cause: Cause) -> None:
     state = at_work("abc")
     now = 1.0
     if cause == "left":
@@ -105,7 +105,7 @@ def test_next_generation_forms_without_members_that_are_out(cause: Cause) -> Non
     assert [change.member for change in state.changes() if change.kind == cause] == ["b"]
 
 
-def test_next_generation_waits_while_a_member_may_still_come() -> None:
+def test_next_generation_waits_while_a_member_may_still_return() -> None:
     state = at_work("abc")
     back(state, 0.0, "ab")
     now = 0.0
@@ -116,7 +116,7 @@ def test_next_generation_waits_while_a_member_may_still_come() -> None:
     assert order(state.register(worker("c", 1), now)) == ["a", "b", "c"]
 
 
-def test_accused_member_has_a_moment_to_come_back() -> None:
+def test_member_that_is_reported_lost_may_return_for_a_moment() -> None:
     state = at_work("abcd")
     back(state, 1.0, {"a": "d", "b": "", "c": ""})
     assert state.due() == pytest.approx(1.0 + SETTLE)
@@ -132,10 +132,10 @@ def test_minority_waits_longer_for_members_that_it_calls_lost() -> None:
     state.tick(1.0 + MINORITY_GRACE / 2)
     assert state.generation == 1
     back(state, 1.6, {"b": "a", "c": "a", "d": "a"})
-    assert members(state) == "bcd", "three witnesses against one"
+    assert members(state) == "bcd", "three members report one"
 
 
-def test_minority_continues_alone_without_an_objection() -> None:
+def test_minority_continues_alone_if_no_lost_member_returns() -> None:
     state = at_work("abc", minimum=1)
     back(state, 1.0, {"a": "bc"})
     assert state.due() == pytest.approx(1.0 + MINORITY_GRACE)
@@ -147,13 +147,16 @@ def test_minority_continues_alone_without_an_objection() -> None:
     ("complaints", "left"),
     [
         ({"a": "d", "b": "", "c": "", "d": "a"}, "abc"),  # a tie drops the higher rank
-        ({"a": "", "b": "", "c": "", "d": "a"}, "bcd"),  # one witness, nobody against it
-        ({"a": "bcd", "b": "a", "c": "a", "d": "a"}, "bcd"),  # more witnesses
-        ({"a": "", "b": "acd", "c": "b", "d": ""}, "acd"),  # of a side only the first to notice complains
-        ({"a": "bcd", "b": "", "c": "", "d": ""}, "bcd"),  # who reaches nobody is the one that is cut off
-        ({"a": "cd", "b": "cd", "c": "ab", "d": "ab"}, "ab"),  # halves that do not see each other
-        ({"a": "aaa", "b": "", "c": "", "d": ""}, "abcd"),  # nobody accuses itself
-        ({"a": ["d", "d", "d"], "b": "", "c": "", "d": ["b", "stranger"]}, "abc"),  # a witness counts once
+        ({"a": "", "b": "", "c": "", "d": "a"}, "bcd"),  # one report, and none about its sender
+        ({"a": "bcd", "b": "a", "c": "a", "d": "a"}, "bcd"),  # more reports
+        (
+            {"a": "", "b": "acd", "c": "b", "d": ""},
+            "acd",
+        ),  # only the first member to notice reports the others
+        ({"a": "bcd", "b": "", "c": "", "d": ""}, "bcd"),  # a member that reaches no other is the one that is removed
+        ({"a": "cd", "b": "cd", "c": "ab", "d": "ab"}, "ab"),  # two halves that cannot reach each other
+        ({"a": "aaa", "b": "", "c": "", "d": ""}, "abcd"),  # a report about oneself does not count
+        ({"a": ["d", "d", "d"], "b": "", "c": "", "d": ["b", "stranger"]}, "abc"),  # repeated reports count once
     ],
 )
 def test_mutual_complaints_drop_the_member_with_more_of_them(complaints: dict[str, Sequence[str]], left: str) -> None:
@@ -165,10 +168,10 @@ def test_mutual_complaints_drop_the_member_with_more_of_them(complaints: dict[st
 @pytest.mark.parametrize(
     ("strangers", "complaints", "left"),
     [
-        ("bcd", {"a": "", "b": "a", "c": "", "d": ""}, "acd"),  # one joiner does not reach the only one with the state
-        ("bcd", {"a": "bcd", "b": "a", "c": "a", "d": "a"}, "a"),  # nor does any
-        ("cd", {"a": "bcd", "b": "a", "c": "a", "d": "a"}, "bcd"),  # another has it too, and reaches everybody
-        ("cd", {"a": "bcd", "b": "acd", "c": "ab", "d": "ab"}, "a"),  # two have it, and reach nobody
+        ("bcd", {"a": "", "b": "a", "c": "", "d": ""}, "acd"),  # one joiner cannot reach the only member with the state
+        ("bcd", {"a": "bcd", "b": "a", "c": "a", "d": "a"}, "a"),  # no joiner can
+        ("cd", {"a": "bcd", "b": "a", "c": "a", "d": "a"}, "bcd"),  # another member has it too, and reaches all others
+        ("cd", {"a": "bcd", "b": "acd", "c": "ab", "d": "ab"}, "a"),  # two members have it, and reach no other
     ],
 )
 def test_last_holder_of_the_state_stays_although_joiners_cannot_reach_it(
@@ -187,14 +190,14 @@ def test_member_that_never_learned_of_its_admission_does_not_hold_the_state() ->
     back(state, 2.0, "a")
     assert members(state) == "abc"
     state.register(worker("c"), 2.1)
-    state.register(replace(worker("c", 2, "a"), stranger=True), 3.0)  # c does not reach a
+    state.register(replace(worker("c", 2, "a"), stranger=True), 3.0)  # c cannot reach a
     state.register(worker("a", 2), 3.1)
-    state.register(worker("b"), 3.2)  # asks again: it was not told of generation 2
+    state.register(worker("b"), 3.2)  # asks again: it did not receive the Assembly of generation 2
     assert members(state) == "ab"
 
 
-def test_member_that_stood_still_and_is_back_is_not_dropped() -> None:
-    """Two of three were stopped for a moment: the third is the only one that complains, and is not the one cut off."""
+def test_member_that_was_stopped_and_returns_is_not_dropped() -> None:
+    """Two of three were stopped for a moment. The third reports both, and must not be removed for that."""
     state = at_work("abc")
     back(state, 1.0, {"b": "ac"})
     for name in "ac":
@@ -202,7 +205,7 @@ def test_member_that_stood_still_and_is_back_is_not_dropped() -> None:
     assert members(state) == "abc"
 
 
-def test_member_that_stood_still_is_dropped_if_the_next_generation_fails() -> None:
+def test_member_that_was_stopped_is_dropped_if_the_next_generation_fails() -> None:
     state = at_work("abc")
     back(state, 1.0, {"a": "c", "b": "c"})
     state.register(replace(worker("c", 1), stood_still=True), 1.1)
@@ -230,8 +233,8 @@ def test_member_that_was_cut_off_may_join_again_after_a_growing_rest() -> None:
         rest = min(LONGEST_BACKOFF, 2 * rest)
 
 
-def test_joiner_that_breaks_each_generation_rests_longer_each_time() -> None:
-    """It is not even back when the others have regrouped without it; then it asks again."""
+def test_joiner_that_breaks_each_generation_backs_off_longer_each_time() -> None:
+    """It returns only after the others have formed a generation without it, and asks again."""
     state = at_work("ab", minimum=1)
     now, last, rests = 1.0, 0, []
     for generation in (1, 3, 5):
@@ -303,7 +306,7 @@ def test_silent_member_returns_if_no_generation_formed_without_it() -> None:
         assert members(state) == "abc"
 
 
-def test_silent_member_that_was_started_anew_cannot_return() -> None:
+def test_silent_member_that_was_restarted_cannot_return() -> None:
     state = at_work("ab", minimum=1)
     for now in range(1, 11):
         state.heartbeat("a", float(now))
@@ -312,7 +315,7 @@ def test_silent_member_that_was_started_anew_cannot_return() -> None:
     assert order(state.register(worker("a", 1), 10.0)) == ["a", "b"]
 
 
-def test_queue_forms_the_next_generation_when_all_members_are_out() -> None:
+def test_queue_forms_the_next_generation_when_all_members_are_removed() -> None:
     state = at_work("ab")
     state.register(worker("x"), 1.0)
     state.gone("ab", 1.0)
@@ -384,7 +387,7 @@ def test_restored_membership_continues_from_its_snapshot() -> None:
     restored = Membership.restore(json.loads(json.dumps(state.snapshot())), 1000.0)
     assert restored.snapshot() == state.snapshot()
     assert restored.heartbeat("acd", 1000.0) == state.heartbeat("acd", 1.0) == News(1, 0, ("b",), 3)
-    assert order(restored.register(worker("a"), 1000.0)) == list("abcd"), "its answer may have got lost"
+    assert order(restored.register(worker("a"), 1000.0)) == list("abcd"), "its Assembly may have been lost"
     back(restored, 1001.0, "acd")
     assert members(restored) == "acd"
 
@@ -430,7 +433,7 @@ def test_checkpoint_without_a_writer_is_dropped() -> None:
 
 
 @pytest.mark.parametrize(("start", "minimum", "maximum"), [(2, 3, 4), (5, 2, 4), (2, 0, 4)])
-def test_impossible_sizes_raise(start: int, minimum: int, maximum: int) -> None:
+def test_invalid_sizes_raise(start: int, minimum: int, maximum: int) -> None:
     with pytest.raises(InvalidSize):
         elastic(start, minimum, maximum)
 

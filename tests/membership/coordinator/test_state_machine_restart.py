@@ -1,4 +1,4 @@
-"""A coordinator that was started again from a snapshot answers as the old one would have."""
+"""Tests that a coordinator restored from a snapshot answers as the original would have."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EVENTS = st.lists(
 
 
 class Job:
-    """Healthy workers and their coordinator. Whoever waits asks all the time."""
+    """Healthy workers and their coordinator. Waiting workers ask all the time."""
 
     def __init__(self) -> None:
         self.state = Membership("job", RUN, start=3, minimum=2, maximum=4)
@@ -55,7 +55,7 @@ class Job:
         return type(outcome), outcome if isinstance(outcome, Assembly) else None
 
     def settle(self) -> object:
-        """Time enough for everything that is only a matter of a moment."""
+        """Let enough time pass for all short time limits."""
         until = self.now + 2 * MINORITY_GRACE
         while self.now < until:
             self.now += 0.5
@@ -71,7 +71,7 @@ def test_restored_membership_answers_as_the_original_would(before: list, after: 
     job, twin = Job(), Job()
     for event in before:
         assert job.play(*event) == twin.play(*event)
-    assume(not job.state.waiting or not job.state.roster.backoff_ends())  # a restart forgets who was to rest
+    assume(not job.state.waiting or not job.state.roster.backoff_ends())  # back-offs are not in the snapshot
     twin.state = Membership.restore(json.loads(json.dumps(twin.state.snapshot())), twin.now)
     line = job.state.roster.queue.keys()
     for name in sorted(twin.claims, key=lambda name: name not in line):  # members may complete the next generation
