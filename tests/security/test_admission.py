@@ -228,7 +228,7 @@ def test_feed_with_more_bytes_than_wanted_raises_value_error() -> None:
         Acceptor(KEY, welcome).feed(bytes(81))
     dialer = Dialer(KEY, HELLO)
     meet(dialer, Acceptor(KEY, welcome))
-    with pytest.raises(ValueError, match="wanted 0"):
+    with pytest.raises(ValueError, match="wanted at most 0"):
         dialer.feed(b"payload")
 
 

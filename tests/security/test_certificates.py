@@ -132,7 +132,7 @@ def test_load_incomplete_authority_raises(tmp_path: Path, spoil: str, monkeypatc
         "missing": r"cannot read the certificate authority .*ca.key: No such file",
         "garbage": "is damaged or encrypted",
         "another's": r"ca.key is not the key of .*ca.pem",
-        "expired": r"expired on \d{4}-\d\d-\d\d: make a new one",
+        "expired": r"expired on \d{4}-\d\d-\d\d: create a new one",
     }
     with pytest.raises(ConfigError, match=said[spoil]):
         make(tmp_path, "digits", ["b"])
