@@ -128,7 +128,7 @@ def test_worker_node_at_a_training_job_is_refused_and_the_job_goes_on(
 @pytest.mark.parametrize(
     ("body", "args", "environ", "said"),
     [
-        (train, (), {"GRADWIRE_TRANSPORT": "shm", "GRADWIRE_HOST": "elsewhere"}, "insists on transport 'shm'"),
+        (train, (), {"GRADWIRE_TRANSPORT": "shm", "GRADWIRE_HOST": "elsewhere"}, "requires transport 'shm'"),
         (train_with_claims_of, (0,), {}, "runs an older gradwire (0.9)"),
         (train_with_claims_of, (7,), {}, "runs a newer gradwire (0.9)"),
     ],

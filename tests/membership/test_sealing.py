@@ -12,7 +12,7 @@ from gradwire.membership.v1 import gradwire_pb2 as pb
 SECRET = b"a secret of sixteen"
 
 
-def acquainted() -> tuple[WorkerSeal, CoordinatorSeal]:
+def authenticated_pair() -> tuple[WorkerSeal, CoordinatorSeal]:
     worker, coordinator = WorkerSeal(SECRET), CoordinatorSeal(SECRET)
     worker.accept_hello(coordinator.answer_hello(worker.hello()))
     return worker, coordinator
@@ -20,7 +20,7 @@ def acquainted() -> tuple[WorkerSeal, CoordinatorSeal]:
 
 @given(bodies=st.lists(st.binary(max_size=100), min_size=1, max_size=5))
 def test_seal_and_open_with_the_same_secret_return_the_body(bodies: list[bytes]) -> None:
-    worker, coordinator = acquainted()
+    worker, coordinator = authenticated_pair()
     for body in bodies:
         request = worker.seal("Method", body)
         assert coordinator.open("Method", request) == body
@@ -28,9 +28,9 @@ def test_seal_and_open_with_the_same_secret_return_the_body(bodies: list[bytes])
 
 
 def test_hello_with_a_wrong_secret_raises() -> None:
-    stranger, coordinator = WorkerSeal(b"another secret!!"), CoordinatorSeal(SECRET)
+    outsider, coordinator = WorkerSeal(b"another secret!!"), CoordinatorSeal(SECRET)
     with pytest.raises(Unproven):
-        coordinator.answer_hello(stranger.hello())
+        coordinator.answer_hello(outsider.hello())
     honest, impostor = WorkerSeal(SECRET), CoordinatorSeal(b"another secret!!")
     with pytest.raises(Unproven):
         impostor.answer_hello(honest.hello())
@@ -41,7 +41,7 @@ def test_hello_with_a_wrong_secret_raises() -> None:
 
 @pytest.mark.parametrize("nonce", [b"", b"short", bytes(33)])
 def test_nonce_of_another_length_raises(nonce: bytes) -> None:
-    worker, coordinator = acquainted()
+    worker, coordinator = authenticated_pair()
     with pytest.raises(Unproven):
         coordinator.answer_hello(pb.HelloRequest(worker_nonce=nonce))
     with pytest.raises(Unproven):
@@ -51,7 +51,7 @@ def test_nonce_of_another_length_raises(nonce: bytes) -> None:
 
 
 def test_open_accepts_each_request_once() -> None:
-    worker, coordinator = acquainted()
+    worker, coordinator = authenticated_pair()
     first, second = worker.seal("Method", b"1"), worker.seal("Method", b"2")
     coordinator.open("Method", second)
     for replayed in (first, second):
@@ -60,14 +60,14 @@ def test_open_accepts_each_request_once() -> None:
 
 
 def test_open_request_to_an_earlier_coordinator_raises_stale() -> None:
-    worker, _ = acquainted()
+    worker, _ = authenticated_pair()
     with pytest.raises(Stale):
         CoordinatorSeal(SECRET).open("Method", worker.seal("Method", b""))
 
 
 @given(field=st.sampled_from(["worker_nonce", "coordinator_nonce", "sequence", "body", "proof", "method"]))
 def test_open_message_with_any_part_changed_raises(field: str) -> None:
-    worker, coordinator = acquainted()
+    worker, coordinator = authenticated_pair()
     request = worker.seal("Method", b"body")
     reply = coordinator.seal("Method", request, b"answer")
     for message in (forged := pb.Sealed.FromString(request.SerializeToString()), reply):
@@ -83,14 +83,14 @@ def test_open_message_with_any_part_changed_raises(field: str) -> None:
 
 
 def test_open_request_as_its_own_reply_raises() -> None:
-    worker, _ = acquainted()
+    worker, _ = authenticated_pair()
     request = worker.seal("Method", b"body")
     with pytest.raises(Unproven):
         worker.open("Method", request, request)
 
 
 def test_open_without_proof_remembers_nothing() -> None:
-    worker, coordinator = acquainted()
+    worker, coordinator = authenticated_pair()
     for number in range(100):
         with pytest.raises(Unproven):
             coordinator.open("Method", pb.Sealed(worker_nonce=bytes([number]) * 32, sequence=1))

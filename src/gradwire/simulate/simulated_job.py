@@ -226,7 +226,7 @@ class SimulatedJob:
         if worker.name in self.impersonated and worker.generation == 0:  # its id was free, and is taken now
             self.ending = "an impostor has taken a free id"
             return
-        if not worker.profile.refusable and not of_another_run and "insists on transport 'shm'" not in reason:
+        if not worker.profile.refusable and not of_another_run and "requires transport 'shm'" not in reason:
             self.fail(f"{worker.name} was refused: {reason}")
         self.note(worker, "is refused: %s", reason)
 

@@ -63,7 +63,7 @@ def test_claim_without_data_plane_in_a_job_that_exchanges_data_is_refused() -> N
 
 
 def test_claim_with_data_plane_in_a_membership_only_job_is_refused() -> None:
-    assert "bring their own data plane" in reason(running("", "").register(claim("new"), 1.0))
+    assert "the members of this job bring their own" in reason(running("", "").register(claim("new"), 1.0))
 
 
 def test_membership_only_job_admits_newcomers_without_address() -> None:
@@ -89,7 +89,7 @@ def test_newcomer_that_cannot_share_memory_where_a_member_requires_it_is_refused
     here: str, newcomer: str, host: str
 ) -> None:
     refused = reason(running(here, here).register(claim("new", newcomer, host=host), 1.0))
-    assert "insists on transport 'shm'" in refused
+    assert "requires transport 'shm'" in refused
     assert "Use transport 'auto'" in refused
 
 
@@ -102,7 +102,7 @@ def test_newcomer_that_cannot_share_memory_with_silent_members_is_refused() -> N
     state = running("auto", "auto")
     now = pass_time(state, 0.0, 12.0)
     assert state.news().size == 0, "their leases have expired, and they may return"
-    assert "insists on transport 'shm'" in reason(state.register(claim("new", "shm", host="other"), now))
+    assert "requires transport 'shm'" in reason(state.register(claim("new", "shm", host="other"), now))
 
 
 def test_newcomer_is_not_refused_because_of_a_dead_member_that_required_shared_memory() -> None:
@@ -252,12 +252,12 @@ def test_generation_of_survivors_stays_in_its_run() -> None:
 def test_first_member_of_a_new_run_that_asks_late_gets_the_previous_run_id() -> None:
     """Two members without the state begin a new run. One returns from it before the other has received its Assembly."""
     state = running("auto", "auto")
-    strangers = [replace(claim(name), generation=1, run=RUN, session=b"again", stranger=True) for name in "ab"]
-    for one in strangers:
+    claims = [replace(claim(name), generation=1, run=RUN, session=b"again", stranger=True) for name in "ab"]
+    for one in claims:
         state.register(one, 1.0)
     assert (state.generation, state.terms.run > RUN) == (2, True)
     back = replace(claim("a"), generation=2, run=state.terms.run, session=b"again")
     state.register(back, 2.0)
-    outcome = state.register(strangers[1], 2.0)
+    outcome = state.register(claims[1], 2.0)
     assert isinstance(outcome, Assembly)
     assert (outcome.generation, outcome.run, outcome.previous_run) == (3, state.terms.run, RUN)

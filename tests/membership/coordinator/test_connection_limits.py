@@ -164,9 +164,9 @@ def test_unauthenticated_connections_do_not_replace_proven_ones() -> None:
         arrive(state, connection, "a", 0.0)
         state.decide(0.0)
         state.proved(int(connection), 0.0)
-    for stranger in range(10, 100):
-        state.arrived(stranger, "a", stranger / 10)
-        assert not {number for number, _ in state.decide(stranger / 10).closed} & {1, 2, 3, 4}
+    for connection in range(10, 100):
+        state.arrived(connection, "a", connection / 10)
+        assert not {number for number, _ in state.decide(connection / 10).closed} & {1, 2, 3, 4}
 
 
 def test_proof_of_a_connection_that_was_closed_changes_nothing() -> None:
@@ -209,10 +209,10 @@ def test_limits_hold_after_any_history(history: list[tuple[str, int]]) -> None:
             passed_on.pop(connection, None)
             last = proven.pop(connection, None)
             assert last is None or now - last >= 30.0 or len(proven) == 4, "closed although neither idle nor replaced"
-        strangers = Counter(source[connection] for connection in source if connection not in proven)
+        unauthenticated = Counter(source[connection] for connection in source if connection not in proven)
         unproven = passed_on.keys() - proven.keys()
-        assert strangers.total() <= 5
-        assert max(strangers.values(), default=0) <= 3
+        assert unauthenticated.total() <= 5
+        assert max(unauthenticated.values(), default=0) <= 3
         assert len(unproven) <= 2
         assert len(proven) <= 4
         assert all(now - passed_on[connection] < 5.0 for connection in unproven)

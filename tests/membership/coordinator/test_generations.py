@@ -244,7 +244,7 @@ def test_checkpoint_is_complete_when_all_live_members_have_reported(elastic: Coo
 
 def test_invalid_checkpoint_is_refused(elastic: Coordinator) -> None:
     assembled(elastic, "abc")
-    with pytest.raises(Refused, match=r"'stranger' is no.* live member of generation 1"):
-        start_checkpoint(elastic.address, "stranger", 1, secret=SECRET)
+    with pytest.raises(Refused, match=r"'unknown' is not a live member of generation 1"):
+        start_checkpoint(elastic.address, "unknown", 1, secret=SECRET)
     with pytest.raises(Refused, match="no checkpoint of epoch 3"):
         end_checkpoint(elastic.address, "a", 3, secret=SECRET)

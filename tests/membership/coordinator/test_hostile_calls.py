@@ -229,7 +229,7 @@ def test_register_at_an_impostor_without_the_secret_reveals_nothing(impose: Call
 
 
 def test_register_with_a_forged_reply_is_refused(impose: Callable[[Impostor | None], str]) -> None:
-    impostor = Impostor(CoordinatorSeal(SECRET).meet)
+    impostor = Impostor(CoordinatorSeal(SECRET).answer_hello)
     with pytest.raises(Refused, match="its reply is not authenticated"):
         join(impose(impostor))
     assert len(impostor.told) == 1

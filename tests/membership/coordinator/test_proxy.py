@@ -107,32 +107,32 @@ def test_coordinator_attacked_by_calls_without_a_body_serves_its_members(
 
 def test_calls_without_a_body_end_with_their_connection(serve: Serve, captured: CapturedLog) -> None:
     coordinator = serve(1, limits=Limits(seconds_to_prove=0.1))
-    with begin_calls(coordinator.address, 8) as stranger:
-        assert closed(stranger)
+    with begin_calls(coordinator.address, 8) as client:
+        assert closed(client)
     captured.wait_for("closed connections to the coordinator: 1 did not prove the job's secret in time")
 
 
 def test_unproven_silent_connection_is_closed(serve: Serve, captured: CapturedLog) -> None:
     coordinator = serve(1, limits=Limits(seconds_to_prove=0.1))
-    with connect(coordinator.address) as stranger:
-        assert closed(stranger)
+    with connect(coordinator.address) as client:
+        assert closed(client)
     captured.wait_for("1 did not prove the job's secret in time; 1 of them came from 127.0.0.1")
 
 
 def test_tls_handshake_that_does_not_end_is_closed(serve: Serve, captured: CapturedLog) -> None:
     coordinator = serve(1, credentials=tls_files.credentials("m0"), limits=Limits(seconds_to_prove=0.1))
-    with connect(coordinator.address) as stranger:
-        stranger.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")  # the beginning of a ClientHello
-        assert closed(stranger)
+    with connect(coordinator.address) as client:
+        client.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")  # the beginning of a ClientHello
+        assert closed(client)
     captured.wait_for("1 did not prove the job's secret in time")
 
 
 def test_connection_with_a_recorded_hello_is_closed(serve: Serve, captured: CapturedLog) -> None:
     """A hello can be recorded and sent again, so it does not make a connection proven."""
     coordinator = serve(1, limits=Limits(seconds_to_prove=0.3))
-    with connect(coordinator.address) as stranger:
-        hello(stranger)
-        assert closed(stranger)
+    with connect(coordinator.address) as client:
+        hello(client)
+        assert closed(client)
     captured.wait_for("1 did not prove the job's secret in time")
 
 
@@ -157,11 +157,11 @@ def test_unproven_connection_loses_its_place_at_the_server_when_others_wait(
 ) -> None:
     limits = Limits(unproven=1, seconds_to_prove=60.0, seconds_to_prove_when_full=0.01)
     coordinator = serve(1, limits=limits)
-    with begin_calls(coordinator.address, 8) as stranger:
-        assert stranger.recv(1), "it is connected to the server"
+    with begin_calls(coordinator.address, 8) as client:
+        assert client.recv(1), "it is connected to the server"
         with connect(coordinator.address) as member:
             hello(member)
-        stranger.close()  # it is parked, but its end must be noticed
+        client.close()  # it is parked, but its end must be noticed
     assert serving(coordinator.address, secret=SECRET)
 
 

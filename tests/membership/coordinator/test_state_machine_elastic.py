@@ -144,7 +144,7 @@ def test_minority_continues_alone_if_no_lost_member_returns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("complaints", "left"),
+    ("reports", "left"),
     [
         ({"a": "d", "b": "", "c": "", "d": "a"}, "abc"),  # a tie drops the higher rank
         ({"a": "", "b": "", "c": "", "d": "a"}, "bcd"),  # one report, and none about its sender
@@ -159,14 +159,14 @@ def test_minority_continues_alone_if_no_lost_member_returns() -> None:
         ({"a": ["d", "d", "d"], "b": "", "c": "", "d": ["b", "stranger"]}, "abc"),  # repeated reports count once
     ],
 )
-def test_mutual_complaints_drop_the_member_with_more_of_them(complaints: dict[str, Sequence[str]], left: str) -> None:
+def test_mutual_complaints_drop_the_member_with_more_of_them(reports: dict[str, Sequence[str]], left: str) -> None:
     state = at_work("abcd")
-    back(state, 1.0, complaints)
+    back(state, 1.0, reports)
     assert members(state) == left
 
 
 @pytest.mark.parametrize(
-    ("strangers", "complaints", "left"),
+    ("stateless", "reports", "left"),
     [
         ("bcd", {"a": "", "b": "a", "c": "", "d": ""}, "acd"),  # one joiner cannot reach the only member with the state
         ("bcd", {"a": "bcd", "b": "a", "c": "a", "d": "a"}, "a"),  # no joiner can
@@ -175,11 +175,11 @@ def test_mutual_complaints_drop_the_member_with_more_of_them(complaints: dict[st
     ],
 )
 def test_last_holder_of_the_state_stays_although_joiners_cannot_reach_it(
-    strangers: str, complaints: dict[str, str], left: str
+    stateless: str, reports: dict[str, str], left: str
 ) -> None:
     state = at_work("abcd", minimum=1)
-    for name, lost in complaints.items():
-        state.register(replace(worker(name, 1, lost), stranger=name in strangers), 1.0)
+    for name, lost in reports.items():
+        state.register(replace(worker(name, 1, lost), stranger=name in stateless), 1.0)
     assert members(state) == left
 
 

@@ -34,7 +34,7 @@ class Checkpoints:
         self._reported = True
         return True
 
-    def settle(self, alive: Alive) -> bool:
+    def end_if_complete(self, alive: Alive) -> bool:
         """End the checkpoint if no live participant is missing. Return True if it is complete now.
 
         If all participants were lost before any of them reported, the checkpoint is discarded.

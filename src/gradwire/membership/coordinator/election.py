@@ -37,10 +37,9 @@ def cut_off(
     """Return the members of `order` to remove, so that every two remaining members can reach each other.
 
     `lost` maps each member to the members that it could not reach. Such a report separates two members, whichever of
-    them made it: often only the first to notice reports a broken link, and a member that reaches nobody reports
-    everybody. The member that is separated from the most others is removed first. Among equals it is the one that the
-    most members reported, then the one with the highest rank. After that its reports, and reports about it, no longer
-    count.
+    them made it: often only the first to notice reports a broken link, and a member that reaches no other reports all
+    others. The member that is separated from the most others is removed first. Among equals it is the one that the most
+    members reported, then the one with the highest rank. After that its reports, and reports about it, no longer count.
 
     `stateless` are members that do not have the training state yet. The last member that has the state is never removed
     because of them.

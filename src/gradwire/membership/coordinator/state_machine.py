@@ -214,7 +214,7 @@ class Membership:
         return self._checkpoints.status(epoch, self._roster.alive)
 
     def _close_checkpoint(self) -> None:
-        if self._checkpoints.settle(self._roster.alive):
+        if self._checkpoints.end_if_complete(self._roster.alive):
             self._roster.note("checkpoint", None, f"the checkpoint of epoch {self._checkpoints.last} is complete")
 
     # -- time
@@ -371,14 +371,14 @@ class Membership:
         committed further steps, and must not return into a different history.
         """
         roster = self._roster
-        anew = roster.generation > 0 and not any(self._has_current_state(name) for name in order)
+        new_run = roster.generation > 0 and not any(self._has_current_state(name) for name in order)
         run = self.terms.run
-        self.terms = replace(self.terms, run=next_run(run) if anew else run, previous_run=run if anew else b"")
+        self.terms = replace(self.terms, run=next_run(run) if new_run else run, previous_run=run if new_run else b"")
         roster.record(order)
-        for name in [name for name, place in roster.queue.items() if anew and place.claim.generation]:
+        for name in [name for name, place in roster.queue.items() if new_run and place.claim.generation]:
             roster.free_place(name, "is a member of the previous run")
         text = f"generation {self.generation} of job {self.terms.job} has {len(order)} members"
-        if anew:
+        if new_run:
             text += f" and begins run {self.terms.run.hex()}: no member has the state of the previous generation"
         self._roster.note("formed", None, text)
 
