@@ -33,7 +33,7 @@ from gradwire.membership.coordinator.election import cut_off, initial_order, mis
 from gradwire.membership.coordinator.roster import Roster
 from gradwire.membership.types import Assembly, Change, CheckpointStatus, Claim, Member, News, Outcome, Refusal, Waiting
 
-NEWCOMER_SECONDS = 30.0  # without a newcomer, after which the minimum size is enough for a first generation
+NEWCOMER_SECONDS = 30.0  # if no process registers for this long, the minimum size is enough for a first generation
 TICK = 1.0  # seconds between two ticks at most
 FINISHED = "all work of this job is done; no process can join any more"
 # Seconds for members that are reported lost to return, if the returning members are not the majority.
@@ -259,9 +259,9 @@ class Membership:
             roster.place_claim(claim, roster.queue)
 
     def _missed_the_end(self, claim: Claim) -> bool:
-        """Return whether a member asks for the current generation after other members have already left it.
+        """Return whether a member asks for the current generation after others have already registered for the next.
 
-        That generation is over, so the member must wait for the next one.
+        The current generation is over then, so the member must wait for the next one.
         """
         roster = self._roster
         return self.terms.elastic and roster.over and admission_rules.is_current_member(claim, self.terms, roster)
