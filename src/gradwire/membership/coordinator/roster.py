@@ -15,7 +15,7 @@ from gradwire.membership.coordinator.clock import Clock
 from gradwire.membership.types import Cause, Change, Claim, Kind, Member
 
 LAPSE = 5.0  # seconds without a claim after which a waiting member loses its place; much more than between two claims
-LAPSE_FOR_EACH = 0.005  # seconds per waiting member, if that gives more: many waiting members claim less often
+LAPSE_FOR_EACH = 0.005  # seconds per waiting member, if that gives more: with many of them, each asks less often
 BACKOFF = 5.0  # seconds before a member that others could not reach may join again; doubled each time
 LONGEST_BACKOFF = 300.0
 
@@ -58,7 +58,7 @@ class MemberRecord:
 
 @dataclass(frozen=True, slots=True)
 class DroppedMember:
-    """A member that an earlier generation dropped but that may be alive. It has the state of `generation`."""
+    """A member of `generation` that may be alive, although the next generation formed without it."""
 
     member: Member
     generation: int
@@ -66,7 +66,7 @@ class DroppedMember:
 
 
 class Roster:
-    """Members by id: `records` in rank order with its part `removed`, `returning` and `queue` in order of arrival.
+    """Members by id: `records` in rank order, of which some are `removed`; `returning` and `queue` by order of arrival.
 
     Values that every event needs are kept up to date instead of being computed: a job may have thousands of members.
     """
@@ -263,7 +263,7 @@ class Roster:
             del self.removed[name]
             self.expected[name] = None
             self.last_change = self._clock.time
-            self.note("returned", name, f"{record.member} sends heartbeats again")
+            self.note("returned", name, f"{record.member} is no longer silent")
 
     def silent(self, lease: float) -> list[str]:
         """Return the members whose lease has expired. Returning members need no lease, because they repeat claims."""
