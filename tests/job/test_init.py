@@ -65,7 +65,7 @@ def test_init_with_four_variables_joins(job: StartJob, static: Callable[..., Env
         for rank in ranks:
             told = rank.hear()
             assert (told["rank"], told["size"], told["sum"]) == (rank.number, 3, 3)
-            door = ["gradwire-door"] if rank.number == 0 else []
+            door = ["gradwire-closed"] if rank.number == 0 else []
             assert told["threads"] == sorted(["MainThread", "gradwire-accept", "gradwire-service", *door])
             rank.tell()
         assert [rank.ended() for rank in ranks] == [0, 0, 0]
@@ -113,7 +113,7 @@ def test_init_with_a_wrong_token_is_refused(job: StartJob, static: Callable[...,
         assert "GRADWIRE_TOKEN" in told["text"]
         told = ranks[0].hear()
         assert told["error"] == "Timeout"
-        assert re.search(r"of 2, rank 1 did not come", told["text"])
+        assert re.search(r"missing rank 1 of 2", told["text"])
         assert re.search(r"refused a call from 127\.0\.0\.1:\d+: .*does not hold this job's secret", ranks[0].output())
 
 
@@ -134,7 +134,7 @@ def test_init_process_that_does_not_fit_is_refused_and_harms_no_other(
     with job(waits_and_joins, 4, environ=environs.__getitem__) as ranks:
         for number in (0, 1):
             ranks[number].tell()
-        assert eventually(lambda: re.search("rank 1 .* has come", ranks[0].output()) is not None)
+        assert eventually(lambda: re.search("rank 1 .* has registered", ranks[0].output()) is not None)
         ranks[2].tell()
         told = ranks[2].hear()
         assert told["error"] == "Refused", told

@@ -149,7 +149,7 @@ def a_call_is_answered_before_the_journal_is_written(patch: pytest.MonkeyPatch) 
 
 
 def a_join_token_speaks_for_all_members(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TokenGate, "speaks_for", lambda gate, ticket, member: True)
+    patch.setattr(TokenGate, "may_act_for", lambda gate, ticket, member: True)
 
 
 def a_member_does_not_name_its_run(patch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,7 @@ class MemberSession:
                 "`gradwire certs` and set GRADWIRE_TLS_CA, GRADWIRE_TLS_CERT and GRADWIRE_TLS_KEY, or pass "
                 "insecure=True (GRADWIRE_INSECURE=1) if you trust the network in between"
             )
-        return tokens.held(os.environ, loopback)
+        return tokens.secret_or_token(os.environ, loopback)
 
     def take(self, deadline: float) -> Group:
         """The group of the next generation. In an elastic job members that are lost meanwhile are done without."""
