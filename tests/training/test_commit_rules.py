@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.errors import StateLost
-from gradwire.training.commit_rules import NONE, Settlement, Standing, ballot, count, has_begun, is_sound, settle
+from gradwire.training.commit_rules import NONE, Settlement, Standing, ballot, count, has_begun, is_intact, settle
 
 
 def test_settle_picks_the_highest_completed_step() -> None:
@@ -73,15 +73,15 @@ def test_settle_with_two_holders_that_differ_hands_over_the_state_of_the_lower_r
 
 @pytest.mark.parametrize("completed", [NONE, 0, 5])
 def test_is_sound_state_changed_since_the_last_commit_is_false(completed: int) -> None:
-    assert is_sound(completed, "before", "before")
-    assert not is_sound(completed, "before", "changed")
+    assert is_intact(completed, "before", "before")
+    assert not is_intact(completed, "before", "changed")
 
 
 def test_is_sound_before_the_run_has_begun_depends_on_whether_a_copy_was_cut_short() -> None:
     assert not has_begun(NONE, "")
-    assert is_sound(NONE, "", "anything")
-    assert not is_sound(NONE, "", "anything", overwritten=True)
-    assert not is_sound(NONE, "before", "before", overwritten=True)
+    assert is_intact(NONE, "", "anything")
+    assert not is_intact(NONE, "", "anything", overwritten=True)
+    assert not is_intact(NONE, "before", "before", overwritten=True)
 
 
 def test_settlement_before_the_first_step_has_the_version_of_the_new_generation() -> None:
@@ -90,12 +90,12 @@ def test_settlement_before_the_first_step_has_the_version_of_the_new_generation(
 
 
 standings = st.builds(
-    lambda completed, behind, generation, sound, digest: Standing(
+    lambda completed, behind, generation, intact, digest: Standing(
         completed,
         generation if completed > NONE else 0,
         max(NONE, completed - behind),
         digest,
-        sound or completed == NONE,
+        intact or completed == NONE,
     ),
     st.integers(NONE, 9),
     st.integers(0, 1),
@@ -111,12 +111,12 @@ def test_settle_any_standings_keeps_committed_steps_and_sound_copies(told: list[
     try:
         found = settle(told)
     except StateLost:
-        assert not any(one.sound and one.completed >= committed for one in told)
+        assert not any(one.intact and one.completed >= committed for one in told)
         return
     assert found.completed >= committed
     for rank in range(len(told)):
         source = told[found.pulls.get(rank, rank)]
-        assert source.sound
+        assert source.intact
         assert source.version == (found.completed, found.generation)
 
 

@@ -93,8 +93,8 @@ def test_places_take_from_an_address_is_checked_for_finite_values(pair: list[gw.
         first, second = np.full(40_000, group.rank + 1.0), np.ones((2, 3), np.float32)
         for bad in (np.inf, 1.0):
             second[1, 2] = bad if group.rank == 1 else 1.0
-            assert sync.places.take("a", first.ctypes.data)
-            assert sync.places.take("b", second.ctypes.data)
+            assert sync.writer.copy_from("a", first.ctypes.data)
+            assert sync.writer.copy_from("b", second.ctypes.data)
             for name in sync.gradients:
                 sync.ready(name)
             if bad != 1.0:
@@ -114,11 +114,11 @@ def test_places_take_of_a_large_array_copies_exactly_and_finds_a_nan(count: int,
     with gw.local_group(1)[0] as group:
         like = {"a": np.zeros(count, np.float32), "rest": np.zeros(9 << 18, np.float32)}
         sync = gw.GradientSync(group, like)
-        places = sync.places
+        places = sync.writer
         lying = np.random.default_rng(count).normal(size=count + 3).astype(np.float32)[3:]  # not at the start of a line
         if bad is not None:
             lying[bad] = np.nan
-        assert places.take("a", lying.ctypes.data)
+        assert places.copy_from("a", lying.ctypes.data)
         assert ("a" in places.finite) == (bad is None)
         assert np.array_equal(sync.gradients["a"].view(np.uint32), lying.view(np.uint32))
 
@@ -128,10 +128,10 @@ def test_places_take_from_its_own_memory_is_refused_and_checked_at_finish() -> N
     with gw.local_group(1)[0] as group:
         sync = gw.GradientSync(group, {"a": np.zeros(4)})
         one = np.ones(4)
-        assert sync.places.take("a", one.ctypes.data)
+        assert sync.writer.copy_from("a", one.ctypes.data)
         place = sync.gradients["a"]
         place[1] = np.nan
-        assert not sync.places.take("a", place.ctypes.data)
+        assert not sync.writer.copy_from("a", place.ctypes.data)
         sync.ready("a")
         with pytest.raises(gw.NotFinite):
             sync.finish()
@@ -141,5 +141,5 @@ def test_places_take_without_the_native_core_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setenv("GRADWIRE_PURE", "1")
     with gw.local_group(1)[0] as group:
         sync = gw.GradientSync(group, {"a": np.zeros(4)})
-        assert not sync.places.take("a", np.ones(4).ctypes.data)
+        assert not sync.writer.copy_from("a", np.ones(4).ctypes.data)
         assert not sync.gradients["a"].any()

@@ -51,7 +51,7 @@ class Buffers:
         if group.size == 1:
             return
         if self._alike != (group, _kinds(found)):  # a model may have put others there
-            agreement_check.tell(group, "buffers", describe(found))
+            agreement_check.check_and_gather(group, "buffers", describe(found))
             self.are_alike(group)
         if not arrays:
             return

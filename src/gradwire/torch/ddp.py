@@ -151,7 +151,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]  # torch i
         group = self.group
         if self._met is group:
             return
-        agreement_check.tell(group, "DistributedDataParallel", self._description())
+        agreement_check.check_and_gather(group, "DistributedDataParallel", self._description())
         if self.broadcast_buffers:
             self._buffers_of.are_alike(group)
         if group is not self.reducer.sync.group:

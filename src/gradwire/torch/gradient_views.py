@@ -38,7 +38,7 @@ class GradientViews:
         """Let the gradient of a parameter, which is not None, live in its bucket."""
         view, gradient, name = self._views[index], parameter.grad, self._names[index]
         if gradient is view:
-            self._sync.places.look_again(name)
+            self._sync.writer.mark_unchecked(name)
             return
         if gradient.requires_grad:
             raise UnsupportedOp(
@@ -50,8 +50,8 @@ class GradientViews:
         if not self._lies_alike(index, gradient):
             with torch.no_grad():
                 view.copy_(gradient)
-            self._sync.places.look_again(name)
-        elif not self._sync.places.take(name, gradient.data_ptr()):
+            self._sync.writer.mark_unchecked(name)
+        elif not self._sync.writer.copy_from(name, gradient.data_ptr()):
             self._sync.write(name, as_array(name, in_memory_order(gradient)).reshape(view.shape))
         malloc.about_to_free(gradient.nbytes)
         parameter.grad = view

@@ -148,7 +148,7 @@ def broadcast_named(group: Group, tensors: Mapping[str, Any], root: int = 0) -> 
         except ArrayError as error:
             error.args = (f"{name!r}: {error.message}", *error.args[1:])
             raise
-    agreement_check.tell(
+    agreement_check.check_and_gather(
         group, "broadcast_named", [f"{name!r}: {arrays.describe(one.array)}" for name, one in views.items()]
     )
     small: dict[arrays.DType, list[arrays.View]] = {}

@@ -112,7 +112,7 @@ class GradientSync:
         self._bucket_set = bucket_set
         self.gradients = bucket_set.gradients
         """Each gradient's place in its bucket: write it there. After `agree`, `reorder` and `rebind`, look again."""
-        self.places = bucket_set.places
+        self.places = bucket_set.writer
         self._compressing.reset()
         self._backward = None
 
@@ -143,7 +143,7 @@ class GradientSync:
         items = [f"{self._sizes} bytes with {compression} compression", *map(str, self._tensors.values())]
         names, numbers = list(self._tensors), self._bucket_set.numbers
         mine = [numbers[name] for name in self._bucket_set.order] if self.ordered else None
-        orders = agreement_check.tell(self.group, "GradientSync", items, mine)
+        orders = agreement_check.check_and_gather(self.group, "GradientSync", items, mine)
         self._agreed = True
         learned = next((one for one in orders if one is not None), None)
         if learned is None or sorted(learned) != list(range(len(names))):

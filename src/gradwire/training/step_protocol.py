@@ -20,7 +20,7 @@ from gradwire.training.commit_rules import (
     ballot,
     count,
     has_begun,
-    is_sound,
+    is_intact,
     settle,
 )
 from gradwire.training.contract import diverged
@@ -240,8 +240,8 @@ class StepProtocol:
         self._number = self._replica.begun_runs(self._number)
         begun = has_begun(self.completed, self.digest, self.overwritten)
         digest = digest or (self._replica.digest_if_readable() if begun else "")
-        sound = is_sound(self.completed, self.digest, digest, self.overwritten)
-        mine = Standing(self.completed, self.completed_in, self.committed, digest, sound, self._number)
+        intact = is_intact(self.completed, self.digest, digest, self.overwritten)
+        mine = Standing(self.completed, self.completed_in, self.committed, digest, intact, self._number)
         standings = _standings((yield Gather(mine.to_wire(), "settling")))
         yield from self._check_runs([standing.run for standing in standings])
         if all(one.completed == NONE for one in standings):  # else nobody asks for the digest of who has just come

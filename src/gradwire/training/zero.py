@@ -72,7 +72,7 @@ class ShardedOptimizer(Generic[O]):
         self.group = group
         self._weights = {name: _array(name, weight) for name, weight in weights.items()}
         described = [f"{name!r}: {arrays.describe(weight)}" for name, weight in self._weights.items()]
-        agreement_check.tell(group, "ShardedOptimizer", described)
+        agreement_check.check_and_gather(group, "ShardedOptimizer", described)
         self.owners = assign({name: weight.nbytes for name, weight in self._weights.items()}, group.size)
         """Which rank keeps which tensor."""
         self.share = {name: weights[name] for name, rank in self.owners.items() if rank == group.rank}
