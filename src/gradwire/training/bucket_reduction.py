@@ -94,11 +94,11 @@ class BucketReduction:
                 bucket.clear_gaps()
                 return
             if weights is not None and weights.mine:
-                weights.apply(bucket.flat)
+                weights.scale_input(bucket.flat)
             if exchange.size > 1:
                 exchange(shape, bucket.flat, bucket.flat)
             if weights is not None:
-                weights.settle(bucket.flat)
+                weights.scale_result(bucket.flat)
 
         return Operation("GradientSync", body)
 

@@ -171,7 +171,7 @@ class Compression:
 
 @contextlib.contextmanager
 def _ieee_floats() -> Iterator[None]:
-    """Enable denormals and the default rounding on this thread, even if a library has changed these settings.
+    """Turn off flush-to-zero, denormals-are-zero and upward rounding on this thread, if a library has set them.
 
     Otherwise two ranks could decode the same bytes to different values.
     """
