@@ -59,8 +59,8 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]  # torch i
         compression: "f16", "bf16", "int8", "topk", or an object of `gradwire.training.compression`. None sends the
             gradients as they are.
         check_finite: Raise `NotFinite` on all ranks if a gradient of any rank has a NaN or an infinite value.
-        contract_every: Compare all parameters and buffers after every so many backward passes, and raise
-            `ReplicasDiverged` on all ranks if they differ. 0 turns this off.
+        contract_every: The number of backward passes from one comparison of all parameters and buffers to the next. A
+            difference raises `ReplicasDiverged` on all ranks. 0 turns the comparison off.
         broadcast_buffers: Copy rank 0's buffers to all ranks after each backward pass.
         overlap: Exchange gradients while backward still runs, if a CPU core is free for it. The first backward pass
             never overlaps.

@@ -25,7 +25,7 @@ class GradientViews:
         self.refresh()
 
     def refresh(self) -> None:
-        """Make views of the current places in the buckets, and replace each `.grad` that is a view of an earlier place."""
+        """Make views of the current places in the buckets, and update each `.grad` that is a view of an old place."""
         old = self._views
         flat = [as_tensor(self._sync.gradients[name].reshape(-1)) for name in self._names]
         self._views = [laid_out_like(one, parameter) for one, parameter in zip(flat, self._parameters, strict=True)]

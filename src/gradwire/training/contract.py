@@ -155,7 +155,7 @@ class Contract:
         return True
 
     def rebind(self, group: Group) -> None:
-        """Continue with the group of the next generation. The count restarts, so that ranks that joined count alike."""
+        """Continue with the group of the next generation. All ranks start counting at 0, as joining ranks do."""
         if group is not self.group:
             self.group, self._steps = group, 0
 
