@@ -193,7 +193,7 @@ def violation_of(seed: int, kinds: Collection[str] = USUAL) -> Violation | None:
         (survivors_do_not_keep_their_order, 3, "have not kept their order"),
         (a_complaint_drops_nobody, 20, "no step was committed"),
         (the_lower_step_wins, 9, "was committed"),
-        (a_spoiled_state_counts_as_sound, 5, "holds another 'state'"),
+        (a_spoiled_state_counts_as_sound, 5, "holds a different 'state'"),
         (a_first_step_that_was_cut_short_counts_as_nothing, 12, "begins generation 2 after (-1, 1) with"),
         (nobody_says_goodbye, 5, "was evicted, and nothing had happened to it"),
         (a_call_is_answered_before_the_journal_is_written, 4, "knows generation"),

@@ -28,7 +28,7 @@ def test_settle_new_members_pull_from_the_holders_in_turn() -> None:
     assert found.gives(2) == ()
 
 
-def test_settle_rank_with_an_unsound_state_pulls_it_from_a_sound_rank() -> None:
+def test_settle_rank_with_a_changed_state_pulls_it_from_an_intact_rank() -> None:
     found = settle([Standing(4, 1, 4, "spoiled", False), Standing(4, 1, 4, "a")])
     assert found.pulls == {0: 1}
 
@@ -39,18 +39,18 @@ def test_settle_step_completed_by_one_rank_is_kept() -> None:
 
 
 def test_settle_step_done_in_two_generations_picks_the_later_generation() -> None:
-    # The first froze after its step 7, the others did 7 again without it, and now it is back.
+    # Rank 0 was frozen after its step 7, the other ranks repeated step 7 without it, and now it is back.
     found = settle([Standing(7, 2, 7, "new"), Standing(7, 2, 7, "new"), Standing(7, 1, 6, "old")])
     assert found == Settlement(7, 2, {2: 0})
 
 
-def test_settle_without_a_sound_copy_of_a_committed_step_raises_state_lost() -> None:
+def test_settle_without_an_intact_copy_of_a_committed_step_raises_state_lost() -> None:
     spoiled = Standing(4, 1, 4, "x", False)
-    with pytest.raises(StateLost, match=r"step 4 was committed.*Start the job again"):
+    with pytest.raises(StateLost, match=r"step 4, which was committed.*Restart the job"):
         settle([spoiled, spoiled, Standing()])
 
 
-def test_settle_uncommitted_step_without_a_sound_copy_is_dropped() -> None:
+def test_settle_uncommitted_step_without_an_intact_copy_is_dropped() -> None:
     found = settle([Standing(5, 1, 4, "x", False), Standing(4, 1, 4, "a")])
     assert (found.completed, found.pulls) == (4, {0: 1})
 
@@ -72,12 +72,12 @@ def test_settle_with_two_holders_that_differ_hands_over_the_state_of_the_lower_r
 
 
 @pytest.mark.parametrize("completed", [NONE, 0, 5])
-def test_is_sound_state_changed_since_the_last_commit_is_false(completed: int) -> None:
+def test_is_intact_state_changed_since_the_last_commit_is_false(completed: int) -> None:
     assert is_intact(completed, "before", "before")
     assert not is_intact(completed, "before", "changed")
 
 
-def test_is_sound_before_the_run_has_begun_depends_on_whether_a_copy_was_cut_short() -> None:
+def test_is_intact_before_the_run_has_begun_is_false_after_an_unfinished_transfer() -> None:
     assert not has_begun(NONE, "")
     assert is_intact(NONE, "", "anything")
     assert not is_intact(NONE, "", "anything", overwritten=True)
@@ -106,7 +106,7 @@ standings = st.builds(
 
 
 @given(st.lists(standings, min_size=1, max_size=8))
-def test_settle_any_standings_keeps_committed_steps_and_sound_copies(told: list[Standing]) -> None:
+def test_settle_any_standings_keeps_committed_steps_and_intact_copies(told: list[Standing]) -> None:
     committed = max(one.committed for one in told)
     try:
         found = settle(told)

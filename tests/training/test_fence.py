@@ -45,7 +45,7 @@ def draft(folder: Path, text: str) -> Path:
     return path
 
 
-def test_replace_under_a_smaller_fence_raises_and_keeps_both_files(tmp_path: Path) -> None:
+def test_replace_with_a_smaller_fence_raises_and_keeps_both_files(tmp_path: Path) -> None:
     early, late = gw.Fence(new_run(), 7), gw.Fence(new_run(), 1)
     path = tmp_path / "checkpoint"
     late.replace(draft(tmp_path, "late"), path)
@@ -89,7 +89,7 @@ def test_run_fence_is_equal_on_all_ranks_and_grows_with_the_generation() -> None
 def test_replace_with_a_lock_descriptor_inherited_by_a_fork_does_not_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a data loader is, from another thread: it inherits the descriptor of the lock."""
+    """Another thread may fork a data loader, which inherits the descriptor of the lock."""
     fence, path = gw.Fence(new_run(), 1), tmp_path / "checkpoint"
     inherited: list[int] = []
     replace = os.replace

@@ -36,14 +36,14 @@ def test_gradient_sync_nan_names_rank_and_tensor_on_all_ranks(
                 sync.finish()
             else:
                 sync.sync(gradients)
-        assert set(sync.sync(some(group.rank))) == set(LIKE)  # the group goes on
+        assert set(sync.sync(some(group.rank))) == set(LIKE)  # the group stays usable
         error = caught.value
         return str(error), error.culprit, error.tensor, error.operation, error.generation
 
     if pure:
-        run_ranks(three, lambda group: group.barrier())  # links are made as ever
+        run_ranks(three, lambda group: group.barrier())  # make the links before the native core is turned off
         monkeypatch.setenv("GRADWIRE_PURE", "1")
-    text = "the gradient 'b' of rank 1 is not finite: 1 NaN of 7 elements (3 more on ranks 1, 2)"
+    text = "the gradient 'b' of rank 1 is not finite: 1 NaN of 7 elements (3 more such gradients; affected ranks: 1, 2)"
     assert run_ranks(three, body) == [(text, 1, "b", "GradientSync", 1)] * 3
 
 
@@ -87,7 +87,7 @@ def test_gradient_sync_check_finite_false_returns_the_nan(pair: list[gw.Group]) 
 
 
 @needs_core
-def test_places_take_from_an_address_is_checked_for_finite_values(pair: list[gw.Group]) -> None:
+def test_writer_copy_from_checks_for_finite_values(pair: list[gw.Group]) -> None:
     def body(group: gw.Group) -> tuple[str, float]:
         sync = gw.GradientSync(group, {"a": np.zeros(40_000), "b": np.zeros((2, 3), np.float32)})
         first, second = np.full(40_000, group.rank + 1.0), np.ones((2, 3), np.float32)
@@ -108,14 +108,18 @@ def test_places_take_from_an_address_is_checked_for_finite_values(pair: list[gw.
 
 
 @needs_core
-@pytest.mark.parametrize("bad", [None, 0, 2047, 2048, -1])  # blocks are of 8 KiB: within one, at its ends, in the last
+@pytest.mark.parametrize(
+    "bad", [None, 0, 2047, 2048, -1]
+)  # blocks have 8 KiB: within a block, at its ends, and in the last block
 @pytest.mark.parametrize("count", [8192, 1_000_003])
-def test_places_take_of_a_large_array_copies_exactly_and_finds_a_nan(count: int, bad: int | None) -> None:
+def test_writer_copy_from_a_large_array_copies_exactly_and_finds_a_nan(count: int, bad: int | None) -> None:
     with gw.local_group(1)[0] as group:
         like = {"a": np.zeros(count, np.float32), "rest": np.zeros(9 << 18, np.float32)}
         sync = gw.GradientSync(group, like)
         places = sync.writer
-        lying = np.random.default_rng(count).normal(size=count + 3).astype(np.float32)[3:]  # not at the start of a line
+        lying = (
+            np.random.default_rng(count).normal(size=count + 3).astype(np.float32)[3:]
+        )  # not aligned to a cache line
         if bad is not None:
             lying[bad] = np.nan
         assert places.copy_from("a", lying.ctypes.data)
@@ -124,7 +128,7 @@ def test_places_take_of_a_large_array_copies_exactly_and_finds_a_nan(count: int,
 
 
 @needs_core
-def test_places_take_from_its_own_memory_is_refused_and_checked_at_finish() -> None:
+def test_writer_copy_from_its_own_memory_is_refused_and_checked_at_finish() -> None:
     with gw.local_group(1)[0] as group:
         sync = gw.GradientSync(group, {"a": np.zeros(4)})
         one = np.ones(4)
@@ -137,7 +141,7 @@ def test_places_take_from_its_own_memory_is_refused_and_checked_at_finish() -> N
             sync.finish()
 
 
-def test_places_take_without_the_native_core_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writer_copy_from_without_the_native_core_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADWIRE_PURE", "1")
     with gw.local_group(1)[0] as group:
         sync = gw.GradientSync(group, {"a": np.zeros(4)})

@@ -121,7 +121,7 @@ def test_elastic_joiner_during_a_later_run_of_the_program_is_refused() -> None:
     assert "the others are in their run 2" in new
 
 
-# -- what is in a state ------------------------------------------------------------------------------------------------
+# -- contents of a state -----------------------------------------------------------------------------------------------
 
 
 def handed_over(giver: Any, taker: Any) -> None:
