@@ -29,7 +29,7 @@ def test_settle_new_members_pull_from_the_holders_in_turn() -> None:
 
 
 def test_settle_rank_with_a_changed_state_pulls_it_from_an_intact_rank() -> None:
-    found = settle([Standing(4, 1, 4, "spoiled", False), Standing(4, 1, 4, "a")])
+    found = settle([Standing(4, 1, 4, "changed", False), Standing(4, 1, 4, "a")])
     assert found.pulls == {0: 1}
 
 
@@ -45,9 +45,9 @@ def test_settle_step_done_in_two_generations_picks_the_later_generation() -> Non
 
 
 def test_settle_without_an_intact_copy_of_a_committed_step_raises_state_lost() -> None:
-    spoiled = Standing(4, 1, 4, "x", False)
+    changed = Standing(4, 1, 4, "x", False)
     with pytest.raises(StateLost, match=r"step 4, which was committed.*Restart the job"):
-        settle([spoiled, spoiled, Standing()])
+        settle([changed, changed, Standing()])
 
 
 def test_settle_uncommitted_step_without_an_intact_copy_is_dropped() -> None:
@@ -89,7 +89,7 @@ def test_settlement_before_the_first_step_has_the_version_of_the_new_generation(
     assert Settlement(3, 1).version_in(4) == (3, 1)
 
 
-standings = st.builds(
+any_standing = st.builds(
     lambda completed, behind, generation, intact, digest: Standing(
         completed,
         generation if completed > NONE else 0,
@@ -105,34 +105,36 @@ standings = st.builds(
 )
 
 
-@given(st.lists(standings, min_size=1, max_size=8))
-def test_settle_any_standings_keeps_committed_steps_and_intact_copies(told: list[Standing]) -> None:
-    committed = max(one.committed for one in told)
+@given(st.lists(any_standing, min_size=1, max_size=8))
+def test_settle_any_standings_keeps_committed_steps_and_intact_copies(standings: list[Standing]) -> None:
+    committed = max(one.committed for one in standings)
     try:
-        found = settle(told)
+        found = settle(standings)
     except StateLost:
-        assert not any(one.intact and one.completed >= committed for one in told)
+        assert not any(one.intact and one.completed >= committed for one in standings)
         return
     assert found.completed >= committed
-    for rank in range(len(told)):
-        source = told[found.pulls.get(rank, rank)]
+    for rank in range(len(standings)):
+        source = standings[found.pulls.get(rank, rank)]
         assert source.intact
         assert source.version == (found.completed, found.generation)
 
 
-@given(st.lists(standings, min_size=1, max_size=8))
-def test_settle_any_standings_hands_over_one_digest_and_lists_differing_ranks(told: list[Standing]) -> None:
+@given(st.lists(any_standing, min_size=1, max_size=8))
+def test_settle_any_standings_hands_over_one_digest_and_lists_differing_ranks(standings: list[Standing]) -> None:
     try:
-        found = settle(told)
+        found = settle(standings)
     except StateLost:
         return
-    after = {told[found.pulls.get(rank, rank)].digest for rank in range(len(told)) if rank not in found.differing}
+    after = {
+        standings[found.pulls.get(rank, rank)].digest for rank in range(len(standings)) if rank not in found.differing
+    }
     assert len(after) == 1
-    assert after.isdisjoint(told[rank].digest for rank in found.differing)
+    assert after.isdisjoint(standings[rank].digest for rank in found.differing)
     assert not set(found.differing) & set(found.pulls)
 
 
-@given(standings)
+@given(any_standing)
 def test_standing_wire_round_trip_is_lossless(one: Standing) -> None:
     assert Standing.from_wire(json.loads(json.dumps(one.to_wire()))) == one
 
@@ -157,7 +159,7 @@ def test_count_of_reduced_ballots_shows_disagreement_divergence_and_renewal() ->
 
 
 def test_settle_after_the_run_has_begun_ignores_the_state_of_a_new_member() -> None:
-    spoiled, fresh = Standing(NONE, 1, NONE, "x", False), Standing(NONE, 0, NONE, "fresh")
+    changed, fresh = Standing(NONE, 1, NONE, "x", False), Standing(NONE, 0, NONE, "fresh")
     with pytest.raises(StateLost, match="first step"):
-        settle([spoiled, spoiled, fresh])
-    assert settle([spoiled, Standing(NONE, 1, NONE, "a"), fresh]).pulls == {0: 1, 2: 1}
+        settle([changed, changed, fresh])
+    assert settle([changed, Standing(NONE, 1, NONE, "a"), fresh]).pulls == {0: 1, 2: 1}

@@ -91,17 +91,17 @@ def test_compression_with_feedback_has_a_smaller_accumulated_error(crew: Crew, n
 
 
 @pytest.mark.parametrize(
-    ("maker", "beside", "step"), [(Int8, 100, 100 / 127), (lambda **settings: TopK(0.25, **settings), 1, 1)]
+    ("maker", "largest_value", "step"), [(Int8, 100, 100 / 127), (lambda **settings: TopK(0.25, **settings), 1, 1)]
 )
 def test_compression_with_feedback_sends_small_values_later(
-    maker: Callable[..., Compression], beside: float, step: float
+    maker: Callable[..., Compression], largest_value: float, step: float
 ) -> None:
     """Values too small for the block's scale, or for top-k, are sent only because the residual accumulates them."""
 
     def add_up(group: gw.Group, feedback: bool) -> float:
         one, bucket, total = maker(feedback=feedback), np.empty(4, np.float32), 0.0
         for _ in range(300):
-            bucket[:] = [beside, 0.01, 1e-9, 0]
+            bucket[:] = [largest_value, 0.01, 1e-9, 0]
             total += float(one.exchange(group, bucket)[1])
         return total
 
@@ -125,9 +125,9 @@ def test_compression_non_finite_value_reaches_all_ranks_and_not_the_residual(cre
         return seen
 
     for seen in crew.run(reduce):
-        for spoiled, clean in zip(seen[::2], seen[1::2], strict=True):
-            assert not np.isfinite(spoiled[1234])
-            assert np.isfinite(spoiled[:1000]).all()  # other blocks are not affected
+        for faulty, clean in zip(seen[::2], seen[1::2], strict=True):
+            assert not np.isfinite(faulty[1234])
+            assert np.isfinite(faulty[:1000]).all()  # other blocks are not affected
             assert np.isfinite(clean).all()
 
 

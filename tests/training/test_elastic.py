@@ -203,7 +203,7 @@ def test_elastic_min_size_below_one_raises_invalid_size(min_size: int) -> None:
 @pytest.mark.parametrize(
     ("version", "counted"),
     [((0, 1), True), ((0, 2), False), ((7, 3), False), ((-1, 1), False)],
-    ids=["as it was", "done again by the others", "long past", "nobody had it"],
+    ids=["unchanged", "repeated by the others", "later steps committed", "lost on all ranks"],
 )
 def test_elastic_step_is_committed_only_if_the_protocol_ends_at_its_version(
     version: tuple[int, int], counted: bool, monkeypatch: pytest.MonkeyPatch

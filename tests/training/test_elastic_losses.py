@@ -30,11 +30,11 @@ def work(run: gw.Elastic, state: dict[str, Any], dies_at: int | None = None, die
     return bodies
 
 
-def train(group: gw.Group, **fate: Any) -> dict[str, Any]:
+def train(group: gw.Group, **options: Any) -> dict[str, Any]:
     state = {"w": np.zeros(3)}
     run = gw.Elastic(state, group, 1)
     try:
-        bodies = work(run, state, **fate)
+        bodies = work(run, state, **options)
     except Left:
         run.close()
         return {"left": True}

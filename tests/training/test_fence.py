@@ -79,9 +79,9 @@ def test_run_fence_is_equal_on_all_ranks_and_grows_with_the_generation() -> None
         run.group = group.recover()
         return before, run.fence
 
-    told = run_ranks(gw.local_group(2), train)
-    assert len(set(told)) == 1
-    before, after = told[0]
+    fences = run_ranks(gw.local_group(2), train)
+    assert len(set(fences)) == 1
+    before, after = fences[0]
     assert (before.run, before.generation, after.generation) == (after.run, 1, 2)
     assert before < after
 

@@ -144,7 +144,7 @@ def test_gradient_sync_clip_by_global_norm_is_identical_on_all_ranks(three: list
 
 
 @pytest.mark.parametrize(
-    ("other", "said"),
+    ("other", "text"),
     [
         (
             {"a": LIKE["a"], "b": np.zeros(8, np.float32)},
@@ -156,12 +156,12 @@ def test_gradient_sync_clip_by_global_norm_is_identical_on_all_ranks(three: list
     ],
 )
 def test_gradient_sync_different_tensors_name_the_rank_and_the_group_stays_usable(
-    three: list[gw.Group], other: dict[str, Array], said: str
+    three: list[gw.Group], other: dict[str, Array], text: str
 ) -> None:
     usual = {name: LIKE[name] for name in "ab"}
 
     def body(group: gw.Group) -> str:
-        with pytest.raises(gw.ConfigError, match=said) as caught:
+        with pytest.raises(gw.ConfigError, match=text) as caught:
             gw.GradientSync(group, other if group.rank == 1 else usual).sync({})
         assert caught.value.culprit == 1
         group.barrier()

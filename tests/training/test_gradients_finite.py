@@ -51,9 +51,9 @@ def test_gradient_sync_nan_names_rank_and_tensor_on_all_ranks(
 def test_gradient_sync_nan_is_found_for_every_way_of_writing_a_gradient(pair: list[gw.Group], how: str) -> None:
     def body(group: gw.Group) -> None:
         sync = gw.GradientSync(group, LIKE)
-        for spoiled in (False, True):
+        for faulty in (False, True):
             gradient = np.ones((3, 4), np.float32)
-            gradient[2, 1] = np.nan if spoiled and group.rank == 1 else 1
+            gradient[2, 1] = np.nan if faulty and group.rank == 1 else 1
             sync.begin()
             if how == "written":
                 sync.write("a", gradient)
@@ -68,7 +68,7 @@ def test_gradient_sync_nan_is_found_for_every_way_of_writing_a_gradient(pair: li
             else:
                 sync.gradients["a"][...] = gradient
             sync.ready("a")
-            if not spoiled:
+            if not faulty:
                 sync.finish()
                 assert (sync.gradients["a"] == 1).all()
                 continue

@@ -116,7 +116,7 @@ def test_sampler_returned_arrays_can_be_changed_by_the_caller() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "says"),
+    ("arguments", "error", "text"),
     [
         ({"length": 3, "rank": 0, "size": 4}, InvalidSize, "3 samples are too few for 4 ranks"),
         ({"length": 0, "rank": 0, "size": 1}, InvalidSize, "0 samples"),

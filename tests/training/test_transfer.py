@@ -40,11 +40,11 @@ class Rounding:
 
 def hand_over(states: Sequence[Any], takers: Sequence[int], *, overwrite: bool, digest: str | None = None) -> None:
     """Rank 1 hands its state to the takers."""
-    told = digest or State(states[1]).digest()
+    expected = digest or State(states[1]).digest()
 
     def exchange(group: gw.Group) -> None:
         if group.rank in (1, *takers):
-            transfer.hand_over(group, State(states[group.rank]), 1, takers, told, overwrite=overwrite)
+            transfer.hand_over(group, State(states[group.rank]), 1, takers, expected, overwrite=overwrite)
 
     run_ranks(gw.local_group(len(states)), exchange)
 

@@ -20,7 +20,7 @@ from support.processes import Here, StartJob
 from support.processes import job_fixture as job_fixture
 from support.processes import zygote_fixture as zygote_fixture
 
-LONG = 1 << 20  # elements: far more than lie beside a small tensor by chance
+LONG = 1 << 20  # elements: reading so far beyond a small tensor would crash
 
 
 def refusal(call: Callable[[], Any]) -> str:
@@ -31,7 +31,7 @@ def refusal(call: Callable[[], Any]) -> str:
     return "none"
 
 
-# -- what does not fit -------------------------------------------------------------------------------------------------
+# -- wrong sizes -------------------------------------------------------------------------------------------------------
 
 
 def misfits(here: Here, file: str) -> None:
@@ -63,12 +63,12 @@ def misfits(here: Here, file: str) -> None:
 
 
 def test_backend_tensors_of_wrong_sizes_raise_before_sending(job: StartJob, tmp_path: Path) -> None:
-    told = run(job, misfits, 2, tmp_path)
-    for one in told:
+    reports = run(job, misfits, 2, tmp_path)
+    for one in reports:
         assert one["refused"] == ["InvalidSize"] * 8
         assert one["untouched"]
-        assert one["mean"] == [64 - 128, -3, 7, -1]  # the sum of two 127 is -2 in 8 bits
-    assert [one["gathered"] for one in told] == [[[0, 0], [1, 1]], []]
+        assert one["mean"] == [64 - 128, -3, 7, -1]  # 127 + 127 is -2 in 8 bits
+    assert [one["gathered"] for one in reports] == [[[0, 0], [1, 1]], []]
 
 
 def sparse_shapes(here: Here, file: str) -> None:
@@ -95,7 +95,7 @@ def test_backend_mismatch_names_the_calling_lines_of_both_ranks(job: StartJob, t
         assert one["refused"].count(Path(__file__).name) == 2
 
 
-# -- what lies in each other -------------------------------------------------------------------------------------------
+# -- overlapping tensors -----------------------------------------------------------------------------------------------
 
 
 def overlaps(here: Here, file: str) -> None:
@@ -132,7 +132,7 @@ def test_backend_overlapping_input_and_output_gives_correct_results(job: StartJo
 def floods(here: Here, file: str) -> None:
     rank, _ = meet(file)
     peer, short, long = 1 - rank, torch.full((15_000,), float(rank)), torch.full((20_000,), float(rank))
-    sent = [dist.isend(short, peer) for _ in range(1500)]  # more than a link and a mailbox hold
+    sent = [dist.isend(short, peer) for _ in range(1500)]  # more than a link and a mailbox can hold
     sent += [dist.isend(long, peer, tag=tag) for tag in range(200)]
     threads = threading.active_count()
     right = 0
@@ -162,7 +162,7 @@ def impatient(here: Here, file: str) -> None:
     rank, _ = meet(file, seconds=1000)
     if rank == 0:
         sent, asked = dist.isend(torch.ones(LONG), 1), dist.irecv(torch.ones(1), 1)
-        asked.get_future()  # somebody else waits for it
+        asked.get_future()  # a background thread waits for it
         limit = timedelta(seconds=0.2)
         here.tell(refused=[refusal(lambda: sent.wait(limit)), refusal(lambda: asked.wait(limit))])
     else:
