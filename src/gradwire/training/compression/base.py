@@ -158,7 +158,7 @@ class Compression:
         return memory[: count * kind.itemsize].view(kind)
 
     def _saved_array(self, task: Task, name: str, count: int) -> Array:
-        """Return the array of this name that lasts from step to step. It starts as zeros; without feedback, always."""
+        """Return the array that lasts from step to step: zeros in the first step; without feedback, in every step."""
         if not self.feedback:
             zeros = self._buffer(name, count, task.work)
             zeros.fill(0)
