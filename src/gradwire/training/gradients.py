@@ -273,8 +273,8 @@ class GradientSync:
     def finish(self) -> None:
         """Reduce the remaining buckets, and wait until all gradients hold the mean over all ranks.
 
-        A gradient for which `ready` was not called on this rank counts as zeros. Afterwards, `used` holds the names of
-        the gradients that at least one rank had.
+        A gradient for which neither `ready` nor `add` was called on this rank counts as zeros. Afterwards, `used` holds
+        the names of the gradients that at least one rank had.
 
         Raises:
             NotFinite: On every rank, if a gradient of any rank has a NaN or an infinite value. It names the rank and
