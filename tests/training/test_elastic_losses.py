@@ -56,9 +56,7 @@ EXPECTED = [float(sum(range(1, STEPS + 1)))] * 3
 @pytest.mark.parametrize("victim", [0, 1, 2])
 @pytest.mark.parametrize("step", [0, 3, STEPS - 1])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_elastic_after_a_lost_member_the_others_finish_with_the_same_result(
-    victim: int, step: int, after: bool
-) -> None:
+def test_elastic_lost_member_the_others_finish_with_the_same_result(victim: int, step: int, after: bool) -> None:
     def live(group: gw.Group) -> dict[str, Any]:
         return train(group, dies_at=step if group.rank == victim else None, dies_after=after)
 

@@ -45,7 +45,7 @@ def draft(folder: Path, text: str) -> Path:
     return path
 
 
-def test_replace_with_a_smaller_fence_raises_and_keeps_both_files(tmp_path: Path) -> None:
+def test_replace_under_a_smaller_fence_raises_and_keeps_both_files(tmp_path: Path) -> None:
     early, late = gw.Fence(new_run(), 7), gw.Fence(new_run(), 1)
     path = tmp_path / "checkpoint"
     late.replace(draft(tmp_path, "late"), path)
