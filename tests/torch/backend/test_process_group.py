@@ -27,7 +27,7 @@ from support.processes import zygote_fixture as zygote_fixture
 # -- operations that Gloo does not support -----------------------------------------------------------------------------
 
 
-def beyond(here: Here, file: str) -> None:
+def uses_ops_beyond_gloo(here: Here, file: str) -> None:
     rank, size = meet(file)
     mean = torch.tensor([1.0, 2.0]) * (rank + 1)
     dist.all_reduce(mean, ReduceOp.AVG)
@@ -57,7 +57,7 @@ def beyond(here: Here, file: str) -> None:
 
 
 def test_backend_ops_and_shapes_beyond_gloo_give_correct_results(job: StartJob, tmp_path: Path) -> None:
-    for one in run(job, beyond, 2, tmp_path):
+    for one in run(job, uses_ops_beyond_gloo, 2, tmp_path):
         assert one == {
             "mean": [1.5, 3.0],
             "whole": [-4, 4],  # rounded towards zero
@@ -180,7 +180,7 @@ class Numbers(torch.utils.data.Dataset[Any]):  # type: ignore[misc]  # torch is 
         return torch.tensor(float(place))
 
 
-def odd(here: Here, file: str) -> None:
+def calls_unusually(here: Here, file: str) -> None:
     from torch.distributed.optim import (
         ZeroRedundancyOptimizer,
     )  # imported here, because it warns about deprecated parts of torch
@@ -216,7 +216,7 @@ def odd(here: Here, file: str) -> None:
 
 
 def test_backend_unusual_tensors_forked_loaders_and_a_second_abort_are_handled(job: StartJob, tmp_path: Path) -> None:
-    with job(odd, 2, str(tmp_path / "store"), environ=environ_of(2)) as ranks:
+    with job(calls_unusually, 2, str(tmp_path / "store"), environ=environ_of(2)) as ranks:
         for rank in ranks:
             report = rank.hear()
             assert report["gathered"] == [0.0, 0.0, 2.0, 2.0]
@@ -261,7 +261,7 @@ def test_torch_ddp_killed_rank_raises_peer_lost_on_the_others(job: StartJob, tmp
             assert rank.ended() == 0, rank.output()
 
 
-def late(here: Here, file: str) -> None:
+def misses_a_call(here: Here, file: str) -> None:
     rank, _ = meet(file)
     group = dist.new_group(timeout=timedelta(seconds=0.2))
     error: BaseException | None = None
@@ -284,7 +284,7 @@ def late(here: Here, file: str) -> None:
 
 
 def test_new_group_timeout_raises_gradwire_timeout(job: StartJob, tmp_path: Path) -> None:
-    with job(late, 2, str(tmp_path / "store"), environ=environ_of(2)) as ranks:
+    with job(misses_a_call, 2, str(tmp_path / "store"), environ=environ_of(2)) as ranks:
         assert "0.2 s" in ranks[0].hear()["error"]
         for rank in ranks:
             rank.tell()
