@@ -70,13 +70,13 @@ def test_check_replicas_flipped_bit_names_rank_and_tensor_on_all_ranks(groups: l
 
 
 def test_diverged_names_the_first_rank_of_the_minority_even_if_it_is_rank_0() -> None:
-    usual, other = [["a", "1"], ["b", "2"]], [["a", "1"], ["b", "3"]]
-    assert diverged([other, usual, usual]).culprit == 0
-    assert diverged([usual, other]).culprit == 1
-    assert diverged([usual, usual, other, other]).culprit == 2
-    error = diverged([usual, other, usual, other, usual], 7)
+    common, other = [["a", "1"], ["b", "2"]], [["a", "1"], ["b", "3"]]
+    assert diverged([other, common, common]).culprit == 0
+    assert diverged([common, other]).culprit == 1
+    assert diverged([common, common, other, other]).culprit == 2
+    error = diverged([common, other, common, other, common], 7)
     assert (error.culprit, error.tensor, error.generation) == (1, "b", 7)
-    assert str(error).endswith("so do ranks 3")
+    assert str(error).endswith("the replicas have diverged; rank 3 differs too")
 
 
 @pytest.mark.parametrize(

@@ -114,9 +114,9 @@ def test_elastic_vote_broken_while_states_differ_raises_on_the_survivors() -> No
             return None
         except gw.ReplicasDiverged as error:
             return error.culprit, error.tensor, error.generation, str(error).partition(" holds")[0]
-        return "went on"
+        return "continued"
 
-    assert run_ranks(gw.local_group(4), live) == [(1, "b", 2, "after step 2 rank 1")] * 3 + [None]
+    assert run_ranks(gw.local_group(4), live) == [(1, "b", 2, "after step 2, rank 1")] * 3 + [None]
 
 
 def test_elastic_on_divergence_warn_gives_a_joiner_the_most_common_state() -> None:
@@ -226,8 +226,8 @@ def test_elastic_without_an_intact_copy_raises_state_lost() -> None:
     results = run_ranks(gw.local_group(3), spoil)
     assert results[2] == "left"
     for result in results[:2]:
-        assert "step 0 was committed" in result
-        assert "Start the job again, from a checkpoint if the program has written one" in result
+        assert "state of step 0, which was committed" in result
+        assert "Restart the job, from a checkpoint if the program has written one" in result
 
 
 def test_elastic_collective_mismatch_is_raised_on_all_ranks() -> None:

@@ -118,7 +118,7 @@ def test_elastic_joiner_during_a_later_run_of_the_program_is_refused() -> None:
     joiner = Joiner(late)
     old, new = joiner.run(lambda group: train(group, joiner.let_in))
     assert old == [[2.0, 140.0]] * 2
-    assert "the others are in their run 2" in new
+    assert "the other ranks are in their run 2" in new
 
 
 # -- contents of a state -----------------------------------------------------------------------------------------------

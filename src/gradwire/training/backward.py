@@ -56,7 +56,7 @@ class Backward:
 
         With `beside`, the last bucket is left to `finish`: at that point no computation is left to overlap with.
         """
-        buckets, bucket = self._buckets, self._bucket_set.home[name]
+        buckets, bucket = self._buckets, self._bucket_set.bucket_of[name]
         if not used:
             self._unchanged[name] = bucket.views[name].copy()
         with self._lock:

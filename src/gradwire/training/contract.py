@@ -89,7 +89,8 @@ def diverged(
     others = [rank for rank, one in held.items() if one != majority]
     culprit = others[0]
     tensor = _first_difference(held[culprit], majority)
-    more = f"; ranks {', '.join(map(str, others[1:]))} differ too" if others[1:] else ""
+    also = ", ".join(map(str, others[1:]))
+    more = "" if not also else f"; ranks {also} differ too" if others[2:] else f"; rank {also} differs too"
     first = next(rank for rank, one in held.items() if one == majority)
     against = f"{count} of {len(held)} ranks" if count > 1 else f"rank {first}"
     after = "" if step is None else f"after step {step}, "

@@ -251,11 +251,11 @@ class StepProtocol:
         digest = digest or (self._replica.digest_if_readable() if begun else "")
         intact = is_intact(self.completed, self.digest, digest, self.overwritten)
         mine = Standing(self.completed, self.completed_in, self.committed, digest, intact, self._number)
-        standings = _standings((yield Gather(mine.to_wire(), "agreement on the step")))
+        standings = _standings((yield Gather(mine.to_wire(), "elastic agreement (step)")))
         yield from self._check_runs([standing.run for standing in standings])
         if all(one.completed == NONE for one in standings):  # only then the digest of a rank without state matters
             digest = digest if begun else self._replica.digest()
-            gathered = yield Gather(replace(mine, digest=digest).to_wire(), "agreement on the initial state")
+            gathered = yield Gather(replace(mine, digest=digest).to_wire(), "elastic agreement (initial state)")
             standings = _standings(gathered)
         settlement = settle(standings)
         self._divergence = None  # ranks that have just joined do not know of it, and all ranks must report together
@@ -264,7 +264,7 @@ class StepProtocol:
         self._replica.decided(settlement)
         yield from self._exchange(settlement, standings, digest)
         # Before this gather returns, no rank changes its state: a transfer may still fail, and be repeated.
-        yield Gather(None, "agreement, done")
+        yield Gather(None, "elastic agreement (done)")
         self.committed = settlement.completed  # now all ranks are known to have this state
         self._agreed_in = self._replica.generation
         self._replica.committed(settlement.version)
@@ -300,7 +300,7 @@ class StepProtocol:
                 "elastic run for all phases of the program, and keep the current phase in its state"
             )
         if min(numbers) != current:
-            yield Gather(None, "agreement, waiting for ranks of earlier runs to leave")
+            yield Gather(None, "elastic agreement (earlier runs)")
 
     def _await_others(self) -> Steps:
         """Wait until enough members ask to join, and begin the next generation with them."""
