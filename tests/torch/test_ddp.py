@@ -72,7 +72,7 @@ def test_ddp_without_a_group_uses_the_group_of_init() -> None:
     ("change", "text"),
     [
         (lambda model: model.add_module("more", nn.Linear(2, 2)), "missing on rank 0"),
-        (lambda model: model.to(torch.float32), r"number 1 is '0.weight': torch.float32\[12, 6\]"),
+        (lambda model: model.to(torch.float32), r"item 1 is '0.weight': torch.float32\[12, 6\]"),
         (lambda model: model[0].weight.requires_grad_(False), "'0.weight': .*, frozen on rank 1"),
         (lambda model: model.register_buffer("steps", torch.zeros(2)), r"'steps': float32\[2\] on rank 1"),
     ],

@@ -122,7 +122,7 @@ def test_sharded_optimizer_step_after_close_notes_the_lost_state() -> None:
         optimizer = ShardedOptimizer(group, {"w": np.ones(2)}, Adam)
     with pytest.raises(gw.Closed) as caught:
         optimizer.step({"w": np.ones(2)})
-    assert "what a lost one kept is gone" in caught.value.__notes__[0]
+    assert "the part of a lost rank is gone" in caught.value.__notes__[0]
 
 
 def test_sharded_optimizer_read_only_weight_or_unknown_gradient_is_refused() -> None:
