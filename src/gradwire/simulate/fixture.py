@@ -88,7 +88,7 @@ class _Rank:
     @property
     def group(self) -> Group:
         """The group of the present generation."""
-        return self.job.present(GroupInternals(self.first).member_id) or self.first
+        return self.job.current_group(GroupInternals(self.first).member_id) or self.first
 
     def called(self, transport: LocalTransport) -> None:
         """A call of this rank begins."""

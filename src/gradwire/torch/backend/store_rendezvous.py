@@ -31,7 +31,7 @@ def meet(store: Any, rank: int, size: int, timeout: float) -> Group:
     or `GRADWIRE_INSECURE=1`.
     """
     if size == 1:
-        return init.alone(timeout)
+        return init.single_rank_group(timeout)
     deadline = time.monotonic() + max(timeout, MEETING_SECONDS)
     # A store may serve one group after another under the same name: each rank counts its own.
     board = _StoreKeys(store, f"gradwire/{store.add(f'gradwire/{rank}', 1)}", size)
@@ -46,7 +46,7 @@ def meet(store: Any, rank: int, size: int, timeout: float) -> Group:
 
     heeded = {name: value for name in (TRANSPORT, INSECURE) if (value := os.environ.get(name))}
     config = resolve(rank, size, Address(place, _UNUSED_PORT), timeout=timeout, environ=heeded)
-    return init.member_session(dataclasses.replace(config, address_taken=True), agree).take(
+    return init.member_session(dataclasses.replace(config, address_taken=True), agree).join_next(
         max(deadline, time.monotonic() + 1.0)
     )
 
