@@ -8,7 +8,7 @@
 The script does not import gradwire. An existing script needs only the name of the backend. Then its steps spend less
 time on communication, and if a rank dies, all other ranks raise an error that names it within a second.
 
-The model reads eight digits and a separator, and writes the digits in order. At the end the ranks compare their weights.
+The model reads eight digits and a separator, and writes the digits in order. At the end the ranks compare weights.
 """
 
 from __future__ import annotations
