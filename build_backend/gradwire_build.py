@@ -39,7 +39,7 @@ build_sdist = scikit.build_sdist
 get_requires_for_build_sdist = scikit.get_requires_for_build_sdist
 
 
-# --- PEP 517 hooks. Metadata is prepared before it is known whether the core can be built, so the build does not reuse it.
+# --- PEP 517 hooks. Metadata is prepared before it is known whether the core can be built. The build does not reuse it.
 
 
 def get_requires_for_build_wheel(settings: Settings = None) -> list[str]:
