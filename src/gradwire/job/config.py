@@ -62,7 +62,8 @@ class JobConfig:
     - `address`: where the ranks meet, or None for a job of one rank.
     - `transport`: "auto", "shm" or "tcp".
     - `timeout`: seconds for joining, and for each call that has no timeout of its own.
-    - `peer_timeout`: seconds without a heartbeat after which a rank on another host counts as lost.
+    - `peer_timeout`: seconds without a heartbeat after which a rank on another host counts as lost. The largest value
+      of all ranks applies.
     - `insecure`: allows plaintext links to other machines.
     - `job`: the name of the job, or None. A coordinator refuses processes that name another job.
     - `served`: a launcher runs the coordinator at `address`. Otherwise rank 0 does.
@@ -135,7 +136,10 @@ class JobConfig:
 
     @property
     def role(self) -> Literal["coordinator", "worker"]:
-        """Return "coordinator" if this process serves the rendezvous: rank 0 does, unless a launcher already does."""
+        """Return "coordinator" if this process serves the rendezvous, otherwise "worker".
+
+        Rank 0 serves the rendezvous, unless a launcher already does.
+        """
         return "coordinator" if self.rank == 0 and not self.served else "worker"
 
     def _named(self, name: str) -> str:
@@ -228,7 +232,8 @@ def _integer(found: Found) -> int:
 
 
 def _complete(rank: int | None, size: int | None, sources: Mapping[str, str]) -> tuple[int, int]:
-    """Fill in a missing rank or size: without both the job has one rank; without one of them only size 1 is valid."""
+    """Return rank and size. If both are missing, the job has one rank. A single missing one is an error, unless the
+    size is 1."""
     if size is None and rank is None:
         return 0, 1
     if size is None:

@@ -40,11 +40,11 @@ def init(
     timeout: float = DEFAULT_TIMEOUT,
     insecure: bool = False,
 ) -> Group:
-    """Join the job and return the group of all its ranks. Blocks until all ranks have joined.
+    """Join the job and return the group of all its ranks.
 
-    An argument that is None is read from the environment: from `GRADWIRE_*`, or from the variables of the launcher
-    (torchrun, Slurm, Open MPI, or another launcher that uses PMI). If neither rank nor size is found, the job has one
-    rank.
+    The call blocks until all ranks have joined, or in an elastic job until the next generation has formed. An argument
+    that is None is read from the environment: from the `GRADWIRE_*` variables, or from those of the launcher (torchrun,
+    Slurm, Open MPI, or another launcher that uses PMI). If neither rank nor size is found, the job has one rank.
 
     - `rank`, `size`: this process's rank, from 0, and the number of ranks in the job.
     - `address`: "host:port" where the ranks meet. Rank 0 listens there, unless `gradwire run` or `gradwire coordinator`
@@ -56,9 +56,12 @@ def init(
     - `insecure`: allow plaintext links to other machines. By default an address outside of this machine needs the
       certificates that `gradwire certs` makes, and `ConfigError` is raised without them.
 
-    Raises `ConfigError` if the settings are wrong, before anything is started; `NoConnection` if nothing answers at the
-    address; `Refused` if the job does not accept this process, for example because its rank is taken; `Timeout`, which
-    names the missing ranks, if not all ranks join in time.
+    Errors:
+
+    - `ConfigError`: the settings are wrong. Nothing was started.
+    - `NoConnection`: no process answers at the address.
+    - `Refused`: the job does not accept this process, for example because another process has its rank.
+    - `Timeout`: not all ranks have joined in time. The message names the missing ranks.
 
     >>> import gradwire as gw
     >>> with gw.init() as group:

@@ -65,7 +65,8 @@ class Impostor(Process):
         job.note(self, "claims to be %s after generation %d", name, generation)
         run = victim.run if generation else b""
         claim = Claim(member, None, None, self._session, generation=generation, run=run, transport="auto")
-        known = victim.generation > 0  # a restarted coordinator forgets waiting workers, so before this the id is free
+        # A restarted coordinator forgets waiting workers. So the id of a worker without a generation may be free.
+        known = victim.generation > 0
         outcome = yield from self._coordinator.ask("register", claim)
         if known and victim.alive and name in job.coordinator.member_ids and not isinstance(outcome, Refusal):
             job.fail(f"{self.name} was admitted as {name}, which is alive and joined with other credentials")

@@ -75,7 +75,7 @@ class Peers(Protocol):
     def worker(self, name: str) -> Listener: ...
 
     def listens(self, member: Member) -> bool:
-        """Return False if connections to this member's address are refused. Missing answers do not count."""
+        """Return False if this member's address refuses connections. An address without an answer counts as True."""
 
 
 class Rank:

@@ -81,7 +81,7 @@ class SimulatedJob:
         return self._by_name[name]
 
     def listens(self, member: Member) -> bool:
-        """Return False if connections to this member's address are refused. Missing answers do not count."""
+        """Return False if this member's address refuses connections. An address without an answer counts as True."""
         worker = self._by_name[member.id]
         return worker.host in self._hosts_without_power or (worker.alive and worker.address == member.address)
 

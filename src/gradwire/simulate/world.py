@@ -49,7 +49,7 @@ class World(SimulatedJob):
         members: int | None = None,
         kinds: Collection[str] = faults.USUAL,
     ) -> None:
-        """`kinds` are the kinds of faults to draw. With `scenario`, nothing is drawn from the seed for it."""
+        """`kinds` are the kinds of faults to draw. `scenario` replaces the scenario that the seed would draw."""
         random = Random(seed)
         scenario = scenario or draw_scenario(seed, random, members, kinds)
         super().__init__(seed, scenario, random, faults.command(seed, members, kinds))

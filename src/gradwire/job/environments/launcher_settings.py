@@ -13,8 +13,7 @@ DERIVED_PORTS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The text of a value and the variable it came from. It is parsed when it is used, so unused bad values are
-    ignored."""
+    """The text of a value, and the variable that it came from. The text is parsed only when it is used."""
 
     text: str
     source: str
