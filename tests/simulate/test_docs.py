@@ -19,7 +19,7 @@ COMMANDS = re.findall(r"^    python -m gradwire\.simulate (.*)$", PAGE.read_text
 
 @pytest.mark.parametrize("line", COMMANDS)
 def test_simulation_page_commands_run(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each with one seed."""
+    """Run each command with one seed."""
     arguments = line.split("#")[0].split()
     assert command.main([*arguments, "--seeds", "1"]) == 0
     assert "1 seeds in" in capsys.readouterr().out
