@@ -11,7 +11,7 @@ MINUTES ?= 30
 PYTHON ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format verify soak sanitize clean
+.PHONY: help demo test lint format docs verify soak sanitize clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/\1\t\2/p' Makefile | awk -F '\t' '{ printf "make %-8s %s\n", $$1, $$2 }'
@@ -31,7 +31,11 @@ format: $(VENV)/.installed-test ## let ruff put things in order
 	$(RUN) ruff check --fix .
 	$(RUN) ruff format .
 
-verify: test $(VENV)/.installed-verify ## test, then the slow tests, some fuzzing, the examples and a short benchmark
+docs: $(VENV)/.installed-docs ## the site with all pages and the API reference, in build/docs; warnings are errors
+	$(RUN) sphinx -q -W --keep-going -n -c docs -d build/doctrees . build/docs
+	@echo "file://$(CURDIR)/build/docs/index.html"
+
+verify: test docs $(VENV)/.installed-verify ## test, docs, then the slow tests, some fuzzing, the examples and a short benchmark
 	$(RUN) pytest -m "slow or soak" --timeout=600 -o faulthandler_timeout=660 $(ARGS)
 	PYTHONPATH=tests $(RUN) fuzz.atheris --seconds 10
 	@set -e; for script in examples/*.py; do \
@@ -77,6 +81,9 @@ $(VENV)/.installed-test: requirements/test.txt $(VENV)/.installed
 
 $(VENV)/.installed-verify: requirements/verify.txt $(VENV)/.installed-test
 	$(call install,what is only for make verify,--requirement $<)
+
+$(VENV)/.installed-docs: requirements/docs.txt $(VENV)/.installed
+	$(call install,what builds the documentation,--requirement $<)
 
 # pip says nothing unless it fails.
 define install

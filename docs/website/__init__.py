@@ -1,0 +1,62 @@
+"""Sphinx extension of gradwire's site: what `docs/conf.py` cannot express as settings.
+
+navigation   arranges all pages into the sections of the sidebar
+docstrings   translates gradwire's docstrings into reStructuredText
+commands     describes the commands of `gradwire`, from click
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx.addnodes import pending_xref
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+
+from website import commands, docstrings, navigation
+
+ROOT = Path(__file__).parents[2]
+# Programs get objects of these classes from others, and do not call their constructors.
+NOT_CONSTRUCTED = {
+    *(f"gradwire.{name}" for name in ("Capabilities", "Elastic", "Group", "Step", "Stream", "Work")),
+    *(f"gradwire.membership.types.{name}" for name in ("CheckpointStatus", "Member", "News")),
+    *(f"gradwire.simulate.fixture.{name}" for name in ("Fault", "Ranks", "Run")),
+}
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Register the hooks of this extension."""
+    app.connect("source-read", _complete_page)
+    app.connect("autodoc-process-signature", _hide_constructor)
+    app.connect("autodoc-process-docstring", _translate_docstring)
+    app.connect("missing-reference", _find_by_last_name)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
+
+
+def _complete_page(app: Sphinx, name: str, source: list[str]) -> None:
+    """Add what is not in the file: the sidebar's sections, and the commands that click knows."""
+    text = source[0].replace(commands.MARKER, commands.markdown() if commands.MARKER in source[0] else "")
+    source[0] = text + navigation.toctrees(name, ROOT)
+
+
+def _translate_docstring(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    lines[:] = docstrings.translate(lines)
+
+
+def _hide_constructor(
+    app: Sphinx, what: str, name: str, thing: Any, options: Any, signature: str | None, returns: str | None
+) -> tuple[str, None] | None:
+    return ("", None) if what == "exception" or name in NOT_CONSTRUCTED else None
+
+
+def _find_by_last_name(
+    app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes.TextElement
+) -> nodes.reference | None:
+    """Resolve `Work` and `gradwire.group.work.Work` as `gradwire.Work`, if that is public."""
+    target = docstrings.public_name(node.get("reftarget", "").rpartition(".")[2])
+    if node.get("refdomain") != "py" or target is None or target == node["reftarget"]:
+        return None
+    python = env.domains.python_domain
+    return python.resolve_xref(env, node["refdoc"], app.builder, "obj", target, node, content)

@@ -1,0 +1,65 @@
+"""Translates gradwire's docstrings, which use Markdown's backticks and aligned tables, into reStructuredText."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+import gradwire
+
+_CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
+_ROW = re.compile(r"^(\w[\w.*]*) {2,}(\S.*)$")
+_PUBLIC = {*gradwire.__all__, "jax", "torch"}
+
+
+def public_name(name: str) -> str | None:
+    """Return the full name of what a docstring calls `gw.Group`, `Group` or `Group.rank`; None if it is not public.
+
+    >>> public_name("Group.rank"), public_name("gw.elastic"), public_name("rank")
+    ('gradwire.Group.rank', 'gradwire.elastic', None)
+    """
+    own = re.sub(r"^(gw|gradwire)\.", "", name)
+    return f"gradwire.{own}" if own.split(".")[0] in _PUBLIC else None
+
+
+def translate(lines: Sequence[str]) -> list[str]:
+    """Return the lines of a docstring as reStructuredText; examples stay as they are."""
+    translated: list[str] = []
+    for paragraph in _paragraphs(lines):
+        if paragraph[0].lstrip().startswith(">>>"):
+            translated += paragraph
+        elif _ROW.match(paragraph[0]) and all(_ROW.match(line) or line.startswith("  ") for line in paragraph):
+            translated += _definitions(paragraph)
+        elif paragraph[0].startswith("    "):
+            translated += ["::", "", *paragraph]
+        else:
+            translated += _CODE.sub(_reference, "\n".join(paragraph)).split("\n")
+        translated.append("")
+    return translated
+
+
+def _paragraphs(lines: Sequence[str]) -> Iterator[list[str]]:
+    paragraph: list[str] = []
+    for line in [*lines, ""]:
+        if line.strip():
+            paragraph.append(line)
+        elif paragraph:
+            yield paragraph
+            paragraph = []
+
+
+def _definitions(rows: Sequence[str]) -> Iterator[str]:
+    """Translate rows such as `group    whose ranks train together` into a definition list."""
+    for row in rows:
+        found = _ROW.match(row)
+        if found:
+            yield f"``{found[1]}``"
+        yield "    " + _CODE.sub(_reference, found[2] if found else row.strip())
+
+
+def _reference(found: re.Match[str]) -> str:
+    """Translate `code` in backticks: a link if it is a public name or a call of one, a literal otherwise."""
+    text = found[1].replace("\n", " ")
+    target = public_name(re.sub(r"\(.*\)$", "", text))
+    simple = re.fullmatch(r"[\w.]+(\(\))?", text)
+    return f":py:obj:`{text} <{target}>`" if target and simple else f"``{text}``"
