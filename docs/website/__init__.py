@@ -28,11 +28,19 @@ NOT_CONSTRUCTED = {
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register the hooks of this extension."""
+    app.connect("env-get-outdated", _completed_pages)
     app.connect("source-read", _complete_page)
     app.connect("autodoc-process-signature", _hide_constructor)
     app.connect("autodoc-process-docstring", _translate_docstring)
     app.connect("missing-reference", _find_by_last_name)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
+
+
+def _completed_pages(
+    app: Sphinx, env: BuildEnvironment, added: set[str], changed: set[str], removed: set[str]
+) -> list[str]:
+    """Return the pages to read again although their files have not changed: those that `_complete_page` adds to."""
+    return [name for name in env.found_docs if name.endswith(("README", "command-line"))]
 
 
 def _complete_page(app: Sphinx, name: str, source: list[str]) -> None:
