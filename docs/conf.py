@@ -27,8 +27,9 @@ nitpick_ignore_regex = [
     (r"py:class", r"gradwire\..*\.([A-Z]|HasGroup|bucket_reduction\.Compression)"),  # type variables, protocols
 ]
 
-myst_enable_extensions = ["colon_fence"]
+myst_enable_extensions = ["deflist"]  # for the options of commands
 myst_heading_anchors = 4
+smartquotes = False  # options such as --min keep their hyphens
 
 autodoc_mock_imports = ["jax", "gradwire.jax.traced", "torch"]
 autodoc_member_order = "bysource"

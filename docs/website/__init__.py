@@ -7,6 +7,7 @@ commands     describes the commands of `gradwire`, from click
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ from docutils import nodes
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
+from sphinx.util import inspect
 
 from website import commands, docstrings, navigation
 
 ROOT = Path(__file__).parents[2]
+ARRAY = re.compile(r"~?numpy\.ndarray\[.*?dtype\[[^]]*\]\]")
+SHORT_CODE = 24  # characters
 # Programs get objects of these classes from others, and do not call their constructors.
 NOT_CONSTRUCTED = {
     *(f"gradwire.{name}" for name in ("Capabilities", "Elastic", "Group", "Step", "Stream", "Work")),
@@ -30,8 +34,9 @@ def setup(app: Sphinx) -> dict[str, Any]:
     """Register the hooks of this extension."""
     app.connect("env-get-outdated", _completed_pages)
     app.connect("source-read", _complete_page)
-    app.connect("autodoc-process-signature", _hide_constructor)
+    app.connect("autodoc-process-signature", _shorten_signature)
     app.connect("autodoc-process-docstring", _translate_docstring)
+    app.connect("doctree-read", _mark_short_code)
     app.connect("missing-reference", _find_by_last_name)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
 
@@ -53,10 +58,23 @@ def _translate_docstring(app: Sphinx, what: str, name: str, thing: Any, options:
     lines[:] = docstrings.translate(lines)
 
 
-def _hide_constructor(
+def _shorten_signature(
     app: Sphinx, what: str, name: str, thing: Any, options: Any, signature: str | None, returns: str | None
-) -> tuple[str, None] | None:
-    return ("", None) if what == "exception" or name in NOT_CONSTRUCTED else None
+) -> tuple[str, str | None] | None:
+    """Show `ndarray` without parameters, and constructors only where programs call them: also below a mocked class."""
+    if what == "exception" or name in NOT_CONSTRUCTED:
+        return "", None
+    if what == "class" and thing.__base__.__module__.split(".")[0] in app.config.autodoc_mock_imports:
+        own = inspect.signature(thing.__init__, bound_method=True)
+        return inspect.stringify_signature(own, show_return_annotation=False), None
+    return None if signature is None else (ARRAY.sub("ndarray", signature), returns and ARRAY.sub("ndarray", returns))
+
+
+def _mark_short_code(app: Sphinx, tree: nodes.document) -> None:
+    """Let style.css keep inline code on one line, unless it is longer than a line on a phone."""
+    for code in tree.findall(nodes.literal):
+        if len(code.astext()) <= SHORT_CODE:
+            code["classes"].append("short")
 
 
 def _find_by_last_name(

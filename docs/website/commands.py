@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterator
 
 import click
@@ -25,33 +26,22 @@ def _section(parent: click.Context, name: str) -> Iterator[str]:
     yield f"## gradwire {name}"
     yield f"```text\n{' '.join([context.command_path, *command.collect_usage_pieces(context)])}\n```"
     yield from _prose(command.help or "")
-    rows = [_row(context, option) for option in command.get_params(context) if isinstance(option, click.Option)]
-    yield "\n".join(["| option | meaning |", "|---|---|", *rows])
+    for option in command.get_params(context):
+        record = option.get_help_record(context)
+        if isinstance(option, click.Option) and record:
+            yield f"`{record[0]}`\n: {_plain(record[1]) or '…'}"
 
 
 def _prose(text: str) -> Iterator[str]:
     """Translate a help text: a paragraph that begins with \\b is an example, shown as it is."""
     for paragraph in text.split("\n\n"):
         if paragraph.startswith("\b"):
-            yield f"```text\n{_dedented(paragraph.removeprefix(chr(8)).strip(chr(10)))}\n```"
+            example = textwrap.dedent(paragraph.removeprefix("\b")).strip("\n")
+            yield f"```text\n{example}\n```"
         else:
-            yield re.sub(r"([*_<|])", r"\\\1", paragraph)
-
-
-def _dedented(text: str) -> str:
-    lines = text.split("\n")
-    margin = min(len(line) - len(line.lstrip()) for line in lines if line.strip())
-    return "\n".join(line[margin:] for line in lines)
-
-
-def _row(context: click.Context, option: click.Option) -> str:
-    names, meaning = option.get_help_record(context) or ("", "")
-    return f"| {_cell(f'`{names}`')} | {_cell(_plain(meaning))} |"
+            yield _plain(paragraph)
 
 
 def _plain(text: str) -> str:
+    """Escape what Markdown would take for markup."""
     return re.sub(r"([*_<])", r"\\\1", text)
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")

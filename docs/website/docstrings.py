@@ -9,7 +9,7 @@ import gradwire
 
 _CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 _ROW = re.compile(r"^(\w[\w.*]*) {2,}(\S.*)$")
-_PUBLIC = {*gradwire.__all__, "jax", "torch"}
+_FRAMEWORKS = ("jax", "torch")
 
 
 def public_name(name: str) -> str | None:
@@ -17,9 +17,12 @@ def public_name(name: str) -> str | None:
 
     >>> public_name("Group.rank"), public_name("gw.elastic"), public_name("rank")
     ('gradwire.Group.rank', 'gradwire.elastic', None)
+    >>> public_name("gw.jax.jit"), public_name("jax.jit")
+    ('gradwire.jax.jit', None)
     """
     own = re.sub(r"^(gw|gradwire)\.", "", name)
-    return f"gradwire.{own}" if own.split(".")[0] in _PUBLIC else None
+    first = own.split(".")[0]
+    return f"gradwire.{own}" if first in gradwire.__all__ or (own != name and first in _FRAMEWORKS) else None
 
 
 def translate(lines: Sequence[str]) -> list[str]:
