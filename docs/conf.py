@@ -40,6 +40,7 @@ python_display_short_literal_types = True
 add_module_names = False
 
 html_theme = "furo"
+pygments_dark_style = "github-dark"
 html_title = f"gradwire {release}"
 html_static_path = ["website/style.css"]
 html_css_files = ["style.css"]
