@@ -31,7 +31,7 @@ format: $(VENV)/.installed-test ## let ruff put things in order
 	$(RUN) ruff check --fix .
 	$(RUN) ruff format .
 
-docs: $(VENV)/.installed-docs ## the site with all pages and the API reference, in build/docs; warnings are errors
+docs: $(VENV)/.installed-docs ## build the site with all pages and the API reference in build/docs; warnings are errors
 	$(RUN) sphinx -q -W --keep-going -n -c docs -d build/doctrees . build/docs
 	@echo "file://$(CURDIR)/build/docs/index.html"
 
@@ -79,11 +79,11 @@ $(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard native/*.*) $(VENV)
 $(VENV)/.installed-test: requirements/test.txt $(VENV)/.installed
 	$(call install,the test tools,--requirement $<)
 
+$(VENV)/.installed-docs: requirements/docs.txt $(VENV)/.installed
+	$(call install,the documentation tools,--requirement $<)
+
 $(VENV)/.installed-verify: requirements/verify.txt $(VENV)/.installed-test
 	$(call install,what is only for make verify,--requirement $<)
-
-$(VENV)/.installed-docs: requirements/docs.txt $(VENV)/.installed
-	$(call install,what builds the documentation,--requirement $<)
 
 # pip says nothing unless it fails.
 define install
