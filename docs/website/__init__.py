@@ -36,7 +36,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("source-read", _complete_page)
     app.connect("autodoc-process-signature", _shorten_signature)
     app.connect("autodoc-process-docstring", _translate_docstring)
-    app.connect("doctree-read", _mark_short_code)
+    app.connect("doctree-read", _polish)
     app.connect("missing-reference", _find_by_last_name)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
 
@@ -70,11 +70,13 @@ def _shorten_signature(
     return None if signature is None else (ARRAY.sub("ndarray", signature), returns and ARRAY.sub("ndarray", returns))
 
 
-def _mark_short_code(app: Sphinx, tree: nodes.document) -> None:
-    """Let style.css keep inline code on one line, unless it is longer than a line on a phone."""
+def _polish(app: Sphinx, tree: nodes.document) -> None:
+    """Let style.css keep short code on one line, and write a dash between a parameter and its meaning."""
     for code in tree.findall(nodes.literal):
         if len(code.astext()) <= SHORT_CODE:
             code["classes"].append("short")
+    for text in [text for text in tree.findall(nodes.Text) if text == " -- "]:
+        text.parent.replace(text, nodes.Text(" – "))
 
 
 def _find_by_last_name(
