@@ -13,6 +13,6 @@ PROGRAMS = [(page.stem, block) for page in PAGES for block in code_blocks(page, 
 
 
 @pytest.mark.parametrize(("page", "block"), PROGRAMS, ids=[f"{page}-line-{block.line}" for page, block in PROGRAMS])
-def test_page_program_runs_on_two_ranks(page: str, block: Block, tmp_path: Path) -> None:
+def test_page_program_runs(page: str, block: Block, tmp_path: Path) -> None:
     done = run_program(block, tmp_path)
     assert done.returncode == 0, f"{page}, line {block.line}\n{done.stdout}{done.stderr}"
