@@ -9,10 +9,19 @@ import pytest
 from support.documents import ROOT, Block, code_blocks, run_program
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-PROGRAMS = [(page.stem, block) for page in PAGES for block in code_blocks(page, "python")]
+SLOW = ("import torch", "import jax")  # frameworks take seconds to load
+PROGRAMS = [
+    pytest.param(
+        block,
+        id=f"{page.stem}-line-{block.line}",
+        marks=[pytest.mark.slow] if any(one in block.text for one in SLOW) else [],
+    )
+    for page in PAGES
+    for block in code_blocks(page, "python")
+]
 
 
-@pytest.mark.parametrize(("page", "block"), PROGRAMS, ids=[f"{page}-line-{block.line}" for page, block in PROGRAMS])
-def test_page_program_runs(page: str, block: Block, tmp_path: Path) -> None:
+@pytest.mark.parametrize("block", PROGRAMS)
+def test_page_program_runs(block: Block, tmp_path: Path) -> None:
     done = run_program(block, tmp_path)
-    assert done.returncode == 0, f"{page}, line {block.line}\n{done.stdout}{done.stderr}"
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}"

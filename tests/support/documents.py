@@ -112,14 +112,19 @@ def run_program(block: Block, folder: Path, ranks: int = 2) -> subprocess.Comple
     )
 
 
-def run_commands(page: Path, folder: Path, networks: Mapping[str, int] | None = None) -> None:
+def run_commands(
+    page: Path, folder: Path, networks: Mapping[str, int] | None = None, without: Sequence[str] = ()
+) -> None:
     """Run all commands of a page; `AssertionError` shows what one has printed if it failed or printed something else.
 
-    `networks` has, for each machine, the pid of a process in its network namespace.
+    `networks` has, for each machine, the pid of a process in its network namespace. Blocks that contain one of the
+    texts in `without` are left out.
     """
     networks = networks or {}
     _prepare(page, folder, sorted(machines_of(page)))
     for block in code_blocks(page, "console"):
+        if any(text in block.text for text in without):
+            continue
         machines = commands_of(block)
         with contextlib.ExitStack() as ends:
             started = [
