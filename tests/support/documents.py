@@ -135,7 +135,6 @@ def run_commands(
             where, output = f"{page.name}, line {block.line}", "\n".join(outputs)
             failed = [commands.lines for commands, shell in started if shell.returncode]
             assert not failed, f"{where}: {failed} failed\n{output}"
-            # Which machine has rank 0, and prints, depends on which worker of an elastic job registers first.
             missing = [line for commands, _ in started for line in commands.printed if not _occurs(line, output)]
             assert not missing, f"{where}: not printed: {missing}\n{output}"
 
@@ -183,5 +182,7 @@ def _shell(lines: Sequence[str], folder: Path, machine: str, network: int | None
 
 
 def _occurs(line: str, output: str) -> bool:
+    """Whether a line was printed, by any worker: which of them is rank 0 depends on which one registers first."""
     pattern = ".*".join(map(re.escape, line.split("…")))
+    pattern = re.sub(r"^\\\[\d+\\\]", r"\\[\\d+\\]", pattern)
     return re.search(f"^{pattern}$", output, re.MULTILINE) is not None
