@@ -11,7 +11,10 @@ import pytest
 from support.documents import ROOT
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text("utf-8")
-QUOTES = re.findall(r"^### `(.*)`", PAGE, re.MULTILINE)
+CODE = re.findall(r"`([^`\n]*)`", PAGE)
+QUOTES = re.findall(r"^### `(.*)`", PAGE, re.MULTILINE) + [
+    text for text in CODE if text.count(" ") >= 3 and not text.startswith("gradwire ")
+]
 VALUE = "\0"  # in the place of a value in a message
 
 
@@ -29,7 +32,7 @@ def messages() -> str:
     return re.sub(r"%d|%s|%\.\df", VALUE, texts)
 
 
-@pytest.mark.parametrize("quote", QUOTES)
+@pytest.mark.parametrize("quote", sorted(set(QUOTES)))
 def test_troubleshooting_page_quotes_a_message_of_the_source(quote: str) -> None:
     """Names in quotes are values, and " during" joins an error to the call that raised it."""
     for part in re.split(r"…|'[a-z]+'| during", quote):
