@@ -4,6 +4,7 @@ Each layer imports only from the layers above it. The lower half moves bytes and
 call, and the rest starts processes and trains. The order inside a package is in its own docstring.
 
     errors        everything that is raised
+    tracebacks    prints uncaught exceptions without the frames inside gradwire
     events        the tracing point: subscribers learn of a group's operations
     arrays        NumPy, DLPack and buffers as typed views; the table of dtypes
     wire          the message header and its fingerprint

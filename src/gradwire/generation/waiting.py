@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from gradwire.errors import Closed, GradwireError
 from gradwire.generation.failure_path import ANSWER_SECONDS, FailurePath
@@ -77,10 +77,17 @@ class OperationWait:
             raise self._timed_out()
         if now >= slowness.due:
             slowness.told(now)
-            waited = now - slowness.began
-            rank = failure.identity.rank
-            log.warning("rank %d has waited %.0f s%s: %s", rank, waited, self.during(), self._describe(self.late()))
+            self._log_slow(now - slowness.began)
         return self._pause(time.monotonic())
+
+    def _log_slow(self, waited: float) -> None:
+        """Log which ranks are late. Of the ranks that wait in this call only the lowest logs it: one line per event."""
+        rank = self._failure.identity.rank
+        positions = self._positions()
+        waiting = [peer for peer, place in positions.items() if place.finished < self.sequence <= place.sequence]
+        if rank < min(waiting, default=rank + 1):
+            late = self._late(positions)
+            log.warning("rank %d has waited %.0f s%s: %s", rank, waited, self.during(), self._describe(late))
 
     def _begun(self, now: float) -> Slowness:
         if self._slowness is None:
@@ -133,7 +140,13 @@ class OperationWait:
 
     def late(self) -> list[tuple[int, Position | None]]:
         """Ranks that have not reached this call, as far as they answer; lowest first."""
-        positions = self._failure.control.positions(self._calls, ANSWER_SECONDS)
+        return self._late(self._positions())
+
+    def _positions(self) -> dict[int, Position]:
+        """How far the other ranks of the group are, those that answer."""
+        return self._failure.control.positions(self._calls, ANSWER_SECONDS)
+
+    def _late(self, positions: Mapping[int, Position]) -> list[tuple[int, Position | None]]:
         peers = [rank for rank in self._calls.members if rank != self._failure.identity.rank]
         silent = [(rank, None) for rank in peers if rank not in positions]
         behind = [(rank, place) for rank, place in positions.items() if place.sequence < self.sequence]

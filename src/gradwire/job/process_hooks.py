@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 
+from gradwire import tracebacks
 from gradwire.generation.lifetime import Lifetime
 from gradwire.group import Group
 from gradwire.group.internals import GroupInternals
@@ -37,6 +38,7 @@ def track(lifetime: Lifetime) -> None:
         if not _hooks_set:
             _hooks_set = True
             atexit.register(_say_goodbye)
+            tracebacks.install()
             os.register_at_fork(after_in_child=_abandon)
     _live.add(lifetime)
     lifetime.on_close(_live.discard)

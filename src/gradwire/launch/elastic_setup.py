@@ -147,6 +147,9 @@ class ElasticSetup:
         what = worker.report.summary() if worker.ending is None and worker.report else ""
         what = what or (fate(worker.ending) if worker.ending else "has failed")
         supervisor.say(f"gradwire: {worker} {what}; {_consequence(supervisor.restarts, verdict, successor, delay)}")
+        report = worker.report
+        if verdict is not Verdict.GIVE_UP and report is not None and report.explains_itself:
+            supervisor.say(report.traceback.rstrip("\n"))
 
     # -- news, and what is to be done by now --------------------------------------------------------------------------
 

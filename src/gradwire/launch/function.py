@@ -48,11 +48,13 @@ def launch(fn: Callable[..., T], n: int, args: Sequence[Any] = ()) -> list[T]:
         raise InvalidSize(f"launch needs a number of processes, at least 1, not {n!r}")
     if not callable(fn):
         raise ConfigError(f"launch needs a function, not {fn!r}")
+    from gradwire import tracebacks
     from gradwire.launch import rendezvous
     from gradwire.launch.supervisor import Supervisor
     from gradwire.launch.worker_process import Task
     from gradwire.launch.worker_setup import StaticSetup
 
+    tracebacks.install()
     with _payload(fn, tuple(args)) as payload:
         task = Task(("function", str(payload)), inherited=(payload,), returns=True)
         with Supervisor(task, n, StaticSetup(n, rendezvous.on_this_machine(n))) as supervisor:
@@ -142,7 +144,7 @@ def _results(supervisor: Supervisor) -> list[Any]:
     outcome = supervisor.outcome
     assert outcome is not None
     if outcome.root is not None:
-        raise _failure(supervisor.workers[outcome.root.number], outcome.root, outcome)
+        raise _failure(supervisor, outcome, outcome.root)
     return [_result(worker) for worker in supervisor.workers]
 
 
@@ -156,17 +158,22 @@ def _result(worker: Worker) -> Any:
         raise WorkerFailed(problem, culprit=worker.number) from error
 
 
-def _failure(worker: Worker, root: Ending, outcome: Outcome) -> Exception:
-    """The root cause's own exception if it came through, caused by what is known of its process; else only that."""
-    from gradwire.launch.root_cause import consequences, explain
+def _failure(supervisor: Supervisor, outcome: Outcome, root: Ending) -> Exception:
+    """Return the exception to raise: the one of the failed rank if it could be sent, with a WorkerFailed as its cause.
 
-    known = WorkerFailed(explain(root, outcome.last_lines), culprit=root.number, exit_code=root.exit_code)
-    error = _exception(worker)
+    If the root cause is a rank that left too early, the exception is the PeerLost of a rank that needed it.
+    """
+    from gradwire.launch import root_cause
+
+    raiser = root_cause.find(outcome.endings) if root.left_early else root
+    error = _exception(supervisor.workers[raiser.number]) if raiser is not None else None
+    explanation = root_cause.explain(root, outcome.last_lines, with_message=error is None or raiser is not root)
+    known = WorkerFailed(explanation, culprit=root.number, exit_code=root.exit_code)
     if error is not None:
         error.__cause__ = known
     failure = error or known
-    for line in consequences([ending for ending in outcome.endings if not ending.stopped], root):
-        failure.add_note(f"and then {line}")
+    for line in root_cause.consequences([ending for ending in outcome.endings if not ending.stopped], root):
+        failure.add_note(line)
     return failure
 
 

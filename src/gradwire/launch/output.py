@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from gradwire.errors import TransportError
 from gradwire.launch.screen import ERR, OUT, Screen
@@ -28,6 +28,17 @@ _PROGRESS_EVERY = 5.0  # seconds between two states of a progress bar, where onl
 _LATE = 0.5  # seconds of silence after which a stream that outlived its worker is left alone
 
 
+_LOG_ONLY = 2  # the number of the stream whose lines are written to the log and not shown
+
+
+class Pipes(NamedTuple):
+    """The writing ends of a worker's pipes: standard output, standard error, and tracebacks for its log only."""
+
+    out: int
+    err: int
+    tracebacks: int
+
+
 @dataclass
 class _Printer:
     """A process that prints."""
@@ -35,7 +46,7 @@ class _Printer:
     label: str
     log: int | None
     shown: bool  # on the screen
-    open: int = 2  # of its streams
+    open: int = len(Pipes._fields)  # of its streams
     ended: threading.Event = field(default_factory=threading.Event)
     tail: collections.deque[str] = field(default_factory=lambda: collections.deque(maxlen=_TAIL))
 
@@ -75,18 +86,18 @@ class Output:
         self._thread: threading.Thread | None = None
 
     @contextlib.contextmanager
-    def pipes(self, label: str, log: str, *, shown: bool = True) -> Iterator[tuple[int, int]]:
-        """The writing ends of two pipes, to be a worker's standard output and error; `log` names its file."""
+    def pipes(self, label: str, log: str, *, shown: bool = True) -> Iterator[Pipes]:
+        """The writing ends of a worker's pipes; `log` names its file. They are closed when the block ends."""
         # One that was started anew goes on in its log.
         printer = _Printer(label, _open_log(self.log_dir, log, anew=label not in self._printers), shown)
         self._printers[label] = printer
         ends = []
         try:
-            for number in (OUT, ERR):
+            for number in (OUT, ERR, _LOG_ONLY):
                 reading, writing = os.pipe()
                 ends.append(writing)
                 self._selector.register(reading, selectors.EVENT_READ, _Stream(printer, number))
-            yield ends[OUT], ends[ERR]
+            yield Pipes(*ends)
         finally:
             for end in ends:
                 os.close(end)
@@ -156,7 +167,7 @@ class Output:
 
     def _show(self, stream: _Stream, lines: list[str]) -> None:
         stream.printer.tail.extend(lines[-_TAIL:])
-        if not stream.printer.shown:
+        if not stream.printer.shown or stream.number == _LOG_ONLY:
             return
         unfinished = stream.lines.unfinished
         if self._progress_is_due(stream):

@@ -224,8 +224,8 @@ class Supervisor:
         shown: bool = True,
     ) -> Worker:
         assert self._guard is not None
-        with self._output.pipes(label, log, shown=shown) as (out, err):
-            worker = Worker(number, task, environ, out, err, noun)
+        with self._output.pipes(label, log, shown=shown) as pipes:
+            worker = Worker(number, task, environ, pipes, noun)
         self._guard.watch(worker.pid)  # before it may run, so that nothing can ever escape
         worker.release()
         for fd in worker.descriptors():
@@ -380,10 +380,12 @@ class Supervisor:
     def _root(self) -> Ending | None:
         if self._given_up_at is not None:
             endings = [worker.ending for worker in self._unanswered if worker.ending is not None]
-            return root_cause.of_failure(endings, self._given_up_at)
-        if self._stopped_by is not None:
+            root = root_cause.of_failure(endings, self._given_up_at)
+        elif self._stopped_by is not None:
             return None
-        return root_cause.of_end(self._endings(), self.restarts.errors, formed=self._setup.formed)
+        else:
+            root = root_cause.of_end(self._endings(), self.restarts.errors, formed=self._setup.formed)
+        return root_cause.or_early_exit(root, self._endings())
 
     def _see_output_through(self) -> None:
         """A reader of our output may be slow or paused, and then has all the time unless we are told to stop."""

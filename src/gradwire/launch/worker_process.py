@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from gradwire.launch import process_tree, worker_main
+from gradwire.launch.output import Pipes
 from gradwire.launch.restart_policy import EndKind
 from gradwire.launch.root_cause import Ending, Report
 
@@ -49,8 +50,7 @@ class Worker:
         number: int,
         task: Task,
         environ: Mapping[str, str],
-        out: int,
-        err: int,
+        pipes: Pipes,
         noun: str = "rank",
         *,
         leftover_seconds: float = 1.0,
@@ -77,12 +77,15 @@ class Worker:
         try:
             with theirs:
                 self._process = subprocess.Popen(
-                    [sys.executable, worker_main.__file__, str(theirs.fileno()), *task.arguments],
+                    [
+                        *(sys.executable, worker_main.__file__, str(theirs.fileno()), str(pipes.tracebacks)),
+                        *task.arguments,
+                    ],
                     stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=err,
+                    stdout=pipes.out,
+                    stderr=pipes.err,
                     env=dict(environ),
-                    pass_fds=(theirs.fileno(), *task.inherited),
+                    pass_fds=(theirs.fileno(), pipes.tracebacks, *task.inherited),
                     start_new_session=True,
                 )
         except BaseException:
