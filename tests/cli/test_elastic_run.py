@@ -293,7 +293,7 @@ def test_elastic_run_killed_coordinator_is_restarted_and_the_job_ends(start: Sta
     assert (code, sorted(out.splitlines())) == (0, ["[0] done 100.0", "[1] done 100.0"]), err
     assert {"coordinator.log", "worker-0.log", "worker-1.log"} <= {path.name for path in (tmp_path / "logs").iterdir()}
     assert re.search(r"chaos: killed the coordinator \(pid (\d+)\) at 2\.\d s\n", err), err
-    assert re.search(r"gradwire: the coordinator \(pid (\d+)\) was killed by chaos; it is started anew\n", err), err
+    assert re.search(r"gradwire: the coordinator \(pid (\d+)\) was killed by chaos; it is restarted\n", err), err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

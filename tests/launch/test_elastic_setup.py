@@ -206,7 +206,7 @@ FINISHED = "from gradwire.errors import Finished\nraise Finished('there is nothi
 
 @pytest.mark.parametrize("news", [None, News(0, 0, (), None)])
 def test_job_whose_workers_all_came_too_late_without_any_work_has_failed(tmp_path: Path, news: News | None) -> None:
-    """Nobody has worked, here or elsewhere: that is no success, and the reason is the root cause."""
+    """Nobody has worked, here or remote: that is no success, and the reason is the root cause."""
     job = Elastic(written(tmp_path, FINISHED), 2, restarts=2)
     with job.supervisor:
         if news is not None:
@@ -302,7 +302,7 @@ def test_coordinator_that_was_killed_is_restarted(tmp_path: Path, ready: Ready) 
         with ready.told(2) as told:
             told.remove("worker")
             first = Watched(int(told[0]))
-            assert job.supervisor.disturb("restart coordinator", []) == f"killed the coordinator (pid {first.pid})"
+            assert job.supervisor.inject("restart coordinator", []) == f"killed the coordinator (pid {first.pid})"
             with ready.told(1) as (pid,):
                 assert first.ends(0)
                 second = Watched(int(pid))
@@ -340,7 +340,7 @@ def test_chaos_kill_in_a_job_of_fixed_members_fails_it(tmp_path: Path) -> None:
     ended = run(Task.script(written(tmp_path, WAIT)), 2, chaos=Chaos(parse("kill 1 @0s"), 0))
     assert ended.outcome.exit_code == 137
     assert ended.outcome.root is not None
-    assert ended.outcome.root.doom == "was killed by chaos"
+    assert ended.outcome.root.kill_reason == "was killed by chaos"
 
 
 def test_chaos_freeze_thaws_the_worker_in_time(tmp_path: Path, ready: Ready) -> None:

@@ -136,7 +136,7 @@ def test_output_of_a_later_worker_with_the_same_log_is_appended(tmp_path: Path) 
         with output.pipes("coordinator", "coordinator.log") as (pipe, _):
             os.write(pipe, life)
             _until_read(pipe)
-    output.say("a word of our own")
+    output.print_line("a word of our own")
     assert output.close(LONG)
     assert out.getvalue() == "[coordinator] first\n[coordinator] second\n"
     assert err.getvalue() == "a word of our own\n"
@@ -147,7 +147,7 @@ def test_output_message_of_the_launcher_keeps_the_unfinished_line_at_the_bottom(
     terminal = Terminal()
     screen = Screen(terminal, terminal)
     screen.show("0", OUT, [], "10%")
-    screen.say("hello")
+    screen.print_line("hello")
     assert terminal.shown() == ["hello", "[0] 10%"]
 
 

@@ -113,7 +113,7 @@ def run_to_end(make: Callable[[Output], Supervisor], log_dir: Path | None) -> No
         with log_folder(wanted) as folder:
             output = Output(log_dir=folder)
             if folder != wanted:
-                output.say(f"gradwire: another launcher uses {wanted}; the logs of this one are in {folder}")
+                output.print_line(f"gradwire: another launcher uses {wanted}; the logs of this one are in {folder}")
             supervisor = make(output)
             with _warnings_to(output), _signals_stop(supervisor), supervisor:
                 supervisor.wait()
@@ -134,7 +134,7 @@ class _OutputHandler(logging.Handler):
         self._output = output
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._output.say(f"gradwire: {record.getMessage()}")
+        self._output.print_line(f"gradwire: {record.getMessage()}")
 
 
 @contextlib.contextmanager

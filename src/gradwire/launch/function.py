@@ -1,8 +1,8 @@
-"""`gw.launch`: call a function in n fresh processes and get the results back.
+"""`gw.launch`: calls a function in n fresh processes and returns the results.
 
-The function goes to the workers by cloudpickle, so lambdas, closures and whatever a script or notebook has defined
-need no module of their own and no `if __name__ == "__main__"`. It travels in memory that only the workers inherit, the
-results over sockets that only they have: nothing here is read from a network.
+The function is sent by cloudpickle, so lambdas, closures and functions of a script or notebook work, without a module
+and without `if __name__ == "__main__"`. It is sent through memory that only the workers inherit, and the results return
+through sockets that only the workers hold: nothing is unpickled that came from a network.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T")
 def launch(fn: Callable[..., T], n: int, args: Sequence[Any] = ()) -> list[T]:
     """Call `fn(*args)` in each of n fresh processes and return the results by rank.
 
-    In them `gw.init()` finds the job; `launch` itself does not call it. What they print appears here, prefixed by rank.
+    In these processes `gw.init()` finds the job; `launch` does not call it. Their output has the rank in front.
 
     >>> import gradwire as gw
     >>> def total():
@@ -41,8 +41,8 @@ def launch(fn: Callable[..., T], n: int, args: Sequence[Any] = ()) -> list[T]:
     >>> gw.launch(total, 2)
     [1, 1]
 
-    If a rank raises, the others are stopped and the error is raised here, with the rank and its traceback as its
-    cause. A rank that ends without an error that could be sent raises WorkerFailed, which names it in `culprit`.
+    If a rank raises, the others are stopped and its error is raised here; a `WorkerFailed` with the rank's traceback is
+    the cause. If a rank ends without an error that can be sent, `WorkerFailed` is raised and names it in `culprit`.
     """
     if isinstance(n, bool) or not hasattr(n, "__index__") or operator.index(n) < 1:
         raise InvalidSize(f"launch needs a number of processes, at least 1, not {n!r}")
@@ -64,7 +64,7 @@ def launch(fn: Callable[..., T], n: int, args: Sequence[Any] = ()) -> list[T]:
 
 @contextlib.contextmanager
 def _payload(fn: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[int]:
-    """The call in a nameless file, as `worker_main.py` reads it."""
+    """Yield a descriptor of an anonymous file with the pickled call, in the form that `worker_main.py` reads."""
     surroundings = {"path": [entry for entry in sys.path if isinstance(entry, str)], "argv": sys.argv}
     fd = os.memfd_create("gradwire-call")
     try:
@@ -99,7 +99,7 @@ def _can_be_pickled(value: object) -> bool:
 
 @contextlib.contextmanager
 def _sent_by_value(fn: Callable[..., Any]) -> Iterator[None]:
-    """Send the function's module along if the workers could not import it, as with test files that pytest imports."""
+    """Pickle the function's module by value if workers cannot import it, as with test files under pytest."""
     import cloudpickle
 
     while isinstance(fn, functools.partial):
@@ -116,9 +116,9 @@ def _sent_by_value(fn: Callable[..., Any]) -> Iterator[None]:
 
 
 def is_importable(module: ModuleType) -> bool:
-    """Whether `import` would find the same file again in a fresh process with our `sys.path`."""
+    """Return whether `import` finds the same file in a fresh process with this `sys.path`."""
     file = getattr(module, "__file__", None)
-    if file is None or module.__name__ == "__main__":  # built in; or always sent by value
+    if file is None or module.__name__ == "__main__":  # built in, or always pickled by value
         return True
     search: Sequence[str] | None = None
     spec = None
@@ -132,7 +132,7 @@ def is_importable(module: ModuleType) -> bool:
 
 
 def _find(name: str, search: Sequence[str] | None) -> ModuleSpec | None:
-    """As `importlib.util.find_spec`, which would answer from the modules that are already loaded."""
+    """Find a module like `importlib.util.find_spec`, but without looking at the modules that are loaded."""
     for finder in sys.meta_path:
         spec = finder.find_spec(name, search)
         if spec is not None:
@@ -178,7 +178,7 @@ def _failure(supervisor: Supervisor, outcome: Outcome, root: Ending) -> Exceptio
 
 
 def _exception(worker: Worker) -> Exception | None:
-    """None for one that does not survive the journey: its text does, in the report."""
+    """Return the exception of a worker; None if it could not be pickled or unpickled (the report has its text)."""
     if worker.exception is None:
         return None
     with contextlib.suppress(Exception):

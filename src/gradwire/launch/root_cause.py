@@ -54,14 +54,14 @@ class Report:
         return self.type == FINISHED
 
     @property
-    def turned_away(self) -> bool:
+    def refused(self) -> bool:
         """Whether the worker tried to join a job and was refused."""
         return self.type in ("gradwire.errors.Refused", "gradwire.errors.NoConnection")
 
     @property
     def explains_itself(self) -> bool:
         """Whether the traceback shows a mistake: not for an exit, a refusal, or an error of a broken group."""
-        return self.fatal and not (self.broken or self.turned_away or self.type == "SystemExit")
+        return self.fatal and not (self.broken or self.refused or self.type == "SystemExit")
 
     @property
     def short_type(self) -> str:
@@ -90,12 +90,12 @@ class Ending:
     pid: int
     status: int  # exit code, or minus the signal
     time: float  # when the supervisor noticed the exit
-    told: float | None = None  # when the supervisor first told the worker to stop
+    stop_sent: float | None = None  # when the supervisor first signalled the worker to stop
     report: Report | None = None
     result_missing: bool = False  # the process exited with code 0, but has not sent the result that was due
     noun: str = "rank"  # what stands before the number: "rank 2", "worker 2"
     left_early: bool = False  # the process exited with code 0 while other ranks still needed it
-    doom: str = ""  # why the supervisor killed the worker, if it did so for another reason than stopping the job
+    kill_reason: str = ""  # why the supervisor killed the worker, if it did so for another reason than stopping the job
 
     @property
     def name(self) -> str:
@@ -112,8 +112,8 @@ class Ending:
 
     @property
     def exit_code(self) -> int:
-        if self.status < 0 and self.report is not None and self.told is not None:
-            return 1  # an exception ended the script, but the process did not exit until it was told to stop
+        if self.status < 0 and self.report is not None and self.stop_sent is not None:
+            return 1  # an exception ended the script, but the process did not exit until it was stopped
         return self.status if self.status >= 0 else EXIT_BY_SIGNAL - self.status
 
     @property
@@ -122,8 +122,8 @@ class Ending:
 
     @property
     def stopped(self) -> bool:
-        """Whether the worker failed because it was told to stop."""
-        return self.failed and self.told is not None and self.told <= self.failure_time
+        """Whether the worker failed because the supervisor stopped it."""
+        return self.failed and self.stop_sent is not None and self.stop_sent <= self.failure_time
 
 
 # -- which ending is the root cause -----------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def or_early_exit(failure: Ending | None, endings: Iterable[Ending]) -> Ending |
     report = failure.report if failure is not None else None
     if failure is not None and failure.noun == "rank" and report is not None and report.lost:
         for ending in endings:
-            if ending.number == report.culprit and not ending.failed and ending.told is None:
+            if ending.number == report.culprit and not ending.failed and ending.stop_sent is None:
                 return replace(ending, left_early=True)
     return failure
 
@@ -180,7 +180,7 @@ def _remoteness(failure: Ending) -> int:
 
 def describe(ending: Ending) -> str:
     """Say in one line how a worker ended."""
-    return f"{ending.name} (pid {ending.pid}) {fate(ending)}"
+    return f"{ending.name} (pid {ending.pid}) {how_it_ended(ending)}"
 
 
 def consequences(endings: Iterable[Ending], root: Ending | None) -> list[str]:
@@ -197,7 +197,7 @@ def consequences(endings: Iterable[Ending], root: Ending | None) -> list[str]:
         if likeness == _SAME and root is not None:
             lines.append(f"{_names(ones)}: same error as {root.name}")
         else:
-            lines.append(f"{_names(ones)} {_common_fate(ones)}")
+            lines.append(f"{_names(ones)} {_common_way(ones)}")
     return lines
 
 
@@ -213,15 +213,15 @@ def _likeness(ending: Ending, root: Ending | None) -> str:
             return _SAME
         if report.broken:
             return _BROKEN
-    return fate(ending)
+    return how_it_ended(ending)
 
 
-def _common_fate(endings: list[Ending]) -> str:
-    fates = {fate(ending) for ending in endings}
-    if len(fates) > 1:
+def _common_way(endings: list[Ending]) -> str:
+    ways = {how_it_ended(ending) for ending in endings}
+    if len(ways) > 1:
         kinds = sorted({ending.report.short_type for ending in endings if ending.report is not None})
         return f"failed in consequence: {', '.join(kinds)}"
-    what = fates.pop()
+    what = ways.pop()
     return what.replace("was ", "were ", 1) if len(endings) > 1 and what.startswith("was ") else what
 
 
@@ -230,7 +230,7 @@ def _names(endings: list[Ending]) -> str:
     return f"{endings[0].noun}{'s' * (len(endings) > 1)} {rank_ranges(ending.number for ending in endings)}"
 
 
-def fate(ending: Ending) -> str:
+def how_it_ended(ending: Ending) -> str:
     """Say how a worker ended, to follow its name."""
     if ending.stopped:
         return "was stopped"
@@ -239,8 +239,8 @@ def fate(ending: Ending) -> str:
         return f"{how} while other ranks still needed it"
     if ending.report is not None:
         return ending.report.summary()
-    if ending.status < 0 and ending.doom:
-        return ending.doom
+    if ending.status < 0 and ending.kill_reason:
+        return ending.kill_reason
     if ending.status < 0:
         return f"was killed by {_signal_name(-ending.status)}{_hint(-ending.status)}"
     if ending.result_missing:

@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 REPORT, EXCEPTION, RESULT = b"E", b"X", b"R"
-FINISHED = "gradwire.errors.Finished"  # a worker that comes when all is done has not failed
+FINISHED = "gradwire.errors.Finished"  # a worker that starts after the work is done has not failed
 HEADER_SIZE = 9
 
 
 class Untransferable(Exception):
-    """The call could not be unpacked here, or its result not be packed."""
+    """The call could not be unpickled here, or its result not be pickled."""
 
 
 class OwnDescriptor:
@@ -148,9 +148,9 @@ def _find(name: str) -> ModuleSpec | None:
     try:
         return find_spec(name)
     except ModuleNotFoundError as error:
-        if error.name is not None and name.startswith(f"{error.name}."):  # a package above it is missing
+        if error.name is not None and name.startswith(f"{error.name}."):  # a parent package is missing
             _give_up(f"Error while finding module specification for {name!r} (ModuleNotFoundError: {error})")
-        raise  # an import inside such a package has failed, and its traceback says where
+        raise  # an import inside a parent package has failed, and its traceback shows where
 
 
 def _give_up(reason: str) -> NoReturn:
@@ -159,7 +159,7 @@ def _give_up(reason: str) -> NoReturn:
 
 def _first_on_path(folder: str) -> None:
     if not sys.flags.safe_path:
-        sys.path[0] = folder  # where the folder of this file stands, as for any script
+        sys.path[0] = folder  # replaces the folder of this file, which Python has put there
 
 
 def _run(code: CodeType, **attributes: Any) -> None:
@@ -170,8 +170,8 @@ def _run(code: CodeType, **attributes: Any) -> None:
 
 
 def _run_function(channel: Channel, payload: int) -> None:
-    sys.modules["__main__"] = type(sys)("__main__")  # empty, as in an interactive session: there is no script
-    sys.excepthook = lambda kind, error, trace: None  # it is the caller who will see the error
+    sys.modules["__main__"] = type(sys)("__main__")  # empty: there is no script
+    sys.excepthook = lambda kind, error, trace: None  # the caller of `gw.launch` gets the error
     function, args = _unpacked(payload)
     channel.send(RESULT, _packed(function(*args)))
 
@@ -229,7 +229,10 @@ def _report(channel: Channel, error: BaseException, *, whole: bool) -> bool:
 
 
 def _broken(error: BaseException) -> BaseException | None:
-    """The error of a broken group that this one is, holds or came from. Found by name: gradwire may not be loaded."""
+    """Return the error of a broken group that an error is, holds or was caused by.
+
+    It is found by the name of its class, because gradwire may not be loaded.
+    """
     found: list[BaseException | None] = [error]
     seen = set()
     while found:
@@ -256,7 +259,7 @@ def _text(error: BaseException) -> str:
     try:
         return str(error)
     except Exception:
-        return "(its text cannot be made)"
+        return "(str() of this error failed)"
 
 
 def _summary(error: BaseException) -> str:
@@ -283,7 +286,7 @@ def _full_traceback(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """Where in the script it came up, for errors whose whole traceback would say too much."""
+    """Return the line of the script that raised or called what raised, for errors that are shown in one line."""
     trace = _own_part_cut(error.__traceback__)
     return f"{os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}" if trace else ""
 
