@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from gradwire.launch.fault_injection import BY_CHAOS
-from gradwire.launch.root_cause import Ending, Report, consequences, describe, explain, find
+from gradwire.launch.root_cause import Ending, Report, consequences, describe, explain, find, or_early_exit
 
 
 def report(
@@ -19,11 +19,12 @@ def report(
     broken: bool = False,
     culprit: int | None = None,
 ) -> Report:
-    return Report(time, kind, message, f"Traceback …\n{kind}: {message}\n", "train.py:7", broken, culprit)
+    is_lost = kind == "gradwire.errors.PeerLost"
+    return Report(time, kind, message, f"Traceback …\n{kind}: {message}\n", "train.py:7", broken, is_lost, culprit)
 
 
-def lost(time: float, culprit: int | None) -> Report:
-    return report(time, "gradwire.errors.PeerLost", broken=True, culprit=culprit)
+def lost(time: float, culprit: int | None, message: str = "boom") -> Report:
+    return report(time, "gradwire.errors.PeerLost", message=message, broken=True, culprit=culprit)
 
 
 def ending(
@@ -101,14 +102,63 @@ def test_fate_describes_an_ending_in_one_line(one: Ending, text: str, code: int)
     assert one.exit_code == code
 
 
-def test_explain_groups_equal_fates() -> None:
+def test_consequences_of_ranks_that_failed_alike_are_one_line() -> None:
     cause = ending(1, said=report(1))
     others = [ending(0, said=lost(2, 1)), ending(2, 0), ending(3, said=lost(3, 1)), ending(4, -15, stop_sent=2)]
-    stop_sent = consequences([others[0], cause, *others[1:]], cause)
-    assert stop_sent == ["ranks 0, 3 raised PeerLost: boom", "rank 4 was stopped"]
+    lines = consequences([others[0], cause, *others[1:]], cause)
+    assert lines == ["ranks 0, 3 raised PeerLost: boom", "rank 4 was stopped"]
     assert consequences([ending(2, -15, stop_sent=2), ending(3, -15, stop_sent=2)], cause) == [
         "ranks 2, 3 were stopped"
     ]
+
+
+def test_consequences_with_the_traceback_of_the_root_cause_are_the_same_error() -> None:
+    for said in (report(1), report(1, "gradwire.errors.CollectiveMismatch", broken=True, culprit=2)):
+        endings = [ending(rank, said=said) for rank in range(6)]
+        assert consequences(endings, endings[2]) == ["ranks 0, 1, 3-5: same error as rank 2"]
+
+
+def test_consequences_of_a_broken_group_are_one_line_even_if_they_differ() -> None:
+    aborted = report(2, "gradwire.errors.Aborted", broken=True, culprit=2)
+    endings = [
+        ending(0, said=lost(2, 2, "during barrier")),
+        ending(1, said=lost(2, 2, "during send")),
+        ending(2, said=report(1)),
+        ending(3, said=aborted),
+    ]
+    assert consequences(endings, endings[2]) == ["ranks 0, 1, 3 failed in consequence: Aborted, PeerLost"]
+
+
+def test_root_cause_is_a_rank_that_exited_with_0_while_others_needed_it() -> None:
+    early, waiting = ending(1, 0), ending(0, said=lost(1, 1))
+    found = or_early_exit(find([waiting, early]), [waiting, early])
+    assert found is not None
+    assert describe(found) == "rank 1 (pid 401) exited with code 0 while other ranks still needed it"
+    by_exit = ending(1, 0, said=report(1, "SystemExit", message="0"))
+    found = or_early_exit(waiting, [waiting, by_exit])
+    assert found is not None
+    assert describe(found) == "rank 1 (pid 401) left by sys.exit(0) at train.py:7 while other ranks still needed it"
+
+
+@pytest.mark.parametrize(
+    ("failure", "named"),
+    [
+        (ending(0, said=lost(1, 1)), ending(1, 3)),  # it has failed itself
+        (ending(0, said=lost(1, 1)), ending(1, 0, stop_sent=0.5)),  # the supervisor has stopped it
+        (ending(0, said=report(1, "gradwire.errors.Timeout", broken=True, culprit=1)), ending(1, 0)),  # it was stuck
+        (replace(ending(0, said=lost(1, 1)), noun="worker"), replace(ending(1, 0), noun="worker")),  # ranks change
+        (ending(0, said=report(1)), ending(1, 0)),
+    ],
+)
+def test_root_cause_is_not_another_rank_that_ended(failure: Ending, named: Ending) -> None:
+    assert or_early_exit(failure, [failure, named]) is failure
+
+
+def test_explain_without_the_message_ends_with_the_frames() -> None:
+    said = replace(report(1, message="two\nlines"), traceback="Traceback …\n  File x\nValueError: two\nlines\n")
+    assert explain(ending(1, said=said), [], with_message=False) == (
+        "rank 1 (pid 401) raised ValueError: two\nTraceback …\n  File x"
+    )
 
 
 def test_explain_sigkill_hints_at_memory() -> None:

@@ -32,6 +32,15 @@ class Slowness:
         self.due = now + (now - self.began)
 
 
+def is_lowest_waiting(rank: int, sequence: int, positions: Mapping[int, Position]) -> bool:
+    """Return whether `rank` is the lowest rank that waits in a call, by the positions of the ranks that answered.
+
+    A rank that is late, has finished the call, or does not answer will not log the wait.
+    """
+    waiting = (peer for peer, place in positions.items() if place.finished < sequence <= place.sequence)
+    return all(rank < peer for peer in waiting)
+
+
 class OperationWait:
     """What an executor asks while it can do nothing."""
 
@@ -81,11 +90,10 @@ class OperationWait:
         return self._pause(time.monotonic())
 
     def _log_slow(self, waited: float) -> None:
-        """Log which ranks are late. Of the ranks that wait in this call only the lowest logs it: one line per event."""
+        """Log which ranks are late: one line for all ranks that wait in this call."""
         rank = self._failure.identity.rank
         positions = self._positions()
-        waiting = [peer for peer, place in positions.items() if place.finished < self.sequence <= place.sequence]
-        if rank < min(waiting, default=rank + 1):
+        if is_lowest_waiting(rank, self.sequence, positions):
             late = self._late(positions)
             log.warning("rank %d has waited %.0f s%s: %s", rank, waited, self.during(), self._describe(late))
 

@@ -250,19 +250,19 @@ def _wait_for_all(
                 seconds=coordinator.timeout,
             )
         if waited >= log_after:
-            if _is_lowest_present(claim.member.rank, reply.waiting):  # one line for all ranks that wait
+            if is_lowest_present(claim.member.rank, reply.waiting):  # one line for all ranks that wait
                 log.warning("%.0f s at the rendezvous %s: %s", waited, coordinator.address, reason)
             log_after *= 2
         time.sleep(max(0.0, min(reply.waiting.again_after_ms / 1000, coordinator.left)))
 
 
-def _is_lowest_present(rank: int | None, waiting: pb.Waiting) -> bool:
+def is_lowest_present(rank: int | None, waiting: pb.Waiting) -> bool:
     """Whether no lower rank waits too, as far as the reply shows: it lists the missing ranks, or the lowest of them."""
     missing = set(waiting.missing)
     if rank is None or not missing:
         return True
-    cut_off = waiting.missing_count > len(missing) and rank > max(missing)
-    return cut_off or missing.issuperset(range(rank))
+    is_cut_off = waiting.missing_count > len(missing)
+    return missing.issuperset(range(min(rank, max(missing) + 1) if is_cut_off else rank))
 
 
 def _reason(waiting: pb.Waiting, size: int, verb: str) -> str:
