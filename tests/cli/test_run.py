@@ -54,7 +54,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 def processes_of(run: subprocess.Popen[str], count: int) -> list[Watched]:
-    """What `ready()` has told, of so many ranks."""
+    """The processes whose pids `ready()` has printed on `count` ranks."""
     assert run.stdout is not None
     lines = [run.stdout.readline().split() for _ in range(count)]
     assert all(line[1] == "ready" for line in lines), lines
@@ -159,7 +159,8 @@ def test_run_exception_on_one_rank_prints_its_traceback_once_and_last(start: Sta
     assert err.count("Traceback") == 1
     assert err.endswith(
         f'  File "{path}", line 10, in <module>\n    train(group)\n'
-        f'  File "{path}", line 6, in train\n    raise ValueError("the batch is empty")\nValueError: the batch is empty\n'
+        f'  File "{path}", line 6, in train\n    raise ValueError("the batch is empty")\n'
+        "ValueError: the batch is empty\n"
     )
     assert len([line for line in err.splitlines() if line.startswith("gradwire: ranks 0, 1, 3 ")]) == 1, err
 
@@ -252,7 +253,7 @@ def test_run_help_shows_examples() -> None:
 def test_run_signal_stops_all_processes_and_sets_the_exit_code(
     number: signal.Signals, code: int, start: Start, tmp_path: Path
 ) -> None:
-    """What the workers have started may end in time: here it notices that its parent is gone."""
+    """Processes that the workers have started may end on their own: here they notice the end of their parent."""
     follow = """
         import os, signal, sys
         reading, writing = os.pipe()
@@ -280,7 +281,7 @@ def test_run_second_ctrl_c_kills_all_processes(start: Start, tmp_path: Path) -> 
     deaf = (
         READY
         + """
-    # Not print: it would fail if the signal came while ready() is not done printing.
+    # os.write, because print would fail if the signal arrived while ready() prints.
     signal.signal(signal.SIGINT, lambda *_: os.write(1, b"not now\\n"))
     ready()
     while True: signal.pause()

@@ -1,4 +1,4 @@
-"""Plans of faults: their text, and which are due when."""
+"""Scripts of faults: how their text is parsed, and which actions are due when."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def chaos(text: str, seed: int = 0) -> Chaos:
     return Chaos(parse(text), seed)
 
 
-def test_due_returns_deeds_at_their_times() -> None:
+def test_due_returns_actions_at_their_times() -> None:
     plan = chaos("kill 2 @5s; freeze 1 @8s for 3s; cut 0-3 @12s; restart coordinator @15s")
     done = [(time, event) for time in range(17) for event in plan.due(time, range(4))]
     assert done == [
@@ -95,13 +95,13 @@ def test_due_returns_deeds_at_their_times() -> None:
     assert plan.stop(range(4)) == [FaultAction("heal", (0, 3))]
 
 
-def test_due_repeated_deed_keeps_its_interval_without_catching_up() -> None:
+def test_due_repeated_action_keeps_its_interval_without_catching_up() -> None:
     plan = chaos("kill 0 @1s every 2s")
     assert plan.next_due == 1.0
     assert [len(plan.due(now, [0])) for now in (0.9, 1.0, 1.5, 3.1, 20.0, 20.5, 21.0)] == [0, 1, 0, 1, 1, 0, 1]
 
 
-def test_due_deed_for_a_dead_worker_is_marked_missing() -> None:
+def test_due_action_for_a_dead_worker_is_marked_missing() -> None:
     plan = chaos("kill 2 @1s; freeze 1 @1s for 1s; cut 1-2 @1s; kill random @1s")
     assert plan.due(1, [1]) == [
         FaultAction("kill", (2,), missing=True),

