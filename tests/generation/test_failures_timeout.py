@@ -13,7 +13,6 @@ import pytest
 
 import gradwire as gw
 from gradwire.generation import waiting
-from gradwire.group import WORLD
 from gradwire.group.internals import parts_of
 from gradwire.host import native_core
 from gradwire.liveness.control_messages import Position
@@ -82,9 +81,11 @@ def test_timeout_of_one_rank_ends_the_call_on_all_ranks(groups: list[gw.Group]) 
     run_ranks(groups, play)
 
 
-def announced(group: gw.Group) -> bool:
-    """Whether the others know how far this rank has got in the group; the parley's rounds are told as well."""
-    return parts_of(group).generation.control.announced(WORLD) > 0
+def wait_for_the_position_of_rank_1(group: gw.Group) -> None:
+    """Return when this rank knows the last call of rank 1."""
+    generation, runner = parts_of(group)
+    while generation.control.last_heard(runner.calls, 1) is None:
+        time.sleep(0.01)
 
 
 def waits_for_rank_1(here: Here, how: str, seconds: float) -> None:
@@ -93,12 +94,15 @@ def waits_for_rank_1(here: Here, how: str, seconds: float) -> None:
     group.barrier()  # the last call
     try:
         if group.rank != 1:
+            if how == "in C":
+                wait_for_the_position_of_rank_1(group)
+                group.send(np.ones(1), dst=1)
             group.all_reduce(np.ones(3), timeout=seconds)
         elif how == "asleep":
             time.sleep(60)
         else:
-            while not announced(group):
-                time.sleep(0.01)
+            for peer in (0, 2):
+                group.recv(np.empty(1), src=peer)
             ctypes.PyDLL(None).usleep(int(1e6 * 5 * seconds))  # keeps the interpreter's lock
             group.barrier()
     except gw.GradwireError as error:

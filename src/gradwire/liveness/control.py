@@ -152,11 +152,6 @@ class Control:
         """When a peer said goodbye, if it did."""
         return self._protocol.left_at(peer)
 
-    def announced(self, group: int) -> int:
-        """The last call of a group that the peers were told of; 0: none."""
-        with self._lock:
-            return self._protocol.announced(group)
-
     def last_heard(self, calls: CallLog, peer: int) -> Call | None:
         """The last call that a peer told of, as this rank made it, if it did: what is known without asking."""
         with self._lock:

@@ -274,10 +274,6 @@ class ControlProtocol:
         """The calls of a group that is in use here: neither closed nor unknown."""
         return self._logs.get(group)
 
-    def announced(self, group: int) -> int:
-        """The last call of a group that the peers were told of; 0: none."""
-        return self._sent.get(group, 0)
-
     def reached(self, group: int, peer: int) -> int:
         """The last call in a group that a peer told of; 0: none."""
         return self._reached.get((group, peer), 0)

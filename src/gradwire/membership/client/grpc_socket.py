@@ -130,7 +130,7 @@ class Connection:
     def _progress(self, deadline: float) -> None:
         """Send what there is to send, and take in what comes next."""
         self._flush(deadline)
-        with self._patience(deadline):
+        with self._bounded_wait(deadline):
             data = self._socket.recv(1 << 16)
         if not data:
             raise CallFailed("UNAVAILABLE", "it hung up")
@@ -141,11 +141,11 @@ class Connection:
                     self._take(event)
 
     def _flush(self, deadline: float) -> None:
-        with self._patience(deadline):
+        with self._bounded_wait(deadline):
             self._socket.sendall(self._h2.data_to_send())
 
     @contextlib.contextmanager
-    def _patience(self, deadline: float) -> Iterator[None]:
+    def _bounded_wait(self, deadline: float) -> Iterator[None]:
         left = deadline - time.monotonic()
         try:
             if left <= 0:  # however much there is to read
