@@ -30,9 +30,9 @@ def help_of(*command: str) -> str:
 
 
 def examples(command: str) -> list[str]:
-    """The commands in a help text; an explanation may follow after two spaces or more."""
-    lines = [line.strip() for line in help_of(command).splitlines()]
-    return [re.split(r" {2,}", line)[0] for line in lines if re.match(r"(\w+=\S+ )?gradwire \w", line)]
+    """The indented commands in a help text; an explanation may follow after two spaces or more."""
+    lines = [line[4:] for line in help_of(command).splitlines() if re.match(r" {4}(\w+=\S+ )?gradwire \w", line)]
+    return [re.split(r" {2,}", line)[0] for line in lines]
 
 
 EXAMPLES = [example for command in COMMANDS for example in examples(command)]
@@ -59,8 +59,8 @@ def test_every_option_has_a_help_text(name: str) -> None:
 def test_example_of_a_help_text_is_accepted(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     _, _, arguments = example.partition("gradwire ")
-    context = main.make_context("gradwire", shlex.split(arguments))
-    name, command, rest = main.resolve_command(context, [*context.protected_args, *context.args])
+    context = click.Context(main)
+    name, command, rest = main.resolve_command(context, shlex.split(arguments))
     assert command is not None
     command.make_context(name, rest, parent=context)
 

@@ -126,7 +126,9 @@ def test_consequences_of_a_broken_group_are_one_line_even_if_they_differ() -> No
         ending(2, said=report(1)),
         ending(3, said=aborted),
     ]
-    assert consequences(endings, endings[2]) == ["ranks 0, 1, 3 failed in consequence: Aborted, PeerLost"]
+    assert consequences(endings, endings[2]) == [
+        "ranks 0, 1, 3 failed in consequence; rank 0 raised PeerLost: during barrier"
+    ]
 
 
 def test_root_cause_is_a_rank_that_exited_with_0_while_others_needed_it() -> None:

@@ -219,8 +219,7 @@ def _likeness(ending: Ending, root: Ending | None) -> str:
 def _common_way(endings: list[Ending]) -> str:
     ways = {how_it_ended(ending) for ending in endings}
     if len(ways) > 1:
-        kinds = sorted({ending.report.short_type for ending in endings if ending.report is not None})
-        return f"failed in consequence: {', '.join(kinds)}"
+        return f"failed in consequence; {endings[0].name} {how_it_ended(endings[0])}"
     what = ways.pop()
     return what.replace("was ", "were ", 1) if len(endings) > 1 and what.startswith("was ") else what
 

@@ -245,7 +245,8 @@ def _outside_majority(calls: Mapping[int, Call]) -> set[int]:
     sizes = sorted((len(ranks) for ranks in parties.values()), reverse=True)
     if len(sizes) < 2 or sizes[0] == sizes[1]:
         return set()
-    return calls.keys() - max(parties.values(), key=len)
+    majority = max(parties.values(), key=len)
+    return {rank for rank in calls if rank not in majority}
 
 
 def _table(rows: Mapping[int, str], differing: Collection[int]) -> Iterator[str]:
