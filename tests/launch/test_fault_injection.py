@@ -51,8 +51,8 @@ def test_parse_ignores_spaces_and_the_order_of_times() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "nothing is to be done"),
-        ("seed 3", "nothing is to be done"),
+        ("", "there is no statement"),
+        ("seed 3", "there is no statement"),
         ("kil 2 @5s", "'kil 2 @5s': there is no 'kil'; there are kill, freeze, cut, restart coordinator, join"),
         ("kill 2 @5s; kill @5s", "'kill @5s': 'kill' needs a worker"),
         ("kill", "'kill' needs a worker: write for example 'kill 2 @5s' or 'kill random @5s'"),
@@ -63,7 +63,7 @@ def test_parse_ignores_spaces_and_the_order_of_times() -> None:
         ("kill 2 @5", "'5' is not a time; write 5s, 0.5s, 500ms or 2min"),
         ("kill 2 @-5s", "'-5s' is not a time"),
         ("kill 2 @", "after '@' a time is missing"),
-        ("kill 2 @1s @2s", "'@' is said twice"),
+        ("kill 2 @1s @2s", "'@' is given twice"),
         ("kill 2 soon", "'soon' is not understood"),
         ("kill 2 every 0s", "would never end"),
         ("kill 2 @1s for 2s", "'kill' does not last"),

@@ -57,7 +57,7 @@ def invite(job: str, expires_in: float, uses: int) -> None:
     from gradwire.security.tokens import is_token, make
 
     if is_token(os.environ.get(TOKEN, "")):
-        raise click.ClickException(f"{TOKEN} is a join token: only a holder of the job's secret can invite")
+        raise click.ClickException(f"{TOKEN} is a join token: only holders of the job's secret can invite")
     try:
         click.echo(make(job_secret(os.environ, loopback=True), job=job, expires_in=expires_in, uses=uses))
     except GradwireError as error:

@@ -46,7 +46,7 @@ class _Printer:
     label: str
     log: int | None
     shown: bool  # on the screen
-    open: int = len(Pipes._fields)  # streams that have not ended
+    open: int = 3  # streams that have not ended
     ended: threading.Event = field(default_factory=threading.Event)
     tail: collections.deque[str] = field(default_factory=lambda: collections.deque(maxlen=_TAIL))
 
