@@ -1,4 +1,4 @@
-"""The README and the other pages: the example runs, links lead to files, and all variables are documented."""
+"""Tests README and docs: the example runs, links point to existing files, and all variables are documented."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Helpers for tests of launching: jobs without a rendezvous, and processes whose state a test can wait for."""
+"""Helpers for tests of launching: jobs without a rendezvous, and ways to wait for processes without sleeping."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from gradwire.launch.supervisor import Outcome, Supervisor
 from gradwire.launch.worker_process import Task
 from gradwire.launch.worker_setup import StaticSetup
 
-LONG = 60.0  # seconds; a bound for what normally takes milliseconds, on a machine that is busy
+LONG = 60.0  # seconds: a bound for something that takes milliseconds, on a busy machine
 WAIT = "import signal\nwhile True: signal.pause()\n"
 
 
 class NoCoordinator:
-    """Stands in for a coordinator, for scripts that do not call gw.init()."""
+    """Replaces the coordinator for scripts that do not need one."""
 
     address = "127.0.0.1:9"
 
@@ -50,7 +50,7 @@ class Ended:
 
 
 class Job:
-    """A supervisor whose output can be read."""
+    """A supervisor with captured output."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ def written(folder: Path, code: str, name: str = "script.py") -> str:
 
 
 class Watched:
-    """A process that is not a child of this one, held by a pidfd: its pid may be reused, the descriptor may not."""
+    """A process that is not a child of the test, watched by a pidfd: unlike its pid, a pidfd is never reused."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -111,7 +111,7 @@ class Watched:
 
 
 class Ready:
-    """A socket to which scripts report their progress; `code` makes a script connect and defines `say`."""
+    """A socket on which scripts report their progress. A script begins with `code` and then calls `say`."""
 
     CODE = "import socket\nready = socket.create_connection(('127.0.0.1', {port}))\nsay = ready.sendall\n"
 
@@ -122,7 +122,7 @@ class Ready:
 
     @contextlib.contextmanager
     def told(self, count: int) -> Iterator[list[str]]:
-        """Yield the first line that each of `count` scripts sends; the connections close when the block ends."""
+        """Return the first line that each of `count` scripts sends. The connections close when the block ends."""
         with contextlib.ExitStack() as stack:
             connections = [stack.enter_context(self._listener.accept()[0]) for _ in range(count)]
             files = [stack.enter_context(connection.makefile()) for connection in connections]

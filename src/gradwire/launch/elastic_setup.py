@@ -125,13 +125,13 @@ class ElasticSetup:
         pipe = self._pipes[number] = NewsWriter(member)
         start_rank = (number, size) if size is not None and number < size else None
         environ = worker_setup.of_member(self._shared, member, local_rank, news=pipe.variable, start_rank=start_rank)
-        return WorkerEnvironment(environ, (pipe.theirs,))
+        return WorkerEnvironment(environ, (pipe.read_end,))
 
     def started(self, worker: Worker) -> None:
         pipe = self._pipes[worker.number]
-        pipe.handed_over()
+        pipe.close_read_end()
         if self._news is not None:
-            pipe.tell(self._news)
+            pipe.send(self._news)
         if self._heartbeats is not None:
             self._heartbeats.watch([self._member(worker.number)])
 
@@ -192,7 +192,7 @@ class ElasticSetup:
             self._supervisor_access.restarts.done |= news.finished
             self._count_others(news)
             for pipe in self._pipes.values():
-                pipe.tell(news)
+                pipe.send(news)
 
     def _count_others(self, news: News) -> None:
         """Count the members of other launchers. The coordinator may still count workers here that have just ended."""
