@@ -5,6 +5,7 @@ Each layer imports only from the layers listed above it. The layers before `grou
 lists its own modules in the same order.
 
     errors        all errors that gradwire raises
+    tracebacks    prints uncaught exceptions without the frames inside gradwire
     events        the tracing point: calls subscribers when a group's operations begin and end
     arrays        NumPy, DLPack and buffers as typed views; the table of dtypes
     wire          the message header and its fingerprint
