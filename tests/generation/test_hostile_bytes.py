@@ -136,15 +136,21 @@ def drain(sock: socket.socket) -> bytes:
 
 
 STRANGERS = {
-    "tls": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", "what arrived is not a gradwire admission"),
-    "http": (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", "what arrived is not a gradwire admission"),
-    "wrong magic": (b"gw-link2" + bytes(200), "what arrived is not a gradwire admission"),
-    "cut hello": (b"gw-link1" + bytes(20), r"the connection ended \d+ bytes short of a hello"),
-    "no proof": (b"gw-link1" + bytes(72), "the connection ended 32 bytes short of a proof that it is rank 0"),
-    "cut proof": (b"gw-link1" + bytes(103), "the connection ended 1 bytes short of a proof that it is rank 0"),
-    "empty proof": (b"gw-link1" + bytes(104), "the process that says it is rank 0 does not hold this job's secret"),
-    "too much": (b"gw-link1" + b"\xff" * 5000, "the process that says it is rank 4294967295 does not hold this"),
-    "nothing": (b"", "the connection ended 80 bytes short of a hello"),
+    "tls": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", "the received bytes are not a gradwire admission"),
+    "http": (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", "the received bytes are not a gradwire admission"),
+    "wrong magic": (b"gw-link2" + bytes(200), "the received bytes are not a gradwire admission"),
+    "cut hello": (b"gw-link1" + bytes(20), r"the connection closed \d+ bytes before the end of a hello"),
+    "no proof": (
+        b"gw-link1" + bytes(72),
+        "the connection closed 32 bytes before the end of the proof of a process that claims to be rank 0",
+    ),
+    "cut proof": (
+        b"gw-link1" + bytes(103),
+        "the connection closed 1 bytes before the end of the proof of a process that claims to be rank 0",
+    ),
+    "empty proof": (b"gw-link1" + bytes(104), "the process that claims to be rank 0 does not hold this job's secret"),
+    "too much": (b"gw-link1" + b"\xff" * 5000, "the process that claims to be rank 4294967295 does not hold this"),
+    "nothing": (b"", "the connection closed 80 bytes before the end of a hello"),
 }
 
 
@@ -163,7 +169,7 @@ def test_links_of_random_bytes_are_refused_and_their_log_lines_limited(target: T
     for _ in range(300):
         with target.connect() as sock, contextlib.suppress(ConnectionError):
             sock.sendall(dice.randbytes(dice.choice([1, 7, 8, 64, 80, 112, 4096, 65536])))
-    target.wait_for_log("more refusals follow within this minute; they are not logged")
+    target.wait_for_log("further refusals within this minute are not logged")
     assert target.log().count("refused a link from") <= 60
 
 
@@ -206,7 +212,7 @@ def test_link_that_replays_a_recorded_admission_is_refused(target: Target) -> No
         with contextlib.suppress(ConnectionError):
             sock.sendall(recorded)
         drain(sock)
-        target.wait_for_log(f"refused a link from {source(sock)}: the process that says it is rank 1 does not hold")
+        target.wait_for_log(f"refused a link from {source(sock)}: the process that claims to be rank 1 does not hold")
 
 
 def test_links_that_send_one_byte_at_a_time_delay_no_new_link(target: Target) -> None:

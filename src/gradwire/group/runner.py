@@ -231,8 +231,8 @@ class _CallExchange:
         self._runner = runner
         self._call = call
 
-    def __call__(self, shape: Shape, x: Array, out: Array, form: CallKey | None = None) -> None:
-        self._runner.schedules(self._call).run(shape, x, out, form, self._call)
+    def __call__(self, shape: Shape, x: Array, out: Array, key: CallKey | None = None) -> None:
+        self._runner.schedules(self._call).run(shape, x, out, key, self._call)
 
     def disagree(self, reason: str) -> GradwireError:
         return self._runner.disagree(reason, self._call)

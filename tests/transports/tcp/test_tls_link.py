@@ -205,7 +205,7 @@ def test_dial_with_another_members_certificate_is_refused(assemble: Assemble, ca
     shown = [tls_files.credentials(member) for member in ("m0", "m1", "m3")]
     transports = assemble(*shown, claims={2: "m3"})
     one, two = linked(transports)
-    said = "it claims to be rank 2, but its certificate is for m3, which cannot speak for member m2"
+    said = "it claims to be rank 2, but its certificate is for m3, which does not cover member m2"
     is_refused(transports[2], f"rank 0 refused the link: {said}$")  # the reason is authenticated
     captured.wait_for(f"refused a link from .*: {said}")
     works(one, two)
@@ -213,8 +213,10 @@ def test_dial_with_another_members_certificate_is_refused(assemble: Assemble, ca
 
 def test_accept_with_another_members_certificate_is_refused(assemble: Assemble, captured: CapturedLog) -> None:
     transports = assemble(tls_files.credentials("m3"), tls_files.credentials("m1"), claims={0: "m3"})
-    is_refused(transports[1], "no link to rank 0: its certificate is for m3, which cannot speak for member m0")
-    captured.wait_for("refused a link from .*: the connection ended 80 bytes short of a hello; is this rank's")
+    is_refused(transports[1], "no link to rank 0: its certificate is for m3, which does not cover member m0")
+    captured.wait_for(
+        "refused a link from .*: the connection closed 80 bytes before the end of a hello; is this rank's"
+    )
 
 
 def test_certificate_of_another_job_is_refused_by_both_sides(
@@ -290,7 +292,7 @@ def test_tls_dialer_at_a_plaintext_port_is_refused_with_a_reason(assemble: Assem
     one, two = linked(transports)
     is_refused(transports[2], "no link to rank 0: it does not use TLS, and this rank does: give certificates to all")
     captured.wait_for(
-        "refused a link from .*: what arrived is not a gradwire admission but TLS: this rank was given no"
+        "refused a link from .*: the received bytes are not a gradwire admission but TLS: this rank was given no"
     )
     works(one, two)
 
@@ -310,7 +312,7 @@ def test_tls_older_than_1_2_is_refused(assemble: Assemble, captured: CapturedLog
     if accepted:
         assert f"New, TLSv{version[-3:].replace('_', '.')}, Cipher is" in said, said
         assert "Verify return code: 0 (ok)" in said
-        captured.wait_for("refused a link from .*: the connection ended 80 bytes short of a hello")
+        captured.wait_for("refused a link from .*: the connection closed 80 bytes before the end of a hello")
     else:
         assert "Cipher is (NONE)" in said, said
         captured.wait_for("refused a link from .*: TLS failed: it offers nothing newer than TLS 1.1")
@@ -332,5 +334,5 @@ def test_admission_replayed_inside_tls_by_a_member_is_refused(assemble: Assemble
                         pass
         if attempt == "admitted":
             transports[0].accept(1, 77, deadline()).close()
-    captured.wait_for("refused a link from .*: the process that says it is rank 1 does not hold this job's secret")
+    captured.wait_for("refused a link from .*: the process that claims to be rank 1 does not hold this job's secret")
     works(one, two)

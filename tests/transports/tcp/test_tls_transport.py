@@ -361,7 +361,9 @@ def test_renewal_of_the_key_alone_changes_nothing_until_the_certificate_follows(
         pem, key = certificates.Authority.load(tmp_path).issue(Identity("tests", "m0"))
         certificates.write(tmp_path / "m0.key", key, 0o600)
         linked(transports, 10)
-        captured.wait_for(r"m0\.key is not the key of the certificate .*m0\.pem; what was read before stays in use")
+        captured.wait_for(
+            r"m0\.key is not the key of the certificate .*m0\.pem; the certificates that were read before stay in use"
+        )
         certificates.write(tmp_path / "m0.pem", pem, 0o644)
         one, _ = linked(transports, 11)
         assert serial(one) == x509.load_pem_x509_certificate(pem).serial_number
@@ -415,7 +417,7 @@ def test_invalid_bytes_that_begin_like_tls_are_refused(transports: list[TcpTrans
         with socket.create_connection(transports[0].address, timeout=LONG) as sock, contextlib.suppress(OSError):
             sock.sendall(data)
             sock.shutdown(socket.SHUT_WR)
-    captured.wait_for("more refusals follow within this minute; they are not logged")
+    captured.wait_for("further refusals within this minute are not logged")
     assert not any("could not be handled" in line for line in captured.lines)
     linked(transports)
 

@@ -93,7 +93,7 @@ def test_recorded_admission_cannot_be_replayed(
             while thief.recv(4096):
                 pass
         host, port = thief.getsockname()
-        captured.wait_for(f"refused a link from {host}:{port}: the process that says it is rank 1 does not hold")
+        captured.wait_for(f"refused a link from {host}:{port}: the process that claims to be rank 1 does not hold")
     assert transports[0].arrivals.refusal(1, 10) is None
 
 
@@ -158,7 +158,7 @@ def test_dial_refused_raises_the_reason_without_another_attempt(
         transports[1].dial(0, 9, deadline())
     assert between[0].calls == 1
     assert (caught.value.rank, caught.value.peer) == (1, 0)
-    captured.wait_for(r"refused a link from 127\.0\.0\.1:\d+: the process that says it is rank 1 does not hold")
+    captured.wait_for(r"refused a link from 127\.0\.0\.1:\d+: the process that claims to be rank 1 does not hold")
 
 
 def test_dial_link_that_exists_is_refused(assemble: Assemble) -> None:
