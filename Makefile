@@ -12,7 +12,7 @@ MINUTES ?= 30
 PYTHON ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format verify soak sanitize clean
+.PHONY: help demo test lint format docs verify soak sanitize dist clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/\1\t\2/p' Makefile | awk -F '\t' '{ printf "make %-8s %s\n", $$1, $$2 }'
@@ -32,7 +32,11 @@ format: $(VENV)/.installed-test ## format the code and fix lint errors with ruff
 	$(RUN) ruff check --fix .
 	$(RUN) ruff format .
 
-verify: test $(VENV)/.installed-verify ## run test, then the slow tests, some fuzzing, the examples and a short benchmark
+docs: $(VENV)/.installed-docs ## build the site with all pages and the API reference in build/docs; warnings are errors
+	$(RUN) sphinx -q -W --keep-going -n -c docs -d build/doctrees . build/docs
+	@echo "file://$(CURDIR)/build/docs/index.html"
+
+verify: test docs $(VENV)/.installed-verify ## run test and docs, then the slow tests, some fuzzing, the examples and a short benchmark
 	$(RUN) pytest -m "slow or soak" --timeout=600 -o faulthandler_timeout=660 $(ARGS)
 	PYTHONPATH=tests $(RUN) fuzz.atheris --seconds 10
 	@set -e; for script in examples/*.py; do \
@@ -57,6 +61,15 @@ soak: $(VENV)/.installed-verify sanitize ## run sanitize, then fuzzing, then rep
 sanitize: $(VENV)/.installed-build ## run the core's own tests with the address, undefined-behaviour and thread sanitizers
 	@export PATH="$(CURDIR)/$(BIN):$$PATH"; native/tests/run.sh address,undefined && native/tests/run.sh thread
 
+dist: $(VENV)/.installed-dist ## build sdist and wheel, check them, and run the demo from a fresh installation of the wheel
+	rm -rf dist build/dist-check
+	$(RUN) build --outdir dist
+	$(RUN) twine check --strict dist/*
+	$(BIN)/python -m venv build/dist-check
+	build/dist-check/bin/pip --disable-pip-version-check --quiet install dist/*.whl
+	build/dist-check/bin/gradwire --version
+	build/dist-check/bin/gradwire run -n $(RANKS) --min 1 --restarts 1 examples/digits.py --lose 1
+
 clean: ## remove .venv and all build outputs and caches
 	rm -rf $(VENV) build dist src/gradwire/_native.*.so src/gradwire/_build.json .pytest_cache .mypy_cache .ruff_cache .hypothesis .gradwire
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -77,8 +90,14 @@ $(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard native/*.*) $(VENV)
 $(VENV)/.installed-test: requirements/test.txt $(VENV)/.installed
 	$(call install,the test tools,--requirement $<)
 
+$(VENV)/.installed-docs: requirements/docs.txt $(VENV)/.installed
+	$(call install,the documentation tools,--requirement $<)
+
 $(VENV)/.installed-verify: requirements/verify.txt $(VENV)/.installed-test
 	$(call install,the packages for make verify,--requirement $<)
+
+$(VENV)/.installed-dist: requirements/dist.txt $(VENV)/.installed
+	$(call install,the tools that build and check releases,--requirement $<)
 
 # pip's output is shown only if it fails.
 define install

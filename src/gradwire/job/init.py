@@ -21,6 +21,7 @@ from gradwire.identity import Identity, new_run
 from gradwire.job import process_hooks
 from gradwire.job.config import DEFAULT_TIMEOUT, JobConfig, resolve
 from gradwire.job.member_session import Agree, MemberSession
+from gradwire.liveness.call_log import call_site
 from gradwire.topology import Topology
 from gradwire.transports.tcp.transport import TcpTransport
 
@@ -63,18 +64,23 @@ def init(
     - `Refused`: the job does not accept this process, for example because another process has its rank.
     - `Timeout`: not all ranks have joined in time. The message names the missing ranks.
 
+    A process is in one job at a time: `init` raises `ConfigError` while the group of an earlier `init` is open. The
+    error gives the file and line of that earlier call.
+
     >>> import gradwire as gw
     >>> with gw.init() as group:
     ...     group.rank, group.size
     (0, 1)
     """
+    process_hooks.check_not_initialised()
+    site = call_site()
     config = resolve(rank, size, address, transport=transport, timeout=timeout, insecure=insecure)
     if config.size == 1 and config.address is None and not config.elastic:
-        return process_hooks.set_current(single_rank_group(config.timeout))
+        return process_hooks.set_current(single_rank_group(config.timeout), site)
     deadline = time.monotonic() + config.timeout
     if native_core.native is None and (reason := native_core.why_pure()) and not native_core.is_unwanted():
         log.warning("collectives run in Python, which is slower: gradwire has no native core here, %s", reason)
-    return member_session(config).join_next(deadline)
+    return MemberSession(config, connect_member, initialised_at=site).join_next(deadline)
 
 
 def single_rank_group(timeout: float) -> Group:

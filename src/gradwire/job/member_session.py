@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from types import CodeType
 from typing import TYPE_CHECKING
 
 from gradwire.drive import drive
@@ -60,11 +61,21 @@ Connect = Callable[[Endpoint, JobConfig, float], Group]
 class MemberSession:
     """This process as a member of its job: its id, its coordinator and its secret stay the same in all generations."""
 
-    def __init__(self, config: JobConfig, connect: Connect, agree: Agree | None = None) -> None:
-        """`agree` lets the ranks agree on an address if a launcher listens at the configured one."""
+    def __init__(
+        self,
+        config: JobConfig,
+        connect: Connect,
+        agree: Agree | None = None,
+        initialised_at: tuple[CodeType, int] | None = None,
+    ) -> None:
+        """`agree` lets the ranks agree on an address if a launcher listens at the configured one.
+
+        `initialised_at` is the user's call of `gw.init`; None if the session was not made by `gw.init`.
+        """
         assert config.address is not None
         self.config = config
         self._connect = connect
+        self._initialised_at = initialised_at
         self._address = config.address
         self._agree = agree or self._agree_under_torchrun
         if config.address_taken:  # torchrun's store listens there; through it the ranks agree on another port
@@ -89,14 +100,14 @@ class MemberSession:
                 "`gradwire certs` and set GRADWIRE_TLS_CA, GRADWIRE_TLS_CERT and GRADWIRE_TLS_KEY, or pass "
                 "insecure=True (GRADWIRE_INSECURE=1) if you trust the network"
             )
-        return tokens.held(os.environ, loopback)
+        return tokens.secret_or_token(os.environ, loopback)
 
     def join_next(self, deadline: float) -> Group:
         """Join the next generation and return its group. An elastic job continues without members lost meanwhile."""
         joining = _Joining(self, deadline)
         drive(self._protocol.next_generation(), joining.perform)
         assert joining.group is not None
-        return process_hooks.set_current(joining.group)
+        return process_hooks.set_current(joining.group, self._initialised_at)
 
     def next(self, generation: Generation, timeout: float) -> Group:
         """Leave a generation, broken or not, join the next one and return its group.
@@ -108,7 +119,7 @@ class MemberSession:
             if generation.identity.number < self._protocol.generation and current is not None:
                 return current
             deadline = time.monotonic() + timeout
-            broken = not generation.control.sound
+            broken = not generation.control.intact
             leave = self._leave(generation)
             del generation
             if not broken:  # an intact generation can close while the next one forms

@@ -7,22 +7,36 @@ import contextlib
 import os
 import sys
 import threading
+from types import CodeType
 
+from gradwire import tracebacks
+from gradwire.errors import ConfigError
 from gradwire.generation.lifetime import Lifetime
 from gradwire.group import Group
 from gradwire.group.internals import GroupInternals
+from gradwire.liveness.call_log import place
 
 _live: set[Lifetime] = set()
 _hooks_lock = threading.Lock()
 _hooks_set = False
-_current: Group | None = None
+_current: Group | None = None  # of this process's job
+_initialised_at: tuple[CodeType, int] | None = None  # the call of `gw.init` that led to that group
 
 
-def set_current(group: Group) -> Group:
+def set_current(group: Group, initialised_at: tuple[CodeType, int] | None = None) -> Group:
     """Remember the group of this process's job, replace that of an earlier generation, and return it."""
-    global _current
-    _current = group
+    global _current, _initialised_at
+    _current, _initialised_at = group, initialised_at
     return group
+
+
+def check_not_initialised() -> None:
+    """Raise `ConfigError` if the group of an earlier `gw.init()` is still open; the error gives that call's line."""
+    if (group := current()) is not None and _initialised_at is not None:
+        raise ConfigError(
+            f"this process is already initialised: gw.init() was called at {place(*_initialised_at)}, and {group} is "
+            "not closed. Use that group, or close it before you call gw.init() again"
+        )
 
 
 def current() -> Group | None:
@@ -37,6 +51,7 @@ def track(lifetime: Lifetime) -> None:
         if not _hooks_set:
             _hooks_set = True
             atexit.register(_close_at_exit)
+            tracebacks.install()
             os.register_at_fork(after_in_child=_abandon)
     _live.add(lifetime)
     lifetime.on_close(_live.discard)

@@ -69,7 +69,7 @@ class Collectives:
             for _ in self._executor.steps(plan, x, out, self._call, self):
                 if broken:
                     yield from self.check(collective)
-                broken = not self._control.sound  # one more step first: data that has already arrived is still used
+                broken = not self._control.intact  # one more step first: data that has already arrived is still used
                 if not broken:
                     yield None
         except LinkEnded as ended:
@@ -79,10 +79,10 @@ class Collectives:
         self._calls.finished = sequence
 
     def check(self, operation: str) -> Program:
-        """Raise the error of a broken generation, after its verdict has settled. Do nothing if it is not broken."""
-        if self._control.sound:
+        """Raise the error of a broken generation, after its verdict is decided. Do nothing if it is not broken."""
+        if self._control.intact:
             return
-        while not self._control.settled:
+        while not self._control.decided:
             self._handle(Tick())
             yield 0.01
         raise self._control.error(operation, f" during {operation}")
@@ -90,9 +90,9 @@ class Collectives:
     def find_out(self, peer: int, operation: str) -> Program:
         """Raise the error behind an ended link: wait for the peer's control link to explain it, else report it lost."""
         deadline = self._process.now + ANSWER_SECONDS
-        while self._control.sound and not self._control.has_left(peer) and self._process.now < deadline:
+        while self._control.intact and not self._control.has_left(peer) and self._process.now < deadline:
             yield 0.01
-        if self._control.sound:
+        if self._control.intact:
             self._handle(Missed(peer))
             self._handle(Lost(peer))
         yield from self.check(operation)
@@ -107,13 +107,13 @@ class Collectives:
             sequence = min(self._call.sequence, max(1, parse(header).sequence))
             self._handle(Found(disagreement(self._calls, sequence)))
         except WireError:
-            self._handle(Lost(peer, "sent a malformed header"))
+            self._handle(Lost(peer, "sent invalid data"))
         return Disagreed()
 
     def wait(self, reads: object, writes: object) -> None:
         raise NotImplementedError("a simulated rank waits by yielding")
 
-    def look(self) -> float:
+    def poll(self) -> float:
         raise NotImplementedError("a simulated rank waits by yielding")
 
 

@@ -31,7 +31,7 @@ from gradwire.liveness.control_protocol import (
 from gradwire.liveness.control_protocol import (
     Event as ControlEvent,
 )
-from gradwire.liveness.detector import BEAT_SECONDS, PAGE_SECONDS, PEER_SECONDS, Detector, Standstill
+from gradwire.liveness.detector import HEARTBEAT_SECONDS, PEER_SECONDS, SHARED_MEMORY_SECONDS, Detector, Standstill
 from gradwire.liveness.verdict import Finding
 from gradwire.membership import Assembly, Member
 from gradwire.simulate.collective import Collectives
@@ -208,7 +208,7 @@ class Rank:
             self.handle(Linked(peer))
             near = self.assembly.members[peer].host == self.worker.host
             if near:
-                self.detector.watch(peer, self.worker.now, PAGE_SECONDS)
+                self.detector.watch(peer, self.worker.now, SHARED_MEMORY_SECONDS)
             else:
                 self.detector.watch_remote(peer, self.worker.now, PEER_SECONDS)
             self._receive(peer, end)  # messages that arrived right after the welcome
@@ -291,7 +291,7 @@ class Rank:
             end.close()
             if not self.control.has_left(peer):
                 self.handle(Lost(peer))
-        if not self.control.sound:
+        if not self.control.intact:
             self._poll()
 
     def _poll(self) -> None:
@@ -301,18 +301,18 @@ class Rank:
         if self._due is not None:
             self._due.cancel()
         now = self.worker.now
-        self.standstill.look(now)
+        self.standstill.tick(now)
         for peer, (incoming, _) in self._heartbeats.items():
             beat = incoming.latest()
             if beat is not None:
-                self.detector.heard(peer, now, beat)
+                self.detector.record_heartbeat(peer, now, beat)
         for peer, seconds in self.detector.tick(now):
             self.handle(Lost(peer, f"is frozen or cut off: silent for {seconds:.1f} s"))
         self.handle(Tick())
         pause = min(self.control.pause(now), self.detector.due - now)
-        if self.control.settled:
+        if self.control.decided:
             self.worker.wake()
-        self.standstill.expect(now + pause)
+        self.standstill.expect_tick(now + pause)
         self._due = self.worker.later(max(pause, 0.001), self._poll)
 
     def _beat(self) -> None:
@@ -325,13 +325,13 @@ class Rank:
             self._beats += 1
             for _, outgoing in self._heartbeats.values():
                 outgoing.send(self._beats)
-        worker.timeline.after(worker.clock.seconds(BEAT_SECONDS), self._beat)
+        worker.timeline.after(worker.clock.seconds(HEARTBEAT_SECONDS), self._beat)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def give_up(self, reason: str) -> None:
         """Report to the other ranks that this member cannot set up the generation, so that they do not wait for it."""
-        if self.control.sound:
+        if self.control.intact:
             self.handle(Found(Finding("aborted", reason, self.rank)))
 
     def close(self) -> None:

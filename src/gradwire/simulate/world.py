@@ -14,7 +14,7 @@ from random import Random
 
 import numpy as np
 
-from gradwire.membership.coordinator.state_machine import HOPE
+from gradwire.membership.coordinator.state_machine import SILENT_GRACE
 from gradwire.simulate import faults
 from gradwire.simulate.fault_effects import apply_fault
 from gradwire.simulate.scenario import Scenario, draw_scenario
@@ -79,7 +79,8 @@ class World(SimulatedJob):
     @property
     def _limit(self) -> float:
         """Return the time limit for the next commits. Each admitted unfit worker may delay the job once."""
-        return self.faults_over_at + PROGRESS_SECONDS + len(self.unfit_admissions) * (self.scenario.lease + HOPE)
+        delays = len(self.unfit_admissions) * (self.scenario.lease + SILENT_GRACE)
+        return self.faults_over_at + PROGRESS_SECONDS + delays
 
     def _check_member_count(self) -> None:
         runs = (b"", self.coordinator.run)
