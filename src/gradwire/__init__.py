@@ -81,7 +81,7 @@ if TYPE_CHECKING:
     from gradwire.training.sampler import Sampler
     from gradwire.training.weights import weighted_mean
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Aborted",
