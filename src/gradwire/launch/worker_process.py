@@ -1,4 +1,4 @@
-"""One worker as the supervisor sees it: its process, the channel to it, and the result that came back."""
+"""One worker as the supervisor sees it: its process, the channel to it, and its result."""
 
 from __future__ import annotations
 
