@@ -1,4 +1,4 @@
-"""Sets up the workers of an elastic job: starts the coordinator, renews leases, and passes the coordinator's news on."""
+"""Sets up the workers of an elastic job: starts the coordinator, renews leases, and passes on its news."""
 
 from __future__ import annotations
 
