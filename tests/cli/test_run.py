@@ -362,7 +362,7 @@ def test_run_on_a_terminal_has_colours_and_progress_bars_in_place(
     run = start("-n", "1", "train.py", stdout=theirs, stderr=theirs)
     os.close(theirs)
     shown = b""
-    with contextlib.suppress(OSError):  # Linux tells the end of a terminal by an error
+    with contextlib.suppress(OSError):  # on Linux the end of a terminal is an error
         while chunk := os.read(ours, 4096):
             shown += chunk
     os.close(ours)

@@ -76,5 +76,5 @@ def test_tune_interrupted_leaves_no_process_and_no_file(number: int, tmp_path: P
     assert process.returncode == 128 + number
     assert not any(line.startswith("Traceback") for line in err.splitlines()), err  # of a worker there may be one
     assert list(tmp_path.iterdir()) == []
-    # One that was only just being started ends by itself.
+    # A process that was just being started ends on its own.
     assert eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))

@@ -181,7 +181,7 @@ def test_long_wait_in_a_collective_logs_the_late_rank_and_its_last_call(
 
 @pytest.mark.usefixtures("short_slow_wait")
 def test_long_wait_for_the_lowest_rank_is_logged_by_the_next_one(groups: list[gw.Group], captured: CapturedLog) -> None:
-    said = r"rank 1 has waited \d+ s during all_reduce #1, .*: rank 0 is alive but stuck outside of any call"
+    said = r"rank 1 has waited \d+ s during all_reduce #1, .*: rank 0 is alive but stuck outside of any gradwire call"
 
     def play(group: gw.Group) -> object:
         if group.rank == 0:

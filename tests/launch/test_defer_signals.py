@@ -28,9 +28,9 @@ def interruptible() -> Iterator[None]:
 @pytest.fixture
 def handled() -> Iterator[list[int]]:
     """The signals that a program's own handler of SIGTERM gets."""
-    came: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
-    yield came
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    yield received
     signal.signal(signal.SIGTERM, before)
 
 
@@ -97,7 +97,7 @@ def test_supervisor_interrupted_while_workers_start_ends_all_of_them(tmp_path: P
     threads = set(threading.enumerate())
     setup = Interrupted()
     with pytest.raises(KeyboardInterrupt), Supervisor(Task.script(written(tmp_path, WAIT)), 3, setup):
-        raise AssertionError("it goes on")
+        raise AssertionError("the interrupt was lost")
     assert len(setup.watched) == 3, "all workers were started before the interrupt was handled"
     assert all(one.ends() for one in setup.watched)
     assert eventually(lambda: set(threading.enumerate()) <= threads)

@@ -62,8 +62,8 @@ def printed(
     output = Output(out=out, err=err, clock=clock, log_dir=log_dir)
     for rank in range(size):
         with output.pipes(str(rank), f"rank-{rank}.log") as pipes:
-            for who, stream, data in pieces:
-                if who == rank:
+            for its_rank, stream, data in pieces:
+                if its_rank == rank:
                     os.write(pipes[stream], data)
     output.start()
     assert output.close(LONG)
@@ -95,7 +95,7 @@ def test_output_progress_bar_in_a_file_is_thinned_out() -> None:
 
 
 def _until_read(pipe: int) -> None:
-    """Wait until the reader has taken everything out of the pipe, so that it comes in pieces."""
+    """Wait until the reader has emptied the pipe, so that it reads the next piece separately."""
     import fcntl
     import struct
     import termios

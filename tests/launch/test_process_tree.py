@@ -54,7 +54,7 @@ def test_kill_of_a_session_ends_all_its_processes(family: tuple[subprocess.Popen
     assert leader.wait(LONG) == -signal.SIGKILL
     assert all(other.ends() for other in watched)
     assert process_tree.is_empty(leader.pid)
-    process_tree.kill(leader.pid)  # nobody there: no error
+    process_tree.kill(leader.pid)  # an empty session is no error
 
 
 def test_is_empty_ignores_zombies() -> None:
@@ -85,7 +85,7 @@ def test_guard_closes_while_a_forked_process_holds_its_pipe() -> None:
         os.waitpid(forked, 0)
 
 
-# A supervisor in small: it tells a guard of the session, and then waits to be killed.
+# A minimal supervisor: it registers its session with a guard, and then waits to be killed.
 SUPERVISOR = """
 import os, signal, sys
 from gradwire.launch.process_tree import Guard

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from gradwire.launch.restart_policy import Backoff, EndKind, Restarts, Verdict
 
-GO_ON, REPLACE, GIVE_UP = Verdict.GO_ON, Verdict.REPLACE, Verdict.GIVE_UP
+CONTINUE, REPLACE, GIVE_UP = Verdict.CONTINUE, Verdict.REPLACE, Verdict.GIVE_UP
 WELL, LOST, ERROR, REFUSED = EndKind.WELL, EndKind.LOST, EndKind.ERROR, EndKind.REFUSED
 
 
@@ -22,14 +22,14 @@ def test_fixed_job_gives_up_after_any_failure() -> None:
     for end in (LOST, ERROR, REFUSED):
         first, last = job(3, 3, fixed=True), job(3, 3, fixed=True)
         assert first.ended(1, end) is GIVE_UP
-        assert [last.ended(0, WELL), last.ended(1, WELL), last.ended(2, end)] == [GO_ON, GO_ON, GIVE_UP]
+        assert [last.ended(0, WELL), last.ended(1, WELL), last.ended(2, end)] == [CONTINUE, CONTINUE, GIVE_UP]
 
 
 def test_lost_worker_is_replaced_while_restarts_are_left() -> None:
     elastic = job(3, 2, restarts=1)
     assert elastic.ended(1, LOST) is REPLACE
     elastic.started(3)
-    assert elastic.ended(3, ERROR) is GO_ON  # two are left, and two are enough
+    assert elastic.ended(3, ERROR) is CONTINUE  # two are left, and two are enough
     assert elastic.ended(0, LOST) is GIVE_UP
 
 
@@ -40,18 +40,18 @@ def test_workers_lost_all_at_once_are_all_replaced() -> None:
 
 def test_last_worker_lost_without_restarts_fails_the_job() -> None:
     elastic = job(2, 1)
-    assert [elastic.ended(number, LOST) for number in (0, 1)] == [GO_ON, GIVE_UP]
+    assert [elastic.ended(number, LOST) for number in (0, 1)] == [CONTINUE, GIVE_UP]
 
 
 def test_worker_that_leaves_is_no_failure() -> None:
     elastic = job(3, 2)
-    assert [elastic.ended(number, WELL) for number in range(3)] == [GO_ON, GO_ON, GO_ON]
+    assert [elastic.ended(number, WELL) for number in range(3)] == [CONTINUE, CONTINUE, CONTINUE]
 
 
 def test_loss_after_others_finished_does_not_fail_the_job() -> None:
-    """Nor is it replaced: a newcomer would begin the work anew."""
+    """Nor is it replaced: a replacement would start the work again."""
     elastic = job(2, 2, restarts=3)
-    assert [elastic.ended(0, WELL), elastic.ended(1, LOST)] == [GO_ON, GO_ON]
+    assert [elastic.ended(0, WELL), elastic.ended(1, LOST)] == [CONTINUE, CONTINUE]
     assert elastic.used == 0
 
 
@@ -59,35 +59,35 @@ def test_newcomer_turned_away_too_late_does_not_fail_the_job() -> None:
     elastic = job(2, 2, restarts=1)
     assert elastic.ended(1, LOST) is REPLACE
     elastic.started(2)
-    assert [elastic.ended(0, WELL), elastic.ended(2, REFUSED)] == [GO_ON, GO_ON]
+    assert [elastic.ended(0, WELL), elastic.ended(2, REFUSED)] == [CONTINUE, CONTINUE]
 
 
 def test_worker_that_was_turned_away_is_not_replaced() -> None:
     elastic = job(2, 1, restarts=5)
-    assert [elastic.ended(0, REFUSED), elastic.ended(1, REFUSED)] == [GO_ON, GIVE_UP]
+    assert [elastic.ended(0, REFUSED), elastic.ended(1, REFUSED)] == [CONTINUE, GIVE_UP]
 
 
 def test_error_after_others_finished_fails_the_job() -> None:
     """Think of the rank that writes the model and finds the disk full."""
     elastic = job(3, 1, restarts=3)
-    assert [elastic.ended(1, WELL), elastic.ended(2, WELL), elastic.ended(0, ERROR)] == [GO_ON, GO_ON, GIVE_UP]
+    assert [elastic.ended(1, WELL), elastic.ended(2, WELL), elastic.ended(0, ERROR)] == [CONTINUE, CONTINUE, GIVE_UP]
 
 
 def test_error_counts_unless_the_others_regrouped() -> None:
     elastic = job(4, 1)
-    assert elastic.ended(0, ERROR, failed=10.0) is GO_ON
+    assert elastic.ended(0, ERROR, failed=10.0) is CONTINUE
     assert elastic.errors == [0]
     elastic.regrouped(11.0)
     assert elastic.errors == []
-    assert elastic.ended(1, ERROR, failed=10.5) is GO_ON  # its process took its time to end
+    assert elastic.ended(1, ERROR, failed=10.5) is CONTINUE  # its process took its time to end
     assert elastic.errors == []
-    assert elastic.ended(2, ERROR, failed=12.0) is GO_ON
+    assert elastic.ended(2, ERROR, failed=12.0) is CONTINUE
     assert elastic.errors == [2]
 
 
 def test_worker_that_left_before_a_regrouping_has_not_finished_the_job() -> None:
     elastic = job(3, 2)
-    assert elastic.ended(0, WELL) is GO_ON
+    assert elastic.ended(0, WELL) is CONTINUE
     elastic.regrouped(1.0)
     assert elastic.ended(1, LOST) is GIVE_UP
 
@@ -95,21 +95,21 @@ def test_worker_that_left_before_a_regrouping_has_not_finished_the_job() -> None
 def test_members_of_other_launchers_count_towards_the_minimum() -> None:
     elastic = job(2, 2)
     elastic.remote = 2
-    assert [elastic.ended(0, LOST), elastic.ended(1, LOST)] == [GO_ON, GO_ON]
+    assert [elastic.ended(0, LOST), elastic.ended(1, LOST)] == [CONTINUE, CONTINUE]
 
 
 def test_stopping_job_replaces_no_worker() -> None:
     elastic = job(2, 1, restarts=5)
     elastic.stopping = True
-    assert [elastic.ended(0, LOST), elastic.ended(1, LOST)] == [GO_ON, GIVE_UP]
+    assert [elastic.ended(0, LOST), elastic.ended(1, LOST)] == [CONTINUE, GIVE_UP]
 
 
 def test_finished_job_replaces_no_worker() -> None:
     """Those that are left wait to join, and learn that there is nothing to join."""
     elastic = job(5, 3, restarts=5)
-    assert [elastic.ended(0, WELL), elastic.ended(1, LOST)] == [GO_ON, REPLACE]
+    assert [elastic.ended(0, WELL), elastic.ended(1, LOST)] == [CONTINUE, REPLACE]
     elastic.done = True
-    assert [elastic.ended(2, LOST), elastic.ended(3, REFUSED), elastic.ended(4, LOST)] == [GO_ON] * 3
+    assert [elastic.ended(2, LOST), elastic.ended(3, REFUSED), elastic.ended(4, LOST)] == [CONTINUE] * 3
 
 
 def test_loss_without_a_coordinator_fails_the_job() -> None:
@@ -120,14 +120,14 @@ def test_loss_without_a_coordinator_fails_the_job() -> None:
 
 @given(st.integers(1, 6), st.data())
 def test_any_history_of_a_job_ends(size: int, data: st.DataObject) -> None:
-    """It goes on without a verdict to give up only if somebody finished; the restarts are never exceeded."""
+    """The job ends without being given up only if a worker has finished; the restarts are never exceeded."""
     minimum, restarts = data.draw(st.integers(1, size)), data.draw(st.integers(0, 5))
     elastic = job(size, minimum, restarts)
     number, gave_up = size, False
     while elastic.living:
         end = data.draw(st.sampled_from(EndKind))
         verdict = elastic.ended(data.draw(st.sampled_from(sorted(elastic.living))), end)
-        assert end is not WELL or verdict is GO_ON
+        assert end is not WELL or verdict is CONTINUE
         if verdict is REPLACE:
             assert not gave_up
             elastic.started(number)
@@ -172,12 +172,12 @@ def test_pending_replacement_counts_as_a_living_worker() -> None:
     elastic = job(3, 2, restarts=1)
     assert elastic.ended(0, ERROR) is REPLACE
     elastic.pending = 1
-    assert elastic.ended(1, LOST) is GO_ON
+    assert elastic.ended(1, LOST) is CONTINUE
 
 
 def test_pending_replacement_is_not_started_when_the_others_are_done() -> None:
     elastic = job(2, 1, restarts=1)
     assert elastic.ended(0, ERROR) is REPLACE
     elastic.pending = 1
-    assert elastic.ended(1, WELL) is GO_ON
+    assert elastic.ended(1, WELL) is CONTINUE
     assert elastic.over

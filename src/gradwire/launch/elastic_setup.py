@@ -1,4 +1,4 @@
-"""The worker setup of an elastic job: starts the coordinator, renews the workers' leases, and passes on its news."""
+"""Sets up the workers of an elastic job: starts the coordinator, renews leases, and passes on its news."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def _consequence(restarts: Restarts, verdict: Verdict, successor: Worker | None,
         return f"it is replaced in {delay:g} s, because it ran only for a short time ({count})"
     if verdict is Verdict.REPLACE and successor is not None:
         return f"{successor} takes its place (restart {restarts.used} of {restarts.restarts})"
-    if verdict is Verdict.GO_ON:
+    if verdict is Verdict.CONTINUE:
         return {0: "the others have finished", 1: "1 worker continues"}.get(left, f"{left} workers continue")
     if not restarts.recoverable:
         return "the others cannot continue without a coordinator"

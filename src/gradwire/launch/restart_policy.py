@@ -8,7 +8,7 @@ A job of fixed size fails with its first failed worker.
 (<Verdict.REPLACE: 'replace'>, 1)
 >>> job.started(3)
 >>> job.ended(1, EndKind.LOST), job.ended(2, EndKind.LOST)
-(<Verdict.GO_ON: 'go on'>, <Verdict.GIVE_UP: 'give up'>)
+(<Verdict.CONTINUE: 'continue'>, <Verdict.GIVE_UP: 'give up'>)
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class EndKind(enum.Enum):
 
 
 class Verdict(enum.Enum):
-    GO_ON = "go on"
+    CONTINUE = "continue"
     REPLACE = "replace"
     GIVE_UP = "give up"
 
@@ -106,9 +106,9 @@ class Restarts:
         self.living.discard(number)
         if end is EndKind.WELL:
             self.finished += 1
-            return Verdict.GO_ON
+            return Verdict.CONTINUE
         if (self.finished or self.done) and not self._others:  # a replacement would start the work again
-            return Verdict.GIVE_UP if end is EndKind.ERROR or self.fixed else Verdict.GO_ON
+            return Verdict.GIVE_UP if end is EndKind.ERROR or self.fixed else Verdict.CONTINUE
         if end is not EndKind.REFUSED and self._may_replace:  # a replacement would be refused too
             self.used += 1
             verdict = Verdict.REPLACE
@@ -130,7 +130,7 @@ class Restarts:
     def without_it(self) -> Verdict:
         """Decide whether the job continues after a loss that is not replaced. Finished workers count as present."""
         enough = self._others > 0 and (self.done or self._others + self.finished >= self.minimum)
-        return Verdict.GO_ON if enough and self.recoverable and not self.fixed else Verdict.GIVE_UP
+        return Verdict.CONTINUE if enough and self.recoverable and not self.fixed else Verdict.GIVE_UP
 
     @property
     def _may_replace(self) -> bool:

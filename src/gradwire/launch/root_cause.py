@@ -93,7 +93,7 @@ class Ending:
     stop_sent: float | None = None  # when the supervisor first signalled the worker to stop
     report: Report | None = None
     result_missing: bool = False  # the process exited with code 0, but has not sent the result that was due
-    noun: str = "rank"  # what stands before the number: "rank 2", "worker 2"
+    noun: str = "rank"  # the word before the number: "rank 2", "worker 2"
     left_early: bool = False  # the process exited with code 0 while other ranks still needed it
     kill_reason: str = ""  # why the supervisor killed the worker, if it did so for another reason than stopping the job
 
@@ -148,7 +148,7 @@ def of_failure(endings: Sequence[Ending], given_up_at: int) -> Ending | None:
 def of_end(endings: Sequence[Ending], errors: Collection[int], *, formed: bool) -> Ending | None:
     """Return why a job that was never given up did not end well; None if it did.
 
-    `errors` are the workers whose failures the others did not recover from; `formed` says that members had met.
+    `errors` are the workers whose failures the others did not recover from; `formed`: members had formed a generation.
     """
     if all(ending.failed for ending in endings):  # workers elsewhere may continue, but none here has finished
         return find(endings)
@@ -168,7 +168,7 @@ def or_early_exit(failure: Ending | None, endings: Iterable[Ending]) -> Ending |
 
 
 def _remoteness(failure: Ending) -> int:
-    """0: a failure by itself; 1: an error of a broken group that names this rank; 2: one that names another rank."""
+    """Return 0 for a failure of its own, 1 for an error of a broken group that names this rank, otherwise 2."""
     report = failure.report
     if report is None or not report.broken:
         return 0
@@ -179,12 +179,12 @@ def _remoteness(failure: Ending) -> int:
 
 
 def describe(ending: Ending) -> str:
-    """Say in one line how a worker ended."""
+    """Return one line: the name of a worker and how it ended."""
     return f"{ending.name} (pid {ending.pid}) {how_it_ended(ending)}"
 
 
 def consequences(endings: Iterable[Ending], root: Ending | None) -> list[str]:
-    """Say how the workers other than `root` failed, those that failed alike in one line.
+    """Return lines that say how the workers other than `root` failed, one line for those that failed alike.
 
     Errors of a broken group take one line in all: each names what its worker was doing, which may differ.
     """
@@ -230,7 +230,7 @@ def _names(endings: list[Ending]) -> str:
 
 
 def how_it_ended(ending: Ending) -> str:
-    """Say how a worker ended, to follow its name."""
+    """Return how a worker ended, in words that follow its name."""
     if ending.stopped:
         return "was stopped"
     if ending.left_early:

@@ -1,4 +1,4 @@
-"""One worker as the supervisor sees it: its process, the channel to it, and the result that came back."""
+"""One worker as the supervisor sees it: its process, the channel to it, and its result."""
 
 from __future__ import annotations
 
@@ -99,9 +99,8 @@ class Worker:
 
     def release(self) -> None:
         """Let the process run."""
-        with contextlib.suppress(
-            BrokenPipeError, ConnectionResetError
-        ):  # the process is dead; its exit status will show why
+        # If the process is already dead, its exit status will show why.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._channel.send(b".")
         self._channel.setblocking(False)
 

@@ -324,14 +324,21 @@ class _Replica:
 
     def broke(self, error: Broken, step: int) -> None:
         self._broke_at = time.monotonic()
-        log.warning("generation %d broke after step %d: %s", self.generation, step, error)
+        level = _level_on(0 if error.culprit != 0 else 1, self.rank)
+        log.log(level, "generation %d broke after step %d: %s", self.generation, step, error)
         for undo in self.undoing:
             undo()
 
     def recovered(self) -> None:
         self.recoveries += 1
         took = time.monotonic() - self._broke_at
-        log.warning("recovered in %.2f s: generation %d has %d members", took, self.generation, self.size)
+        level = _level_on(0, self.rank)
+        log.log(level, "recovered in %.2f s: generation %d has %d members", took, self.generation, self.size)
+
+
+def _level_on(reporter: int, rank: int) -> int:
+    """Return the level of a message that all ranks log: a warning on one rank, so that it is shown once."""
+    return logging.WARNING if rank == reporter else logging.INFO
 
 
 def _begun_runs(internals: GroupInternals, number: int) -> int:
