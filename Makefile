@@ -12,7 +12,7 @@ MINUTES ?= 30
 PYTHON ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format verify soak sanitize clean
+.PHONY: help demo test lint format docs verify soak sanitize clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/\1\t\2/p' Makefile | awk -F '\t' '{ printf "make %-8s %s\n", $$1, $$2 }'
@@ -32,7 +32,11 @@ format: $(VENV)/.installed-test ## format the code and fix lint errors with ruff
 	$(RUN) ruff check --fix .
 	$(RUN) ruff format .
 
-verify: test $(VENV)/.installed-verify ## run test, then the slow tests, some fuzzing, the examples and a short benchmark
+docs: $(VENV)/.installed-docs ## build the site with all pages and the API reference in build/docs; warnings are errors
+	$(RUN) sphinx -q -W --keep-going -n -c docs -d build/doctrees . build/docs
+	@echo "file://$(CURDIR)/build/docs/index.html"
+
+verify: test docs $(VENV)/.installed-verify ## run test and docs, then the slow tests, some fuzzing, the examples and a short benchmark
 	$(RUN) pytest -m "slow or soak" --timeout=600 -o faulthandler_timeout=660 $(ARGS)
 	PYTHONPATH=tests $(RUN) fuzz.atheris --seconds 10
 	@set -e; for script in examples/*.py; do \
@@ -76,6 +80,9 @@ $(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard native/*.*) $(VENV)
 
 $(VENV)/.installed-test: requirements/test.txt $(VENV)/.installed
 	$(call install,the test tools,--requirement $<)
+
+$(VENV)/.installed-docs: requirements/docs.txt $(VENV)/.installed
+	$(call install,the documentation tools,--requirement $<)
 
 $(VENV)/.installed-verify: requirements/verify.txt $(VENV)/.installed-test
 	$(call install,the packages for make verify,--requirement $<)
