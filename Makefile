@@ -12,7 +12,7 @@ MINUTES ?= 30
 PYTHON ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format docs verify soak sanitize clean
+.PHONY: help demo test lint format docs verify soak sanitize dist clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/\1\t\2/p' Makefile | awk -F '\t' '{ printf "make %-8s %s\n", $$1, $$2 }'
@@ -61,6 +61,15 @@ soak: $(VENV)/.installed-verify sanitize ## run sanitize, then fuzzing, then rep
 sanitize: $(VENV)/.installed-build ## run the core's own tests with the address, undefined-behaviour and thread sanitizers
 	@export PATH="$(CURDIR)/$(BIN):$$PATH"; native/tests/run.sh address,undefined && native/tests/run.sh thread
 
+dist: $(VENV)/.installed-dist ## build sdist and wheel, check them, and run the demo from a fresh installation of the wheel
+	rm -rf dist build/dist-check
+	$(RUN) build --outdir dist
+	$(RUN) twine check --strict dist/*
+	$(BIN)/python -m venv build/dist-check
+	build/dist-check/bin/pip --disable-pip-version-check --quiet install dist/*.whl
+	build/dist-check/bin/gradwire --version
+	build/dist-check/bin/gradwire run -n $(RANKS) --min 1 --restarts 1 examples/digits.py --lose 1
+
 clean: ## remove .venv and all build outputs and caches
 	rm -rf $(VENV) build dist src/gradwire/_native.*.so src/gradwire/_build.json .pytest_cache .mypy_cache .ruff_cache .hypothesis .gradwire
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -86,6 +95,9 @@ $(VENV)/.installed-docs: requirements/docs.txt $(VENV)/.installed
 
 $(VENV)/.installed-verify: requirements/verify.txt $(VENV)/.installed-test
 	$(call install,the packages for make verify,--requirement $<)
+
+$(VENV)/.installed-dist: requirements/dist.txt $(VENV)/.installed
+	$(call install,the tools that build and check releases,--requirement $<)
 
 # pip's output is shown only if it fails.
 define install

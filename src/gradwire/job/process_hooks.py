@@ -9,6 +9,7 @@ import sys
 import threading
 from types import CodeType
 
+from gradwire import tracebacks
 from gradwire.errors import ConfigError
 from gradwire.generation.lifetime import Lifetime
 from gradwire.group import Group
@@ -50,6 +51,7 @@ def track(lifetime: Lifetime) -> None:
         if not _hooks_set:
             _hooks_set = True
             atexit.register(_close_at_exit)
+            tracebacks.install()
             os.register_at_fork(after_in_child=_abandon)
     _live.add(lifetime)
     lifetime.on_close(_live.discard)
