@@ -1,9 +1,9 @@
 // How a rank waits while it cannot progress: it spins, then yields its core, then sleeps for growing intervals.
 //
-// A message through shared memory wakes no sleeping process. A rank with a core of its own therefore polls; ranks that share
-// cores yield to each other; a long wait sleeps a little longer each time. The caller says how long a rank with its own core
-// may spin: a processor that has slept resumes late, and a virtual one, whose core may have been given away, milliseconds
-// late.
+// A message through shared memory does not wake a sleeping process. A rank with a core of its own therefore polls.
+// Ranks that share cores yield to each other. The sleeps of a long wait grow. The caller passes how long a rank with
+// its own core may spin. Spinning matters because a processor takes time to resume after a sleep; a virtual processor,
+// whose core may be in use by another machine, takes milliseconds.
 #pragma once
 
 #include <poll.h>
@@ -34,13 +34,14 @@ class Backoff {
 
     double spin_seconds = 0;  // for which a wait may keep a core busy; 0: this rank has no core of its own
 
-    // There was progress: the next wait begins with spinning.
+    // Call after progress: the next wait begins with spinning.
     void reset() {
         polls_ = 0;
         timed_ = limited_ = false;
         closed_socket = -1;
     }
-    // Report `expired` after this many seconds without progress. Continuing after that keeps the current back-off level.
+    // Report `expired` after this many seconds without progress. Continuing after that keeps the current back-off
+    // level.
     void limit(double seconds) {
         seconds_ = seconds;
         limited_ = false;
@@ -69,23 +70,24 @@ class Backoff {
         return Step::poll;
     }
 
-    // Events that end the next sleep: those of a socket, or only its end, if the peer writes into shared memory, which raises
-    // no event. A descriptor of -1 is ignored.
+    // Events that end the next sleep: those of a socket, or only its close if the peer writes to shared memory, which
+    // raises no event. A descriptor of -1 is ignored.
     void wake_by(int socket, short events) { polled_.push_back({socket, events, 0}); }
-    void wake_by_end(int socket) {
+    void wake_by_close(int socket) {
         polled_.push_back({socket, POLLRDHUP, 0});
         poll_memory();
     }
-    // The next message comes through shared memory, and may have come since the last poll: sleep only briefly.
+    // The next message comes through shared memory and may already be there: sleep only briefly.
     void poll_memory() { by_memory_ = true; }
-    // True if the alarm was raised. Clears the list of sockets, and sets `closed_socket` if one of them has ended.
+    // Returns whether the alarm was raised. Clears the list of sockets, and sets `closed_socket` if one of them is
+    // closed.
     bool sleep() {
         const bool awake = waited_ < (by_memory_ ? longest_awake() : AWAKE_SECONDS);  // a socket wakes a sleeping process
         if (awake && spins()) ::sched_yield();  // another thread may need this core: a data loader, for example
         double pause = awake ? 0 : left_;
         // A sleep prolongs a wait by an eighth at most, and a long wait by a fiftieth.
-        const double nap = std::max(spins() ? SHORT_NAP : LONG_NAP, waited_ / 50);
-        if (by_memory_) pause = std::min({pause, LONGEST_NAP, waited_ / 8, nap});
+        const double short_sleep = std::max(spins() ? SPINNING_SLEEP : SHARING_SLEEP, waited_ / 50);
+        if (by_memory_) pause = std::min({pause, MAX_SLEEP, waited_ / 8, short_sleep});
         const auto nanoseconds = static_cast<long>(pause * 1e9);
         const timespec timeout{nanoseconds / 1000000000, nanoseconds % 1000000000};
         ::ppoll(polled_.data(), polled_.size(), &timeout, nullptr);
@@ -101,9 +103,10 @@ class Backoff {
   private:
     static constexpr unsigned POLLS_PER_CLOCK_READ = 16;  // reading the clock takes longer than a poll
     static constexpr unsigned POLLS_BEFORE_YIELD = 2;
-    static constexpr double AWAKE_SECONDS = 1e-3;    // at least
+    static constexpr double AWAKE_SECONDS = 1e-3;    // a wait does not sleep before this time
     static constexpr double CHECK_SECONDS = 200e-6;  // between checks of the alarm, which also yield the core
-    static constexpr double SHORT_NAP = 200e-6, LONG_NAP = 5e-3, LONGEST_NAP = 50e-3;
+    // Seconds of a sleep: of a rank with its own core, of ranks that share cores, and the maximum.
+    static constexpr double SPINNING_SLEEP = 200e-6, SHARING_SLEEP = 5e-3, MAX_SLEEP = 50e-3;
 
     bool spins() const { return spin_seconds > 0; }
     double longest_awake() const { return std::max(AWAKE_SECONDS, spin_seconds); }

@@ -1,4 +1,4 @@
-// memmove and stores of bytes without the worst case of the string instructions.
+// Copies bytes: a memmove without the worst case of the string instructions, and a copy with non-temporal stores.
 #pragma once
 
 #include <cstddef>
@@ -11,8 +11,8 @@
 namespace gradwire {
 
 // memmove without its worst case. If the target's offset within a page is 1 to 31 bytes above the source's, the string
-// instruction that memmove uses beyond a few KiB treats each store as a dependency of the next loads, and is three to four
-// times slower. The case is common: shared memory begins at a page, and a large malloc block 16 bytes after one.
+// instruction that memmove uses beyond a few KiB treats each store as a dependency of the next loads, and is three to
+// four times slower. The case is common: shared memory begins at a page, and a large malloc block 16 bytes after one.
 inline void copy_bytes(void* to, const void* from, std::size_t nbytes) {
     constexpr std::size_t FEW = 2048, PAGE = 4096, TOO_NEAR = 32, BLOCK = 128;
     const std::size_t ahead = (reinterpret_cast<std::uintptr_t>(to) - reinterpret_cast<std::uintptr_t>(from)) % PAGE;
@@ -32,8 +32,8 @@ inline void copy_bytes(void* to, const void* from, std::size_t nbytes) {
     std::memcpy(target + done, source + done, nbytes - done);
 }
 
-// Copies whole cache lines with non-temporal stores: no line is read before it is overwritten, and none is evicted. The fence
-// at the end lets a following release store publish the bytes.
+// Copies whole cache lines with non-temporal stores: no line is read before it is overwritten, and none is evicted. The
+// fence at the end lets a following release store publish the bytes.
 inline void stream_bytes(void* to, const void* from, std::size_t nbytes) {
 #if defined(__SSE2__)
     constexpr std::size_t LINE_BYTES = 64;

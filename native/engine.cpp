@@ -87,7 +87,7 @@ Status Engine::advance(double seconds) {
             backoff_.reset();
             continue;
         }
-        if (backoff_.closed_socket >= 0) {  // and all messages that its peer sent before were taken
+        if (backoff_.closed_socket >= 0) {  // all messages that the peer sent before closing it have been received
             for (std::uint32_t peer : others_)
                 if (peers_[peer].socket == backoff_.closed_socket) fail(Status::lost, peer);
             return status_;
@@ -105,24 +105,25 @@ bool Engine::fail(Status status, std::uint32_t peer, const Header& header) {
     return false;
 }
 
-// Whether a peer has reclaimed its arrays, so that bytes read from them may be invalid. A peer does this when the generation
-// is broken, and marks its arena first: a rank that has read anything but the array's bytes sees the mark. Called before bytes
-// that were read are sent on, and before the program is reported as done.
+// Returns whether a peer has reclaimed its arrays, so that bytes read from them may be invalid. A peer does this when
+// the generation is broken, and marks its arena first: a rank that read bytes after the array was reclaimed sees the
+// mark. Called before bytes that were read are sent to another rank, and before the program is reported as done.
 bool Engine::stalls() {
     if (!reads_arrays_) return false;
     std::atomic_thread_fence(std::memory_order_acquire);  // load the arrays before the mark
-    stalled_ = std::any_of(others_.begin(), others_.end(), [&](std::uint32_t peer) { return peers_[peer].inbox->left(); });
+    stalled_ =
+        std::any_of(others_.begin(), others_.end(), [&](std::uint32_t peer) { return peers_[peer].inbox->reclaimed(); });
     return stalled_;
 }
 
 bool Engine::sleep() {
     if (stalled_) return backoff_.sleep();
     auto until_read = [&](std::uint32_t peer) {
-        if (!outbox_->read_by(peer)) backoff_.wake_by_end(peers_[peer].socket);
+        if (!outbox_->read_by(peer)) backoff_.wake_by_close(peers_[peer].socket);
     };
     if (one_shot_) {
         const bool receives = shot_ == Shot::receive || shot_ == Shot::collect;
-        if (receives) backoff_.wake_by_end(peers_[collected_].socket);
+        if (receives) backoff_.wake_by_close(peers_[collected_].socket);
         else {
             backoff_.poll_memory();
             std::for_each(others_.begin(), others_.end(), until_read);
@@ -138,7 +139,7 @@ bool Engine::sleep() {
     for (std::size_t i = 0; wave_ && i < receivings_; ++i) {
         if (receiving_[i].at == receiving_[i].messages.size()) continue;
         const Peer& peer = peers_[receiving_[i].peer];
-        if (peer.inbox) backoff_.wake_by_end(peer.socket);
+        if (peer.inbox) backoff_.wake_by_close(peer.socket);
         else backoff_.wake_by(peer.socket, POLLIN);
     }
     return backoff_.sleep();
@@ -210,7 +211,7 @@ void Engine::begin_wave() {
         receiving.peer = peer;
         receiving.messages.clear();
         receiving.at = receiving.got = 0;
-        receiving.holds = false;
+        receiving.unreleased = false;
         return receiving;
     };
     std::size_t staging = 0;
@@ -220,19 +221,19 @@ void Engine::begin_wave() {
         if (message.pieces.empty() && !peers_[message.peer].inbox) staging += padded(message.nbytes);
     }
     if (staging_.size() < staging) staging_.resize(staging);
-    std::size_t place = 0;
+    std::size_t offset = 0;
     for (std::uint32_t i = 0; staging && i < wave_->receives.size(); ++i) {
         const Incoming& message = wave_->receives[i];
         if (!message.pieces.empty() || peers_[message.peer].inbox) continue;
-        staged_[i] = staging_.data() + place;
-        place += padded(message.nbytes);
+        staged_[i] = staging_.data() + offset;
+        offset += padded(message.nbytes);
     }
     pending_receives_ = receivings_;
 }
 
 bool Engine::exchange_once(bool& progress) {
     if (next_post_ < posting_.size()) post_messages(progress);
-    if (!moved_) {  // after posting the messages, for which peers wait
+    if (!moved_) {  // after posting the messages, because peers wait for them
         for (const Moving& moving : wave_->moves) move(moving);
         moved_ = true;
     }
@@ -242,8 +243,8 @@ bool Engine::exchange_once(bool& progress) {
     for (std::size_t i = 0; pending_receives_ && i < receivings_; ++i) {
         Receiving& receiving = receiving_[i];
         if (receiving.at == receiving.messages.size()) continue;
-        const bool fine = peers_[receiving.peer].inbox ? pull_memory(receiving, arrived) : pull_socket(receiving, arrived);
-        if (!fine) return false;
+        const bool ok = peers_[receiving.peer].inbox ? pull_memory(receiving, arrived) : pull_socket(receiving, arrived);
+        if (!ok) return false;
     }
     progress = progress || arrived;
     const bool sent = next_post_ == posting_.size() && pending_sockets_ == 0;
@@ -252,7 +253,7 @@ bool Engine::exchange_once(bool& progress) {
         if (pending_receives_ == 0) {
             all_folded_ = true;
             for (std::size_t i = 0; i < receivings_; ++i)
-                if (receiving_[i].holds) peers_[receiving_[i].peer].inbox->release();
+                if (receiving_[i].unreleased) peers_[receiving_[i].peer].inbox->release();
         }
     }
     return true;
@@ -260,7 +261,8 @@ bool Engine::exchange_once(bool& progress) {
 
 bool Engine::wave_is_over() {
     if (!all_folded_ || next_post_ < posting_.size() || pending_sockets_) return false;
-    // In a mirrored program only the peer itself overwrites what it may still read, after reading it.
+    // In a mirrored program, an array that a peer may still read is overwritten only by that peer, after it has read
+    // it.
     return program_->mirrored || was_read();
 }
 
@@ -281,7 +283,7 @@ void Engine::fold_ready() {
                                        [&](const WaveTerm& term) { return term.message < 0 || arrived_[term.message]; });
         if (!ready) continue;
         folded_[i] = 1;
-        // The time of a fold says something about a kind of store only if all its terms were stored that way.
+        // The time of a fold is a sample for a kind of store only if all its terms were stored that way.
         auto all = [&](Place place) {
             return std::all_of(terms.begin(), terms.end(),
                                [&](const WaveTerm& term) { return term.message < 0 || places_[term.message] == place; });
@@ -295,7 +297,8 @@ void Engine::fold_ready() {
 }
 
 void Engine::fold(const Folding& folding) {
-    // Terms and result may be split into pieces at different offsets: process the longest common stretches.
+    // Terms and result may be split into pieces at different offsets: process the longest ranges within one piece of
+    // each.
     const std::size_t wide = program_->accumulator(), narrow = program_->element();
     const std::size_t number = folding.terms.size();
     terms_.resize(number);
@@ -331,7 +334,8 @@ void Engine::fold(const Folding& folding) {
     }
 }
 
-// A result that exceeds the caches is written with non-temporal stores; not in reductions, where it is in the cache already.
+// A result that exceeds the caches is written with non-temporal stores. A reduction uses ordinary stores, because its
+// result is already in the cache.
 void Engine::copy_result(std::byte* to, const std::byte* from, std::size_t nbytes) const {
     if (!program_->reduces && program_->out_bytes >= SMALLEST_STREAMED) stream_bytes(to, from, nbytes);
     else copy_bytes(to, from, nbytes);

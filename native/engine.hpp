@@ -1,16 +1,17 @@
-// Runs the programs of one group without the interpreter: through shared memory where there is some, over sockets elsewhere.
+// Runs the programs of one group without the interpreter. Ranks that share memory exchange messages through it, other
+// ranks over sockets.
 //
-// Within a wave all messages progress concurrently. `advance` returns when the program is done, when it has waited for the
-// given time (the caller then checks signals, deadlines and the reason of an alarm), when a peer is lost, or when a peer has
-// sent something unexpected. It can be called again after a wait.
+// Within a wave all messages progress concurrently. `advance` returns when the program is done, when it has waited for
+// the given time (the caller then checks signals, deadlines and the reason of an alarm), when a peer is lost, or when a
+// peer has sent something unexpected. It can be called again after a wait.
 //
 // A message between ranks that share memory takes the cheapest route that both ends allow (enum Place):
 //
 //     inlined   a few bytes, in the entry itself
 //     staged    copied into the sender's staging and read there
-//     exposed   the bytes lie in the sender's arena: the receiver reads them there; the sender waits until it has
-//     pushed    the result lies in the receiver's arena: the sender writes it there (direct all-reduce: the rank that writes
-//               a segment is the only rank that reads the receiver's input for it)
+//     exposed   the bytes are in the sender's arena: the receiver reads them there, and the sender waits for that
+//     pushed    the result is in the receiver's arena: the sender writes it there (direct all-reduce: the rank that
+//               writes a segment is the only rank that reads the receiver's input for it)
 #pragma once
 
 #include <atomic>
@@ -47,7 +48,7 @@ class Engine {
     void map(std::uint32_t peer, std::byte* arena, std::size_t nbytes);
 
     // --- one program at a time
-    // spin_seconds: for which this rank may keep a core busy while it waits; 0: it has no core of its own.
+    // spin_seconds: how long this rank may keep a core busy while it waits; 0 if it has no core of its own.
     void begin(const Program& program, void* in, void* out, std::uint64_t sequence, std::uint64_t fingerprint,
                double spin_seconds);
     Status advance(double seconds);
@@ -75,22 +76,22 @@ class Engine {
         std::uint32_t peer = 0;
         std::vector<std::uint32_t> messages;  // indices into the wave's receives
         std::size_t at = 0;                   // the current one
-        bool holds = false;                   // some received bytes are still to be folded
+        bool unreleased = false;              // some received bytes must still be folded
         Header head{};
         std::size_t got = 0;  // bytes of the current message, header included
     };
 
     // --- one-shot programs, entirely through shared memory
     enum class Shot { post, receive, push, collect, hold, done };
-    struct Stretch {  // bytes
+    struct ByteRange {
         std::size_t offset, nbytes;
     };
     bool in_one_shot(bool& progress);
     bool has_room_for_all();
     bool post_all();
     bool receive_all(std::uint32_t round, bool& progress);
-    Stretch share(std::size_t rank) const;
-    void reduce(std::byte* to, Stretch stretch);
+    ByteRange share(std::size_t rank) const;
+    void reduce(std::byte* to, ByteRange range);
     bool push_share();
     void release_all();
     // --- waves
@@ -130,8 +131,8 @@ class Engine {
     std::size_t arena_bytes_ = 0;
     std::unique_ptr<Outbox> outbox_;
     std::vector<std::uint32_t> others_;     // all peers that share memory with this rank
-    std::vector<std::uint64_t> results_;    // offset of a peer's result in its arena, as its entries of this call say
-    std::vector<std::uint64_t> exposed_;    // entries a peer has to consume before this rank may reuse its array
+    std::vector<std::uint64_t> results_;    // offset of a peer's result in its arena, from its entries of this call
+    std::vector<std::uint64_t> exposed_;    // entries that a peer must consume before this rank may reuse its array
     bool exposing_ = false;
     std::vector<std::byte> scratch_, staging_;
 
@@ -139,7 +140,7 @@ class Engine {
     std::byte* memories_[3] = {};
     bool one_shot_ = false;
     bool reads_arrays_ = false;  // this program has read arrays in peers' arenas
-    bool stalled_ = false;  // permanently, because a peer has reclaimed its arrays: the alarm will be raised
+    bool stalled_ = false;  // for the rest of the call: a peer has reclaimed its arrays, and the alarm will be raised
     Shot shot_ = Shot::post;
     std::uint32_t collected_ = 0;  // terms of a one-shot that have been received
 

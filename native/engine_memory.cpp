@@ -1,4 +1,4 @@
-// Messages through shared memory, and one-shot programs, which consist of one round of such messages.
+// Sends and receives messages through shared memory, and runs one-shot programs, which have one round of such messages.
 #include <algorithm>
 
 #include "copy.hpp"
@@ -11,10 +11,11 @@ constexpr std::size_t SMALLEST_EXPOSED = 4096;  // below, a copy is cheaper than
 constexpr std::size_t SMALLEST_SPLIT = 16384;   // below, folding the whole array is cheaper than waiting for peers' parts
 }  // namespace
 
-// --- one-shot programs, entirely through shared memory: every rank posts its array to all others and folds all arrays. If
-// all ranks' arrays lie in their arenas, they split the work instead: each folds one part, in the same order of ranks, and
-// writes it into the results of the others. Nothing is staged then, and the bits are the same. A rank whose array is
-// exposed, while other ranks stage theirs, holds its result in scratch memory until all peers have read its array.
+// --- one-shot programs, entirely through shared memory. Every rank posts its array to all others and folds all arrays.
+// If the arrays of all ranks are in their arenas, the ranks split the work instead: each folds one part, in the same
+// order of ranks, and writes it into the results of the others. Nothing is staged then, and the bits are the same. If a
+// rank exposes its array while other ranks stage theirs, it keeps its result in scratch memory until all peers have
+// read its array.
 
 bool Engine::in_one_shot(bool& progress) {
     switch (shot_) {
@@ -31,7 +32,7 @@ bool Engine::in_one_shot(bool& progress) {
                 shot_ = Shot::done;
                 return true;
             }
-            // All ranks have received the same entries from all, and so make the same choice.
+            // All ranks have received the same entries from all ranks, so they make the same choice.
             if (std::any_of(others_.begin(), others_.end(), [&](std::uint32_t peer) { return results_[peer] == 0; })) {
                 count(others_.size() * program_->out_bytes);
                 scratch_.resize(std::max(scratch_.size(), program_->out_bytes));
@@ -119,29 +120,30 @@ bool Engine::receive_all(std::uint32_t round, bool& progress) {
     return true;
 }
 
-// A rank's part of the result where ranks split the work: whole cache lines.
-Engine::Stretch Engine::share(std::size_t rank) const {
+// The part of the result that a rank folds if ranks split the work: whole cache lines.
+Engine::ByteRange Engine::share(std::size_t rank) const {
     const std::size_t nbytes = program_->out_bytes, part = padded((nbytes + peers_.size() - 1) / peers_.size());
     const std::size_t offset = std::min(nbytes, rank * part);
     return {offset, std::min(nbytes - offset, part)};
 }
 
-void Engine::reduce(std::byte* to, Stretch stretch) {
-    for (Term& term : terms_) term.data = static_cast<const std::byte*>(term.data) + stretch.offset;
-    program_->kernels.reduce(to + stretch.offset, terms_.data(), terms_.size(), stretch.nbytes / program_->element(),
+void Engine::reduce(std::byte* to, ByteRange range) {
+    for (Term& term : terms_) term.data = static_cast<const std::byte*>(term.data) + range.offset;
+    program_->kernels.reduce(to + range.offset, terms_.data(), terms_.size(), range.nbytes / program_->element(),
                              program_->divisor);
 }
 
-// Writes this rank's part of the result into every peer's result; no other rank accesses that part. False while lanes are full.
+// Writes this rank's part of the result into every peer's result; no other rank accesses that part. False while lanes
+// are full.
 bool Engine::push_share() {
-    const Stretch mine = share(call_.rank);
+    const ByteRange own = share(call_.rank);
     if (!has_room_for_all()) return false;
     for (std::uint32_t peer : others_) {
-        std::byte* to = peers_[peer].inbox->at(results_[peer] + mine.offset, mine.nbytes);
-        if (to) copy_bytes(to, memories_[OUT] + mine.offset, mine.nbytes);
-        outbox_->post(peer, info(0, 1, mine.nbytes), Place::pushed, 0);
+        std::byte* to = peers_[peer].inbox->at(results_[peer] + own.offset, own.nbytes);
+        if (to) copy_bytes(to, memories_[OUT] + own.offset, own.nbytes);
+        outbox_->post(peer, info(0, 1, own.nbytes), Place::pushed, 0);
     }
-    count(others_.size() * mine.nbytes);
+    count(others_.size() * own.nbytes);
     return true;
 }
 
@@ -172,24 +174,24 @@ bool Engine::post(const Outgoing& message) {
     const std::uint64_t offset = whole ? in_arena(at(first), message.nbytes) : 0;
     const bool exposes = offset && message.nbytes >= SMALLEST_EXPOSED && !program_->folds_last;
     std::byte* staging = nullptr;
-    auto stays = [&](std::uint32_t peer) {  // its message is not pushed
+    auto is_not_pushed = [&](std::uint32_t peer) {
         return !(program_->mirrored && whole && first.memory == OUT && results_[peer] &&
                  message.nbytes >= SMALLEST_EXPOSED);
     };
     const bool small = message.nbytes <= INLINE_BYTES && whole;
-    if (!exposes && !small && std::any_of(targets_.begin(), targets_.end(), stays)) {
+    if (!exposes && !small && std::any_of(targets_.begin(), targets_.end(), is_not_pushed)) {
         staging = outbox_->reserve(message.nbytes);
         if (!staging) return false;
     }
     count(targets_.size() * message.nbytes);
-    auto kept = std::partition(targets_.begin(), targets_.end(), stays);
-    for (auto peer = kept; peer != targets_.end(); ++peer) {
-        // The receiver has sent the offset of its result, and Inbox::at checks that it lies in its arena.
+    auto first_pushed = std::partition(targets_.begin(), targets_.end(), is_not_pushed);
+    for (auto peer = first_pushed; peer != targets_.end(); ++peer) {
+        // The receiver has sent the offset of its result, and Inbox::at checks that the result is in its arena.
         std::byte* to = peers_[*peer].inbox->at(results_[*peer] + first.offset, message.nbytes);
         if (to) copy_bytes(to, at(first), message.nbytes);
         outbox_->post(*peer, header, Place::pushed, 0);
     }
-    targets_.erase(kept, targets_.end());
+    targets_.erase(first_pushed, targets_.end());
     if (staging) {
         const bool streamed = store_policy_.streams(message.nbytes);
         const Stopwatch watch(message.nbytes >= StorePolicy::SMALLEST);
@@ -245,7 +247,7 @@ bool Engine::pull_memory(Receiving& receiving, bool& progress) {
         if (message.pieces.empty()) {
             staged_[index] = inbox.bytes(*entry);
             places_[index] = entry->place;
-            receiving.holds = true;
+            receiving.unreleased = true;
         } else if (entry->place != Place::pushed) {
             const bool streamed = entry->place == Place::streamed;
             const Stopwatch watch(message.nbytes >= StorePolicy::SMALLEST && (streamed || entry->place == Place::staged));
@@ -253,7 +255,7 @@ bool Engine::pull_memory(Receiving& receiving, bool& progress) {
             if (watch.runs()) store_policy_.record_read(streamed, message.nbytes, watch.nanoseconds());
         }
         inbox.take();
-        if (!receiving.holds) inbox.release();
+        if (!receiving.unreleased) inbox.release();
         arrived_[index] = 1;
         ++receiving.at;
         progress = true;

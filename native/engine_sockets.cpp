@@ -1,4 +1,4 @@
-// Messages over sockets, in the wire format that the Python executor uses too.
+// Sends and receives messages over sockets, in the wire format that the Python executor also uses.
 #include <sys/socket.h>
 #include <sys/uio.h>
 
@@ -12,7 +12,7 @@ namespace gradwire {
 namespace {
 constexpr std::size_t MAX_PARTS = 256;
 
-bool gone(int error) { return error != EAGAIN && error != EWOULDBLOCK && error != EINTR; }
+bool is_fatal(int error) { return error != EAGAIN && error != EWOULDBLOCK && error != EINTR; }
 }  // namespace
 
 bool Engine::push_socket(Sending& sending, bool& progress) {
@@ -25,7 +25,7 @@ bool Engine::push_socket(Sending& sending, bool& progress) {
         message.msg_iov = vectors;
         message.msg_iovlen = number;
         ssize_t sent = ::sendmsg(peers_[sending.peer].socket, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
-        if (sent < 0) return gone(errno) ? fail(Status::lost, sending.peer) : true;
+        if (sent < 0) return is_fatal(errno) ? fail(Status::lost, sending.peer) : true;
         progress = progress || sent > 0;
         count(static_cast<std::size_t>(sent));
         while (sent > 0) {
@@ -63,7 +63,7 @@ bool Engine::pull_socket(Receiving& receiving, bool& progress) {
         header.msg_iov = vectors;
         header.msg_iovlen = number;
         const ssize_t got = ::recvmsg(peers_[receiving.peer].socket, &header, MSG_DONTWAIT);
-        if (got < 0 && !gone(errno)) return true;
+        if (got < 0 && !is_fatal(errno)) return true;
         if (got <= 0) return fail(Status::lost, receiving.peer);
         progress = true;
         const std::size_t before = receiving.got;

@@ -1,6 +1,6 @@
-// Sets the processor's floating-point state to the IEEE defaults while an object of this class lives: rounding to nearest,
-// denormals honoured, no traps. Libraries change the state of a thread or a process (torch.set_flush_denormal, libraries
-// linked with -ffast-math); equal expressions would then give different bits on different ranks.
+// Sets the processor's floating-point state to the IEEE defaults while an object of this class lives: rounding to
+// nearest, denormals honoured, no traps. Libraries change the state of a thread or a process (torch.set_flush_denormal,
+// libraries linked with -ffast-math); equal expressions would then give different bits on different ranks.
 #pragma once
 
 #if defined(__x86_64__) || defined(__i386__)

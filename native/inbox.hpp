@@ -1,4 +1,4 @@
-// Messages from one peer through shared memory: the reader's side of a lane in the peer's arena.
+// Receives messages from one peer through shared memory: the reader's side of a lane in the peer's arena.
 #pragma once
 
 #include "memory.hpp"
@@ -10,8 +10,8 @@ class Inbox {
     Inbox(std::byte* arena, std::size_t nbytes, std::uint64_t group, std::uint32_t rank)
         : arena_(arena), nbytes_(nbytes), group_(group), rank_(rank) {}
 
-    // The next entry, or null while there is none (the peer may not have opened the group yet). It is a copy, so a peer
-    // cannot change a field after it was checked; only inline bytes stay in the lane.
+    // Returns the next entry, or null while there is none (the peer may not have opened the group yet). The entry is a
+    // copy, so a peer cannot change a field after it was checked. Only inline bytes stay in the lane.
     const Entry* peek() {
         if (!lane_ && !find()) return nullptr;
         const volatile Entry& entry = lane_->entries[taken_ % LANE_ENTRIES];
@@ -27,10 +27,10 @@ class Inbox {
         return &next_;
     }
     void take() { ++taken_; }
-    // The peer may reuse all entries taken so far, and their bytes.
+    // Lets the peer reuse all entries taken so far, and their bytes.
     void release() { lane_->consumed.store(taken_, std::memory_order_release); }
 
-    // The bytes of the next entry; null if they lie outside the arena.
+    // Returns the bytes of the next entry; null if they are outside the arena.
     const std::byte* bytes(const Entry& entry) const {
         if (entry.place == Place::inlined)
             return entry.nbytes <= INLINE_BYTES ? lane_->entries[taken_ % LANE_ENTRIES].bytes : nullptr;
@@ -40,14 +40,14 @@ class Inbox {
         return offset <= nbytes_ && nbytes <= nbytes_ - offset ? arena_ + offset : nullptr;
     }
 
-    // Whether the peer has reclaimed its arrays: bytes read from them before may be invalid.
-    bool left() const { return Pulse::of(arena_).left.load(std::memory_order_relaxed) != 0; }
+    // Returns whether the peer has reclaimed its arrays: bytes read from them before may be invalid.
+    bool reclaimed() const { return Pulse::of(arena_).reclaimed.load(std::memory_order_relaxed) != 0; }
 
   private:
     bool find() {
         const std::uint64_t region = reinterpret_cast<const Directory*>(arena_)->find(group_);
-        const std::uint64_t mine = region + rank_ * sizeof(Lane);
-        if (region && mine % alignof(Lane) == 0) lane_ = reinterpret_cast<Lane*>(at(mine, sizeof(Lane)));
+        const std::uint64_t offset = region + rank_ * sizeof(Lane);
+        if (region && offset % alignof(Lane) == 0) lane_ = reinterpret_cast<Lane*>(at(offset, sizeof(Lane)));
         return lane_ != nullptr;
     }
 

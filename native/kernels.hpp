@@ -1,10 +1,12 @@
 // Reduction kernels: the numeric rules of gradwire/executors/numerics.py, vectorised by the compiler.
 //
-// Terms are folded from left to right, in the accumulator's type A (float for half types, else the element type T). Integers
-// wrap. In min and max a NaN wins and −0 < +0. A result may lie exactly on one of its terms of the same type: every
-// block of terms is read before that block of the result is written. No address needs to be aligned.
+// Terms are folded from left to right, in the accumulator's type A (float for 16-bit floats, otherwise the element type
+// T). Integers wrap around. In min and max the result is NaN if an operand is NaN, and −0 < +0. A result may have
+// exactly the memory of one of its terms of the same type: every block of terms is read before that block of the result
+// is written. No address needs to be aligned.
 //
-// The kernels compute with the IEEE default environment, whatever rounding, flush-to-zero or traps the process has set.
+// The kernels compute with the IEEE default environment, even if the process has set other rounding, flush-to-zero or
+// traps.
 #pragma once
 
 #include <cstddef>
@@ -25,7 +27,8 @@ struct Term {
 using Fold = void (*)(void* result, const Term* terms, std::size_t number, std::size_t count);
 // result[i] = partial[i] / divisor, rounded to the element type; a divisor of 0 means no division.
 using Finish = void (*)(void* result, const void* partial, std::size_t count, std::size_t divisor);
-// Both in one pass, by blocks that fit the first-level cache. The result, of type T, may lie exactly on a term of type T.
+// Both in one pass, by blocks that fit the first-level cache. The result, of type T, may have the memory of a term of
+// type T.
 using Reduce = void (*)(void* result, const Term* terms, std::size_t number, std::size_t count, std::size_t divisor);
 
 // Whether no element is NaN or infinite; for floating-point types.
@@ -57,9 +60,9 @@ enum class Build : std::uint8_t { base = 0, avx2 };
 bool runs(Build build);
 // The fold is null if the op is not defined for the type. `runs(build)` must be true.
 Kernels kernels(Build build, DType dtype, ReduceOp op);
-// Those of the best build that runs here.
+// The kernels of the best build for this processor.
 Kernels kernels(DType dtype, ReduceOp op);
-// Null for integers.
+// The functions are null for integers.
 Checks checks(Build build, DType dtype);
 Checks checks(DType dtype);
 

@@ -1,7 +1,7 @@
 // Python bindings of the core: gradwire._native.
 //
-// Calls with several fields take them by keyword, or as a struct; enum members are looked up by name. Both are declared in
-// src/gradwire/_native.pyi.
+// Calls with several fields take them by keyword, or as a struct; enum members are looked up by name. Both are declared
+// in src/gradwire/_native.pyi.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>

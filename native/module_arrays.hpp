@@ -1,6 +1,6 @@
-// NumPy arrays as the fast path sees them, and the memory of its results.
+// Access of the fast path to NumPy arrays, and the memory of its results.
 //
-// One translation unit includes this, and calls PyArray_ImportNumPyAPI().
+// Only one translation unit may include this, and it must call PyArray_ImportNumPyAPI().
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -25,7 +25,7 @@ inline nb::object owned(PyObject* object) {
 inline PyArrayObject* as_array(nb::handle object) { return reinterpret_cast<PyArrayObject*>(object.ptr()); }
 inline PyObject* dtype_of(PyArrayObject* array) { return reinterpret_cast<PyObject*>(PyArray_DESCR(array)); }
 
-// The array, if it is one with these flags; else null.
+// Returns x if it is an array with these flags; otherwise null.
 inline PyArrayObject* usable(nb::handle x, int flags) {
     return PyArray_CheckExact(x.ptr()) && PyArray_CHKFLAGS(as_array(x), flags) ? as_array(x) : nullptr;
 }
@@ -34,9 +34,9 @@ inline bool overlap(PyArrayObject* a, PyArrayObject* b) {
     return x < y + static_cast<std::uintptr_t>(PyArray_NBYTES(b)) && y < x + static_cast<std::uintptr_t>(PyArray_NBYTES(a));
 }
 
-// Memory for new results. Fresh memory costs more than writing the result, because the system has to clear it: the last two
-// results are used again if they have the right size and the program has dropped them. Two, because a program usually still
-// holds one while it asks for the next.
+// Memory for new results. New memory costs more than writing the result, because the system has to clear it. The last
+// two results are therefore reused if they have the right size and the program has dropped them. Two are needed because
+// a program usually still holds one result when it asks for the next.
 class ResultPool {
   public:
     // An uninitialised array of `rows` rows like those of `like`.
@@ -44,8 +44,8 @@ class ResultPool {
         npy_intp shape[NPY_MAXDIMS];
         std::copy_n(PyArray_DIMS(like), PyArray_NDIM(like), shape);
         shape[0] = rows;
-        for (const nb::object& one : last_)
-            if (one.is_valid() && is_free(one) && fits(one, like, shape)) return one;
+        for (const nb::object& result : last_)
+            if (result.is_valid() && is_free(result) && fits(result, like, shape)) return result;
         PyArray_Descr* dtype = PyArray_DESCR(like);
         Py_INCREF(dtype);
         std::swap(last_[0], last_[1]);
@@ -61,14 +61,16 @@ class ResultPool {
 
     static bool is_free(const nb::object& array) {
         const Py_ssize_t weak = Py_TYPE(array.ptr())->tp_weaklistoffset;
-        const bool watched = weak > 0 && *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(array.ptr()) + weak);
-        return Py_REFCNT(array.ptr()) == 1 && !watched;
+        const bool has_weak_references =
+            weak > 0 && *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(array.ptr()) + weak);
+        return Py_REFCNT(array.ptr()) == 1 && !has_weak_references;
     }
-    // The program may have changed its shape, or made it read-only.
-    static bool fits(const nb::object& array, PyArrayObject* like, const npy_intp* shape) {
-        PyArrayObject* one = as_array(array);
-        return PyArray_CHKFLAGS(one, NPY_ARRAY_CARRAY) && PyArray_DESCR(one) == PyArray_DESCR(like) &&
-               PyArray_NDIM(one) == PyArray_NDIM(like) && std::equal(shape, shape + PyArray_NDIM(one), PyArray_DIMS(one));
+    // Checks everything: the program may have changed the array's shape, or made it read-only.
+    static bool fits(const nb::object& object, PyArrayObject* like, const npy_intp* shape) {
+        PyArrayObject* array = as_array(object);
+        return PyArray_CHKFLAGS(array, NPY_ARRAY_CARRAY) && PyArray_DESCR(array) == PyArray_DESCR(like) &&
+               PyArray_NDIM(array) == PyArray_NDIM(like) &&
+               std::equal(shape, shape + PyArray_NDIM(array), PyArray_DIMS(array));
     }
 
     std::array<nb::object, 2> last_;

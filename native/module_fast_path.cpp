@@ -1,9 +1,9 @@
 // The fast path: a call with the same kind of arguments as an earlier one runs entirely in the core.
 //
-// `FastCollective::run` is the one entry for all collectives. It finds the cached plan by the call's arguments, takes the
-// group's turn, records the call and runs the plan. A call that it does not handle (a strided array, a queue of works, a
-// subscriber of events, a closed group, arguments without a cached plan) returns None before anything has happened; the
-// caller then takes the general path in Python, which caches its plan here.
+// `FastCollective::run` is the only entry for all collectives. It finds the cached plan by the call's arguments, takes
+// the group's turn, records the call and runs the plan. For a call that it does not handle (a strided array, a queue of
+// works, a subscriber of events, a closed group, arguments without a cached plan) it returns None before it has any
+// effect. The caller then takes the general path in Python, which caches its plan here.
 #include "module_fast_path.hpp"
 
 #include <nanobind/stl/optional.h>
@@ -24,14 +24,14 @@ using namespace nanobind::literals;
 
 namespace {
 
-constexpr std::size_t MOST_PLANS = 512;
-constexpr std::size_t ROW_AXES = 3;  // arrays with more axes take the general path where the shape of a row matters
+constexpr std::size_t MAX_PLANS = 512;
+constexpr std::size_t ROW_AXES = 3;  // arrays with more axes take the general path if the shape of a row matters
 constexpr double FIRST_SECONDS = 0.01;  // then Python checks signals, deadlines and the reason of an alarm
 
 // How a collective's result relates to its array x. A new collective with one of these layouts needs no change here.
 enum class ResultLayout {
-    no_array,     // there is none: the call only synchronises
-    elementwise,  // the result has x's elements; it goes into `out`, or into x itself
+    no_array,     // there is no array: the call only synchronises
+    elementwise,  // the result has as many elements as x; it is written to `out`, or to x itself
     split_rows,   // this rank's part of x's first axis, which is split evenly over the ranks
     joined_rows,  // the arrays of all ranks joined along the first axis; the ranks exchange their numbers of rows first
 };
@@ -39,13 +39,14 @@ enum class ResultLayout {
 using RowShape = std::array<npy_intp, ROW_AXES>;
 constexpr RowShape NO_ROW = {-1, -1, -1};
 
-// The arguments that select a plan. Objects are compared by identity: dtypes, names of ops and small ranks are singletons.
+// The arguments that select a plan. Objects are compared by identity: dtypes, names of ops and small ranks are
+// singletons.
 struct CallKey {
     PyObject* dtype;
     PyObject* op;
     PyObject* root;
-    npy_intp count;  // elements of x; rows of all ranks, where arrays are joined
-    RowShape row;    // the shape of a row, where arrays are joined
+    npy_intp count;  // elements of x; if arrays are joined, the sum of all ranks' rows
+    RowShape row;    // the shape of a row, if arrays are joined
     bool operator==(const CallKey&) const = default;
 };
 struct CallKeyHash {
@@ -63,7 +64,7 @@ struct CachedPlan {
     nb::object dtype, op, root, kept_program, description;  // references that keep them alive
     const Program* program;
     std::uint64_t fingerprint;
-    std::vector<std::int64_t> rows;  // of all ranks, where arrays are joined
+    std::vector<std::int64_t> rows;  // of each rank, if arrays are joined
 };
 using PlanCache = std::unordered_map<CallKey, CachedPlan, CallKeyHash>;
 
@@ -77,10 +78,10 @@ class FastPath {
     struct Parts {
         nb::object engine, turns, calls;
         std::size_t size;
-        nb::object resume;           // (status, operation, sequence): continues a call that waits for long, or has failed
+        nb::object resume;           // (status, operation, sequence): continues a call that waits long or has failed
         nb::object complete_gather;  // (x, rows, out, sequence): completes a joined result whose rows have no cached plan
         nb::object wake;             // (): wakes the threads that wait for their turn
-        nb::list subscribers;        // of events: while there are any, calls take the general path, which reports them
+        nb::list subscribers;        // of events: if there are any, calls take the general path, which emits events
         nb::tuple library_paths;     // path prefixes of code that is not the user's
         double spin_seconds;
     };
@@ -95,7 +96,7 @@ class FastPath {
     std::size_t size() const { return parts_.size; }
     ResultPool results;
 
-    // Whether a call with these arguments may run here and now.
+    // Returns whether a call with these arguments may run on the fast path now.
     bool accepts(nb::handle algorithm, nb::handle timeout) const {
         return algorithm.ptr() == automatic_.ptr() && timeout.is_none() && !halted_ && turns_.issued == turns_.serving &&
                PyList_GET_SIZE(parts_.subscribers.ptr()) == 0;
@@ -178,8 +179,8 @@ class FastCollective {
     FastCollective(nb::object path, nb::object name, ResultLayout result)
         : kept_(path), path_(nb::cast<FastPath&>(path)), name_(std::move(name)), result_(result), rows_(path_.size()) {}
 
-    // From now on calls with these arguments run this program. With `rows` (those of all ranks) it is the exchange of the rows
-    // of a joined result, without `rows` the exchange of their numbers.
+    // Runs this program for later calls with these arguments. With `rows` (of each rank) the program exchanges the rows
+    // of a joined result, without `rows` it exchanges the numbers of rows.
     void add_plan(nb::object dtype, nb::object op, nb::object root, npy_intp count, const std::vector<npy_intp>& row_shape,
                   std::optional<std::vector<std::int64_t>> rows, nb::object program, std::uint64_t fingerprint,
                   nb::object description) {
@@ -189,13 +190,13 @@ class FastCollective {
         const auto* known = &nb::cast<const Program&>(program);
         PlanCache& plans = rows ? row_plans_ : plans_;
         if (rows) key.count = total(*rows);
-        if (plans.size() >= MOST_PLANS) plans.clear();
+        if (plans.size() >= MAX_PLANS) plans.clear();
         plans.insert_or_assign(key, CachedPlan{std::move(dtype), std::move(op), std::move(root), std::move(program),
                                                std::move(description), known, fingerprint,
                                                std::move(rows).value_or(Rows{})});
     }
 
-    // The result (True where there is none), or None if the call has to take the general path; then nothing has happened.
+    // Returns the result (True if there is none), or None, without any effect, if the call must take the general path.
     nb::object run(nb::handle x, nb::handle op, nb::handle root, nb::handle out, nb::handle algorithm, nb::handle timeout) {
         if (!path_.accepts(algorithm, timeout)) return nb::none();
         switch (result_) {
@@ -255,7 +256,7 @@ class FastCollective {
         std::copy(PyArray_DIMS(array) + 1, PyArray_DIMS(array) + axes, key.row.begin());
         const CachedPlan* plan = find(key);
         if (!plan) return nb::none();
-        if (!out.is_none()) {  // once peers wait for this rank, only the size of `out` may turn out to be wrong
+        if (!out.is_none()) {  // checked before the exchange; only the size of `out` can be checked later
             PyArrayObject* to = usable(out, NPY_ARRAY_CARRAY);
             if (!to || PyArray_DESCR(to) != PyArray_DESCR(array) || overlap(array, to)) return nb::none();
         }
@@ -278,7 +279,8 @@ class FastCollective {
         const auto found = plans_.find(key);
         return found == plans_.end() ? nullptr : &found->second;
     }
-    // The array for a result of `rows` rows like those of `like`: `out` or a new one. Not valid if `out` does not fit.
+    // Returns the array for a result of `rows` rows like those of `like`: `out` or a new one. Not valid if `out` does
+    // not fit.
     nb::object result_array(PyArrayObject* like, npy_intp rows, nb::handle out) {
         if (out.is_none()) return path_.results.empty(like, rows);
         PyArrayObject* array = usable(out, NPY_ARRAY_CARRAY);
@@ -290,7 +292,7 @@ class FastCollective {
     }
     static npy_intp total(const Rows& rows) {
         npy_intp sum = 0;
-        for (std::int64_t one : rows) sum += one;
+        for (std::int64_t number : rows) sum += number;
         return sum;
     }
 

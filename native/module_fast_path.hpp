@@ -1,4 +1,4 @@
-// The fast path: repeated calls of a collective, made entirely in the core.
+// The fast path: runs repeated calls of a collective entirely in the core.
 #pragma once
 
 #include "module_calls.hpp"

@@ -1,5 +1,5 @@
-// The kernels on their own (gradwire._native.kernels, for tests and measurements), the checks of gradients, and the flush of
-// malloc's cache after gradients were freed. All arrays are contiguous buffers.
+// Python bindings of the kernels (gradwire._native.kernels, for tests and measurements), of the checks of gradients,
+// and of the flush of malloc's cache. All arrays are contiguous buffers.
 
 #include "module_kernels.hpp"
 
@@ -74,7 +74,7 @@ Kernels defined(const Kernels& found) {
 Kernels find(const std::string& name, DType dtype, ReduceOp op) {
     for (auto [known, build] : BUILDS)
         if (name == known && runs(build)) return defined(kernels(build, dtype, op));
-    throw std::invalid_argument("no kernels for " + name + " here");
+    throw std::invalid_argument("no kernels for " + name + " on this processor");
 }
 
 std::vector<std::string> builds() {
@@ -118,7 +118,7 @@ Checks find_checks(const std::string& name, DType dtype) {
         if (!found.all_finite) throw std::invalid_argument("the dtype has no NaN and no infinity");
         return found;
     }
-    throw std::invalid_argument("no kernels for " + name + " here");
+    throw std::invalid_argument("no kernels for " + name + " on this processor");
 }
 
 // Applies a check to one array.
@@ -140,11 +140,11 @@ bool copy_finite(DType dtype, nb::handle to, nb::handle from, const std::string&
     return found.copy_finite(target.data(), source.data(), count);
 }
 
-// One tensor's memory in a bucket. Its gradients come from a framework as an address: getting a buffer object each time would
-// take longer than copying most of them.
+// One tensor's memory in a bucket. The framework passes the addresses of its gradients: getting a buffer object for
+// each would take longer than copying most of them.
 class BucketSlot {
   public:
-    // streams: with non-temporal stores, for buckets that exceed the caches before they are exchanged.
+    // streams: copy with non-temporal stores, for buckets that exceed the caches before they are exchanged.
     BucketSlot(DType dtype, nb::handle array, bool streams)
         : found_(find_checks("", dtype)), to_(array, true), count_(to_.count(found_.element)), streams_(streams) {}
 
@@ -161,7 +161,7 @@ class BucketSlot {
     }
 
   private:
-    // By blocks that stay in the first-level cache between the check and the copy.
+    // Works by blocks that stay in the first-level cache between the check and the copy.
     bool stream_finite(const std::byte* from, std::size_t nbytes) const {
         constexpr std::size_t BLOCK = 8 << 10;
         auto* to = static_cast<std::byte*>(to_.data());

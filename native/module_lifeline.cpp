@@ -53,13 +53,14 @@ void register_lifeline(nb::module_& module) {
         return found;
     });
 
-    // Regions are (offset, bytes) of an arena; false if some of them could not be mapped. Marks the arena for readers first.
+    // Regions are (offset, bytes) of an arena. Returns false if some of them could not be mapped. Marks the arena
+    // first, for peers that read it.
     using Regions = std::vector<std::pair<std::size_t, std::size_t>>;
     module.def(
         "map_private",
         [](std::uintptr_t arena, int descriptor, const Regions& regions) {
             bool all = true;
-            Pulse::of(pointer(arena)).left.store(1);
+            Pulse::of(pointer(arena)).reclaimed.store(1);
             for (auto [offset, nbytes] : regions) all = map_private(pointer(arena) + offset, nbytes, descriptor, offset) && all;
             return all;
         },

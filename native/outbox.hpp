@@ -1,4 +1,4 @@
-// Messages of this rank to its group through shared memory: the writer's side of its lanes, and its staging.
+// Sends messages of this rank to its group through shared memory: the writer's side of its lanes, and its staging.
 #pragma once
 
 #include <algorithm>
@@ -37,18 +37,19 @@ class Outbox {
         return posted < LANE_ENTRIES || read_by(peer, posted - LANE_ENTRIES + 1);
     }
 
-    // Staging for the bytes of a message; null while peers still read the bytes that lie there.
+    // Returns staging for the bytes of a message; null while peers still read the bytes there.
     std::byte* reserve(std::size_t nbytes) {
         const std::uint64_t length = padded(nbytes);
-        // The part of the staging in use grows with the messages: a small one stays in the cache and touches few pages.
-        ring_bytes_ = std::min(capacity_, std::max(ring_bytes_, ROOM * length));
+        // The part of the staging in use grows with the messages: a small part stays in the cache and touches few
+        // pages.
+        ring_bytes_ = std::min(capacity_, std::max(ring_bytes_, RING_MESSAGES * length));
         if (!place(length)) {
             reclaim();
             if (!place(length)) return nullptr;
         }
         return arena_ + staging_ + begin_;
     }
-    // Posts the reserved bytes to these peers; they are free again when all peers have read them.
+    // Posts the reserved bytes to these peers. The bytes are free again when all peers have read them.
     template <class Peers>
     void post_reserved(const Peers& peers, const MessageInfo& info, Place place = Place::staged) {
         std::uint32_t readers = 0;
@@ -60,8 +61,8 @@ class Outbox {
         head_ = begin_ + padded(info.nbytes);
     }
 
-    // Posts one entry to a peer: its bytes lie at an offset of the arena or, `inlined` (up to INLINE_BYTES), in the entry.
-    // Returns the number of entries posted to the peer so far.
+    // Posts one entry to a peer. Its bytes are at an offset of the arena, or, `inlined` (up to INLINE_BYTES), in the
+    // entry. Returns the number of entries posted to the peer so far.
     std::uint64_t post(std::uint32_t peer, const MessageInfo& info, Place place, std::uint64_t offset,
                        const void* bytes = nullptr) {
         Side& side = sides_[peer];
@@ -88,7 +89,7 @@ class Outbox {
     bool read_by(std::uint32_t peer) { return read_by(peer, sides_[peer].posted); }
 
   private:
-    static constexpr std::uint64_t ROOM = 8;  // messages
+    static constexpr std::uint64_t RING_MESSAGES = 8;  // that the ring buffer has room for
     static constexpr std::uint64_t SMALLEST_RING = 64 << 10;
 
     struct Side {

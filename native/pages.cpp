@@ -33,8 +33,8 @@ void copy_pages(std::byte* address, std::size_t nbytes) {
 }  // namespace
 
 bool map_private(std::byte* address, std::size_t nbytes, int descriptor, std::size_t offset) {
-    // A private page is the file's until the first write, and a copy from then on. Copying explicitly instead would lose
-    // writes of other threads between the copy and its mapping.
+    // A private page is the file's until the first write, and a copy from then on. Copying explicitly instead would
+    // lose writes of other threads between the copy and its mapping.
     if (!map(address, nbytes, descriptor, offset, MAP_PRIVATE)) return false;
     for (std::size_t at = 0; at < nbytes; at += PIECE) {
         const std::size_t length = std::min(PIECE, nbytes - at);

@@ -53,7 +53,7 @@ struct Operation {
 
 using Round = std::vector<Operation>;
 
-// Element offsets of each segment in the input, the output and the scratch memory; -1 where it is not stored there.
+// Element offsets of each segment in the input, the output and the scratch memory; -1 if the segment is not there.
 struct Segments {
     std::vector<std::int64_t> lengths, in_offset, out_offset, scratch_index;
 };
@@ -126,7 +126,7 @@ class Program {
     Tiling tiling;
     bool folds_last = false;  // a result may overwrite bytes that the same round sends: fold after all messages are sent
     bool one_shot = false;    // one tile and one round: every rank sends its whole input to all others and folds all inputs
-    bool mirrored = false;    // results have one layout on all ranks, and the sender of a part is the last to read that part
+    bool mirrored = false;    // see gradwire/collectives/claims.py
     std::size_t itemsize = 1;  // bytes of an element; `reduce_with` sets it too
     std::size_t out_bytes = 0;
 
@@ -148,8 +148,8 @@ class Program {
     std::size_t accumulator() const { return reduces ? kernels.accumulator : itemsize; }
     std::size_t scratch_bytes() const { return scratch_segments_ * tiling.stride * tiling.in_flight * accumulator(); }
 
-    // The operations of step `step` in the batch of tiles that begins with tile `first`; null after the last step. May be
-    // built in `buffer`.
+    // Returns the operations of step `step` in the batch of tiles that begins with tile `first`; null after the last
+    // step. The wave may be built in `buffer`.
     const Wave* wave(std::size_t first, std::size_t step, Wave& buffer) const;
 
   private:

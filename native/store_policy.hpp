@@ -1,8 +1,9 @@
 // Chooses how bytes are stored into staging: with ordinary stores, or with non-temporal stores that bypass the caches.
 //
-// If the writer's and the reader's processors share a cache, ordinary stores are twice as fast, because the reader finds the
-// bytes in that cache. If they do not, the reader has to fetch the bytes from the writer's private cache, and non-temporal
-// stores make the transfer twice as fast. Virtual processors migrate within minutes, so neither choice holds for long.
+// If the writer's and the reader's processors share a cache, ordinary stores are twice as fast, because the reader
+// finds the bytes in that cache. If they do not, the reader has to fetch the bytes from the writer's private cache, and
+// non-temporal stores make the transfer twice as fast. Virtual processors migrate within minutes, so no choice stays
+// right for long.
 //
 // The policy therefore times both kinds of store during normal use: the cost per byte for the writer and for the reader
 // (each message carries how it was stored). Every 32nd call uses the other kind, so that both costs stay up to date.
@@ -19,7 +20,7 @@ class StorePolicy {
     static constexpr std::size_t SMALLEST = 32 << 10;  // bytes of a message; the time of a shorter one is mostly noise
 
     void begin_call() {
-        if (!staged_) return;  // the last call staged nothing that was timed
+        if (!staged_) return;  // no message of the last call was timed
         staged_ = false;
         choose();
         probes_ = ++calls_ % PROBE_INTERVAL == 0;
@@ -38,7 +39,7 @@ class StorePolicy {
 
   private:
     static constexpr std::uint64_t PROBE_INTERVAL = 32;  // calls
-    static constexpr double WORTH = 0.85;                // smaller gains do not cause a switch, which prevents oscillation
+    static constexpr double SWITCH_BELOW = 0.85;         // of the current cost; smaller gains would cause oscillation
     static constexpr double OUTLIER = 4;                 // times the average: the thread was preempted
     static constexpr double WEIGHT = 1.0 / 8;            // of the newest sample in the moving average
 
@@ -53,11 +54,11 @@ class StorePolicy {
     }
     void choose() {
         const Cost &current = costs_[streams_], &other = costs_[!streams_];
-        if (current.known() && other.known() && other.sum() < WORTH * current.sum()) streams_ = !streams_;
+        if (current.known() && other.known() && other.sum() < SWITCH_BELOW * current.sum()) streams_ = !streams_;
     }
 
     Cost costs_[2];
-    std::uint64_t calls_ = 0;  // in which something was staged
+    std::uint64_t calls_ = 0;  // that staged a timed message
     bool staged_ = false, streams_ = false, probes_ = false;
 };
 

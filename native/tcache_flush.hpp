@@ -1,8 +1,8 @@
 // Empties the small size classes of this thread's malloc cache (glibc: tcache), so that freed blocks are merged again.
 //
-// Before 2.39, glibc cuts fragments off both ends of an aligned block and caches them per thread. While they are cached, the
-// hole that the block leaves is too small for the next block of its size, and the heap grows. Only `malloc` and `free` are
-// called, so another allocator just serves a few requests.
+// Before 2.39, glibc cuts fragments off both ends of an aligned block and caches them per thread. While they are
+// cached, the hole that the block leaves is too small for the next block of its size, and the heap grows. Only `malloc`
+// and `free` are called, so another allocator just serves a few requests.
 
 #pragma once
 
@@ -18,8 +18,8 @@ inline void* allocate(std::size_t nbytes) {
     return block;
 }
 
-// Flushes all size classes of up to `largest` bytes. Allocates as many blocks as a class caches, then as many again; the
-// blocks freed first fill the cache, and the cached fragments, freed last, go back to the heap.
+// Flushes all size classes of up to `largest` bytes. Allocates as many blocks as a class caches, then as many again;
+// the blocks freed first fill the cache, and the cached fragments, freed last, go back to the heap.
 inline void flush_tcache(std::size_t largest) {
     constexpr std::size_t CACHED = 7, SMALLEST = 24, STEP = 16;
     std::array<void*, 2 * CACHED> blocks;

@@ -29,7 +29,7 @@ static_assert(sizeof(Header) == 64);
 
 // The fields that all messages of one call share.
 struct CallHeader {
-    std::uint8_t kind = 0;  // of gradwire/wire.py, which numbers them
+    std::uint8_t kind = 0;  // a number of `Kind` in gradwire/wire.py
     std::uint64_t job = 0;
     std::uint32_t generation = 0;
     std::uint64_t group = 0;

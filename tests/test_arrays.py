@@ -1,4 +1,4 @@
-"""Arrays, numbers and buffers as arguments: which are accepted, what is returned, and the errors of refused ones."""
+"""Tests arrays, numbers and buffers as arguments: which are accepted, the results, and the errors for the others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def two() -> Iterator[Crew]:
 
 
 class Foreign:
-    """A tensor of another library: nothing but DLPack."""
+    """A tensor of another library, which supports DLPack and nothing else."""
 
     def __init__(self, values: Any, device: int = 1) -> None:
         self.values = np.asarray(values)
@@ -40,7 +40,7 @@ class Foreign:
         return self.device, 0
 
 
-# -- in place, whatever it is ------------------------------------------------------------------------------------------
+# -- layouts and buffers -----------------------------------------------------------------------------------------------
 
 
 def base() -> Any:
@@ -132,7 +132,7 @@ BUFFERS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("make", BUFFERS.values(), ids=BUFFERS)
 def test_all_reduce_of_buffers_and_dlpack_tensors_is_in_place(two: Crew, make: Callable[[], Any]) -> None:
     if not as_array(make()).flags.writeable:
-        pytest.skip("this version of NumPy reads other libraries' tensors only")
+        pytest.skip("DLPack arrays are read-only in this version of NumPy")
 
     def reduce(group: gw.Group) -> None:
         x = make()
@@ -194,16 +194,16 @@ def test_number_as_array_of_an_integer_beyond_64_bits_raises_array_error(number:
 
 
 @pytest.mark.parametrize("number", [Decimal("2.5"), Fraction(5, 2)])
-def test_all_reduce_of_a_decimal_or_fraction_raises_array_error(alone: gw.Group, number: Any) -> None:
+def test_all_reduce_of_a_decimal_or_fraction_raises_array_error(single_rank: gw.Group, number: Any) -> None:
     with pytest.raises(gw.ArrayError, match=r"pass float\(x\)"):
-        alone.all_reduce(number)
+        single_rank.all_reduce(number)
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------------
+# -- unsupported arguments ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def alone() -> Iterator[gw.Group]:
+def single_rank() -> Iterator[gw.Group]:
     with gw.init() as group:
         yield group
 
@@ -215,12 +215,12 @@ def read_only(x: Any) -> Any:
 
 
 @pytest.mark.parametrize("x", [read_only([1.0]), b"abc", memoryview(b"abc")], ids=["array", "bytes", "memoryview"])
-def test_all_reduce_of_a_read_only_array_needs_out(alone: gw.Group, x: Any) -> None:
+def test_all_reduce_of_a_read_only_array_needs_out(single_rank: gw.Group, x: Any) -> None:
     with pytest.raises(gw.ArrayError, match="out="):
-        alone.all_reduce(x)
-    assert np.array_equal(alone.all_reduce(x, out=np.zeros_like(as_array(x))), as_array(x))
-    assert alone.broadcast(x) is x  # the root only reads it
-    assert np.array_equal(alone.all_gather(x), as_array(x))
+        single_rank.all_reduce(x)
+    assert np.array_equal(single_rank.all_reduce(x, out=np.zeros_like(as_array(x))), as_array(x))
+    assert single_rank.broadcast(x) is x  # the root only reads it
+    assert np.array_equal(single_rank.all_gather(x), as_array(x))
 
 
 def test_broadcast_into_a_read_only_array_raises_array_error(two: Crew) -> None:
@@ -233,7 +233,7 @@ def test_broadcast_into_a_read_only_array_raises_array_error(two: Crew) -> None:
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "objects": (np.array([object()]), "dtype object cannot be exchanged; these can: float16, bfloat16"),
+    "objects": (np.array([object()]), "dtype object cannot be exchanged; supported dtypes: float16, bfloat16"),
     "strings": (np.array(["a"]), "cannot be exchanged"),
     "bytes": (np.array([b"a"]), "cannot be exchanged"),
     "dates": (np.array(["2020-01-01"], "datetime64[D]"), "cannot be exchanged"),
@@ -241,52 +241,60 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "records": (np.zeros(2, "i4,f4"), "cannot be exchanged"),
     "a recarray": (np.zeros(2, "i4,f4").view(np.recarray), "cannot be exchanged"),
     "long doubles": (np.zeros(2, np.longdouble), "cannot be exchanged"),
-    "big-endian": (np.zeros(2, ">f4"), r"foreign byte order: pass x.astype\('float32'\)"),
+    "big-endian": (np.zeros(2, ">f4"), r"native byte order: pass x.astype\('float32'\)"),
     "masked": (np.ma.masked_array([1.0, 2.0], [True, False]), "mask would be lost"),
     "None": (None, "expected an array, got NoneType"),
     "a string": ("text", "expected an array, got str"),
     "a list": ([1.0, 2.0], r"pass numpy.asarray\(x\)"),
     "a set": ({1}, r"pass numpy.asarray\(x\)"),
     "a released buffer": (memoryview(b"x"), "neither"),
-    "a tensor elsewhere": (Foreign([1.0], device=2), r"not in CPU memory \(DLPack device type 2\)"),
+    "a tensor on a device": (Foreign([1.0], device=2), r"not in CPU memory \(DLPack device type 2\)"),
 }
 REFUSED["a released buffer"][0].release()
 
 
 @pytest.mark.parametrize(("x", "words"), REFUSED.values(), ids=REFUSED)
-def test_collectives_of_an_unsupported_object_or_dtype_raise_array_error(alone: gw.Group, x: Any, words: str) -> None:
-    for call in (alone.all_reduce, alone.broadcast, alone.reduce, alone.all_gather, alone.all_to_all):
+def test_collectives_of_an_unsupported_object_or_dtype_raise_array_error(
+    single_rank: gw.Group, x: Any, words: str
+) -> None:
+    for call in (
+        single_rank.all_reduce,
+        single_rank.broadcast,
+        single_rank.reduce,
+        single_rank.all_gather,
+        single_rank.all_to_all,
+    ):
         with pytest.raises(gw.ArrayError, match=words):
             call(x)
     with pytest.raises(gw.ArrayError, match=words):
-        alone.all_reduce_named({"w": x})
+        single_rank.all_reduce_named({"w": x})
 
 
-def test_all_gather_of_a_number_and_out_for_a_number_raise_array_error(alone: gw.Group) -> None:
+def test_all_gather_of_a_number_and_out_for_a_number_raise_array_error(single_rank: gw.Group) -> None:
     for x in (1, 2.5, np.float32(1), np.bool_(True)):
         with pytest.raises(gw.ArrayError, match="broadcast_value and all_gather_values take plain values"):
-            alone.all_gather(x)
+            single_rank.all_gather(x)
     with pytest.raises(gw.ArrayError, match="no out="):
-        alone.all_reduce(1.0, out=np.zeros(1))
+        single_rank.all_reduce(1.0, out=np.zeros(1))
 
 
-def test_all_reduce_of_a_read_only_dlpack_tensor_needs_out(alone: gw.Group) -> None:
+def test_all_reduce_of_a_read_only_dlpack_tensor_needs_out(single_rank: gw.Group) -> None:
     class Old(Foreign):
         def __dlpack__(self, **named: Any) -> Any:
-            return self.values.__dlpack__()  # without a word on whether it may be written
+            return self.values.__dlpack__()  # the unversioned capsule, which NumPy treats as read-only
 
-    with pytest.raises(gw.ArrayError, match=r"read-only as NumPy sees it through DLPack .*: pass out="):
-        alone.all_reduce(Old([1.0]))
-    assert alone.all_reduce(Old([1.0]), out=np.zeros(1)).tolist() == [1.0]
+    with pytest.raises(gw.ArrayError, match=r"read-only through DLPack .*: pass out="):
+        single_rank.all_reduce(Old([1.0]))
+    assert single_rank.all_reduce(Old([1.0]), out=np.zeros(1)).tolist() == [1.0]
 
 
-def test_all_reduce_of_a_tensor_that_refuses_dlpack_raises_array_error(alone: gw.Group) -> None:
+def test_all_reduce_of_a_tensor_that_refuses_dlpack_raises_array_error(single_rank: gw.Group) -> None:
     class Graph(Foreign):
         def __dlpack__(self, **named: Any) -> Any:
             raise BufferError("it requires grad")
 
     with pytest.raises(gw.ArrayError, match="Graph cannot be viewed through DLPack: it requires grad"):
-        alone.all_reduce(Graph([1.0]))
+        single_rank.all_reduce(Graph([1.0]))
 
 
 # -- out ---------------------------------------------------------------------------------------------------------------
@@ -295,15 +303,15 @@ def test_all_reduce_of_a_tensor_that_refuses_dlpack_raises_array_error(alone: gw
 @pytest.mark.parametrize(
     "out", [np.zeros(2), np.zeros((2, 2)), np.zeros(3, np.float32), np.zeros(3, int)], ids=lambda out: str(out.dtype)
 )
-def test_out_of_another_size_or_dtype_raises_array_error(alone: gw.Group, out: Any) -> None:
-    for call in (alone.all_reduce, alone.reduce):
+def test_out_of_another_size_or_dtype_raises_array_error(single_rank: gw.Group, out: Any) -> None:
+    for call in (single_rank.all_reduce, single_rank.reduce):
         with pytest.raises(gw.ArrayError, match=r"out is .*, which does not fit float64\[3\]"):
             call(np.zeros(3), out=out)
 
 
-def test_out_that_is_read_only_raises_array_error(alone: gw.Group) -> None:
+def test_out_that_is_read_only_raises_array_error(single_rank: gw.Group) -> None:
     with pytest.raises(gw.ArrayError, match="read-only"):
-        alone.all_reduce(np.zeros(3), out=read_only(np.zeros(3)))
+        single_rank.all_reduce(np.zeros(3), out=read_only(np.zeros(3)))
 
 
 def test_out_may_be_x_itself_or_a_view_of_all_of_it(two: Crew) -> None:
@@ -321,7 +329,7 @@ def test_out_may_be_x_itself_or_a_view_of_all_of_it(two: Crew) -> None:
     two.run(call)
 
 
-def test_out_that_partly_overlaps_x_raises_array_error(alone: gw.Group) -> None:
+def test_out_that_partly_overlaps_x_raises_array_error(single_rank: gw.Group) -> None:
     memory = np.zeros(12)
     square = np.zeros((3, 3))
     pairs = [
@@ -333,7 +341,7 @@ def test_out_that_partly_overlaps_x_raises_array_error(alone: gw.Group) -> None:
     ]
     for x, out in pairs:
         with pytest.raises(gw.ArrayError, match="out overlaps x"):
-            alone.all_reduce(x, out=out)
+            single_rank.all_reduce(x, out=out)
 
 
 def test_out_may_lie_between_the_elements_of_x(two: Crew) -> None:
@@ -345,9 +353,9 @@ def test_out_may_lie_between_the_elements_of_x(two: Crew) -> None:
     two.run(call)
 
 
-def test_out_may_have_another_shape_of_as_many_elements(alone: gw.Group) -> None:
+def test_out_may_have_another_shape_of_as_many_elements(single_rank: gw.Group) -> None:
     out = np.zeros((2, 3))
-    assert alone.all_reduce(np.arange(6.0), out=out) is out
+    assert single_rank.all_reduce(np.arange(6.0), out=out) is out
     assert out.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 

@@ -1,4 +1,4 @@
-"""Events: what subscribers receive, and that a failing subscriber does not break the call that it observes."""
+"""Tests events: what subscribers receive, and that a failing subscriber does not break the call that it observes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_subscribe_sees_collectives_and_not_messages() -> None:
 
 
 def test_subscribe_after_repeated_calls_sees_the_next_one_and_unsubscribe_none() -> None:
-    """Repeated calls take the fast path, which emits nothing."""
+    """Repeated calls use the fast path, which emits no events."""
     seen: list[str] = []
     pair = gw.loopback_pair()
     with ThreadPoolExecutor(2) as threads, pair[0], pair[1]:

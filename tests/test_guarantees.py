@@ -1,4 +1,4 @@
-"""Each guarantee names tests that show it, and these exist."""
+"""Tests that each row of docs/guarantees.md names existing tests."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ def test_guarantees_named_test_exists(path: str, name: str) -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.split("|")[1].strip()[:60])
 def test_guarantees_every_fault_names_a_test(row: str) -> None:
-    _, _, promised, _, shown, _ = row.split("|")
-    assert promised.strip()
-    assert re.fullmatch(r" (`tests/[\w/]+\.py::\w+` ?)+", shown), f"which test shows that? {row}"
+    _, _, guarantee, _, tests, _ = row.split("|")
+    assert guarantee.strip()
+    assert re.fullmatch(r" (`tests/[\w/]+\.py::\w+` ?)+", tests), f"this row names no test: {row}"

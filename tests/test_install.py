@@ -1,4 +1,4 @@
-"""Building the package: with its native core if that can be compiled, otherwise without it and with the reason."""
+"""Tests the build of the package: with the native core if it compiles, otherwise without it and with the reason."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if not (ROOT / BACKEND).exists():
 
 
 def hook(tree: Path, call: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Call a hook of the backend as pip does, in a process of its own; the last line it prints is the result."""
+    """Call a hook of the build backend as pip does, in its own process. The last line of its output is the result."""
     program = f"import gradwire_build; print(); print(gradwire_build.{call})"
     inherited = {name: value for name, value in os.environ.items() if name not in ("GRADWIRE_PURE", "CXX", "CXXFLAGS")}
     settings = {**inherited, "PYTHONPATH": str(tree / "build_backend"), **environ}
@@ -32,7 +32,7 @@ def hook(tree: Path, call: str, **environ: str) -> subprocess.CompletedProcess[s
     return subprocess.run(command, cwd=tree, env=settings, capture_output=True, text=True, timeout=600, check=False)
 
 
-def made(done: subprocess.CompletedProcess[str]) -> str:
+def result_of(done: subprocess.CompletedProcess[str]) -> str:
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()[-1]
 
@@ -40,11 +40,11 @@ def made(done: subprocess.CompletedProcess[str]) -> str:
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The source distribution, unpacked."""
-    place = tmp_path_factory.mktemp("sources")
-    name = made(hook(ROOT, f"build_sdist({str(place)!r})"))
-    with tarfile.open(place / name) as archive:
-        archive.extractall(place, filter="data")
-    return place / name.removesuffix(".tar.gz")
+    folder = tmp_path_factory.mktemp("sources")
+    name = result_of(hook(ROOT, f"build_sdist({str(folder)!r})"))
+    with tarfile.open(folder / name) as archive:
+        archive.extractall(folder, filter="data")
+    return folder / name.removesuffix(".tar.gz")
 
 
 @pytest.fixture
@@ -55,17 +55,17 @@ def tree(sources: Path, tmp_path: Path) -> Path:
 def test_source_distribution_has_the_build_inputs_and_no_build_outputs(sources: Path) -> None:
     for needed in (BACKEND, "CMakeLists.txt", "native/kernels.inc", "src/gradwire/py.typed", "Makefile", "LICENSE"):
         assert (sources / needed).exists(), needed
-    here = {
+    build_outputs = {
         *sources.rglob("*.so"),
         *sources.rglob("_build.json"),
         *sources.rglob("__pycache__"),
         *sources.glob("build"),
     }
-    assert not here
+    assert not build_outputs
 
 
 def no_compiler(directory: Path) -> str:
-    """A PATH on which there is Python and nothing that compiles."""
+    """Return a PATH with Python and without a compiler."""
     (directory / "python").symlink_to(sys.executable)
     return str(directory)
 
@@ -86,9 +86,9 @@ def test_build_wheel_without_a_core_is_pure_and_records_the_reason(
     if "PATH" in environ:
         (tmp_path / "bin").mkdir()
         environ = {**environ, "PATH": no_compiler(tmp_path / "bin")}
-    assert made(hook(tree, "get_requires_for_build_wheel()", **environ)) == "[]"
+    assert result_of(hook(tree, "get_requires_for_build_wheel()", **environ)) == "[]"
     done = hook(tree, f"build_wheel({str(tmp_path)!r})", **environ)
-    name = made(done)
+    name = result_of(done)
     assert name.endswith("-py3-none-any.whl")
     assert f"gradwire: no native core, {reason}" in done.stderr
     with zipfile.ZipFile(tmp_path / name) as wheel:
@@ -102,7 +102,7 @@ def test_build_wheel_without_a_core_is_pure_and_records_the_reason(
 
 def test_build_wheel_with_a_failing_cmake_is_pure(tree: Path, tmp_path: Path) -> None:
     (tree / "CMakeLists.txt").write_text('message(FATAL_ERROR "broken")\n')
-    name = made(hook(tree, f"build_wheel({str(tmp_path)!r})"))
+    name = result_of(hook(tree, f"build_wheel({str(tmp_path)!r})"))
     with zipfile.ZipFile(tmp_path / name) as wheel:
         record = json.loads(wheel.read("gradwire/_build.json"))
     assert record == {"native": False, "reason": "its compilation failed; pip install -v shows how"}
@@ -116,7 +116,7 @@ def test_build_wheel_with_gradwire_strict_and_no_core_fails(tree: Path, tmp_path
 
 
 def test_build_editable_points_to_the_sources(tree: Path, tmp_path: Path) -> None:
-    name = made(hook(tree, f"build_editable({str(tmp_path)!r})", GRADWIRE_PURE="1"))
+    name = result_of(hook(tree, f"build_editable({str(tmp_path)!r})", GRADWIRE_PURE="1"))
     with zipfile.ZipFile(tmp_path / name) as wheel:
         lines = [wheel.read(file).decode().strip() for file in wheel.namelist() if file.endswith(".pth")]
     assert lines == [str(tree / "src")]
@@ -126,14 +126,14 @@ def test_build_editable_points_to_the_sources(tree: Path, tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_build_wheel_with_a_compiler_has_a_working_core(tree: Path, tmp_path: Path) -> None:
     if native_core.why_pure():
-        pytest.skip(f"there is no core here: {native_core.why_pure()}")
-    name = made(hook(tree, f"build_wheel({str(tmp_path)!r})", GRADWIRE_STRICT="1"))
+        pytest.skip(f"there is no native core: {native_core.why_pure()}")
+    name = result_of(hook(tree, f"build_wheel({str(tmp_path)!r})", GRADWIRE_STRICT="1"))
     assert "-cp3" in name
     installed = tmp_path / "installed"
     with zipfile.ZipFile(tmp_path / name) as wheel:
         wheel.extractall(installed)
     assert (installed / "gradwire/py.typed").exists()
-    says = subprocess.run(
+    version = subprocess.run(
         [sys.executable, "-m", "gradwire", "--version"],
         env={**os.environ, "PYTHONPATH": str(installed)},
         cwd=tmp_path,
@@ -141,19 +141,19 @@ def test_build_wheel_with_a_compiler_has_a_working_core(tree: Path, tmp_path: Pa
         text=True,
         check=True,
     )
-    assert says.stdout.endswith(", with its native core\n")
+    assert version.stdout.endswith(", with its native core\n")
 
 
-# --- what the installed package says
+# -- the installed package ---------------------------------------------------------------------------------------------
 
 
 def test_why_missing_reports_the_reason_from_the_build_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record, error = tmp_path / "_build.json", ImportError("undefined symbol")
     assert "pip install --editable ." in native_core.why_missing(record, error)
-    record.write_text("cut o")
+    record.write_text('{"nat')
     assert "pip install --editable ." in native_core.why_missing(record, error)
     record.write_text('{"native": true, "reason": null}')
-    assert native_core.why_missing(record, error) == "it was built, but does not load: undefined symbol"
+    assert native_core.why_missing(record, error) == "it was built, but cannot be loaded: undefined symbol"
     record.write_text('{"native": false, "reason": "no compiler"}')
     assert native_core.why_missing(record, error) == "no compiler"
     monkeypatch.setenv("GRADWIRE_PURE", "1")

@@ -1,4 +1,4 @@
-"""The public surface: exactly these names, their signatures and defaults, each with a docstring."""
+"""Tests the public surface: the exported names, their signatures and defaults, and that each has a docstring."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import gradwire as gw
 from gradwire import errors
 from gradwire.job import config
 
-# A name that is added here is a promise; one that is taken away breaks somebody's program.
+# Adding a name is a promise to users. Removing one breaks their programs.
 EXPECTED = {
     # starting
     "elastic",
@@ -23,7 +23,7 @@ EXPECTED = {
     "local_group",
     "loopback_pair",
     "WorkerNode",
-    # talking
+    # communicating
     "Capabilities",
     "Group",
     "Stream",
@@ -108,7 +108,7 @@ def test_package_exports_exactly_the_expected_names() -> None:
 
 
 def test_launch_is_callable_after_its_package_is_imported() -> None:
-    importlib.import_module("gradwire.launch")  # which binds the package's name to the module
+    importlib.import_module("gradwire.launch")  # this import binds gradwire.launch to the package
     assert callable(gw.launch)
 
 
@@ -153,24 +153,25 @@ def test_init_has_the_expected_defaults() -> None:
         "timeout": 300.0,
         "insecure": False,
     }
-    # This very object: only so can GRADWIRE_TIMEOUT change the default and yet never what a caller says.
+    # The same object, not only an equal one: this is how `init` knows whether the caller passed a timeout.
+    # GRADWIRE_TIMEOUT replaces the default and never the caller's value.
     assert parameters["timeout"].default is config.DEFAULT_TIMEOUT
 
 
 DESCRIPTORS = (property, classmethod, staticmethod)
 
 
-def public_things() -> Iterator[tuple[str, Any]]:
+def public_objects() -> Iterator[tuple[str, Any]]:
     for name in sorted(EXPECTED - {"__version__"}):
-        thing = getattr(gw, name)
-        yield name, thing
-        if isinstance(thing, type):
-            for member, value in vars(thing).items():
+        found = getattr(gw, name)
+        yield name, found
+        if isinstance(found, type):
+            for member, value in vars(found).items():
                 if not member.startswith("_") and (callable(value) or isinstance(value, DESCRIPTORS)):
                     yield f"{name}.{member}", value
 
 
-@pytest.mark.parametrize("thing", [pytest.param(thing, id=name) for name, thing in public_things()])
-def test_public_name_has_a_docstring_of_its_own(thing: Any) -> None:
+@pytest.mark.parametrize("public", [pytest.param(public, id=name) for name, public in public_objects()])
+def test_public_name_has_a_docstring_of_its_own(public: Any) -> None:
     # Not inspect.getdoc, which would accept the docstring of a base class.
-    assert (getattr(thing, "__doc__", None) or "").strip()
+    assert (getattr(public, "__doc__", None) or "").strip()

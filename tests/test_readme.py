@@ -1,4 +1,4 @@
-"""The README and the other pages: the example runs, and all variables are documented."""
+"""Tests README and docs: the example runs, and all variables are documented."""
 
 from __future__ import annotations
 

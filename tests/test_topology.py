@@ -1,4 +1,4 @@
-"""Topology: which ranks share a host."""
+"""Tests `Topology`: which ranks share a host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wire format: headers are packed and parsed, and other bytes are refused; fingerprints and group identities."""
+"""Tests the wire format: packing and parsing of headers, invalid headers, fingerprints and group identities."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def call_stages() -> Iterator[Stage]:
     text = "The call takes the next place in the group's one order. Calls of a stream run on the progress thread."
     yield Stage("Order", text, "group.runner")
     text = f"""The cheapest algorithm of {known}, by size, ranks and topology. Its schedule is proved, then bound to
-        dtype and counts. The last {plan_cache.KEPT} plans are cached."""
+        dtype and counts. The last {plan_cache.MAX_PLANS} plans are cached."""
     yield Stage("Plan", text, "group.plan_cache")
     yield Stage("Record", "The call gets a sequence number and a fingerprint of its arguments.", "liveness.call_log")
     text = """The native core runs the plan without the GIL, over shared memory and TCP. The Python executor gives the
@@ -175,7 +175,7 @@ def causes() -> dict[str, str]:
     """What can break a group, and how a rank notices it."""
     beat, local, starved, remote = map(
         milliseconds,
-        (detector.BEAT_SECONDS, detector.CONFIRM_SECONDS, detector.STARVED_SECONDS, detector.PEER_SECONDS),
+        (detector.HEARTBEAT_SECONDS, detector.CONFIRM_SECONDS, detector.STARVED_SECONDS, detector.PEER_SECONDS),
     )
     return {
         "A process dies": "The kernel reports it: a pidfd on the same host, a closed link between hosts.",
@@ -194,7 +194,7 @@ def causes() -> dict[str, str]:
 def failure_stages() -> Iterator[Stage]:
     """What follows after a rank has noticed a failure."""
     raised = ", ".join(kind.__name__ for kind in errors.Broken.__subclasses__())
-    window = milliseconds(verdict.SETTLE_SECONDS)
+    window = milliseconds(verdict.DECISION_SECONDS)
     yield Stage("Report", "The rank sends its finding to all ranks over control links.", "liveness.control_protocol")
     text = f"""Each rank collects findings for {window}, then chooses one: the most serious, then the one that names the
         lowest rank. All ranks reach the same verdict."""
@@ -315,7 +315,7 @@ def generation_life() -> Canvas:
 def processes() -> Canvas:
     """The processes and threads of an elastic job on two hosts."""
     canvas = Canvas(800, "Processes and threads", "An elastic job of four ranks on two hosts.")
-    beat = milliseconds(detector.BEAT_SECONDS)
+    beat = milliseconds(detector.HEARTBEAT_SECONDS)
     coordinator = canvas.box(
         250,
         16,

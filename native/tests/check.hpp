@@ -1,5 +1,5 @@
-// Helpers of the core's tests: checks that are active in every build, reproducible random numbers, and ranks as threads,
-// which share one mapping of all memory, so that ThreadSanitizer sees the synchronisation between ranks.
+// Helpers of the core's tests: checks that are active in every build, reproducible random numbers, and ranks as
+// threads, which share one mapping of all memory, so that ThreadSanitizer sees the synchronisation between ranks.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Copies at every relative page offset of source and target.
+// Tests copies at every relative page offset of source and target.
 #include <vector>
 
 #include "check.hpp"

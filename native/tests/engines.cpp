@@ -1,4 +1,4 @@
-// Programs of several engines, each in a thread of its own: through memory, over sockets, and both at once.
+// Tests programs of several engines, each in its own thread: through memory, over sockets, and both at once.
 #include "ranks.hpp"
 
 using namespace gradwire;
@@ -7,7 +7,7 @@ namespace {
 
 constexpr double LONG = 60;  // seconds: a bound for calls that take microseconds
 
-// Numbers that every type adds up exactly, different for each rank, call and element.
+// Numbers whose sums are exact in every type, different for each rank, call and element.
 std::int64_t value(std::uint32_t rank, std::size_t call, std::size_t i) {
     return static_cast<std::int64_t>((call + i) % 16 + rank + 1);
 }
@@ -180,16 +180,16 @@ void alarm_during_a_wait_ends_it() {
                 std::vector<std::int64_t> x(count);
                 ranks.engine(0).begin(program, x.data(), x.data(), 1, 5, spin_seconds);
                 CHECK(ranks.engine(0).advance(0.005) == Status::waiting);
-                std::thread other([&] { ranks.ring(0); });
+                std::thread other([&] { ranks.raise_alarm(0); });
                 CHECK(ranks.engine(0).advance(LONG) == Status::alarmed);
                 other.join();
             }
 }
 
-// Rank 0 exposes its array to rank 1, then reclaims it: rank 1 must neither finish nor send the bytes on.
+// Rank 0 exposes its array to rank 1, then reclaims it: rank 1 must neither finish nor send the bytes to another rank.
 void array_reclaimed_by_its_owner_stalls_its_reader() {
     constexpr std::size_t COUNT = 4096;
-    for (const bool leaves : {false, true})
+    for (const bool reclaims : {false, true})
         for (const bool reduces : {false, true}) {
             Ranks ranks("aa");
             Program programs[2];
@@ -211,17 +211,17 @@ void array_reclaimed_by_its_owner_stalls_its_reader() {
             ranks.engine(0).begin(programs[0], mine, mine, 1, 5, 0);
             CHECK(ranks.engine(0).advance(0) == Status::waiting);
             ranks.engine(1).begin(programs[1], x.data(), x.data(), 1, 5, 0);
-            if (leaves) Pulse::of(ranks.arena(0)).left.store(1);
+            if (reclaims) Pulse::of(ranks.arena(0)).reclaimed.store(1);
             Status status = ranks.engine(1).advance(0);
-            for (int turn = 0; turn < 100 && status == Status::waiting && !leaves; ++turn) {
+            for (int turn = 0; turn < 100 && status == Status::waiting && !reclaims; ++turn) {
                 ranks.engine(0).advance(0);
                 status = ranks.engine(1).advance(0);
             }
-            CHECK(status == (leaves ? Status::waiting : Status::done));
-            if (!leaves) CHECK(x.back() == (reduces ? 3 : 2));
-            if (!leaves) continue;
+            CHECK(status == (reclaims ? Status::waiting : Status::done));
+            if (!reclaims) CHECK(x.back() == (reduces ? 3 : 2));
+            if (!reclaims) continue;
             CHECK(ranks.engine(1).advance(0.002) == Status::waiting);
-            ranks.ring(1);
+            ranks.raise_alarm(1);
             CHECK(ranks.engine(1).advance(LONG) == Status::alarmed);
         }
 }

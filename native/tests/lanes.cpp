@@ -1,4 +1,4 @@
-// Lanes, staging and directory: one writer, several readers, each in a thread of its own.
+// Tests lanes, staging and directory with one writer and several readers, each in its own thread.
 #include <array>
 #include <memory>
 
@@ -30,8 +30,8 @@ struct Arena {
 
 std::byte message_byte(std::uint64_t sequence, std::size_t i) { return std::byte(sequence * 31 + i * 7); }
 
-// Messages of random sizes, some in the entry and some in staging, to all readers or to one, read and released in random
-// batches: lanes and staging wrap around many times.
+// Messages of random sizes, some in the entry and some in staging, to all readers or to one, read and released in
+// random batches: lanes and staging wrap around many times.
 void messages_of_random_sizes_arrive_whole_and_in_order() {
     constexpr std::uint32_t SIZE = 4;
     constexpr std::size_t STAGING = 10240, LARGEST = 3000;
@@ -156,7 +156,7 @@ void directory_finds_published_groups_only() {
     CHECK(directory.find(5) == 50 && directory.find(5 + DIRECTORY_SLOTS) == 60);
     directory.withdraw(5);
     CHECK(directory.find(5) == 0 && directory.find(5 + DIRECTORY_SLOTS) == 60);
-    CHECK(directory.publish(5 + 2 * DIRECTORY_SLOTS, 70));  // where the first was
+    CHECK(directory.publish(5 + 2 * DIRECTORY_SLOTS, 70));  // in the slot of the first
     CHECK(directory.find(5 + DIRECTORY_SLOTS) == 60 && directory.find(5 + 2 * DIRECTORY_SLOTS) == 70);
     directory.withdraw(5 + DIRECTORY_SLOTS);
     directory.withdraw(5 + 2 * DIRECTORY_SLOTS);

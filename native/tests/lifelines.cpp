@@ -1,4 +1,4 @@
-// The lifeline: heartbeats in memory and over sockets, and in forked children. And page remapping.
+// Tests the lifeline (heartbeats in memory, over sockets and in forked children) and page remapping.
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/mman.h>
@@ -84,10 +84,10 @@ void lifeline_with_tokens_sends_one_per_beat_in_order() {
     CHECK(lifeline.ahead(each.ends[0]) == 0);
     CHECK(lifeline.ahead(same.ends[0]) == 0);
     CHECK(lifeline.ahead(12345) == 0);
-    lifeline.feed(12345, "nobody's");
+    lifeline.feed(12345, "unknown");
     char more;
     ::usleep(5000);
-    CHECK(::recv(each.ends[1], &more, 1, MSG_DONTWAIT) < 0);  // no token is invented
+    CHECK(::recv(each.ends[1], &more, 1, MSG_DONTWAIT) < 0);  // nothing is sent without a token
 }
 
 void lifeline_given_a_part_of_a_token_refuses_it() {
@@ -146,16 +146,16 @@ void lifeline_after_drop_writes_nothing() {
 }
 
 void lifeline_with_a_closed_link_serves_the_others() {
-    Pair gone, other;
+    Pair closed, other;
     Lifeline lifeline(QUICK);
-    lifeline.add(gone.ends[0], "beat");
+    lifeline.add(closed.ends[0], "beat");
     lifeline.add(other.ends[0], "beat");
-    ::shutdown(gone.ends[1], SHUT_RDWR);
+    ::shutdown(closed.ends[1], SHUT_RDWR);
     lifeline.start();
     for (int i = 0; i < 10; ++i) CHECK(other.read(4) == "beat");
 }
 
-#if !defined(__SANITIZE_THREAD__)  // which does not follow forks, and reports a new mapping as a write
+#if !defined(__SANITIZE_THREAD__)  // ThreadSanitizer does not follow forks, and reports a new mapping as a write
 void lifeline_in_a_forked_child_does_nothing() {
     Pair pair;
     auto lifeline = std::make_unique<Lifeline>(QUICK);
@@ -164,7 +164,7 @@ void lifeline_in_a_forked_child_does_nothing() {
     for (int i = 0; i < 20; ++i) {
         const pid_t child = ::fork();
         if (child == 0) {
-            lifeline->drop(pair.ends[0]);  // no call waits for the mutex, which no thread would unlock
+            lifeline->drop(pair.ends[0]);  // these calls must not wait for the mutex: no thread would unlock it
             lifeline->add(pair.ends[0], "child");
             lifeline->start();
             lifeline->stop();

@@ -1,4 +1,4 @@
-// Invalid messages of a peer are reported, and no offset leads out of its arena. Rank 1 misbehaves.
+// Tests that invalid messages of a peer are reported, and that no offset leads out of its arena. Rank 1 misbehaves.
 #include "ranks.hpp"
 
 using namespace gradwire;
@@ -64,7 +64,8 @@ void entry_with_bytes_outside_the_arena_is_a_mismatch() {
         const std::size_t count = direct ? 1000 : 300;
         for (const std::uint64_t offset : {end, end - 8, end + 4096, ~std::uint64_t{0}, ~std::uint64_t{0} - 2000})
             expect_mismatch(count, direct, Place::exposed, offset, nothing);
-        // More inline bytes than an entry has, and a pushed message that was not asked for.
+        // More inline bytes than an entry has, and a pushed message although rank 0 has not sent the offset of its
+        // result.
         expect_mismatch(count, direct, Place::inlined, 0, nothing);
         expect_mismatch(count, direct, Place::pushed, 0, nothing);
     }
@@ -119,7 +120,7 @@ void header_of_another_call_is_a_mismatch() {
     CHECK(one.ranks.engine(0).received_header.fingerprint == FINGERPRINT + 1);
 }
 
-#ifndef __SANITIZE_THREAD__  // which would report that rank 1 violates the protocol
+#ifndef __SANITIZE_THREAD__  // ThreadSanitizer would report that rank 1 violates the protocol
 // An entry changes while it is read: the engine uses only the copy that it has checked.
 void entry_changed_after_its_check_has_no_effect() {
     Case one(64);

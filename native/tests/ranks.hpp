@@ -1,4 +1,5 @@
-// Engines of several ranks, connected through memory within a host and by sockets between hosts; and two programs.
+// Engines of several ranks for tests, connected through memory within a host and by sockets between hosts; and two
+// programs.
 #pragma once
 
 #include <sys/socket.h>
@@ -14,8 +15,8 @@
 namespace gradwire {
 
 constexpr std::uint64_t GROUP = 1;
-constexpr std::size_t STAGING = 32 << 10;  // twice what a wave of four ranks takes
-constexpr std::size_t ARRAYS = 256 << 10;  // for "registered" arrays, behind the region
+constexpr std::size_t STAGING = 32 << 10;  // twice the bytes of a wave of four ranks
+constexpr std::size_t ARRAYS = 256 << 10;  // for registered arrays, after the region
 constexpr std::size_t TILE_BYTES = 4096;   // small, so that there are many tiles; still large enough to be exposed
 
 inline CallHeader call_header(std::uint32_t rank) {
@@ -47,8 +48,8 @@ class Ranks {
     }
     // Each rank opens its own region; peers may search for it before that.
     void open(std::uint32_t rank) { CHECK(engine(rank).open(arena(rank), nbytes, region_, STAGING)); }
-    void ring(std::uint32_t rank) { CHECK(::write(alarms_[rank].ends[1], "!", 1) == 1); }
-    // A rank's end of its link to another.
+    void raise_alarm(std::uint32_t rank) { CHECK(::write(alarms_[rank].ends[1], "!", 1) == 1); }
+    // A rank's end of its link to another rank.
     int socket(std::uint32_t rank, std::uint32_t peer) const {
         const std::uint32_t high = std::max(rank, peer), low = std::min(rank, peer);
         return links_[high * (high - 1) / 2 + low].ends[rank == high ? 0 : 1];

@@ -1,4 +1,4 @@
-// The choice of the store policy under given costs.
+// Tests the choice of the store policy under given costs.
 #include "check.hpp"
 #include "store_policy.hpp"
 
@@ -8,17 +8,17 @@ namespace {
 
 constexpr std::size_t NBYTES = 128 << 10;
 
-// Makes calls whose messages of NBYTES take these times (in nanoseconds) to write and to read; returns how many of the calls
-// used non-temporal stores.
+// Makes calls whose messages of NBYTES take these times (in nanoseconds) to write and to read; returns how many of the
+// calls used non-temporal stores.
 int streamed_of(StorePolicy& policy, int calls, double usual, double streamed) {
     int found = 0;
     for (int i = 0; i < calls; ++i) {
         policy.begin_call();
         for (int message = 0; message < 4; ++message) {
-            const bool past = policy.streams(NBYTES);
-            policy.record_write(past, NBYTES, past ? streamed : usual);
-            policy.record_read(past, NBYTES, past ? streamed : usual);
-            found += message == 0 && past;
+            const bool streams = policy.streams(NBYTES);
+            policy.record_write(streams, NBYTES, streams ? streamed : usual);
+            policy.record_read(streams, NBYTES, streams ? streamed : usual);
+            found += message == 0 && streams;
         }
     }
     return found;

@@ -1,31 +1,32 @@
 """gradwire: distributed data-parallel training with bit-identical replicas.
 
-Each layer imports only from the layers above it. The lower half moves bytes and notices failures, `group` is what users
-call, and the rest starts processes and trains. The order inside a package is in its own docstring.
+Each layer imports only from the layers listed above it. The layers before `group` move bytes and detect failures,
+`group` has the objects that users call, and the layers after it start processes and train. The docstring of a package
+lists its own modules in the same order.
 
-    errors        everything that is raised
-    events        the tracing point: subscribers learn of a group's operations
+    errors        all errors that gradwire raises
+    events        the tracing point: calls subscribers when a group's operations begin and end
     arrays        NumPy, DLPack and buffers as typed views; the table of dtypes
     wire          the message header and its fingerprint
     topology      which ranks share a host
     drive         runs protocols that are written as generators
-    identity      run, generation and rank: what every message belongs to
+    identity      the run, generation and rank that every message carries
     host          this machine: the native core, CPUs, memory
-    collectives   algorithms as schedules; their verifier and prices
+    collectives   algorithms as schedules, with their verifier and cost model
     security      the job's secret, certificates, join tokens, link admission
     transports    links between ranks: in one process, in shared memory, over TCP and TLS
-    liveness      heartbeats, the log of calls, the verdict on what broke
-    executors     carry out schedules, in Python or in the native core
-    generation    one membership at work: set-up, service thread, the failure path
-    operations    what each collective checks, exchanges and returns
-    group         `Group`, `Stream`, `Work`: what users call
+    liveness      heartbeats, the log of calls, the verdict on which rank broke the group
+    executors     run schedules, in Python or in the native core
+    generation    a running generation: set-up, service thread, the failure path
+    operations    the checks, exchanges and results of each collective
+    group         `Group`, `Stream` and `Work`, the objects that users call
     membership    the coordinator and its clients
     job           configuration, the member session, `gw.init`
     launch        starting and supervising processes
     training      gradients, compression, elastic runs, state transfer
     torch         `DistributedDataParallel` and the backend of torch.distributed
     jax           trees of arrays for JAX
-    simulate      whole jobs in virtual time, with faults by seed; a pytest fixture
+    simulate      whole jobs in virtual time, with faults chosen by a seed; a pytest fixture
     bench         `gradwire bench` and `gradwire tune`
     cli           the command line
 """
@@ -129,9 +130,9 @@ __all__ = [
     "weighted_mean",
 ]
 
-# Loaded when somebody asks for it: each process of a job holds what it loads.
+# These names are imported on first use, because every process of a job pays the memory of the modules that it loads.
 _FRAMEWORKS = ("jax", "torch")
-_HOMES = {
+_LAZY_MODULES = {
     "Contract": "training.contract",
     "Elastic": "training.elastic",
     "Fence": "training.fence",
@@ -146,15 +147,15 @@ _HOMES = {
 }
 
 
-if not TYPE_CHECKING:  # who checks types should still find misspelt names
+if not TYPE_CHECKING:  # with a module-level __getattr__, a type checker would accept misspelt names
 
     def __getattr__(name: str) -> Any:
         if name in _FRAMEWORKS:
             return importlib.import_module(f"gradwire.{name}")
-        if name not in _HOMES:
+        if name not in _LAZY_MODULES:
             raise AttributeError(f"module 'gradwire' has no attribute {name!r}")
-        found = globals()[name] = getattr(importlib.import_module(f"gradwire.{_HOMES[name]}"), name)
-        return found
+        value = globals()[name] = getattr(importlib.import_module(f"gradwire.{_LAZY_MODULES[name]}"), name)
+        return value
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__, *_FRAMEWORKS})

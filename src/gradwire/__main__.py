@@ -1,4 +1,4 @@
-"""`python -m gradwire` is the `gradwire` command."""
+"""Runs the `gradwire` command as `python -m gradwire`."""
 
 from __future__ import annotations
 

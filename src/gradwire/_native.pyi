@@ -1,4 +1,4 @@
-"""What native/module*.cpp define."""
+"""Types of the native core, which native/module*.cpp defines."""
 
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -212,7 +212,7 @@ def copy_finite(dtype: DType, to: Any, source: Any, build: str = "") -> bool: ..
 def sum_squares(dtype: DType, array: Any, build: str = "") -> float: ...
 
 _Buffer = Any  # contiguous bytes
-_Terms = Sequence[tuple[_Buffer, bool]]  # and whether they are partial results
+_Terms = Sequence[tuple[_Buffer, bool]]  # the flag: whether a term is a partial result
 
 class _Kernels:
     FLUSHES: int

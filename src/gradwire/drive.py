@@ -1,7 +1,7 @@
-"""Protocols as generators: they yield what they need done, receive what came of it, and do no I/O of their own.
+"""Runs protocols that are written as generators.
 
-Processes and threads perform the requests with sockets and real time; the simulator performs those of the same protocol
-in virtual time.
+Such a protocol yields requests and receives the results, and does no I/O itself. Processes and threads perform the
+requests with sockets and real time. The simulator performs the requests of the same protocol in virtual time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ Result = TypeVar("Result")
 
 
 def drive(protocol: Generator[Request, Answer, Result], perform: Callable[[Request], Answer]) -> Result:
-    """Run a protocol to its end, and return its result. An error of `perform` is raised where the protocol waits.
+    """Run a protocol to its end and return its result.
+
+    If `perform` raises an error, the error is raised inside the protocol, at the `yield` of that request.
 
     >>> def protocol():
     ...     reply = yield "ping"

@@ -1,35 +1,36 @@
 """The tree of errors that gradwire raises.
 
     GradwireError
-    ├── ConfigError (ValueError)            the job was described wrongly; nothing was started
-    │   ├── InvalidRank                     a rank outside 0 ≤ rank < size, or one's own where a peer is meant
-    │   └── InvalidSize                     a job, group or count of impossible size
-    ├── ArrayError (TypeError)              an array that cannot be used as given: read-only, big-endian, not on the CPU
-    ├── UnsupportedOp                       the operation has no meaning for this dtype, algorithm or backend
-    ├── SizeMismatch (ValueError)           a received message and the buffer for it differ in size; the message is kept
+    ├── ConfigError (ValueError)            the configuration of the job is invalid; nothing was started
+    │   ├── InvalidRank                     a rank outside 0 ≤ rank < size, or the caller's own rank instead of a peer's
+    │   └── InvalidSize                     an impossible size of a job, a group or a count
+    ├── ArrayError (TypeError)              the array cannot be used: read-only, big-endian, not in CPU memory
+    ├── UnsupportedOp                       this dtype, algorithm or backend does not support the operation
+    ├── SizeMismatch (ValueError)           a received message does not fit the buffer; the message is kept
     ├── NoConnection (ConnectionError)      no coordinator or peer answered
-    │   └── Refused                         one answered and said no: wrong secret, taken rank, another job …
-    │       ├── Finished                    the job's work is done, and there is nothing left to join
-    │       └── OtherRun                    this process is a member of another run of the job than the coordinator's
-    ├── TransportError (OSError)            the operating system failed an input or output operation
-    ├── WorkerFailed                        a launched process ended badly
+    │   └── Refused                         the coordinator or peer refused: wrong secret, rank in use, another job …
+    │       ├── Finished                    the job has finished and cannot be joined
+    │       └── OtherRun                    this process and the coordinator belong to different runs of the job
+    ├── TransportError (OSError)            an input or output operation of the operating system failed
+    ├── WorkerFailed                        a launched process failed
     ├── JournalError                        the coordinator's journal cannot be read or written
-    ├── Fenced                              a later run or generation has written what this one wants to write
-    ├── StateLost                           no sound copy of the training state is left
-    ├── NotFinite (ArithmeticError)         a rank's gradient is NaN or infinite; all ranks raise it, and may go on
-    ├── ReplicasDiverged                    ranks that should hold the same tensors do not
+    ├── Fenced                              a later run or generation has already written this file
+    ├── StateLost                           no intact copy of the training state is left
+    ├── NotFinite (ArithmeticError)         a rank's gradient is NaN or infinite; all ranks raise it and can continue
+    ├── ReplicasDiverged                    tensors that should be equal on all ranks differ
     ├── Closed (ConnectionError)            this process has closed the group, or inherited it through a fork
     └── Broken                              the group is broken on every rank of its generation
-        ├── PeerLost (ConnectionError)      a rank died, left or was cut off while others needed it
-        ├── CollectiveMismatch              ranks called different things
-        ├── Aborted                         a rank gave up: `abort()`, an exception, Ctrl-C
-        └── Timeout (TimeoutError)          a collective did not finish in time (or a recv, a send, a wait did not:
-                                            then the group goes on, and `.culprit` is None)
+        ├── PeerLost (ConnectionError)      a rank died, left or was disconnected while other ranks needed it
+        ├── CollectiveMismatch              ranks called different collectives, or the same one with different arguments
+        ├── Aborted                         a rank stopped on purpose: `abort()`, an exception, Ctrl-C
+        └── Timeout (TimeoutError)          a collective did not finish in time. Also raised by recv, send and wait: the
+                                            group then stays usable and `.culprit` is None
 
-Beside them there is `collectives.InvalidSchedule`: an algorithm is wrong, found before its schedule runs.
+`collectives.InvalidSchedule` also derives from GradwireError: an algorithm is wrong. It is raised before the schedule
+runs.
 
 Errors carry their facts as attributes: `culprit` (a world rank or None), `operation`, `generation`, and where they
-make sense `rank`, `peer`, `seconds`.
+apply `rank`, `peer` and `seconds`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from typing import Any
 
 
 class GradwireError(Exception):
-    """The base of everything that gradwire raises on purpose."""
+    """The base class of all errors that gradwire raises on purpose."""
 
     def __init__(
         self,
@@ -61,11 +62,11 @@ class GradwireError(Exception):
 
     @property
     def message(self) -> str:
-        """What happened, in words: `str(error)`."""
+        """The text of the error, the same as `str(error)`."""
         return str(self.args[0]) if self.args else ""
 
     def facts(self) -> dict[str, Any]:
-        """What this error knows beside its text, by name; used to carry it to other processes."""
+        """Return the error's public attributes that are not None, by name. They are sent to other processes with it."""
         return {name: value for name, value in self.__dict__.items() if not name.startswith("_") and value is not None}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -77,51 +78,51 @@ def _rebuild(kind: type[GradwireError], message: str, facts: dict[str, Any]) -> 
 
 
 class ConfigError(GradwireError, ValueError):
-    """The job's description does not hold together: the caller's side, before anything was started."""
+    """The caller's configuration of the job is invalid. Raised before anything was started."""
 
 
 class InvalidRank(ConfigError):
-    """A rank that does not exist in the group, or one's own where only a peer makes sense."""
+    """A rank does not exist in the group, or is the caller's own where a peer is required."""
 
 
 class InvalidSize(ConfigError):
-    """A size or a set of counts that cannot be."""
+    """A size or a list of counts is impossible."""
 
 
 class ArrayError(GradwireError, TypeError):
-    """The array cannot be used as given; the message says what would do."""
+    """The array cannot be used; the message says what to pass instead."""
 
 
 class UnsupportedOp(GradwireError):
-    """The operation has no meaning here; found before anything was sent."""
+    """The dtype, algorithm or backend does not support the operation. Raised before anything was sent."""
 
 
 class SizeMismatch(GradwireError, ValueError):
-    """A message does not fit the buffer offered for it; it is kept for a `recv` that fits."""
+    """A received message does not fit the buffer; it is kept for a later `recv` with a buffer that fits."""
 
 
 class NoConnection(GradwireError, ConnectionError):
-    """Nobody answered at an address until the deadline."""
+    """No process answered at an address before the deadline."""
 
 
 class Refused(NoConnection):
-    """The other side answered and turned this process away; the message carries its reason."""
+    """The other side answered and refused this process; the message gives its reason."""
 
 
 class Finished(Refused):
-    """This process came to join a job whose work is done; under `gradwire run` that is an end like any other."""
+    """This process tried to join a job that has finished. `gradwire run` treats this as a normal exit."""
 
 
 class OtherRun(Refused):
-    """This process is a member of a run that the coordinator does not serve (any more); started anew, it could join."""
+    """This process is a member of a run that the coordinator does not serve. A newly started process could join."""
 
 
 class TransportError(GradwireError, OSError):
-    """The operating system failed an operation that is not a peer's doing (a busy port, no file descriptors)."""
+    """An operation of the operating system failed for a local reason (a port in use, no file descriptors left)."""
 
 
 class WorkerFailed(GradwireError):
-    """A launched worker ended badly; `culprit` is its rank and `exit_code` how it ended."""
+    """A launched worker failed; `culprit` is its rank and `exit_code` its exit code."""
 
     def __init__(self, message: str = "", *, exit_code: int | None = None, **facts: Any) -> None:
         super().__init__(message, **facts)
@@ -129,24 +130,24 @@ class WorkerFailed(GradwireError):
 
 
 class JournalError(GradwireError):
-    """The coordinator's journal is damaged, of another version, or cannot be written; nothing of it was changed."""
+    """The coordinator's journal is damaged, has another version, or cannot be written. The journal was not changed."""
 
 
 class Fenced(GradwireError):
-    """A file was written under a greater fence: by a later run or generation, which went on without this process."""
+    """A later run or generation has written the file: its fence is greater than the one of this process."""
 
 
 class StateLost(GradwireError):
-    """No rank that is left holds a sound copy of the state, or a copy arrived damaged; the message says which.
+    """No remaining rank has an intact copy of the state, or a copy arrived damaged; the message says which.
 
-    A run does not go back to a checkpoint on its own: start the job again, from one that the program has written.
+    A run does not return to a checkpoint by itself: start the job again, from a checkpoint that the program wrote.
     """
 
 
 class NotFinite(GradwireError, ArithmeticError):
-    """A rank's gradient is NaN or infinite, raised on all ranks; `culprit` is that rank, `tensor` the gradient's name.
+    """A rank's gradient is NaN or infinite. `culprit` is that rank and `tensor` the gradient's name.
 
-    The group goes on: the step can be skipped, by all alike.
+    All ranks raise this error and the group stays usable, so all ranks can skip the step.
     """
 
     def __init__(self, message: str = "", *, tensor: str | None = None, **facts: Any) -> None:
@@ -155,7 +156,10 @@ class NotFinite(GradwireError, ArithmeticError):
 
 
 class ReplicasDiverged(GradwireError):
-    """A rank no longer holds what the others hold; `culprit` is that rank, `tensor` its first tensor that differs."""
+    """A rank's tensors differ from those of the other ranks.
+
+    `culprit` is that rank and `tensor` its first tensor that differs.
+    """
 
     def __init__(self, message: str = "", *, tensor: str | None = None, **facts: Any) -> None:
         super().__init__(message, **facts)
@@ -163,24 +167,27 @@ class ReplicasDiverged(GradwireError):
 
 
 class Closed(GradwireError, ConnectionError):
-    """This process closed the group, or is a forked child that only inherited it."""
+    """This process has closed the group, or is a forked child that inherited the group."""
 
 
 class Broken(GradwireError):
-    """The group is broken on every rank of its generation; `culprit` names the rank that caused it, where one did."""
+    """The group is broken on every rank of its generation; `culprit` is the rank that caused it, or None."""
 
 
 class PeerLost(Broken, ConnectionError):
-    """A rank is gone (died, left, was cut off) while another rank needed it."""
+    """A rank died, left or was disconnected while another rank needed it."""
 
 
 class CollectiveMismatch(Broken):
-    """Ranks of one group called different things; the message shows each rank's call and its line."""
+    """Ranks of a group called different collectives, or the same one with different arguments.
+
+    The message shows each rank's call and its line.
+    """
 
 
 class Aborted(Broken):
-    """A rank gave up on purpose: `abort()`, an exception that left `with group`, or Ctrl-C."""
+    """A rank stopped on purpose: `abort()`, an exception that left `with group`, or Ctrl-C."""
 
 
 class Timeout(Broken, TimeoutError):
-    """Time ran out. From a collective it breaks the group; from `recv`, `send` or `wait` it does not."""
+    """An operation did not finish in time. This breaks the group, unless `recv`, `send` or `wait` raised it."""

@@ -1,8 +1,8 @@
-"""A tracing point: subscribers are called when a group's operations begin, end and fail.
+"""A tracing point that calls subscribers when a group's operations begin, end and fail.
 
-Announced is what runs in a group's order in this process, called directly or on a stream: collectives and exchanged
-values. Point-to-point messages, links and waits are not. Without a subscriber an operation costs one comparison more;
-with one, repeated calls no longer skip the Python code around the exchange.
+The operations are those in a group's order, called directly or on a stream: collectives and exchanged values.
+Point-to-point messages, links and waits emit no events. Without a subscriber an operation costs one more comparison.
+With a subscriber, repeated calls cannot use the native fast path.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened to an operation: `name` is "begin", "end" or "fail".
+    """The beginning, end or failure of an operation: `name` is "begin", "end" or "fail".
 
-    `facts` are the rank and the group's number, and after the beginning `seconds`, and `error` if it failed.
+    `facts` has the rank and the group's number. An "end" or "fail" event also has `seconds`, a "fail" event `error`.
     """
 
     name: str
@@ -33,11 +33,11 @@ Subscriber = Callable[[Event], None]
 log = logging.getLogger("gradwire.events")
 
 _lock = threading.Lock()
-subscribers: list[Subscriber] = []  # for `subscribe`; the native core checks whether this list is empty
+subscribers: list[Subscriber] = []  # changed by `subscribe` only; the native core checks whether this list is empty
 
 
 def subscribe(subscriber: Subscriber) -> Callable[[], None]:
-    """Call `subscriber` with every event from now on; returns the function that ends it.
+    """Call `subscriber` with every event from now on; return a function that ends the subscription.
 
     >>> seen = []
     >>> unsubscribe = subscribe(lambda event: seen.append(event.name))
@@ -47,22 +47,22 @@ def subscribe(subscriber: Subscriber) -> Callable[[], None]:
     ['begin', 'end']
     """
 
-    def tell(event: Event) -> None:  # one of its own, so that who subscribes twice can end one of the two
+    def deliver(event: Event) -> None:  # unique per subscription, so that one of two equal subscribers can be removed
         subscriber(event)
 
     with _lock:
-        subscribers.append(tell)
+        subscribers.append(deliver)
 
     def unsubscribe() -> None:
         with _lock:
-            if tell in subscribers:
-                subscribers.remove(tell)
+            if deliver in subscribers:
+                subscribers.remove(deliver)
 
     return unsubscribe
 
 
 def watched() -> bool:
-    """Whether anybody listens: the hot path asks before it builds an event.
+    """Return whether there is a subscriber. The hot path checks this before it builds an event.
 
     >>> watched()
     False
@@ -71,7 +71,9 @@ def watched() -> bool:
 
 
 def emit(name: str, operation: str, **facts: Any) -> None:
-    """Tell every subscriber, in the order they came. One that fails is logged: watching must not break what it watches.
+    """Call every subscriber, in the order of subscription.
+
+    An exception of a subscriber is logged and not raised: tracing must not break the operation.
 
     >>> seen = []
     >>> unsubscribe = subscribe(seen.append)
@@ -87,12 +89,12 @@ def emit(name: str, operation: str, **facts: Any) -> None:
         try:
             subscriber(event)
         except Exception:
-            log.exception("a subscriber failed to take the event %r of %s", name, operation)
+            log.exception("a subscriber raised an exception for the event %r of %s", name, operation)
 
 
 @contextmanager
 def operation(name: str, **facts: Any) -> Iterator[None]:
-    """Announce the beginning of an operation, and its end or failure with the seconds it took.
+    """Emit an event when the operation begins, and another with its duration when it ends or fails.
 
     >>> names = []
     >>> unsubscribe = subscribe(lambda event: names.append(event.name))

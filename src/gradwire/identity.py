@@ -1,4 +1,4 @@
-"""The identity of a rank, which every message carries, and the id of the run that it takes part in."""
+"""Defines run ids, and the identity of a rank that every message carries."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from dataclasses import dataclass, field
 from gradwire.topology import Topology
 from gradwire.wire import Header, Kind, WireError
 
-# The version of what members send each other while a generation is set up (`handshake.py`). Members of different
-# versions cannot work together: the coordinator refuses a newcomer whose version is not its own.
+# The version of the messages that set up a generation (`handshake.py`). Members of different versions cannot work
+# together: the coordinator refuses a newcomer with another version than its own.
 PROTOCOL = 1
 RUN_BYTES = 16
 _TIME_BYTES = 8
-_MOST_REPLACED = 1000  # runs, one after the other, by one coordinator
+_MAX_REPLACEMENTS = 1000  # of runs, one after the other, by one coordinator
 
 
 def new_run(after: bytes = b"") -> bytes:
-    """The id of a new run of a job: the time in nanoseconds, then random bytes. Ids of later runs are greater.
+    """Return the id of a new run of a job: the time in nanoseconds, then random bytes.
 
-    With `after`, the id of an earlier run, that holds even if the clock was set back since.
+    Ids of later runs are greater. If the id of an earlier run is given as `after`, the new id is greater than it even
+    when the clock was set back.
 
     >>> new_run() < new_run(), new_run(after=b"\x7f" + bytes(15)) > b"\x7f" + bytes(15)
     (True, True)
@@ -32,7 +33,7 @@ def new_run(after: bytes = b"") -> bytes:
 
 
 def next_run(run: bytes) -> bytes:
-    """The id of the run that a coordinator begins in place of `run`: greater, and the same whenever it is asked for.
+    """Return the id of the run that a coordinator begins in place of `run`. It is greater and depends on `run` only.
 
     >>> next_run(bytes(16)) > bytes(16), next_run(bytes(16)) == next_run(bytes(16))
     (True, True)
@@ -42,13 +43,13 @@ def next_run(run: bytes) -> bytes:
 
 
 def replaces(run: bytes, earlier: bytes) -> bool:
-    """Whether a coordinator has begun `run` in place of `earlier`, directly or in several steps.
+    """Return whether a coordinator has begun `run` in place of `earlier`, directly or in several steps.
 
     >>> replaces(next_run(next_run(bytes(16))), bytes(16)), replaces(new_run(), bytes(16)), replaces(bytes(16), b"")
     (True, False, False)
     """
     steps = int.from_bytes(run[:_TIME_BYTES], "big") - int.from_bytes(earlier[:_TIME_BYTES], "big")
-    if not earlier or not 0 < steps <= _MOST_REPLACED:
+    if not earlier or not 0 < steps <= _MAX_REPLACEMENTS:
         return False
     for _ in range(steps):
         earlier = next_run(earlier)
@@ -57,29 +58,29 @@ def replaces(run: bytes, earlier: bytes) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """One rank in one generation of a run. `job` is the number by which messages name the run."""
+    """One rank in one generation of a run. `job` is the number in message headers that stands for the run."""
 
     run: bytes
     number: int
     rank: int
-    names: tuple[str, ...]  # of all ranks, as errors show them
+    names: tuple[str, ...]  # of all ranks, in the form that errors show
     topology: Topology
     job: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "job", int.from_bytes(self.run[_TIME_BYTES:], "little"))  # its random half
+        object.__setattr__(self, "job", int.from_bytes(self.run[_TIME_BYTES:], "little"))  # the random half of the id
 
     @property
     def size(self) -> int:
         return len(self.names)
 
     def frame(self, kind: Kind, payload: bytes = b"", **fields: int) -> bytes:
-        """A whole message of a served channel."""
+        """Return a whole message of this rank: header and payload. Used for everything but collectives."""
         known = {"source": self.rank, "group": 0, "sequence": 0, "fingerprint": 0, "tile": 0, "round": 0}
         header = Header(kind=kind, job=self.job, generation=self.number, nbytes=len(payload), **(known | fields))
         return header.pack() + payload
 
     def check_header(self, header: Header) -> None:
-        """Admitted links carry only this generation's messages; `WireError` for anything else."""
+        """Raise `WireError` if the message belongs to another run or generation than this one."""
         if (header.job, header.generation) != (self.job, self.number):
             raise WireError(f"a message of job {header.job:#x}, generation {header.generation}")

@@ -1,4 +1,4 @@
-"""`Topology`: which ranks share a host."""
+"""Defines `Topology`: which ranks share a host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradwire.errors import ConfigError, InvalidRank, InvalidSize
 class Topology:
     """The ranks of a group by host: each host's ranks in order, hosts in the order of their lowest rank.
 
-    Equal topologies compare and hash equal, on every rank: plans are cached by them.
+    Equal topologies compare and hash equal on every rank. The plan cache uses them as keys.
     """
 
     hosts: tuple[tuple[int, ...], ...]
@@ -31,7 +31,7 @@ class Topology:
 
     @classmethod
     def single(cls, size: int) -> Topology:
-        """All ranks on one host.
+        """Return the topology with all ranks on one host.
 
         >>> Topology.single(3).hosts
         ((0, 1, 2),)
@@ -42,7 +42,7 @@ class Topology:
 
     @classmethod
     def of(cls, host_names: Sequence[str]) -> Topology:
-        """From the name of each rank's host, in rank order; equal names share a host.
+        """Return the topology for the names of the ranks' hosts, in rank order. Equal names are one host.
 
         >>> Topology.of(["a", "b", "a"]).hosts
         ((0, 2), (1,))
@@ -54,11 +54,11 @@ class Topology:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return len(self._host)
 
     def host_of(self, rank: int) -> int:
-        """The index in `hosts` of the host that this rank lives on.
+        """Return the index in `hosts` of the host that has this rank.
 
         >>> Topology.of(["a", "b", "a"]).host_of(2)
         0

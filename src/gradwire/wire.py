@@ -1,4 +1,4 @@
-"""The wire format: one header for every message, and the fingerprint that says what a message belongs to.
+"""Defines the wire format: the header of every message, and the fingerprint that identifies the call it belongs to.
 
 A message is a 64-byte little-endian header and `nbytes` of payload:
 
@@ -6,19 +6,19 @@ A message is a 64-byte little-endian header and `nbytes` of payload:
          0     4  magic        "GWR1"
          4     1  kind         Kind
          5     3  (zero)
-         8     8  job          the first 8 bytes of the job's identity
+         8     8  job          the random half of the run's id
         16     4  generation
         20     4  source       the sender's rank in the group
         24     8  group        identity of the group
-        32     8  sequence     of the operation in the group's order; of the message, point to point
-        40     8  fingerprint  of operation, dtype, reduce op, counts, root and algorithm; the tag, point to point
+        32     8  sequence     number of the operation in the group's order; point to point: number of the message
+        40     8  fingerprint  of operation, dtype, reduce op, counts, root and algorithm; point to point: the tag
         48     4  tile
         52     4  round
         56     8  nbytes
 
-A receiver of a collective knows the whole header it must see, so it compares 64 bytes; anything else is taken apart
-with `parse` and named. Nothing is allocated from what a header claims: control messages are bounded by
-`MAX_CONTROL`, point-to-point ones by the buffer offered or `MAX_EAGER`.
+The receiver of a collective knows the whole expected header, so it compares 64 bytes. If they differ, it uses `parse`
+to report the difference. A header's `nbytes` never causes an unbounded allocation: control messages are bounded by
+`MAX_CONTROL`, point-to-point messages by the receiver's buffer or `MAX_EAGER`.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ MAX_EAGER = 64 * 1024
 
 
 class Kind(enum.IntEnum):
-    """What a message is."""
+    """The kind of a message."""
 
     COLLECTIVE = 1
     CONTROL = 2
-    EAGER = 3  # point to point: the payload follows at once
-    OFFER = 4  # point to point: a payload waits at the sender
-    ACCEPT = 5  # the receiver has a buffer for it
+    EAGER = 3  # point to point: the payload follows the header immediately
+    OFFER = 4  # point to point: the sender has a payload and waits for ACCEPT
+    ACCEPT = 5  # the receiver has a buffer for the offered payload
     PAYLOAD = 6  # the payload of an accepted offer
-    WITHDRAW = 7  # the sender gave up waiting
-    BEAT = 8  # of a lifeline: the sender lives
+    WITHDRAW = 7  # the sender cancels its offer
+    BEAT = 8  # a lifeline's heartbeat: the sender is alive
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A parsed header; fields as in the module's table."""
+    """A parsed header. The module's docstring explains the fields."""
 
     kind: int
     job: int
@@ -84,11 +84,11 @@ class Header:
 
 
 class WireError(ValueError):
-    """Bytes that are not a header of this protocol."""
+    """The received bytes are not a valid header."""
 
 
 def parse(data: bytes | bytearray | memoryview) -> Header:
-    """Take a header apart; `WireError` if it is none."""
+    """Parse a header; raise `WireError` if the bytes are not a header."""
     if len(data) != HEADER_BYTES:
         raise WireError(f"a header has {HEADER_BYTES} bytes, got {len(data)}")
     magic, kind, *fields = _LAYOUT.unpack(data)
@@ -98,21 +98,21 @@ def parse(data: bytes | bytearray | memoryview) -> Header:
 
 
 def parse_json(data: bytes | bytearray) -> Any:
-    """A JSON-like value of anybody's; ValueError if it is none, or deeper than the stack."""
+    """Parse JSON from an untrusted peer; raise ValueError if it is invalid or nested too deeply for the stack."""
     try:
         return json.loads(data)
     except RecursionError as error:
-        raise ValueError("it is too deep") from error
+        raise ValueError("the value is nested too deeply") from error
 
 
 pack_collective = _LAYOUT.pack  # the hot path packs positionally: (MAGIC, kind, job, generation, …) as in Header
 
 
 def fingerprint(*parts: object) -> int:
-    """64 bits that two calls share when they mean the same thing."""
+    """Return a 64-bit hash of the parts. Calls with equal parts have equal fingerprints on all ranks."""
     return xxhash.xxh3_64_intdigest(repr(parts).encode())
 
 
 def group_identity(parent: int, ranks: Sequence[int], instance: int) -> int:
-    """The identity of a subgroup; the same on all members however they listed its ranks."""
+    """Return the identity of a subgroup, which is the same on all of its members."""
     return fingerprint("group", parent, tuple(ranks), instance)

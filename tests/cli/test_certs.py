@@ -29,4 +29,4 @@ def test_certs_writes_authority_certificates_and_keys(tmp_path: Path) -> None:
     ]
     assert tls_files.files(where, "a").job == "digits"
     failed = certs(str(where), "--job", "digits", "--member", "a/b")
-    assert (failed.returncode, failed.stderr.startswith("Error: 'a/b' cannot be a name")) == (1, True)
+    assert (failed.returncode, failed.stderr.startswith("Error: 'a/b' is not a valid name")) == (1, True)

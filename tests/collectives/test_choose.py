@@ -1,4 +1,4 @@
-"""The choice of an algorithm, and the schedules that are made of it."""
+"""Tests the choice of an algorithm, and the schedules that are built for it."""
 
 from __future__ import annotations
 
@@ -32,14 +32,16 @@ def test_choose_returns_an_algorithm_that_can_be_built(collective: str, topology
             assert build(collective, chosen, topology.size, topology=topology).algorithm == chosen
 
 
-HOSTS = Topology.of([str(rank // 8) for rank in range(32)])  # four of eight ranks
+HOSTS = Topology.of([str(rank // 8) for rank in range(32)])  # four hosts of eight ranks
 KIB, MIB = 1 << 10, 1 << 20
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 @pytest.mark.parametrize("topology", [*TOPOLOGIES, HOSTS], ids=str)
 @pytest.mark.parametrize("collective", ["all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter"])
-def test_choose_small_arrays_take_few_rounds(collective: str, topology: Topology, transport: str) -> None:
+def test_choose_for_small_arrays_returns_an_algorithm_with_few_rounds(
+    collective: str, topology: Topology, transport: str
+) -> None:
     chosen = choose(collective, "auto", 8, topology, DEFAULTS, transport)
     counted = cost(build(collective, chosen, topology.size, topology=topology))
     assert counted.rounds <= 2 * math.ceil(math.log2(topology.size))
@@ -48,7 +50,9 @@ def test_choose_small_arrays_take_few_rounds(collective: str, topology: Topology
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 @pytest.mark.parametrize("topology", [*TOPOLOGIES, HOSTS, Topology.single(33)], ids=str)
 @pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter"])
-def test_choose_large_arrays_are_spread_evenly(collective: str, topology: Topology, transport: str) -> None:
+def test_choose_for_large_arrays_returns_an_algorithm_with_even_load(
+    collective: str, topology: Topology, transport: str
+) -> None:
     chosen = choose(collective, "auto", 64 * MIB, topology, DEFAULTS, transport)
     counted = cost(build(collective, chosen, topology.size, topology=topology))
     fair = Fraction(topology.size - 1, topology.size) * (2 if collective == "all_reduce" else 1)
@@ -57,10 +61,10 @@ def test_choose_large_arrays_are_spread_evenly(collective: str, topology: Topolo
 
 
 @pytest.mark.parametrize("hosts", ["aabb", "aabbb", "aaaabbbbcccc"])
-def test_choose_hosts_with_several_ranks_use_both_layers(hosts: str) -> None:
+def test_choose_for_hosts_with_several_ranks_returns_hierarchical(hosts: str) -> None:
     topology = Topology.of(hosts)
     assert choose("all_reduce", "auto", 64 * MIB, topology, DEFAULTS, "shm") == "hierarchical"
-    # A ring in the order of the hosts crosses from each to the next only once, too.
+    # A ring in the order of the hosts also has only one link from each host to the next.
     assert choose("all_reduce", "auto", 64 * MIB, topology, DEFAULTS, "tcp") in ("hierarchical", "ring")
     for flat in (Topology.single(len(hosts)), Topology.of([str(rank) for rank in range(len(hosts))])):
         assert choose("all_reduce", "auto", 64 * MIB, flat) != "hierarchical"
@@ -68,16 +72,16 @@ def test_choose_hosts_with_several_ranks_use_both_layers(hosts: str) -> None:
 
 @pytest.mark.parametrize("size", [17, 32, 100, 256])
 @pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter"])
-def test_choose_many_ranks_do_not_all_connect_to_each_other(collective: str, size: int) -> None:
+def test_choose_for_many_ranks_returns_an_algorithm_with_few_peers(collective: str, size: int) -> None:
     topology = Topology.single(size)
     for nbytes in (8, 64 * KIB, 64 * MIB):
         schedule = build(collective, choose(collective, "auto", nbytes, topology), size)
-        last = size - 1  # the first may be a hub
+        last = size - 1  # rank 0 may be a hub with many peers
         peers = {rank for ops in schedule.program(last) for op in ops if isinstance(op, Send) for rank in op.to}
         assert len(peers) <= 2 * math.log2(size)
 
 
-def test_choose_shared_memory_takes_two_rounds_where_one_is_no_faster() -> None:
+def test_choose_for_shared_memory_uses_one_round_only_for_small_arrays() -> None:
     two = Topology.single(2)
     for nbytes, algorithm in ((8, "oneshot"), (64 * KIB, "oneshot"), (256 * KIB, "direct"), (MIB, "direct")):
         assert choose("all_reduce", "auto", nbytes, two, DEFAULTS, "shm") == algorithm
@@ -94,7 +98,7 @@ def test_choose_follows_the_tuning_table() -> None:
         assert choose("all_reduce", requested, 8, four, free_rounds) in ("direct", "halving")
 
 
-def test_build_direct_all_reduces_small_arrays_in_one_round() -> None:
+def test_choose_direct_all_reduce_of_a_small_array_returns_oneshot() -> None:
     four = Topology.single(4)
     assert choose("all_reduce", "direct", 8, four) == "oneshot"
     assert choose("all_reduce", "direct", MIB, four) == "direct"
@@ -103,7 +107,7 @@ def test_build_direct_all_reduces_small_arrays_in_one_round() -> None:
 
 @pytest.mark.parametrize("hosts", [1, 16, 1024])
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_choose_among_many_ranks_looks_at_few_programs(
+def test_choose_for_many_ranks_builds_few_programs(
     collective: str, hosts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built: set[int] = set()
@@ -114,7 +118,7 @@ def test_choose_among_many_ranks_looks_at_few_programs(
         return make(self, rank)
 
     monkeypatch.setattr(Phase, "program", program)
-    monkeypatch.setattr(pricing, "bill", pricing.bill.__wrapped__)
+    monkeypatch.setattr(pricing, "round_loads", pricing.round_loads.__wrapped__)
     topology = Topology.of([str(rank * hosts // 1024) for rank in range(1024)])
     choose(collective, "auto", MIB, topology)
     assert len(built) <= 4 * pricing.SAMPLE

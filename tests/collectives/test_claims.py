@@ -1,4 +1,4 @@
-"""What schedules claim about themselves is proved; each rule refuses what it is there to refuse."""
+"""Tests the proofs of the claims of schedules: true claims are accepted, and each rule rejects false ones."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def shot(rank: int, size: int = 3) -> tuple[Send, Fold]:
     return Send(IN, others), Fold(ACC, tuple(IN if r == rank else From(r, False) for r in range(size)))
 
 
-def shots(*, wrong: Program) -> Schedule:
-    """Three ranks in one shot; the last does something else."""
+def one_shot_with(*, last: Program) -> Schedule:
+    """A one-shot schedule of three ranks, in which the last rank has the program `last`."""
     right: list[Program] = [(shot(rank), (Finish(OUT, ACC),)) for rank in range(2)]
-    return handmade([*right, wrong], one_shot=True)
+    return handmade([*right, last], one_shot=True)
 
 
 def test_one_shot_that_sends_all_and_folds_in_rank_order_is_proved() -> None:
-    assert reasons(shots(wrong=(shot(2), (Finish(OUT, ACC),)))) == []
+    assert reasons(one_shot_with(last=(shot(2), (Finish(OUT, ACC),)))) == []
 
 
 @pytest.mark.parametrize(
@@ -82,15 +82,15 @@ def test_one_shot_that_sends_all_and_folds_in_rank_order_is_proved() -> None:
     ],
     ids=lambda ops: str(ops[0]),
 )
-def test_one_shot_that_does_something_else_is_refused(ops: tuple[Operation, ...]) -> None:
-    (found,) = objections(shots(wrong=(ops, (Finish(OUT, ACC),))))
+def test_one_shot_with_an_operation_that_does_not_fit_is_refused(ops: tuple[Operation, ...]) -> None:
+    (found,) = objections(one_shot_with(last=(ops, (Finish(OUT, ACC),))))
     assert (found.rank, found.round_number, found.operation) == (2, 0, ops[0])
     assert "claims to be one shot" in found.reason
 
 
 def test_one_shot_with_a_second_exchange_is_refused() -> None:
     send = shot(2)[0]
-    assert len(reasons(shots(wrong=((), (send,))))) == 1
+    assert len(reasons(one_shot_with(last=((), (send,))))) == 1
 
 
 def test_one_shot_of_several_segments_or_another_collective_is_refused() -> None:
@@ -102,7 +102,7 @@ def test_one_shot_of_several_segments_or_another_collective_is_refused() -> None
 
 
 def mirrored(*rounds: tuple[Operation, ...], others: tuple[tuple[Operation, ...], ...] | None = None) -> Schedule:
-    """Rank 0 of three does this; the others nothing, or that."""
+    """A schedule of three ranks: rank 0 has these rounds, rank 1 has `others`, and rank 2 does nothing."""
     idle = ((),) * len(rounds)
     return handmade([rounds, others or idle, idle], mirrored=True)
 
@@ -116,7 +116,7 @@ def mirrored(*rounds: tuple[Operation, ...], others: tuple[tuple[Operation, ...]
         ((Recv(OUT, 1),), (Send(OUT, (2,)),)),
         ((Copy(OUT, IN), Send(IN, (1,))),),
     ],
-    ids=["received", "sent and received back", "folded and handed out", "passed on", "kept and sent"],
+    ids=["received", "sent and received back", "folded and sent", "received and sent", "copied and sent"],
 )
 def test_mirrored_where_the_sender_of_a_part_reads_it_last_is_proved(rounds: tuple[Any, ...]) -> None:
     assert reasons(mirrored(*rounds)) == []
@@ -125,36 +125,37 @@ def test_mirrored_where_the_sender_of_a_part_reads_it_last_is_proved(rounds: tup
 @pytest.mark.parametrize(
     ("rounds", "why"),
     [
-        (((Send(IN, (1,)),), (Recv(OUT, 2),)), "rank 2 is not the only one that had to read segment 0"),
-        (((Send(IN, (1, 2)),), (Recv(OUT, 1),)), "rank 1 is not the only one that had to read segment 0"),
-        (((Send(IN, (1,)),), (Send(IN, (2,)),), (Recv(OUT, 1),)), "rank 1 is not the only one"),
-        (((Fold(ACC, (IN,)),), (Recv(OUT, 1),)), "rank 1 is not the only one that had to read segment 0"),
-        (((Recv(OUT, 1),), (Recv(OUT, 2),)), "rank 2 is not the only one that had to read segment 0"),
+        (((Send(IN, (1,)),), (Recv(OUT, 2),)), "rank 2 is not the only rank that had to read segment 0"),
+        (((Send(IN, (1, 2)),), (Recv(OUT, 1),)), "rank 1 is not the only rank that had to read segment 0"),
+        (((Send(IN, (1,)),), (Send(IN, (2,)),), (Recv(OUT, 1),)), "rank 1 is not the only rank"),
+        (((Fold(ACC, (IN,)),), (Recv(OUT, 1),)), "rank 1 is not the only rank that had to read segment 0"),
+        (((Recv(OUT, 1),), (Recv(OUT, 2),)), "rank 2 is not the only rank that had to read segment 0"),
         (((Send(IN, (1,)),), (Fold(ACC, (IN,)),)), "ranks that segment 0 was sent to may still read it"),
         (((Send(OUT, (1,)),), (Finish(OUT, ACC),)), "ranks that segment 0 was sent to may still read it"),
         (((Send(IN, (1,)),), (Copy(OUT, IN),)), "ranks that segment 0 was sent to may still read it"),
-        (((Send(ACC, (1,)),),), "a partial result is sent, which may lie where the result does"),
-        (((Recv(ACC, 1),),), "it receives something that is no part of the result"),
+        (((Send(ACC, (1,)),),), "a partial result is sent, which may be in the memory of the result"),
+        (((Recv(ACC, 1),),), "it receives a message that is not a part of the result"),
     ],
     ids=str,
 )
-def test_mirrored_where_a_place_may_still_be_read_is_refused(rounds: tuple[Any, ...], why: str) -> None:
+def test_mirrored_where_a_segment_may_still_be_read_is_refused(rounds: tuple[Any, ...], why: str) -> None:
     (reason,) = reasons(mirrored(*rounds))
-    assert reason.startswith(f"it claims to be mirrored: {why}")
+    assert reason.startswith(f"it claims to be mirrored, but {why}")
 
 
 def test_mirrored_where_a_part_of_the_result_is_folded_is_refused() -> None:
     schedule = mirrored((Fold(ACC, (IN, From(1, False))),), others=((Send(OUT, (0,)),),))
-    assert reasons(schedule) == ["it claims to be mirrored: rank 1 sends a part of the result, which is folded here"]
+    why = "it folds a message of rank 1 that may be a part of the result"
+    assert reasons(schedule) == [f"it claims to be mirrored, but {why}"]
 
 
-def test_mirrored_where_results_do_not_lie_alike_is_refused() -> None:
+def test_mirrored_where_ranks_have_different_results_is_refused() -> None:
     found = reasons(claiming(build("reduce_scatter", "direct", 2), mirrored=True))
-    assert found == ["it claims to be mirrored, and does not end with all segments"] * 2
+    assert found == ["it claims to be mirrored, but does not end with all segments"] * 2
 
 
-def test_mirrored_that_needs_acc_apart_is_refused() -> None:
-    assert "it claims to be mirrored, and needs acc apart" in reasons(
+def test_mirrored_with_a_separate_acc_is_refused() -> None:
+    assert "it claims to be mirrored, but needs a separate acc" in reasons(
         claiming(build("all_reduce", "oneshot", 2), mirrored=True)
     )
 
@@ -162,7 +163,7 @@ def test_mirrored_that_needs_acc_apart_is_refused() -> None:
 # -- before a schedule is used -----------------------------------------------------------------------------------------
 
 
-def test_verify_false_claim_names_place_and_reason() -> None:
+def test_verify_false_claim_names_rank_round_and_reason() -> None:
     with pytest.raises(InvalidSchedule) as caught:
         verify(claiming(build("all_reduce", "ring", 4), mirrored=True))
     assert (caught.value.rank, caught.value.round_number) == (0, 1)

@@ -1,4 +1,4 @@
-"""The combinators: other names, one after the other, side by side."""
+"""Tests the functions that combine phases: renamed, one after the other, and at the same time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gradwire.errors import InvalidSize
 
 
 def test_relabel_renames_ranks_segments_and_buffers() -> None:
-    phase = relabel(ring.fold_around(2), ranks=[7, 4], bounds=[2, 5, 6], segments=8, buffers={"in": "acc"})
+    phase = relabel(ring.fold_along_ring(2), ranks=[7, 4], bounds=[2, 5, 6], segments=8, buffers={"in": "acc"})
     assert set(phase.ranks) == {4, 7}
     assert (phase.segments, phase.rounds) == (8, 1)
     assert phase.program(7) == (
@@ -24,16 +24,16 @@ def test_relabel_drops_copies_of_a_slice_onto_itself() -> None:
     assert gather.program(0)[0][0] == Copy(Slice("out", 0), Slice("in", 0))
     renamed = relabel(gather, buffers={"in": "out"}).program(0)
     assert renamed == ((Send(Slice("out", 0), (1,)), Recv(Slice("out", 1), 1)),)
-    assert relabel(ring.fold_around(1), buffers={"in": "acc"}).program(0) == ((),)
+    assert relabel(ring.fold_along_ring(1), buffers={"in": "acc"}).program(0) == ((),)
 
 
-def test_then_puts_rounds_in_a_row_and_ranks_without_a_part_wait() -> None:
+def test_then_appends_rounds_which_are_empty_for_ranks_without_a_part() -> None:
     phase = then(direct.fold_own(3), finish((1,), 3, lambda _: range(3)))
     assert phase.rounds == 2
     assert [len(phase.program(rank)[1]) for rank in range(3)] == [0, 1, 0]
 
 
-def test_beside_merges_rounds_and_waits_for_the_longest() -> None:
+def test_beside_merges_rounds_up_to_the_longest_phase() -> None:
     pairs = [relabel(ring.all_gather(2, 0), ranks=ranks, bounds=range(3), segments=4) for ranks in ((0, 1), (2, 3))]
     long = relabel(ring.all_gather(3, 0), ranks=(0, 2, 3), bounds=[1, 2, 3, 4], segments=4)
     phase = beside(*pairs, long)
@@ -48,7 +48,7 @@ def test_then_over_different_segments_raises() -> None:
         then(direct.fold_own(3), direct.fold_own(4))
 
 
-def test_combinators_pass_on_the_need_for_a_separate_acc() -> None:
+def test_combined_phase_of_a_phase_with_separate_acc_has_separate_acc() -> None:
     oneshot = direct.oneshot(2, 0)
     assert oneshot.separate_acc
     assert relabel(oneshot, ranks=(1, 0)).separate_acc

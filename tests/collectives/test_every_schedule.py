@@ -1,4 +1,4 @@
-"""The whole table of algorithms and collectives is right, for many sizes, roots and topologies."""
+"""Tests that the schedules of all algorithms and collectives are correct, for many sizes, roots and topologies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TABLE = {
 }
 
 
-def test_table_has_the_promised_cells() -> None:
+def test_algorithms_of_each_collective_are_as_documented() -> None:
     assert {collective: algorithms(collective) for collective in COLLECTIVES} == TABLE
 
 
@@ -67,25 +67,25 @@ def test_direct_star_and_one_shot_fold_in_rank_order() -> None:
         assert set(orders) == {(((0, 1), 2), 3)}
 
 
-def test_ring_folds_each_segment_once_around_and_ends_at_its_owner() -> None:
+def test_ring_folds_each_segment_along_the_ring_up_to_its_owner() -> None:
     assert verify(build("reduce_scatter", "ring", 3)) == {0: ((1, 2), 0), 1: ((2, 0), 1), 2: ((0, 1), 2)}
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_every_output_segment_has_a_place_and_an_input(collective: str, size: int) -> None:
+def test_placement_covers_every_segment_with_an_input_and_an_output(collective: str, size: int) -> None:
     schedule = build(collective, "direct", size, root=size - 1)
-    places = [_placement(schedule, rank) for rank in range(size)]
-    everything = set(range(schedule.segments))
-    assert set().union(*(brought for brought, _ in places)) == everything
-    assert set().union(*(owed for _, owed in places)) == everything
+    placements = [_placement(schedule, rank) for rank in range(size)]
+    all_segments = set(range(schedule.segments))
+    assert set().union(*(inputs for inputs, _ in placements)) == all_segments
+    assert set().union(*(outputs for _, outputs in placements)) == all_segments
 
 
 def _placement(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return placement(schedule.collective, schedule.size, schedule.segments, schedule.root, rank)
 
 
-def test_placement_gives_contributor_and_receiver_of_each_segment() -> None:
+def test_placement_returns_the_segments_of_input_and_output() -> None:
     assert placement("broadcast", 3, 3, 1, 1) == ((0, 1, 2), (0, 1, 2))
     assert placement("broadcast", 3, 3, 1, 0) == ((), (0, 1, 2))
     assert placement("reduce", 3, 1, 1, 0) == ((0,), ())

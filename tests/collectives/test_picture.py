@@ -1,4 +1,4 @@
-"""Schedules can be looked at."""
+"""Tests the pictures of schedules, and the command that draws them."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ round 4  │ out[2] → 1          │ out[0] → 2          │ out[1] → 0
 
 in, out, acc   input, output and partial results, by segment
 x → r          sent to rank r
-x ← r          received from rank r; ←r: so is a term of a sum
-x ⇐ y          finished: divided if it is a mean, and rounded
+x ← r          received from rank r; ←r in a sum is a term received from rank r
+x ⇐ y          finished: divided for a mean, and rounded
 
 out[0] = finish(x1 + x2 + x0)
 out[1] = finish(x2 + x0 + x1)
@@ -45,7 +45,7 @@ verified ✓ · 4 rounds with messages · a rank sends at most 4/3 S and receive
 """
 
 
-def test_picture_of_a_ring(capsys: pytest.CaptureFixture[str]) -> None:
+def test_picture_of_a_ring_shows_rounds_legend_and_results(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ring", "3", "--width", "120"]) == 0
     assert capsys.readouterr().out == RING_OF_THREE
 
@@ -91,7 +91,7 @@ def test_picture_of_a_wrong_schedule_is_refused() -> None:
     ("arguments", "message"),
     [
         ("ring 4 --collective gather", "gather has no algorithm 'ring'; it has: star, direct"),
-        ("ring 0", "a collective of 0 ranks"),
+        ("ring 0", "a collective needs at least 1 rank, got 0"),
         ("ring 4 --collective all_gather --root 9", "root 9 is not one of the ranks 0 … 3"),
         ("hierarchical 4 --hosts 2,3", "the topology has 5 ranks, the collective 4"),
         ("hierarchical 4 --hosts two", "'two' is not a list of counts, such as 2,3"),

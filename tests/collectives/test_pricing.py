@@ -1,4 +1,4 @@
-"""Prices worked out by hand, and what must hold of every price."""
+"""Tests predicted times: values calculated by hand, and properties of all predictions."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import fields, replace
 import pytest
 
 from gradwire.collectives import COLLECTIVES, DEFAULTS, Constants, algorithms, build
-from gradwire.collectives.pricing import bill, price
+from gradwire.collectives.pricing import price, round_loads
 from gradwire.topology import Topology
 
-# Powers of ten far apart: each digit of a price tells one count.
+# Powers of ten that are far apart, so that the digits of a price show each count.
 UNITS = Constants(round=1.0, message=1e-2, staged=1e-5, sent=1e-7, received=1e-9, folded=1e-11)
 NOTHING = Constants(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
@@ -28,7 +28,7 @@ NOTHING = Constants(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
         ("broadcast", "tree", 4, (2, 2, 8, 8, 0, 0)),
     ],
 )
-def test_price_matches_prices_worked_out_by_hand(
+def test_price_matches_a_calculation_by_hand(
     collective: str, algorithm: str, size: int, expected: tuple[int, ...]
 ) -> None:
     rounds, messages, staged, sent, received, folded = expected
@@ -37,26 +37,27 @@ def test_price_matches_prices_worked_out_by_hand(
     assert price(schedule, Topology.single(size), 4, UNITS, NOTHING) == pytest.approx(seconds, rel=1e-12)
 
 
-def test_price_ranks_of_a_host_share_its_network() -> None:
+def test_price_of_ranks_of_a_host_includes_their_shared_network() -> None:
     topology = Topology.of("aabb")
-    wire = replace(NOTHING, sent=1.0)
-    direct, layered = (build("all_reduce", name, 4, topology=topology) for name in ("direct", "hierarchical"))
-    # Each of two ranks sends a quarter to each of two ranks over there, twice; layered a quarter to one, twice.
-    assert price(direct, topology, 4, NOTHING, wire) == pytest.approx(2 * 4)
-    assert price(layered, topology, 4, NOTHING, wire) == pytest.approx(2 * 2)
+    network = replace(NOTHING, sent=1.0)
+    direct, hierarchical = (build("all_reduce", name, 4, topology=topology) for name in ("direct", "hierarchical"))
+    # direct: each of two ranks sends a quarter to each of two ranks of the other host, twice.
+    # hierarchical: each of two ranks sends a quarter to one rank of the other host, twice.
+    assert price(direct, topology, 4, NOTHING, network) == pytest.approx(2 * 4)
+    assert price(hierarchical, topology, 4, NOTHING, network) == pytest.approx(2 * 2)
 
 
-def test_price_round_costs_as_much_as_its_slowest_kind_of_link() -> None:
+def test_price_of_a_round_includes_its_slowest_kind_of_link() -> None:
     topology = Topology.of("aabb")
     near, far = replace(NOTHING, round=1.0), replace(NOTHING, round=10.0)
-    layered = build("all_reduce", "hierarchical", 4, topology=topology)
-    assert price(layered, topology, 4, near, far) == 1 + 10 + 10 + 1
+    hierarchical = build("all_reduce", "hierarchical", 4, topology=topology)
+    assert price(hierarchical, topology, 4, near, far) == 1 + 10 + 10 + 1
     assert price(build("all_reduce", "ring", 4), topology, 4, near, far) == 6 * 10
 
 
 @pytest.mark.parametrize("topology", [Topology.single(1), Topology.single(5), Topology.of("aabbb")], ids=str)
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_price_more_bytes_or_ranks_cost_no_less(collective: str, topology: Topology) -> None:
+def test_price_for_more_bytes_or_higher_costs_is_not_less(collective: str, topology: Topology) -> None:
     for algorithm in algorithms(collective):
         schedule = build(collective, algorithm, topology.size, topology=topology)
         sizes = (0, 1, 1 << 10, 1 << 20, 1 << 30)
@@ -64,22 +65,22 @@ def test_price_more_bytes_or_ranks_cost_no_less(collective: str, topology: Topol
         assert prices == sorted(prices)
         assert (prices[0] > 0) is (topology.size > 1)
         for field in fields(Constants):
-            dearer = replace(DEFAULTS.shm, **{field.name: 1e-3})
-            assert price(schedule, topology, 1 << 20, dearer, DEFAULTS.net) >= prices[3]
+            slower = replace(DEFAULTS.shm, **{field.name: 1e-3})
+            assert price(schedule, topology, 1 << 20, slower, DEFAULTS.net) >= prices[3]
 
 
-def test_price_equal_rounds_are_counted_together() -> None:
-    assert [times for times, _ in bill(build("all_gather", "ring", 1000), Topology.single(1000))] == [999]
+def test_round_loads_of_equal_rounds_are_counted_together() -> None:
+    assert [times for times, _ in round_loads(build("all_gather", "ring", 1000), Topology.single(1000))] == [999]
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "hierarchical", "tree", "halving"])
-def test_price_of_a_sampled_large_host_is_about_right(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_price_of_a_sampled_large_host_is_near_the_full_count(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from gradwire.collectives import pricing
 
     topology = Topology.of([str(rank // 32) for rank in range(96)])
     schedule = build("all_reduce", algorithm, 96, topology=topology)
     constants = (1 << 22, DEFAULTS.tcp, DEFAULTS.net)
     sampled = price(schedule, topology, *constants)
-    monkeypatch.setattr(pricing, "bill", pricing.bill.__wrapped__)
+    monkeypatch.setattr(pricing, "round_loads", pricing.round_loads.__wrapped__)
     monkeypatch.setattr(pricing, "SAMPLE", 32)
     assert sampled == pytest.approx(price(schedule, topology, *constants), rel=0.5)

@@ -1,4 +1,4 @@
-"""Each algorithm's docstring states its rounds and bytes: the statements hold for the schedules themselves."""
+"""Tests that the rounds and bytes in the docstring of each algorithm are those of its schedules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FLAT = {"star": star, "ring": ring, "tree": tree, "halving": halving, "direct": 
 
 @dataclass(frozen=True)
 class Statement:
-    """A row of the table in a docstring: Python expressions, `<=` in front of bounds."""
+    """A row of the table in a docstring. The cells are Python expressions; a bound starts with `<=`."""
 
     algorithm: str
     collective: str
@@ -51,7 +51,7 @@ def statements(algorithm: str, module: ModuleType) -> list[Statement]:
     heading, rule, *body = [[cell.strip() for cell in row] for row in rows]
     assert heading == HEADING
     assert set("".join(rule)) == {"-"}
-    # The one-shot all-reduce is stated beside the others of `direct`, by its own name.
+    # The table of `direct` has a row with the name `oneshot`, for the one-shot all-reduce.
     return [
         Statement("oneshot", "all_reduce", *cells) if name == "oneshot" else Statement(algorithm, name, *cells)
         for name, *cells in body
@@ -61,7 +61,7 @@ def statements(algorithm: str, module: ModuleType) -> list[Statement]:
 STATEMENTS = [statement for name, module in FLAT.items() for statement in statements(name, module)]
 
 
-def test_docstring_states_every_cell() -> None:
+def test_docstring_tables_have_a_row_for_every_collective_and_algorithm() -> None:
     stated = {(s.collective, s.algorithm) for s in STATEMENTS}
     stated |= {(s.collective, "hierarchical") for s in statements("hierarchical", hierarchical)}
     cells = {(c, a) for c in {s.collective for s in STATEMENTS} for a in algorithms(c)}
@@ -69,7 +69,7 @@ def test_docstring_states_every_cell() -> None:
 
 
 @pytest.mark.parametrize("statement", STATEMENTS, ids=lambda s: f"{s.algorithm}-{s.collective}")
-def test_docstring_statements_hold(statement: Statement) -> None:
+def test_docstring_statement_equals_the_counted_cost(statement: Statement) -> None:
     for n in (*range(1, 20), 23, 24, 31, 32, 33, 48):
         power = n & (n - 1) == 0
         k = math.floor(math.log2(n)) if statement.algorithm == "halving" else (n - 1).bit_length()
@@ -80,7 +80,7 @@ def test_docstring_statements_hold(statement: Statement) -> None:
 
 
 @pytest.mark.parametrize("statement", statements("hierarchical", hierarchical), ids=lambda s: s.collective)
-def test_docstring_statements_of_hierarchical_hold(statement: Statement) -> None:
+def test_docstring_statement_of_hierarchical_equals_the_counted_cost(statement: Statement) -> None:
     for hosts in range(1, 6):
         for local in range(1, 6):
             topology = Topology.of([str(rank % hosts) for rank in range(hosts * local)])
@@ -89,7 +89,7 @@ def test_docstring_statements_of_hierarchical_hold(statement: Statement) -> None
                 statement.check(cost(schedule), {"h": hosts, "l": local}, exactly=True)
 
 
-def test_docstring_with_a_wrong_statement_is_found() -> None:
+def test_docstring_check_of_a_wrong_statement_fails() -> None:
     counted = cost(build("all_reduce", "ring", 4))
     with pytest.raises(AssertionError):
         Statement("ring", "all_reduce", "2 * n", "2 * (n - 1) / n", "2 * (n - 1) / n").check(
@@ -103,6 +103,6 @@ def test_hierarchical_hosts_exchange_as_much_as_a_ring_of_hosts() -> None:
     between = [Fraction(0)] * len(topology.hosts)
     for rank in range(schedule.size):
         for op in (op for ops in schedule.program(rank) for op in ops if isinstance(op, Send)):
-            away = sum(topology.host_of(to) != topology.host_of(rank) for to in op.to)
-            between[topology.host_of(rank)] += Fraction(away * op.slice.count, schedule.segments)
+            remote = sum(topology.host_of(to) != topology.host_of(rank) for to in op.to)
+            between[topology.host_of(rank)] += Fraction(remote * op.slice.count, schedule.segments)
     assert between == [Fraction(4, 3)] * 3

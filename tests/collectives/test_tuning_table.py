@@ -1,4 +1,4 @@
-"""The table in its file, whatever may be in that file, and on the ranks of a job."""
+"""Tests the tuning table: its file with valid and invalid content, and its use by the ranks of a job."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_load_missing_file_warns_only_if_it_was_named(tmp_path: Path, caplog: py
         ("{", "not JSON"),
         ("\0\xff", "not JSON"),
         ("[" * 60_000, "not JSON"),
-        (" " * (tuning_table.LARGEST + 1), "larger than 65536 bytes"),
+        (" " * (tuning_table.MAX_BYTES + 1), "larger than 65536 bytes"),
         ("[]", "not an object"),
         ("{}", "version is 'None', not 1"),
         (changed(lambda value: value.update(version=2)), "version is '2', not 1"),
@@ -117,9 +117,9 @@ json_like = st.recursive(
 
 
 @given(json_like, st.booleans())
-def test_decode_any_value_is_a_table_or_refused(value: object, dressed: bool) -> None:
+def test_decode_of_any_value_returns_a_table_or_raises_value_error(value: object, wrapped: bool) -> None:
     try:
-        found = tuning_table.decode({"version": 1, "seconds": value} if dressed else value)
+        found = tuning_table.decode({"version": 1, "seconds": value} if wrapped else value)
     except ValueError:
         return
     assert isinstance(found, Table)
@@ -179,9 +179,9 @@ def test_init_ranks_with_different_tables_use_that_of_rank_0(size: int, job: Sta
     files[-1].write_text("broken")
     with job(chooses, size, [str(file) for file in files]) as ranks:
         for rank in ranks:
-            assert rank.hear() == {"table": GOOD, "sequence": 1}  # the user's first call is the first
+            assert rank.hear() == {"table": GOOD, "sequence": 1}  # agreeing on the table takes no number
             assert rank.ended() == 0
-            assert rank.output() == ""  # nobody but rank 0 has looked
+            assert rank.output() == ""  # only rank 0 has read its file
 
 
 def test_init_broken_table_of_rank_0_gives_defaults_to_all(job: StartJob, tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_init_table_of_an_unknown_version_raises(job: StartJob) -> None:
     with job(disagrees, 2) as ranks:
         heard = ranks[1].hear()
     assert heard["error"] == "ConfigError"
-    assert "rank 0's tuning cannot be used here, its version is '2', not 1" in heard["text"]
+    assert "the tuning table of rank 0 cannot be used here (its version is '2', not 1)" in heard["text"]
 
 
 def test_local_group_ranks_use_the_table_of_their_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The verifier rejects what is wrong, and says where and why."""
+"""Tests that the verifier rejects wrong schedules and reports where and why."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ IN, OUT, ACC = Slice("in", 0), Slice("out", 0), Slice("acc", 0)
 
 
 def survivors(schedule: Schedule, sample: int | None = None) -> list[str]:
-    """What was done to the mutants that the verifier took for right."""
+    """Return descriptions of the mutations that the verifier did not detect."""
     candidates = list(mutants(schedule))
     if sample is not None:
         candidates = random.Random(schedule.size).sample(candidates, min(sample, len(candidates)))
@@ -88,7 +88,7 @@ def reason(schedule: Schedule) -> str:
 
 
 def swap_inputs(*, partial: bool = False) -> tuple[Program, Program]:
-    """Both send their input and fold: an all-reduce but for its end."""
+    """Both ranks send their input and fold: an all-reduce without the finish."""
     return (
         ((Send(IN, (1,)), Fold(ACC, (IN, From(1, partial)))),),
         ((Send(IN, (0,)), Fold(ACC, (From(0, partial), IN))),),
@@ -103,7 +103,7 @@ def test_verify_accepts_a_handmade_all_reduce() -> None:
     assert verify(pair("all_reduce", first + END, second + END, separate=True)) == {0: (0, 1)}
 
 
-def test_verify_error_names_place_and_reason_and_survives_pickling() -> None:
+def test_verify_error_names_rank_round_and_reason_and_survives_pickling() -> None:
     schedule = build("all_reduce", "ring", 3)
     program = schedule.program(1)
     with pytest.raises(InvalidSchedule) as caught:
@@ -136,15 +136,15 @@ def test_verify_rejects_messages_whose_types_disagree() -> None:
 
 def test_verify_rejects_folding_or_finishing_a_finished_result() -> None:
     first, second = swap_inputs()
-    again: Program = ((Send(OUT, (1,)),), ())
+    send_result: Program = ((Send(OUT, (1,)),), ())
     fold: Program = ((Fold(ACC, (From(0, False),)),), ((Finish(OUT, ACC),)))
-    schedule = pair("all_reduce", first + END + again, second + END + fold, separate=True)
+    schedule = pair("all_reduce", first + END + send_result, second + END + fold, separate=True)
     assert reason(schedule) == "it folds a finished result"
 
 
 def test_verify_rejects_finishing_an_incomplete_result() -> None:
-    alone: Program = ((Fold(ACC, (IN,)),), *END)
-    assert reason(pair("all_reduce", alone, alone)) == "the input of rank 1 is missing"
+    fold_own: Program = ((Fold(ACC, (IN,)),), *END)
+    assert reason(pair("all_reduce", fold_own, fold_own)) == "the input of rank 1 is missing"
 
 
 def test_verify_rejects_an_input_that_counts_twice() -> None:
@@ -168,9 +168,9 @@ def test_verify_copy_beside_readers_of_its_source_is_accepted_and_reading_its_ta
 def test_verify_rejects_redundant_or_unused_work() -> None:
     recv: Program = ((Recv(OUT, 0),), (Recv(OUT, 0),))
     send: Program = ((Copy(OUT, IN), Send(IN, (1,))), (Send(IN, (1,)),))
-    assert reason(pair("broadcast", send, recv)) == "out[0] holds that already"
+    assert reason(pair("broadcast", send, recv)) == "out[0] already holds this value"
     unused: Program = ((Recv(OUT, 0),), (Recv(ACC, 0),))
-    assert reason(pair("broadcast", send, unused)) == "nobody reads acc[0]"
+    assert reason(pair("broadcast", send, unused)) == "acc[0] is never read"
 
 
 @pytest.mark.parametrize(
@@ -178,14 +178,14 @@ def test_verify_rejects_redundant_or_unused_work() -> None:
     [
         (Send(IN, (0,)), "rank 0 is not another rank"),
         (Send(IN, (2,)), "rank 2 is not another rank"),
-        (Send(IN, ()), "it has nothing to do"),
+        (Send(IN, ()), "it has no receivers or no terms"),
         (Send(Slice("in", 1), (1,)), "in[1] is not within the 1 segments"),
         (Send(Slice("in", 0, 0), (1,)), "in[0:0] is not within the 1 segments"),
         (Send(IN, (1,)), "rank 1 does not receive it in this round"),
         (Recv(OUT, 1), "rank 1 does not send it in this round"),
-        (Recv(IN, 1), "inputs are not written"),
-        (Fold(ACC, (IN,)), "broadcast reduces nothing"),
-        (Finish(OUT, ACC), "broadcast reduces nothing"),
+        (Recv(IN, 1), "it must not write inputs"),
+        (Fold(ACC, (IN,)), "broadcast does not reduce"),
+        (Finish(OUT, ACC), "broadcast does not reduce"),
         (Copy(OUT, ACC), "acc[0] was never written"),
     ],
     ids=str,
@@ -197,10 +197,10 @@ def test_verify_rejects_single_wrong_operations(op: Send | Recv | Fold | Finish 
 @pytest.mark.parametrize(
     ("op", "why"),
     [
-        (Fold(OUT, (IN,)), "a fold is into acc"),
-        (Fold(ACC, ()), "it has nothing to do"),
-        (Finish(OUT, IN), "a finish is from acc to out"),
-        (Copy(ACC, IN), "a copy does not change the type"),
+        (Fold(OUT, (IN,)), "a fold must write acc"),
+        (Fold(ACC, ()), "it has no receivers or no terms"),
+        (Finish(OUT, IN), "a finish must read acc and write out"),
+        (Copy(ACC, IN), "a copy must not change the type"),
         (Copy(OUT, Slice("in", 1)), "in[1] and out[0] are not the same segments"),
         (Copy(Slice("out", 1), Slice("in", 1)), "rank 0 has no output out[1]"),
     ],

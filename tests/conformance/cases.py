@@ -1,4 +1,4 @@
-"""One call of a collective, described so that it can be drawn, made on any rank and compared with the oracle."""
+"""Describes one call of a collective, which can be drawn at random, made on any rank and compared with the oracle."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ SPLIT = ("reduce_scatter", "scatter")
 
 @dataclass(frozen=True)
 class Case:
-    """A call. `rows` are the lengths of the first axis that belong to each rank: what it brings to a gather, what it
-    gets from a scatter; one number where all bring the same; n² of them, by sender and receiver, for all_to_all."""
+    """A call. `rows` are lengths of the first axis, by rank: of the input for a gather, of the result for a scatter.
+
+    If all ranks have the same length, `rows` is one number. For all_to_all it has n² numbers, by sender and receiver.
+    """
 
     collective: str
     dtype: str
@@ -44,14 +46,14 @@ class Case:
     layout: str = "flat"
     fill: str = "mixed"
     out: bool = False
-    told: bool = field(default=True)  # whether counts are passed where they need not be
+    pass_counts: bool = field(default=True)  # whether the call has counts=, if it may be without
 
     @property
     def kind(self) -> DType:
         return parse_dtype(self.dtype)
 
     def length(self, rank: int, size: int) -> int:
-        """The first axis of a rank's x."""
+        """Return the length of the first axis of a rank's x."""
         if self.collective == "all_to_all":
             return sum(self.rows[rank * size : (rank + 1) * size])
         if self.collective in RAGGED:
@@ -59,7 +61,7 @@ class Case:
         return sum(self.rows)
 
     def inputs(self, size: int) -> list[Array]:
-        """What each rank passes, in a layout of its own kind; the same on every machine."""
+        """Return the x of each rank. The values are the same on every machine."""
         return [self.input(rank, size) for rank in range(size)]
 
     def input(self, rank: int, size: int) -> Array:
@@ -69,15 +71,15 @@ class Case:
         return laid_out(values, self.layout)
 
     def call(self, on: Group | Stream, x: Array | None, rank: int, size: int) -> Any:
-        """Make the call; a stream returns its work."""
+        """Make the call. A stream returns its work."""
         named: dict[str, Any] = {"algorithm": self.algorithm}
         if self.collective in REDUCING:
             named["op"] = self.op
         if self.collective in ("broadcast", "reduce", "gather", "scatter"):
             named["root"] = self.root
-        if self.collective in SPLIT and self.told:
+        if self.collective in SPLIT and self.pass_counts:
             named["counts"] = self.rows
-        if self.collective == "all_to_all" and self.told:
+        if self.collective == "all_to_all" and self.pass_counts:
             named["send_counts"] = self.rows[rank * size : (rank + 1) * size]
             named["recv_counts"] = self.rows[rank::size]
         if self.out and x is not None and self.collective in (*REDUCING, "all_gather"):
@@ -86,7 +88,7 @@ class Case:
         return getattr(on, self.collective)(x, **named)
 
     def expected(self, inputs: Sequence[Array], topology: Topology, inside: str) -> list[Array | None]:
-        """The result on each rank."""
+        """Return the expected result on each rank."""
         size = topology.size
         flats = [np.ascontiguousarray(x).reshape(-1) for x in inputs]
         width = int(np.prod(self.tail, dtype=int))
@@ -119,13 +121,13 @@ class Case:
         return [np.ascontiguousarray(whole[a:b]) for a, b in pairwise(ragged_bounds(self.rows))]
 
     def check(self, inputs: Sequence[Array], results: Sequence[Any], topology: Topology, inside: str) -> None:
-        """Compare what all ranks got with what they should have; `inside`: what links the ranks of a host."""
+        """Compare the results of all ranks with the expected ones. `inside` is the transport inside a host."""
         for rank, (result, expected) in enumerate(zip(results, self.expected(inputs, topology, inside), strict=True)):
             assert_same(result, expected, f"rank {rank} of {topology.hosts}, {self}")
 
 
 def filled(generator: np.random.Generator, dtype: DType, fill: str, shape: tuple[int, ...]) -> Array:
-    """Random elements: small whole numbers that every sum keeps exact, mixed ones, or awkward ones among them."""
+    """Return random elements: small whole numbers with exact sums, mixed numbers, or mixed with special values."""
     storage = dtype.storage
     if dtype.name == "bool":
         return generator.random(shape) < 0.5
@@ -145,22 +147,22 @@ def filled(generator: np.random.Generator, dtype: DType, fill: str, shape: tuple
 
 
 def _extremes(dtype: DType) -> list[float]:
-    single = np.finfo(np.float32)  # bfloat16 has its exponents; float16 overflows to inf, which is as good
+    single = np.finfo(np.float32)  # bfloat16 has the same exponents; in float16 these values become infinite
     return [float(single.max), -float(single.max), float(single.smallest_subnormal), 6e-8, -6e-8]
 
 
 def laid_out(values: Array, layout: str) -> Array:
-    """The same elements in memory of another layout."""
+    """Return the same elements in memory with another layout."""
     if layout == "strided":
-        room = np.zeros((*values.shape[:-1], values.shape[-1] * 2), values.dtype)[..., ::2]
+        result = np.zeros((*values.shape[:-1], values.shape[-1] * 2), values.dtype)[..., ::2]
     elif layout == "reversed":
-        room = np.zeros_like(values)[::-1]
+        result = np.zeros_like(values)[::-1]
     elif layout == "fortran":
-        room = np.zeros_like(values, order="F")
+        result = np.zeros_like(values, order="F")
     elif layout == "unaligned":
         memory = np.zeros(values.nbytes + 1, np.uint8)
-        room = memory[1:].view(values.dtype).reshape(values.shape)
+        result = memory[1:].view(values.dtype).reshape(values.shape)
     else:
         return values
-    room[...] = values
-    return room
+    result[...] = values
+    return result

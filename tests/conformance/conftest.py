@@ -1,4 +1,4 @@
-"""Crews for the conformance suite: every transport, sizes that are powers of two and others, one host and more."""
+"""Provides the groups of the conformance suite: every transport, several sizes, on one host and on several."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from support.crews import TRANSPORTS, Crew, crew_of
 
 HOSTS = {1: "a", 2: "ab", 3: "aba", 5: "abbab", 8: "aabacbab"}
 SIZES = (1, 2, 3, 5, 8)
-TLS_SIZES = (3,)  # the schedules are the same over every transport; what TLS changes are the links
+TLS_SIZES = (3,)  # one size is enough: TLS changes the links only, and the schedules are tested over other transports
 
 
 def topologies() -> Iterator[tuple[str, Topology]]:
     for position, transport in enumerate(TRANSPORTS):
         for size in TLS_SIZES if transport == "tls" else SIZES:
-            # Each transport has some sizes on one host and some on unequal ones, and the next one has it the other way.
+            # Sizes alternate between one host and several hosts, in the opposite order for the next transport.
             several = (SIZES.index(size) + position) % 2
             yield transport, Topology.of(list(HOSTS[size])) if several else Topology.single(size)
 

@@ -1,7 +1,7 @@
-"""What a collective must give, worked out the plain way from the inputs of all ranks.
+"""Computes the expected result of a collective from the inputs of all ranks, in the simplest way.
 
-Reductions are folded in the order of the schedule's own expression, in the accumulator's type, with the numeric rules
-written down once more in the simplest form; so the comparison is exact for floats too.
+Reductions are folded in the order of the schedule's expression, in the accumulator's type. The numeric rules are
+implemented here a second time, in their simplest form. So the comparison is exact for floats too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def reduced(
     counts: Sequence[int] | None = None,
     inside: str = "tcp",
 ) -> Array:
-    """The flat result of a reduction of flat inputs; counts are the elements of each segment where they are given."""
+    """Return the flat result of a reduction of flat inputs. `counts`, if given, has the elements of each segment."""
     dtype = dtype_of(inputs[0])
     count = inputs[0].size
     chosen = choose(collective, algorithm, count * dtype.itemsize, topology, transport=inside)
@@ -48,7 +48,7 @@ def _expressions(schedule: Schedule) -> dict[int, Expression]:
 
 
 def folded(expression: Expression, inputs: Sequence[Array], op: str, dtype: DType) -> Array:
-    """One segment: folded in the accumulator's type, divided if it is a mean, then rounded once."""
+    """Return the result of one segment: folded in the accumulator's type, divided for a mean, then rounded once."""
     with np.errstate(all="ignore"):
         total = _value(expression, [x.astype(dtype.accumulator) for x in inputs], OPS[op])
         if op == "mean":

@@ -1,4 +1,4 @@
-"""Random calls on groups, subgroups and streams: all results are compared with the oracle."""
+"""Tests random calls on groups, subgroups and streams against the oracle."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IN_PLACE = ("all_reduce", "broadcast")
 
 
 def check_call(crew: Crew, ranks: tuple[int, ...], case: Case) -> None:
-    """Some ranks make a call in a group of their own; results, untouched inputs and returned objects are compared."""
+    """Make a call on a subgroup of these ranks; check results, returned objects and inputs afterwards."""
     size = len(ranks)
 
     def call(group: Group) -> tuple[Any, Any] | None:
@@ -64,7 +64,7 @@ def test_many_random_calls_agree_with_the_oracle(crew: Crew, data: st.DataObject
 @settings(max_examples=FEW // 2)
 @given(data=st.data())
 def test_random_calls_on_streams_and_group_run_in_program_order(crew: Crew, data: st.DataObject) -> None:
-    """Calls on three streams and on the group itself, one after the other: their order is the program's."""
+    """Calls on three streams and on the group itself run in the order in which the program makes them."""
     drawn = data.draw(st.lists(st.tuples(cases(crew.size), st.integers(0, 3)), min_size=1, max_size=8))
 
     def program(group: Group) -> list[Any]:
@@ -86,7 +86,7 @@ def test_random_calls_on_streams_and_group_run_in_program_order(crew: Crew, data
 @settings(max_examples=FEW // 2)
 @given(data=st.data())
 def test_queued_call_sees_what_earlier_calls_wrote(crew: Crew, data: st.DataObject) -> None:
-    """Strided arrays too: they are read when the work runs, not when it is queued."""
+    """Arrays, strided ones too, are read when the work runs, not when it is queued."""
     case = data.draw(cases(crew.size, ("all_reduce",)))
     times = data.draw(st.integers(1, 4))
 

@@ -1,4 +1,4 @@
-"""Collectives of 64 MiB between two processes: right results, with little memory beyond the user's own."""
+"""Tests collectives of 64 MiB between two processes: the results are right, and little extra memory is used."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import gradwire as gw
 from gradwire.arrays import Array
 
 COUNT = (64 << 20) // 4
-EXTRA = 16 << 20  # tiles in flight, staging and the allocator's own, whatever the count
+EXTRA = 16 << 20  # bytes for tiles in flight, staging and the allocator, for any count
 CALLS = [
     ("all_reduce", "auto"),
     ("all_reduce", "ring"),
@@ -30,7 +30,7 @@ Measured = dict[tuple[str, str], list[tuple[int, bool]]]
 
 @pytest.fixture(scope="module")
 def measured() -> Measured:
-    """By call: how much each of two processes grew, and whether its result was right."""
+    """By call and process: by how many bytes the process grew, and whether its result was right."""
     found = gw.launch(program, 2)
     return {call: [answers[position] for answers in found] for position, call in enumerate(CALLS)}
 
@@ -44,7 +44,7 @@ def one_call(group: gw.Group, collective: str, algorithm: str) -> tuple[int, boo
     whole = np.arange(COUNT, dtype=np.float32) % 1000
     x = whole + group.rank
     group.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from what is resident now
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak (VmHWM) to the current resident size
     before = status("VmRSS")
     result = getattr(group, collective)(x, algorithm=algorithm)
     grown = status("VmHWM") - before
@@ -54,7 +54,7 @@ def one_call(group: gw.Group, collective: str, algorithm: str) -> tuple[int, boo
 
 
 def status(field: str) -> int:
-    """A number of this process's status, in bytes."""
+    """Return a field of this process's status, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
 

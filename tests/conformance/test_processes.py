@@ -1,4 +1,4 @@
-"""Real processes: one program that makes every kind of call, on 2, 3, 5 and 8 processes."""
+"""Tests a program that makes every kind of call, on 2, 3, 5 and 8 processes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from gradwire.topology import Topology
 KINDS = (("float32", "mean"), ("float16", "sum"), ("int64", "max"), ("complex128", "prod"), ("bfloat16", "min"))
 
 
-def battery(size: int) -> Iterator[Case]:
+def calls_of(size: int) -> Iterator[Case]:
     turn = 0
     for collective in COLLECTIVES:
         parts = size * size if collective == "all_to_all" else size
         for algorithm in ("auto", *algorithms(collective)):
-            for kind in range(5 if size < 5 else 2):  # more processes than cores are slow, and cover more by themselves
+            for kind in range(5 if size < 5 else 2):  # fewer calls, because more processes than cores are slow
                 turn += 1
                 dtype, op = KINDS[(turn + kind) % 5]
                 rows = (turn * 311 % 2000,) if collective in ("all_reduce", "reduce", "broadcast") else None
@@ -40,16 +40,16 @@ def battery(size: int) -> Iterator[Case]:
 
 
 def program(size: int, hosts: str) -> dict[str, Any]:
-    """What every rank does; the parent compares."""
+    """The program of every rank; its results are compared in the parent process."""
     os.environ["GRADWIRE_HOST"] = hosts[int(os.environ["GRADWIRE_RANK"])]
     with gw.init() as group:
         rank = group.rank
         found: dict[str, Any] = {"hosts": group.topology.hosts}
-        found["calls"] = [case.call(group, case.input(rank, size), rank, size) for case in battery(size)]
+        found["calls"] = [case.call(group, case.input(rank, size), rank, size) for case in calls_of(size)]
         streams = [group.stream() for _ in range(3)]
         works = [
             case.call(streams[turn % 3], case.input(rank, size), rank, size)
-            for turn, case in enumerate(battery(size))
+            for turn, case in enumerate(calls_of(size))
             if turn % 5 == 0
         ]
         for stream in streams:
@@ -57,11 +57,11 @@ def program(size: int, hosts: str) -> dict[str, Any]:
         found["works"] = [work.result for work in works]
         found["values"] = group.all_gather_values({"rank": rank, "text": "größer", "nested": [None, 1.5, True]})
         found["value"] = group.broadcast_value([rank], root=size - 1)
-        side = group.subgroup(range(rank % 2, size, 2))
-        found["side"] = side.rank, side.size, side.all_reduce(rank)
+        subgroup = group.subgroup(range(rank % 2, size, 2))
+        found["subgroup"] = subgroup.rank, subgroup.size, subgroup.all_reduce(rank)
         received = np.zeros(50_000, int)
         group.sendrecv(np.full(50_000, rank), received, (rank + 1) % size, (rank - 1) % size, tag=1)
-        found["around"] = set(received.tolist())
+        found["sendrecv"] = set(received.tolist())
         found["named"] = group.all_reduce_named({"w": np.full((2, 2), rank), "b": np.ones(1, np.float32)})
         group.barrier()
         return found
@@ -74,7 +74,7 @@ def test_processes_making_every_kind_of_call_agree_with_the_oracle(size: int) ->
     found = gw.launch(program, size, (size, HOSTS[size]))
     topology = Topology.of(list(HOSTS[size]))
     inside = "shm" if native_core.available() and len(topology.hosts) < size else "tcp"
-    cases = list(battery(size))
+    cases = list(calls_of(size))
     for position, case in enumerate(cases):
         case.check(case.inputs(size), [answers["calls"][position] for answers in found], topology, inside)
     for position, case in enumerate(cases[::5]):
@@ -83,8 +83,8 @@ def test_processes_making_every_kind_of_call_agree_with_the_oracle(size: int) ->
         assert answers["hosts"] == topology.hosts
         assert [value["rank"] for value in answers["values"]] == list(range(size))
         assert answers["value"] == [size - 1]
-        mates = range(rank % 2, size, 2)
-        assert answers["side"] == (rank // 2, len(mates), sum(mates))
-        assert answers["around"] == {(rank - 1) % size}
+        members = range(rank % 2, size, 2)
+        assert answers["subgroup"] == (rank // 2, len(members), sum(members))
+        assert answers["sendrecv"] == {(rank - 1) % size}
         assert answers["named"]["w"].tolist() == [[sum(range(size))] * 2] * 2
         assert answers["named"]["b"].tolist() == [size]

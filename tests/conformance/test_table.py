@@ -1,4 +1,4 @@
-"""Every collective with each of its algorithms, over all dtypes, ops, roots and kinds of counts."""
+"""Tests every collective with each of its algorithms, over all dtypes, ops, roots and kinds of counts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from gradwire.collectives import COLLECTIVES, REDUCING, ROOTED, algorithms
 from gradwire.group import Group
 from support.crews import Crew
 
-MANY = 3  # ranks; from here on ops take turns too, except in the slow tests
+MANY = 3  # ranks; with this many or more, only the slow tests try every op
 
 
 def cases(collective: str, size: int, thorough: bool) -> Iterator[Case]:
-    """All dtypes for each algorithm, with roots and counts and, where there are many ranks, ops taking turns."""
+    """Yield calls of all dtypes for each algorithm. Roots and counts alternate, and, unless `thorough`, ops too."""
     shapes = list(rows_of(collective, size))
     turn = 0
     for algorithm in ("auto", *algorithms(collective)):
@@ -33,7 +33,7 @@ def cases(collective: str, size: int, thorough: bool) -> Iterator[Case]:
 
 
 def rows_of(collective: str, size: int) -> Iterator[tuple[int, ...]]:
-    """Even, uneven, odd and no counts."""
+    """Yield even, uneven, odd and zero counts."""
     if collective in ("all_reduce", "reduce", "broadcast"):
         yield from [(1,), (37,), (0,), (64 * size,), (1000,)]
         return
@@ -56,16 +56,16 @@ def test_collective_with_every_op_on_many_ranks_agrees_with_the_oracle(crew: Cre
     run(crew, list(cases(collective, crew.size, thorough=True)))
 
 
-def run(crew: Crew, every: Sequence[Case]) -> None:
-    """Make calls one after the other on all ranks, then compare."""
-    inputs = [case.inputs(crew.size) for case in every]
+def run(crew: Crew, calls: Sequence[Case]) -> None:
+    """Make calls one after the other on all ranks, then compare the results with the oracle."""
+    inputs = [case.inputs(crew.size) for case in calls]
 
-    def battery(group: Group) -> list[object]:
-        calls = zip(every, inputs, strict=True)
-        return [case.call(group, given[group.rank].copy(), group.rank, group.size) for case, given in calls]
+    def make_calls(group: Group) -> list[object]:
+        pairs = zip(calls, inputs, strict=True)
+        return [case.call(group, given[group.rank].copy(), group.rank, group.size) for case, given in pairs]
 
-    results = crew.run(battery)
-    for position, case in enumerate(every):
+    results = crew.run(make_calls)
+    for position, case in enumerate(calls):
         case.check(
             inputs[position], [results[rank][position] for rank in range(crew.size)], crew.topology, crew.inside()
         )

@@ -1,4 +1,4 @@
-"""Small tiles: arrays of a few thousand elements in many tiles, with short last tiles and more than are in flight."""
+"""Tests small tiles: arrays of a few thousand elements have more tiles than are in flight, and short last tiles."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TILE = 256  # bytes
 
 @pytest.fixture(scope="module", params=sizes(2, 3, 5), ids=lambda p: f"{p[0]}-{p[1]}")
 def small_tiles(request: pytest.FixtureRequest) -> Iterator[Crew]:
-    """A crew that cuts everything into tiles of 256 bytes: plans are made anew, so nothing of it stays."""
+    """A group with tiles of 256 bytes. Its plans are cached in the group, so other tests are not affected."""
     transport, size = request.param
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "TILE_BYTES", TILE)
@@ -39,7 +39,7 @@ def test_algorithms_with_small_tiles_agree_with_the_oracle(small_tiles: Crew, co
 
 
 def tiled(collective: str, size: int) -> Iterator[Case]:
-    """From less than a tile to dozens of them, one element more and less, and with segments of unequal length."""
+    """Yield calls with less than one tile to dozens of tiles, and with segments of unequal length."""
     for algorithm in ("auto", *algorithms(collective)):
         for turn, dtype in enumerate(("float16", "float32", "int64", "complex128", "uint8", "bfloat16")):
             per_tile = TILE // Case(collective, dtype, ()).kind.itemsize
@@ -60,13 +60,13 @@ def test_random_call_with_small_tiles_agrees_with_the_oracle(small_tiles: Crew, 
 
 
 def test_small_tiles_fixture_splits_an_array_into_many_tiles(small_tiles: Crew) -> None:
-    """The patch works: what is exercised above is really in many tiles."""
+    """Checks the fixture: the arrays of the tests above really have many tiles."""
     bounds = plan.even_bounds(10_000, 1, 4)
     from gradwire.arrays import parse_dtype
     from gradwire.collectives import build
     from gradwire.liveness.call_log import CallDescription
 
-    one = plan.Plan(
+    tiled_plan = plan.Plan(
         build("all_reduce", "tree", 2), 0, parse_dtype("float32"), "sum", bounds, CallDescription("", "", 0)
     )
-    assert one.tiles > 10 * plan.IN_FLIGHT
+    assert tiled_plan.tiles > 10 * plan.IN_FLIGHT

@@ -1,4 +1,4 @@
-"""The fast path's table, which needs no core."""
+"""Tests the part of the fast path that works without the native core."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The numeric rules: wrap-around, NaN and signed zeros, true means, half types summed in float32."""
+"""Tests the numeric rules: wrap-around, NaN and signed zeros, true means, 16-bit floats summed in float32."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def three() -> Iterator[Crew]:
 
 
 def reduced(crew: Crew, op: str, *rows: Any, dtype: Any = np.float32, algorithm: str = "auto") -> Array:
-    """The one result on all ranks; rows[i] is the input of rank i."""
+    """Return the result, which is the same on all ranks. rows[i] is the input of rank i."""
     inputs = [np.array(row, dtype) for row in rows]
     results = crew.run(lambda group: group.all_reduce(inputs[group.rank].copy(), op, algorithm=algorithm))
     assert len({bits(result) for result in results}) == 1
@@ -39,7 +39,7 @@ def reduced(crew: Crew, op: str, *rows: Any, dtype: Any = np.float32, algorithm:
 
 @pytest.mark.parametrize("algorithm", EVERY)
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int64", "uint64"])
-def test_integer_sums_wrap(three: Crew, dtype: str, algorithm: str) -> None:
+def test_integer_sum_and_product_wrap_around(three: Crew, dtype: str, algorithm: str) -> None:
     info = np.iinfo(dtype)
     top = [info.max, info.max, info.min]
     wrapped = [np.array([value], dtype) for value in top]
@@ -51,8 +51,8 @@ def test_integer_sums_wrap(three: Crew, dtype: str, algorithm: str) -> None:
 @pytest.mark.parametrize("algorithm", EVERY)
 @pytest.mark.parametrize("op", ["min", "max"])
 def test_min_max_of_nan_and_signed_zeros_in_every_order(three: Crew, op: str, algorithm: str, dtype: Any) -> None:
-    awkward = [np.nan, 0.0, -0.0, np.inf, -np.inf, 1.0, 5e-324 if dtype is np.float64 else 6e-8]
-    columns = np.array(list(itertools.product(awkward, repeat=3)), dtype).T
+    special = [np.nan, 0.0, -0.0, np.inf, -np.inf, 1.0, 5e-324 if dtype is np.float64 else 6e-8]
+    columns = np.array(list(itertools.product(special, repeat=3)), dtype).T
     result = reduced(three, op, *columns, dtype=dtype, algorithm=algorithm)
     for got, given in zip(result, columns.T, strict=True):
         if np.isnan(given.astype(float)).any():
@@ -63,7 +63,7 @@ def test_min_max_of_nan_and_signed_zeros_in_every_order(three: Crew, op: str, al
 
 
 def order(value: Any) -> tuple[float, bool]:
-    """−0 is less than +0."""
+    """Return a sort key in which −0 is less than +0."""
     return float(value), not np.signbit(value)
 
 
@@ -79,7 +79,7 @@ def test_mean_is_a_true_division(three: Crew, algorithm: str) -> None:
 @pytest.mark.parametrize("algorithm", EVERY)
 @pytest.mark.parametrize("dtype", HALVES)
 def test_half_types_accumulate_in_single_precision(three: Crew, dtype: Any, algorithm: str) -> None:
-    """Each row would lose something if a partial sum were rounded to the half type."""
+    """The result of each column would be less exact if a partial sum were rounded to 16 bits."""
     big, one = (2048.0, 1.0) if dtype is np.float16 else (256.0, 1.0)  # big + one is not representable
     rows = np.array([[big, one, one], [one, big, one], [one, one, big], [big, -big, one], [one, big, -big]]).T
     assert reduced(three, "sum", *rows, dtype=dtype, algorithm=algorithm).astype(float).tolist() == [
@@ -107,7 +107,7 @@ def test_overflow_is_a_result_and_not_a_warning(three: Crew, op: str, dtype: Any
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         result = reduced(three, op, [largest, np.inf], [largest, -np.inf], [largest, np.inf], dtype=dtype)
-    if op == "mean" and dtype is np.float16:  # its sum is no overflow: float32 has room for it
+    if op == "mean" and dtype is np.float16:  # the sum is in float32 and does not overflow
         assert float(result[0]) == largest
     else:
         assert not np.isfinite(result[0])
@@ -132,12 +132,12 @@ def test_booleans_reduce_by_or_and_and(three: Crew, algorithm: str) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 33])
 def test_complex_products_have_the_same_bits_at_any_length(three: Crew, count: int) -> None:
-    """A vector unit would fuse multiply and add for some elements and not for others."""
+    """NumPy's complex product uses fused multiply-add for some elements and not for others."""
     generator = np.random.default_rng(count)
     for dtype in (np.complex64, np.complex128):
         rows = (generator.normal(size=(3, count)) + 1j * generator.normal(size=(3, count))).astype(dtype)
-        alone = [reduced(three, "prod", *rows[:, i : i + 1], dtype=dtype)[0] for i in range(count)]
-        assert bits(reduced(three, "prod", *rows, dtype=dtype)) == bits(np.array(alone, dtype))
+        elementwise = [reduced(three, "prod", *rows[:, i : i + 1], dtype=dtype)[0] for i in range(count)]
+        assert bits(reduced(three, "prod", *rows, dtype=dtype)) == bits(np.array(elementwise, dtype))
 
 
 @pytest.mark.parametrize("dtype", [*HALVES, np.float32, np.float64])

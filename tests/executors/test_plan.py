@@ -1,4 +1,4 @@
-"""Plans, looked at without running them: bounds, memory, and that both ends of every link list the same messages."""
+"""Tests plans without running them: bounds, memory, and that both ends of every link list the same messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradwire.executors.plan import IN_FLIGHT, TILE_BYTES, Plan, even_bounds, ra
 from gradwire.liveness.call_log import CallDescription
 from support.schedule_table import CELLS, schedules
 
-SEGMENTED = ("all_gather", "gather", "reduce_scatter", "scatter", "all_to_all")  # whose counts are given by segment
+SEGMENTED = ("all_gather", "gather", "reduce_scatter", "scatter", "all_to_all")  # these have counts by segment
 
 
 def plans(schedule: Schedule, dtype: str, bounds: tuple[int, ...]) -> list[Plan]:
@@ -39,12 +39,12 @@ def test_even_bounds_cut_a_count_into_aligned_segments(count: int, segments: int
     assert max(lengths) <= -(-count // segments) + plan.ALIGNMENT // itemsize
 
 
-def test_ragged_bounds_add_up() -> None:
+def test_ragged_bounds_are_the_sums_of_lengths() -> None:
     assert ragged_bounds([]) == (0,)
     assert ragged_bounds([3, 0, 2]) == (0, 3, 3, 5)
 
 
-def test_plan_has_bounds_for_every_segment() -> None:
+def test_plan_without_bounds_for_every_segment_raises_invalid_size() -> None:
     with pytest.raises(InvalidSize, match="2 counts for 3 segments"):
         plans(build("all_gather", "ring", 3), "float32", (0, 1, 2))
 
@@ -57,7 +57,7 @@ def test_plan_has_bounds_for_every_segment() -> None:
 def test_plan_both_ends_of_a_link_list_the_same_messages(
     collective: str, algorithm: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Streams have no second chance: a message that is sent in another order or length than expected is a mismatch."""
+    """A message that is sent in another order or with another length than expected is a mismatch at run time."""
     monkeypatch.setattr(plan, "TILE_BYTES", 128)
     monkeypatch.setattr(plan, "SMALLEST_TILE", 128)
     for schedule in schedules(collective, algorithm, size, roots=2):
@@ -70,17 +70,17 @@ def test_plan_both_ends_of_a_link_list_the_same_messages(
                 check_messages(plans(schedule, dtype, bounds))
 
 
-def check_messages(every: list[Plan]) -> None:
+def check_messages(all_plans: list[Plan]) -> None:
     sent: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     expected: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-    for one in every:
-        for wave in one.waves():
+    for own in all_plans:
+        for wave in own.waves():
             for message in wave.sends:
                 for peer in message.peers:
-                    key = one.rank, peer
+                    key = own.rank, peer
                     sent.setdefault(key, []).append((message.tile, message.round, message.nbytes))
             for arriving in wave.receives:
-                key = arriving.peer, one.rank
+                key = arriving.peer, own.rank
                 expected.setdefault(key, []).append((arriving.tile, arriving.round, arriving.nbytes))
     assert sent == expected
     assert all(nbytes > 0 for messages in sent.values() for _, _, nbytes in messages)

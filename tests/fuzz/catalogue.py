@@ -1,20 +1,20 @@
-"""All targets, by name."""
+"""Lists all targets by name."""
 
 from __future__ import annotations
 
 from fuzz.targets import (
     admission,
     control,
+    credentials,
     engine,
     frames,
     launching,
-    mail,
     membership,
     memory,
-    strangers,
+    point_to_point,
     tls,
     values,
 )
 
-FAMILIES = (frames, control, mail, admission, tls, membership, strangers, values, memory, engine, launching)
+FAMILIES = (frames, control, point_to_point, admission, tls, membership, credentials, values, memory, engine, launching)
 TARGETS = {target.name: target for family in FAMILIES for target in family.TARGETS}

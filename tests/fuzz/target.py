@@ -1,7 +1,7 @@
-"""What a target of fuzzing is: something that takes bytes of anybody's, and what it must not do with them.
+"""Defines fuzz targets: parsers of bytes that other processes send, with their limits.
 
 The same targets are run on inputs that Hypothesis draws (test_targets.py, part of the usual tests) and on inputs that
-atheris finds by watching which branches they reach (atheris/, a few minutes at a time).
+atheris finds by observing which branches they reach (atheris/, a few minutes at a time).
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Target:
-    """`run` feeds bytes to a parser: True if they were believed, False if refused with the error that is documented.
+    """`run` feeds bytes to a parser. It returns True if they were accepted, False if refused with the documented error.
 
-    Whatever else is raised, an AssertionError about what became of the parser's surroundings included, is a bug.
+    Any other exception is a bug. That includes an AssertionError from the checks after the parser.
     """
 
     name: str
     run: Callable[[bytes], bool]
-    seeds: tuple[bytes, ...]  # that are believed, to begin with
-    inputs: st.SearchStrategy[bytes] | None = None  # closer to the truth than what `inputs_of` makes of the seeds
-    memory: int = MIB  # that may be taken at any moment, for any input
-    examples: int = 100  # that Hypothesis draws within a second, with room to spare
+    seeds: tuple[bytes, ...]  # inputs that are accepted
+    inputs: st.SearchStrategy[bytes] | None = None  # more realistic inputs than damaged seeds
+    memory: int = MIB  # the most that may be allocated at any moment, for any input
+    examples: int = 100  # that Hypothesis draws, in clearly less than a second
 
 
 def inputs_of(target: Target) -> st.SearchStrategy[bytes]:
-    """Noise, damaged seeds, and what the target itself knows to ask."""
-    known = [target.inputs] if target.inputs is not None else []
-    return st.one_of(*known, damaged(target.seeds), st.binary(max_size=300))
+    """Return a strategy for a target: its own inputs, damaged seeds, and random bytes."""
+    own = [target.inputs] if target.inputs is not None else []
+    return st.one_of(*own, damaged(target.seeds), st.binary(max_size=300))
 
 
 @st.composite
 def damaged(draw: st.DrawFn, seeds: Sequence[bytes]) -> bytes:
-    """A seed with something changed, lost, repeated or put in."""
+    """Draw a seed in which bytes are changed, removed, repeated or inserted."""
     data = bytearray(draw(st.sampled_from(seeds)))
     for _ in range(draw(st.integers(1, 4))):
         start = draw(st.integers(0, len(data)))
         stop = min(len(data), start + draw(st.integers(0, 80)))
-        how = draw(st.sampled_from(("change", "lose", "repeat", "number", "noise")))
+        how = draw(st.sampled_from(("change", "remove", "repeat", "number", "noise")))
         match how:
             case "change" if start < len(data):
                 data[start] ^= draw(st.integers(1, 255))
-            case "lose":
+            case "remove":
                 del data[start:stop]
             case "repeat":
                 data[start:start] = data[start:stop]
@@ -83,7 +83,7 @@ def encoded(value: Any) -> bytes:
 
 @st.composite
 def altered(draw: st.DrawFn, samples: Sequence[Any]) -> Any:
-    """A JSON-like value in which something is of another kind, missing, or there twice."""
+    """Draw a JSON-like value in which parts have another type, are missing, or are duplicated."""
     value = draw(st.sampled_from(samples))
     for _ in range(draw(st.integers(1, 3))):
         value = _alter(draw, value)

@@ -1,4 +1,4 @@
-"""The harness of atheris, where there is none."""
+"""Tests the atheris harness on a machine without atheris."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes of anybody's: believed or refused with the error that is documented, and never much memory taken for them."""
+"""Tests that each target accepts any input or refuses it with the documented error, with bounded memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def nothing_logged() -> Iterator[None]:
 
 @ARGUMENTS
 def test_target_accepts_its_seeds(name: str) -> None:
-    """So the rest is more than a test of the first refusal."""
+    """Otherwise the other test would only reach the first check of each parser."""
     for seed in TARGETS[name].seeds:
         assert TARGETS[name].run(seed), seed
 
@@ -32,7 +32,7 @@ def test_target_accepts_its_seeds(name: str) -> None:
 @ARGUMENTS
 def test_target_any_input_is_accepted_or_refused_within_limits(name: str) -> None:
     target = TARGETS[name]
-    target.run(target.seeds[0])  # imports and caches are no part of it
+    target.run(target.seeds[0])  # so that imports and caches do not count
 
     @settings(max_examples=target.examples, database=None)
     @given(inputs_of(target))

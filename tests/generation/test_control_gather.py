@@ -18,14 +18,14 @@ from support.ranks import eventually, run_group, run_ranks
 LONG = 30.0
 
 
-def tell_all(group: gw.Group, value: Any, operation: str = "init", timeout: float = LONG) -> list[Any]:
-    return parts_of(group).generation.control_gather.tell_all(value, operation, timeout)
+def gather(group: gw.Group, value: Any, operation: str = "init", timeout: float = LONG) -> list[Any]:
+    return parts_of(group).generation.control_gather.gather(value, operation, timeout)
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_control_gather_returns_the_values_of_all_ranks_in_each_round(size: int) -> None:
     def body(group: gw.Group) -> list[list[Any]]:
-        return [tell_all(group, [number, group.rank, None, {"x": "ü"}]) for number in range(20)]
+        return [gather(group, [number, group.rank, None, {"x": "ü"}]) for number in range(20)]
 
     expected = [[[number, rank, None, {"x": "ü"}] for rank in range(size)] for number in range(20)]
     assert run_group(size, body) == [expected] * size
@@ -33,7 +33,7 @@ def test_control_gather_returns_the_values_of_all_ranks_in_each_round(size: int)
 
 def test_control_gather_counts_no_call_and_no_bytes_of_the_group() -> None:
     def body(group: gw.Group) -> tuple[int, int]:
-        tell_all(group, group.rank)
+        gather(group, group.rank)
         return parts_of(group).runner.calls.sequence, group.bytes_sent
 
     assert run_group(3, body) == [(0, 0)] * 3
@@ -41,12 +41,12 @@ def test_control_gather_counts_no_call_and_no_bytes_of_the_group() -> None:
 
 def test_control_gather_after_a_rank_left_raises_peer_lost() -> None:
     def body(group: gw.Group) -> None:
-        assert tell_all(group, group.rank) == [0, 1, 2]
+        assert gather(group, group.rank) == [0, 1, 2]
         if group.rank == 1:
             group.close()
             return
         with pytest.raises(PeerLost) as caught:
-            tell_all(group, None)
+            gather(group, None)
         assert caught.value.culprit == 1
 
     run_group(3, body)
@@ -57,15 +57,15 @@ def test_control_gather_uses_values_that_a_rank_sent_before_its_thread_ended() -
     ended = threading.Event()
 
     def dies(group: gw.Group) -> None:
-        group.barrier()  # so that it is known which thread is this rank
-        assert tell_all(group, "last words")[2] == 2
+        group.barrier()  # records which thread acts for this rank
+        assert gather(group, "last value")[2] == 2
 
     def body(group: gw.Group) -> None:
         group.barrier()
         assert ended.wait(LONG) if group.rank == 0 else True
-        assert tell_all(group, group.rank)[1] == "last words"
+        assert gather(group, group.rank)[1] == "last value"
         with pytest.raises(PeerLost) as caught:
-            tell_all(group, group.rank)
+            gather(group, group.rank)
         assert caught.value.culprit == 1
 
     thread = threading.Thread(target=dies, args=(groups[1],))
@@ -85,7 +85,7 @@ def test_control_gather_without_a_rank_times_out_and_names_it() -> None:
             assert over.wait(LONG)
             return
         with pytest.raises(Timeout, match="init") as caught:
-            tell_all(group, None, timeout=0.6)
+            gather(group, None, timeout=0.6)
         assert caught.value.culprit == 2
         over.set()
 
@@ -95,7 +95,7 @@ def test_control_gather_without_a_rank_times_out_and_names_it() -> None:
 def test_control_gather_of_different_operations_raises_mismatch() -> None:
     def body(group: gw.Group) -> None:
         with pytest.raises(CollectiveMismatch, match="settling"):
-            tell_all(group, None, "settling" if group.rank else "init")
+            gather(group, None, "settling" if group.rank else "init")
 
     run_group(2, body)
 
@@ -105,7 +105,7 @@ def test_control_gather_is_ended_by_an_abort() -> None:
         if group.rank == 0:
             group.abort("enough")
         with pytest.raises(Aborted, match="enough"):
-            tell_all(group, None)
+            gather(group, None)
 
     run_group(2, body)
 
@@ -113,8 +113,8 @@ def test_control_gather_is_ended_by_an_abort() -> None:
 def test_control_gather_of_a_too_large_value_is_refused_before_sending() -> None:
     def body(group: gw.Group) -> list[Any]:
         with pytest.raises(InvalidSize, match="settling"):
-            tell_all(group, "x" * MAX_CONTROL, "settling")
-        return tell_all(group, group.rank, "settling")
+            gather(group, "x" * MAX_CONTROL, "settling")
+        return gather(group, group.rank, "settling")
 
     assert run_group(2, body) == [[0, 1]] * 2
 
@@ -126,7 +126,7 @@ def test_control_gather_message_with_a_wrong_round_raises_value_error(numbers: l
         *first, last = [json.dumps({"t": "tell", "n": number, "o": "init", "v": None}).encode() for number in numbers]
         for word in first:
             control.receive(1, word, 0.0)
-        with pytest.raises(ValueError, match="out of turn"):
+        with pytest.raises(ValueError, match="unexpected value of round"):
             control.receive(1, last, 0.0)
 
 
@@ -145,12 +145,12 @@ def test_control_gather_interrupted_while_waiting_raises_aborted_on_later_ranks(
     def body(group: gw.Group) -> None:
         control = parts_of(group).generation.control
         if group.rank == 1:
-            assert eventually(lambda: not control.sound)
+            assert eventually(lambda: not control.intact)
         with pytest.raises(KeyboardInterrupt if group.rank == 0 else Aborted):
-            tell_all(group, None)
-        assert not control.sound
+            gather(group, None)
+        assert not control.intact
 
-    monkeypatch.setattr(OperationWait, "look", ctrl_c)  # rank 1 does not come as far
+    monkeypatch.setattr(OperationWait, "poll", ctrl_c)  # only rank 0 waits
     run_group(2, body)
 
 
@@ -164,8 +164,8 @@ def test_control_gather_interrupted_before_sending_raises_aborted_on_waiting_ran
         if group.rank == 0:
             control.share = ctrl_c  # type: ignore[method-assign, assignment]
         with pytest.raises(KeyboardInterrupt if group.rank == 0 else Aborted):
-            tell_all(group, None)
-        assert not control.sound
+            gather(group, None)
+        assert not control.intact
 
     run_group(2, body)
 
@@ -174,4 +174,4 @@ def test_control_gather_of_a_closed_group_raises_closed() -> None:
     group = gw.local_group(2)[0]
     group.close()
     with pytest.raises(Closed):
-        tell_all(group, None)
+        gather(group, None)

@@ -22,7 +22,7 @@ LARGE = 64 << 20  # bytes
 
 
 def fork_children(how: str) -> None:
-    """Have children that live on, as data loaders do."""
+    """Start children that outlive this process, like data loaders."""
     if how == "fork" and os.fork() == 0:
         signal.pause()
         os._exit(0)
@@ -33,7 +33,7 @@ def fork_children(how: str) -> None:
 
 
 def survive(here: Here, group: gw.Group, error: gw.GradwireError) -> None:
-    """Report an error, and the one of the next call."""
+    """Report an error and the error of the next call."""
     here.tell_error(error)
     try:
         group.barrier()
@@ -134,7 +134,7 @@ def test_rank_killed_outside_a_collective_is_the_culprit_of_peer_lost(job: Start
 
 
 def reduces_until_several_are_lost(here: Here) -> None:
-    verdict.SETTLE_SECONDS = 0.5  # time for both to end, however busy the machine is
+    verdict.DECISION_SECONDS = 0.5  # long enough for both ranks to end on a busy machine
     reduces_until_broken(here, 8, "none")
 
 

@@ -29,7 +29,7 @@ def one_leaves_early(here: Here, how: str) -> None:
         group.send(np.full(3, 7.0), dst=0)
         leave(how, group)
         return
-    here.hear()  # rank 1 is gone by now
+    here.hear()  # the test sends this after rank 1 has ended
     other = 2 - group.rank
     y = np.zeros(4)
     group.sendrecv(np.full(4, float(group.rank)), y, dst=other, src=other)
@@ -91,7 +91,7 @@ def test_call_that_needs_a_rank_that_left_raises_peer_lost(job: StartJob, what: 
             said += f"{lost['text']}\n"
             assert (lost["error"], lost["culprit"], lost["generation"]) == ("PeerLost", 1, 1), lost
             assert f"(host {os.uname().nodename}, pid {ranks[1].pid}) left the job" in lost["text"]
-        if what == "all_reduce":  # whoever was first, at least, was in it
+        if what == "all_reduce":  # at least the first rank that raised was in the call
             assert f" left the job during all_reduce #2, {place(needs_one_that_left, '# needs')}\n" in said
 
 
@@ -100,7 +100,7 @@ def ends_after_an_error(here: Here, how: str) -> None:
     group.barrier()
     here.tell(ready=True)
     if group.rank == 3:
-        here.hear()  # idle while the others break and go
+        here.hear()  # idle until the other ranks have raised and ended
     try:
         while True:
             group.barrier()
@@ -115,7 +115,7 @@ def ends_after_an_error(here: Here, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["return", "raise", "os._exit"])
 def test_survivors_that_end_after_a_loss_are_not_named_as_its_culprit(job: StartJob, how: str) -> None:
-    """Rank 4 is killed; ranks 0 and 1 end with the error; 2 and 3 blame neither, though 3 looks much later."""
+    """Rank 4 is killed, and ranks 0 and 1 end with the error. Ranks 2 and 3 name neither, though 3 calls much later."""
     with job(ends_after_an_error, 5, how) as ranks:
         for rank in ranks:
             assert rank.hear()["ready"]
@@ -156,7 +156,7 @@ def test_close_can_be_repeated_and_ends_every_later_call() -> None:
 
 
 def test_rank_whose_thread_ends_without_close_is_lost() -> None:
-    """In-process ranks have no kernel that closes their links."""
+    """No kernel closes the links of an in-process rank."""
     groups = gw.local_group(3)
 
     def play(group: gw.Group) -> None:

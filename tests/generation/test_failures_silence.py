@@ -16,7 +16,7 @@ import gradwire as gw
 from gradwire.group.internals import parts_of
 from gradwire.host import native_core
 from gradwire.liveness import lifeline
-from gradwire.liveness.detector import SLOW_SECONDS
+from gradwire.liveness.detector import SLOW_HEARTBEAT_SECONDS
 from support.processes import Here, Rank, StartJob
 from support.processes import job_fixture as job_fixture
 from support.processes import zygote_fixture as zygote_fixture
@@ -26,7 +26,7 @@ needs_core = pytest.mark.skipif(not native_core.available(), reason="without it,
 
 
 def reduces(here: Here, transport: str, nbytes: int) -> None:
-    """Reduce until that fails; nbytes 0: wait for rank 0 in a barrier."""
+    """Reduce until that fails. With `nbytes` 0, wait for rank 0 in a barrier."""
     group = gw.init(transport=transport)
     x = np.ones(max(8, nbytes) // 4, np.float32)
     group.all_reduce(x, op="mean")
@@ -43,7 +43,7 @@ def reduces(here: Here, transport: str, nbytes: int) -> None:
 
 
 def freeze(ranks: list[Rank], *victims: int) -> list[Rank]:
-    """Stop some ranks when all are at work; returns the others."""
+    """Stop some ranks when all are in their calls, and return the others."""
     for rank in ranks:
         assert rank.hear()["ready"]
     for victim in victims:
@@ -52,11 +52,11 @@ def freeze(ranks: list[Rank], *victims: int) -> list[Rank]:
 
 
 def check_lost(rank: Rank, victim: Rank) -> None:
-    told = rank.hear()
-    assert (told["error"], told["culprit"]) == ("PeerLost", victim.number), told
+    report = rank.hear()
+    assert (report["error"], report["culprit"]) == ("PeerLost", victim.number), report
     who = rf"rank {victim.number} \(host \S+, pid {victim.pid}\)"
     during = r" during (all_reduce|barrier) #\d+, test_failures_silence.py:\d+"
-    assert re.fullmatch(rf"{who} has been silent for \d+\.\d\d s \(frozen or cut off\)({during})?", told["text"])
+    assert re.fullmatch(rf"{who} has been silent for \d+\.\d\d s \(frozen or cut off\)({during})?", report["text"])
 
 
 @needs_core
@@ -87,7 +87,7 @@ def test_peer_lost_after_ranks_freeze_at_once_names_the_lowest(
 
 
 def keeps_its_array(here: Here) -> None:
-    """Survivors use their arrays; the one that is given up writes into them all the time, until it learns of that."""
+    """Survivors use their arrays after the break. The frozen rank writes into them until it raises its error."""
     group = gw.init(transport="shm")
     shared = parts_of(group).generation.shared
     assert shared is not None
@@ -112,7 +112,7 @@ def keeps_its_array(here: Here) -> None:
     except gw.GradwireError as error:
         x[:] = 7
         here.tell_error(error)
-    here.hear()  # the thawed one has raised, and goes on writing until it is told to end
+    here.hear()  # the rank that continued has raised, and keeps writing until the test ends it
     over.set()
     here.tell(bytes=sorted({*x.tolist()}))
 
@@ -125,11 +125,12 @@ def test_frozen_rank_that_continues_raises_aborted_and_changes_no_peer_memory(jo
         for rank in others:
             check_lost(rank, frozen)
         frozen.signal(signal.SIGCONT)
-        told = frozen.hear()
-        assert (told["error"], told["culprit"]) == ("Aborted", 1), told
+        report = frozen.hear()
+        assert (report["error"], report["culprit"]) == ("Aborted", 1), report
         assert re.match(
-            rf"rank 1 \(host \S+, pid {frozen.pid}\) was given up by its peers: it has been silent for \d+\.\d\d s ",
-            told["text"],
+            rf"rank 1 \(host \S+, pid {frozen.pid}\) was declared lost by its peers: "
+            r"it has been silent for \d+\.\d\d s ",
+            report["text"],
         )
         for rank in (*others, frozen):
             rank.tell()
@@ -190,13 +191,13 @@ def stops_together(here: Here, transport: str) -> None:
 
 @needs_core
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_job_stopped_and_continued_as_a_whole_goes_on(job: StartJob, transport: str) -> None:
+def test_job_stopped_and_continued_as_a_whole_keeps_working(job: StartJob, transport: str) -> None:
     with job(stops_together, 3, transport) as ranks:
         for rank in ranks:
             assert rank.hear()["ready"]
         for rank in ranks:
             rank.signal(signal.SIGSTOP)
-        time.sleep(1.0)  # for as long as silence would take
+        time.sleep(1.0)  # longer than the allowed silence
         for rank in ranks:
             rank.signal(signal.SIGCONT)
         for rank in ranks:
@@ -207,9 +208,9 @@ def test_job_stopped_and_continued_as_a_whole_goes_on(job: StartJob, transport: 
 # -- without the core -------------------------------------------------------------------------------------------------
 
 
-def is_pure(here: Here, patience: float) -> None:
+def runs_without_the_core(here: Here, max_silence: float) -> None:
     os.environ[native_core.PURE] = "1"
-    lifeline.PURE_SECONDS = patience
+    lifeline.PURE_SECONDS = max_silence
     group = gw.init()
     group.barrier()
     here.tell(ready=True)
@@ -222,13 +223,13 @@ def is_pure(here: Here, patience: float) -> None:
 
 
 def test_frozen_rank_without_the_core_is_lost_after_the_longer_limit(job: StartJob) -> None:
-    with job(is_pure, 3, 1.5) as ranks:
+    with job(runs_without_the_core, 3, 1.5) as ranks:
         for rank in freeze(ranks, 1):
-            told = rank.hear()
-            assert (told["error"], told["culprit"]) == ("PeerLost", 1), told
-            silent = re.search(r"has been silent for (\d+\.\d\d) s", told["text"])
-            assert silent is not None, told["text"]
-            assert float(silent[1]) > 1.5 - 2 * SLOW_SECONDS
+            report = rank.hear()
+            assert (report["error"], report["culprit"]) == ("PeerLost", 1), report
+            silent = re.search(r"has been silent for (\d+\.\d\d) s", report["text"])
+            assert silent is not None, report["text"]
+            assert float(silent[1]) > 1.5 - 2 * SLOW_HEARTBEAT_SECONDS
 
 
 def test_silence_limit_without_the_core_is_ten_seconds() -> None:

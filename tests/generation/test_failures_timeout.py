@@ -43,18 +43,18 @@ def test_timeout_names_the_missing_rank_and_its_last_call(groups: list[gw.Group]
         else:
             together.wait()
         began = time.monotonic()
-        with pytest.raises(gw.Timeout) as told:
+        with pytest.raises(gw.Timeout) as caught:
             group.all_reduce(np.ones(3), timeout=0.6)
         took = time.monotonic() - began
         if group.rank != late:
             assert took > 0.3
             everybody_else_is_done.wait()
-        assert isinstance(told.value, TimeoutError)
-        assert (told.value.culprit, told.value.operation) == (late, "all_reduce")
-        assert (told.value.generation, told.value.seconds) == (1, 0.6)
+        assert isinstance(caught.value, TimeoutError)
+        assert (caught.value.culprit, caught.value.operation) == (late, "all_reduce")
+        assert (caught.value.generation, caught.value.seconds) == (1, 0.6)
         with pytest.raises(gw.Timeout, match="did not finish"):
             group.barrier()
-        return str(told.value)
+        return str(caught.value)
 
     said = set(run_ranks(groups, play))
     last = rf"all_gather_values\(\) #2 at {place(early_call, '# the last call')}" if called else "none"
@@ -62,20 +62,20 @@ def test_timeout_names_the_missing_rank_and_its_last_call(groups: list[gw.Group]
     for text in said:
         expected = (
             rf"all_reduce #{number} did not finish within its timeout of 0.6 s: "
-            rf"rank {late} is alive but stuck outside of any call, its last call was {last}"
+            rf"rank {late} is alive but stuck outside of any gradwire call, its last call was {last}"
         )
         assert re.fullmatch(expected, text), text
 
 
 def test_timeout_of_one_rank_ends_the_call_on_all_ranks(groups: list[gw.Group]) -> None:
-    """Whoever was more patient gets the same error, not its own later."""
+    """Ranks with longer timeouts raise the same error, at the same time."""
     late = len(groups) - 1
 
     def play(group: gw.Group) -> None:
         if group.rank != late:
-            with pytest.raises(gw.Timeout, match=r"did not finish within its timeout of 0.6 s") as told:
+            with pytest.raises(gw.Timeout, match=r"did not finish within its timeout of 0.6 s") as caught:
                 group.barrier(timeout=0.6 if group.rank == 0 else 60)
-            assert told.value.culprit == late
+            assert caught.value.culprit == late
 
     run_ranks(groups, play)
 
@@ -83,7 +83,7 @@ def test_timeout_of_one_rank_ends_the_call_on_all_ranks(groups: list[gw.Group]) 
 def wait_for_the_position_of_rank_1(group: gw.Group) -> None:
     """Return when this rank knows the last call of rank 1."""
     generation, runner = parts_of(group)
-    while generation.control.last_heard(runner.calls, 1) is None:
+    while generation.control.last_known_call(runner.calls, 1) is None:
         time.sleep(0.01)
 
 
@@ -97,12 +97,12 @@ def waits_for_rank_1(here: Here, how: str, seconds: float) -> None:
                 wait_for_the_position_of_rank_1(group)
                 group.send(np.ones(1), dst=1)
             group.all_reduce(np.ones(3), timeout=seconds)
-        elif how == "asleep":
+        elif how == "sleeping":
             time.sleep(60)
         else:
             for peer in (0, 2):
                 group.recv(np.empty(1), src=peer)
-            ctypes.PyDLL(None).usleep(int(1e6 * 5 * seconds))  # keeps the interpreter's lock
+            ctypes.PyDLL(None).usleep(int(1e6 * 5 * seconds))  # PyDLL keeps the GIL during the call
             group.barrier()
     except gw.GradwireError as error:
         here.tell_error(error)
@@ -111,10 +111,11 @@ def waits_for_rank_1(here: Here, how: str, seconds: float) -> None:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("asleep", r"stuck outside of any call, its last call was barrier\(\) #1 at {last}"),
+        ("sleeping", r"stuck outside of any gradwire call, its last call was barrier\(\) #1 at {last}"),
         pytest.param(
             "in C",
-            r"stuck: its interpreter does not run, as if a call into C held its lock; its last call was barrier\(\) #1",
+            r"stuck: its Python interpreter does not run \(a C extension may hold the GIL\); "
+            r"its last call was barrier\(\) #1",
             marks=needs_core,
         ),
     ],
@@ -123,11 +124,11 @@ def test_timeout_says_how_a_living_process_is_stuck(job: StartJob, how: str, sai
     expected = "rank 1 is alive but " + said.format(last=place(waits_for_rank_1, "# the last call"))
     with job(waits_for_rank_1, 3, how, 0.6) as ranks:
         for rank in (ranks[0], ranks[2]):
-            told = rank.hear()
-            assert (told["error"], told["culprit"]) == ("Timeout", 1), told
+            report = rank.hear()
+            assert (report["error"], report["culprit"]) == ("Timeout", 1), report
             assert re.fullmatch(
-                rf"all_reduce #2 did not finish within its timeout of 0.6 s: {expected}", told["text"]
-            ), told["text"]
+                rf"all_reduce #2 did not finish within its timeout of 0.6 s: {expected}", report["text"]
+            ), report["text"]
             where = place(waits_for_rank_1, "timeout=seconds")
             logged = rf"rank {rank.number} has waited \d+ s during all_reduce #2, {where}: {expected}"
             assert re.search(logged, rank.output()), rank.output()
@@ -137,11 +138,11 @@ def test_timeout_says_how_a_living_process_is_stuck(job: StartJob, how: str, sai
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_slow_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "SLOW_SECONDS", 0.1)
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("short_slow_wait")
 def test_long_wait_in_a_collective_logs_the_late_rank_and_its_last_call(
     groups: list[gw.Group], captured: CapturedLog
 ) -> None:
@@ -149,19 +150,20 @@ def test_long_wait_in_a_collective_logs_the_late_rank_and_its_last_call(
     called = place(early_call, "# the last call")
     said = (
         rf"rank 0 has waited \d+ s during all_reduce #3, test_failures_timeout.py:\d+: "
-        rf"rank {late} is alive but stuck outside of any call, its last call was all_gather_values\(\) #2 at {called}"
+        rf"rank {late} is alive but stuck outside of any gradwire call, "
+        rf"its last call was all_gather_values\(\) #2 at {called}"
     )
 
     def play(group: gw.Group) -> object:
         early_call(group)
         if group.rank == late:
-            captured.wait_for(said, times=2)  # and said again later
+            captured.wait_for(said, times=2)  # it is logged again later
         return group.all_reduce(1)
 
     assert run_ranks(groups, play) == [len(groups)] * len(groups)
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("short_slow_wait")
 @pytest.mark.parametrize(
     ("wait", "answer", "said"),
     [
@@ -178,7 +180,7 @@ def test_long_wait_in_a_collective_logs_the_late_rank_and_its_last_call(
         (
             lambda group: group.send(np.zeros(1 << 20), dst=1),
             lambda group: group.recv(np.zeros(1 << 20), src=0),
-            "in send to rank 1: it has not called recv",
+            "in send to rank 1, which has not called recv",
         ),
     ],
     ids=["recv", "recv from anyone", "large send"],

@@ -38,7 +38,7 @@ def resident() -> int:
 
 
 def keeps_reducing(here: Here) -> None:
-    """Reduce until told to stop, and report how that went; in between make new links."""
+    """Reduce until the test ends it, open new links when the test asks for it, and report the results."""
     group = gw.init()
     generation = parts_of(group).generation
     assert isinstance(generation.transport, TcpTransport)
@@ -56,7 +56,7 @@ def keeps_reducing(here: Here) -> None:
     listener.start()
     done, wanted, sub = 0, 0, group
     while True:
-        heard = int(group.all_reduce(len(orders), op="min"))  # both act on an order in the same turn
+        heard = int(group.all_reduce(len(orders), op="min"))  # both ranks follow an order in the same iteration
         sub.all_reduce(x, op="mean")
         group.sendrecv(x, y, dst=other, src=other)
         done += 1
@@ -72,14 +72,14 @@ def keeps_reducing(here: Here) -> None:
 
 
 class Target:
-    """The job under attack, as the attackers see it."""
+    """The job under attack."""
 
     def __init__(self, ranks: list[Rank]) -> None:
         self.ranks = ranks
-        self.told = [rank.hear() for rank in ranks]
-        self.address: tuple[str, int] = (self.told[0]["address"][0], self.told[0]["address"][1])
-        self.key = bytes.fromhex(self.told[0]["key"])
-        self.job = bytes.fromhex(self.told[0]["job"])
+        self.reports = [rank.hear() for rank in ranks]
+        self.address: tuple[str, int] = (self.reports[0]["address"][0], self.reports[0]["address"][1])
+        self.key = bytes.fromhex(self.reports[0]["key"])
+        self.job = bytes.fromhex(self.reports[0]["job"])
 
     def connect(self) -> socket.socket:
         return socket.create_connection(self.address, timeout=60)
@@ -98,16 +98,16 @@ class Target:
 
 @pytest.fixture
 def target(job: StartJob) -> Iterator[Target]:
-    """A job of two that must be none the worse at the end of the test."""
+    """Run a job of two ranks, and assert at the end of the test that it still works."""
     with job(keeps_reducing, 2) as ranks:
         target = Target(ranks)
         yield target
         before = target.order("count")
         time.sleep(0.05)
-        for rank, told, first in zip(ranks, target.order("stop"), target.told, strict=True):
-            assert told["right"]
-            assert told["done"] > before[rank.number]["done"] > 0
-            assert told["resident"] - first["resident"] < ALLOWED
+        for rank, report, first in zip(ranks, target.order("stop"), target.reports, strict=True):
+            assert report["right"]
+            assert report["done"] > before[rank.number]["done"] > 0
+            assert report["resident"] - first["resident"] < ALLOWED
         assert [rank.ended() for rank in ranks] == [0, 0]
 
 
@@ -127,7 +127,7 @@ def source(sock: socket.socket) -> str:
 
 
 def drain(sock: socket.socket) -> bytes:
-    """What the other side says until it hangs up."""
+    """Return what the other side sends until it closes the connection."""
     data = b""
     with contextlib.suppress(ConnectionError):
         while part := sock.recv(4096):
@@ -136,15 +136,21 @@ def drain(sock: socket.socket) -> bytes:
 
 
 STRANGERS = {
-    "tls": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", "what arrived is not a gradwire admission"),
-    "http": (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", "what arrived is not a gradwire admission"),
-    "wrong magic": (b"gw-link2" + bytes(200), "what arrived is not a gradwire admission"),
-    "cut hello": (b"gw-link1" + bytes(20), r"the connection ended \d+ bytes short of a hello"),
-    "no proof": (b"gw-link1" + bytes(72), "the connection ended 32 bytes short of a proof that it is rank 0"),
-    "cut proof": (b"gw-link1" + bytes(103), "the connection ended 1 bytes short of a proof that it is rank 0"),
-    "empty proof": (b"gw-link1" + bytes(104), "the process that says it is rank 0 does not hold this job's secret"),
-    "too much": (b"gw-link1" + b"\xff" * 5000, "the process that says it is rank 4294967295 does not hold this"),
-    "nothing": (b"", "the connection ended 80 bytes short of a hello"),
+    "tls": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", "the received bytes are not a gradwire admission"),
+    "http": (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", "the received bytes are not a gradwire admission"),
+    "wrong magic": (b"gw-link2" + bytes(200), "the received bytes are not a gradwire admission"),
+    "cut hello": (b"gw-link1" + bytes(20), r"the connection closed \d+ bytes before the end of a hello"),
+    "no proof": (
+        b"gw-link1" + bytes(72),
+        "the connection closed 32 bytes before the end of the proof of a process that claims to be rank 0",
+    ),
+    "cut proof": (
+        b"gw-link1" + bytes(103),
+        "the connection closed 1 bytes before the end of the proof of a process that claims to be rank 0",
+    ),
+    "empty proof": (b"gw-link1" + bytes(104), "the process that claims to be rank 0 does not hold this job's secret"),
+    "too much": (b"gw-link1" + b"\xff" * 5000, "the process that claims to be rank 4294967295 does not hold this"),
+    "nothing": (b"", "the connection closed 80 bytes before the end of a hello"),
 }
 
 
@@ -163,7 +169,7 @@ def test_links_of_random_bytes_are_refused_and_their_log_lines_limited(target: T
     for _ in range(300):
         with target.connect() as sock, contextlib.suppress(ConnectionError):
             sock.sendall(dice.randbytes(dice.choice([1, 7, 8, 64, 80, 112, 4096, 65536])))
-    target.wait_for_log("more refusals follow within this minute; they are not logged")
+    target.wait_for_log("further refusals within this minute are not logged")
     assert target.log().count("refused a link from") <= 60
 
 
@@ -172,10 +178,10 @@ def test_link_with_the_secret_but_a_wrong_identity_is_refused_with_the_reason(ta
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"job": bytes(16)}, "it belongs to another job"),
         ({"generation": 2}, "it belongs to generation 2, this is 1"),
-        ({"target": 1}, "it wants rank 1, this is rank 0"),
+        ({"target": 1}, "it dialled rank 1, this is rank 0"),
         ({"source": 0}, "rank 0 is not a peer of rank 0 of 2"),
         ({"source": 2}, "rank 2 is not a peer of rank 0 of 2"),
-        ({"channel": 1}, "rank 1 already holds this link"),
+        ({"channel": 1}, "rank 1 already has this link"),
     ]
     for change, said in wrong:
         with target.connect() as sock:
@@ -185,12 +191,12 @@ def test_link_with_the_secret_but_a_wrong_identity_is_refused_with_the_reason(ta
 
 
 def admit(sock: socket.socket, dialer: Dialer) -> bytes:
-    """Go through the admission; returns the bytes that were sent."""
+    """Do the admission, and return the bytes that were sent."""
     sent = dialer.start()
     sock.sendall(sent)
     while not dialer.done:
         data = sock.recv(dialer.wanted)
-        assert data, "hung up on"
+        assert data, "the connection was closed"
         answer = dialer.feed(data)
         sent += answer
         if answer:
@@ -206,11 +212,11 @@ def test_link_that_replays_a_recorded_admission_is_refused(target: Target) -> No
         with contextlib.suppress(ConnectionError):
             sock.sendall(recorded)
         drain(sock)
-        target.wait_for_log(f"refused a link from {source(sock)}: the process that says it is rank 1 does not hold")
+        target.wait_for_log(f"refused a link from {source(sock)}: the process that claims to be rank 1 does not hold")
 
 
 def test_links_that_send_one_byte_at_a_time_delay_no_new_link(target: Target) -> None:
-    """Slow strangers cost a place each, and delay nobody who knocks meanwhile."""
+    """Each slow connection uses one of the pending places, but delays no other connection."""
     slow = [target.connect() for _ in range(60)]
     opening = b"gw-link1" + bytes(72)
     for byte in opening[:40]:
@@ -226,7 +232,7 @@ def test_links_that_send_one_byte_at_a_time_delay_no_new_link(target: Target) ->
 def test_links_of_a_thousand_idle_clients_do_not_block_new_links(target: Target) -> None:
     idle = [target.connect() for _ in range(1000)]
     target.order("new links")
-    target.wait_for_log("too many connections that say nothing")
+    target.wait_for_log("too many connections wait for admission")
     for sock in idle:
         sock.close()
 
@@ -239,7 +245,7 @@ def test_links_opened_and_reset_in_a_flood_do_not_block_new_links(target: Target
         nonlocal count
         while count < 300 or not over.is_set():
             with contextlib.suppress(OSError), target.connect() as sock:
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")  # end by a reset
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")  # close with a reset
                 sock.send(b"gw-link1"[: count % 9])
             count += 1
 

@@ -1,4 +1,4 @@
-"""An admitted peer that sends invalid data: nothing is allocated for it, and only this peer is given up and named."""
+"""An admitted peer that sends invalid data: nothing is allocated for it, and only this peer is declared lost."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MIB = 1 << 20
 
 
 def header(sender: gw.Group, kind: int, nbytes: int = 0, **fields: int) -> bytes:
-    """A header that this rank could send."""
+    """Return a header that this rank could send."""
     identity = parts_of(sender).generation.identity
     known = {"group": 1, "sequence": 1, "fingerprint": 0, "tile": 0, "round": 0, "source": identity.rank}
     return Header(
@@ -59,7 +59,7 @@ def control(group: gw.Group, payload: bytes) -> bytes:
 
 @pytest.fixture
 def no_allocation() -> Iterator[None]:
-    """Fail if more than a few megabytes are asked for at any moment."""
+    """Fail if more than a few megabytes are allocated at any moment."""
     tracemalloc.start()
     yield
     _, peak = tracemalloc.get_traced_memory()
@@ -67,23 +67,23 @@ def no_allocation() -> Iterator[None]:
     assert peak < 4 * MIB, f"{peak / MIB:.1f} MiB were allocated"
 
 
-def given_up(groups: list[gw.Group], culprit: int) -> None:
-    """All others name the culprit, and it learns that it was given up; nobody names anybody else."""
+def is_declared_lost(groups: list[gw.Group], culprit: int) -> None:
+    """Assert that all other ranks name the culprit, and that the culprit itself raises that it was declared lost."""
 
     def play(group: gw.Group) -> None:
         kind = gw.Aborted if group.rank == culprit else gw.PeerLost
-        assert eventually(lambda: not parts_of(group).generation.control.sound)
-        with pytest.raises(kind) as told:
+        assert eventually(lambda: not parts_of(group).generation.control.intact)
+        with pytest.raises(kind) as caught:
             group.barrier()
-        assert told.value.culprit == culprit
-        said = "was given up by its peers: it sent nonsense" if group.rank == culprit else "sent nonsense"
-        assert said in str(told.value)
+        assert caught.value.culprit == culprit
+        said = "was declared lost by its peers: it sent invalid data" if group.rank == culprit else "sent invalid data"
+        assert said in str(caught.value)
 
     run_ranks(groups, play)
-    assert all(parts_of(group).generation.service.serving for group in groups), "nothing kills a service thread"
+    assert all(parts_of(group).generation.service.serving for group in groups), "a service thread ended"
 
 
-CONTROL_NONSENSE: dict[str, Callable[[gw.Group], bytes]] = {
+INVALID_CONTROL: dict[str, Callable[[gw.Group], bytes]] = {
     "8 GiB": lambda group: header(group, Kind.CONTROL, 8 * GIB),
     "a byte too many": lambda group: header(group, Kind.CONTROL, MAX_CONTROL + 1),
     "another kind": lambda group: header(group, Kind.EAGER, 8),
@@ -122,15 +122,15 @@ CONTROL_NONSENSE: dict[str, Callable[[gw.Group], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("nonsense", CONTROL_NONSENSE)
+@pytest.mark.parametrize("invalid", INVALID_CONTROL)
 @pytest.mark.usefixtures("no_allocation")
 def test_control_channel_invalid_message_raises_peer_lost_for_its_sender(
-    groups: list[gw.Group], captured: CapturedLog, nonsense: str
+    groups: list[gw.Group], captured: CapturedLog, invalid: str
 ) -> None:
-    liar = groups[1]
-    link(liar, CONTROL_CHANNEL).send([CONTROL_NONSENSE[nonsense](liar)])
-    given_up(groups, culprit=1)
-    captured.wait_for("rank 1 sent nonsense")
+    attacker = groups[1]
+    link(attacker, CONTROL_CHANNEL).send([INVALID_CONTROL[invalid](attacker)])
+    is_declared_lost(groups, culprit=1)
+    captured.wait_for("rank 1 sent invalid data")
 
 
 @pytest.mark.parametrize("words", [b"{}", b'{"t": "from the future"}', b'{"t": 3}'])
@@ -141,8 +141,8 @@ def test_control_channel_unknown_message_is_ignored(groups: list[gw.Group], word
 
 def test_control_channel_flood_of_valid_messages_uses_bounded_memory(groups: list[gw.Group]) -> None:
     tracemalloc.start()
-    liar = groups[1]
-    service = parts_of(liar).generation.service
+    attacker = groups[1]
+    service = parts_of(attacker).generation.service
     outbox = service.outbox(0, CONTROL_CHANNEL)
     assert outbox is not None
     for number in range(4_000):
@@ -158,11 +158,11 @@ def test_control_channel_flood_of_valid_messages_uses_bounded_memory(groups: lis
     grown, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert grown < 8 * MIB
-    assert parts_of(groups[0]).generation.control.sound
+    assert parts_of(groups[0]).generation.control.intact
 
 
 def test_control_channel_peer_that_reads_no_answers_is_lost_at_a_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 is only a link, in memory: the kernel would keep megabytes first. It asks, and reads nothing."""
+    """Rank 1 is only an in-process link, because the kernel would buffer megabytes. It reads no answers."""
     monkeypatch.setattr(Outbox, "MAX_WAITING", 100_000)
     mine, theirs = Hub(2).transports
     one = theirs.dial(0, CONTROL_CHANNEL, time.monotonic() + LONG)
@@ -172,18 +172,18 @@ def test_control_channel_peer_that_reads_no_answers_is_lost_at_a_memory_limit(mo
     outbox = generation.service.outbox(1, CONTROL_CHANNEL)
     assert outbox is not None
     questions, rest = liar_identity.frame(Kind.CONTROL, b'{"t":"where","g":1}') * 50, b""
-    while generation.control.sound:
+    while generation.control.intact:
         rest = rest or questions
         sent = one.send([rest])
         rest = rest[sent:]
         assert outbox.waiting_bytes < 10 * Outbox.MAX_WAITING
         if not sent:
-            time.sleep(0.001)  # the service thread needs the interpreter to read on
-    with victim, pytest.raises(gw.PeerLost, match="b takes no messages off its links"):
+            time.sleep(0.001)  # lets the service thread run
+    with victim, pytest.raises(gw.PeerLost, match="b does not read its messages"):
         victim.barrier()
 
 
-MESSAGE_NONSENSE: dict[str, Callable[[gw.Group], bytes]] = {
+INVALID_MESSAGES: dict[str, Callable[[gw.Group], bytes]] = {
     "eager 8 GiB": lambda group: header(group, Kind.EAGER, 8 * GIB),
     "eager, a byte too many": lambda group: header(group, Kind.EAGER, MAX_EAGER + 1),
     "payload 8 GiB": lambda group: header(group, Kind.PAYLOAD, 8 * GIB),
@@ -197,20 +197,20 @@ MESSAGE_NONSENSE: dict[str, Callable[[gw.Group], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("nonsense", MESSAGE_NONSENSE)
+@pytest.mark.parametrize("invalid", INVALID_MESSAGES)
 @pytest.mark.usefixtures("no_allocation")
-def test_message_channel_invalid_message_raises_peer_lost_for_its_sender(groups: list[gw.Group], nonsense: str) -> None:
-    liar = groups[1]
-    liar.send(np.zeros(1), dst=0)  # makes the link
-    link(liar, MESSAGE_CHANNEL).send([MESSAGE_NONSENSE[nonsense](liar)])
-    given_up(groups, culprit=1)
+def test_message_channel_invalid_message_raises_peer_lost_for_its_sender(groups: list[gw.Group], invalid: str) -> None:
+    attacker = groups[1]
+    attacker.send(np.zeros(1), dst=0)  # opens the message link
+    link(attacker, MESSAGE_CHANNEL).send([INVALID_MESSAGES[invalid](attacker)])
+    is_declared_lost(groups, culprit=1)
 
 
 @pytest.mark.usefixtures("no_allocation")
 def test_message_channel_offer_of_8_gib_allocates_nothing(pair: list[gw.Group]) -> None:
-    liar = pair[1]
-    liar.send(np.zeros(1), dst=0)
-    link(liar, MESSAGE_CHANNEL).send([header(liar, Kind.OFFER, sequence=5, tile=0, round=2)])
+    attacker = pair[1]
+    attacker.send(np.zeros(1), dst=0)
+    link(attacker, MESSAGE_CHANNEL).send([header(attacker, Kind.OFFER, sequence=5, tile=0, round=2)])
     with pytest.raises(gw.SizeMismatch, match=rf"rank 1 sent {8 * GIB} bytes with tag 0, the buffer has 80"):
         pair[0].recv(np.zeros(1), src=1)
         pair[0].recv(np.zeros(10), src=1)
@@ -218,15 +218,15 @@ def test_message_channel_offer_of_8_gib_allocates_nothing(pair: list[gw.Group]) 
 
 
 def test_message_channel_forged_source_counts_as_the_rank_of_the_link() -> None:
-    """A message counts as that of the rank whose link it came on."""
+    """The sender of a message is the rank of its link, whatever the header says."""
     groups = gw.local_group(3)
     try:
-        liar, victim, honest = groups[1], groups[0], groups[2]
-        liar.send(np.zeros(1), dst=0, tag=1)
+        attacker, victim, honest = groups[1], groups[0], groups[2]
+        attacker.send(np.zeros(1), dst=0, tag=1)
         for source in (2, 7):
-            forged = header(liar, Kind.EAGER, 8, source=source) + np.full(1, 9.0).tobytes()
-            link(liar, MESSAGE_CHANNEL).send([forged])
-        liar.send(np.ones(1), dst=0, tag=2)  # behind the forged ones, on the same link
+            forged = header(attacker, Kind.EAGER, 8, source=source) + np.full(1, 9.0).tobytes()
+            link(attacker, MESSAGE_CHANNEL).send([forged])
+        attacker.send(np.ones(1), dst=0, tag=2)  # sent after the forged ones, on the same link
         x = np.zeros(1)
         assert victim.recv(x, src=None, tag=2) == 1
         honest.send(np.full(1, 2.0), dst=0)
@@ -243,18 +243,18 @@ def test_message_channel_offers_beyond_the_limit_are_not_read(
 ) -> None:
     from gradwire.generation import mailbox
 
-    monkeypatch.setattr(mailbox, "MAX_KEPT", 100_000)
-    liar = pair[1]
-    liar.send(np.zeros(1), dst=0)
-    one = link(liar, MESSAGE_CHANNEL)
+    monkeypatch.setattr(mailbox, "MAX_UNMATCHED_BYTES", 100_000)
+    attacker = pair[1]
+    attacker.send(np.zeros(1), dst=0)
+    one = link(attacker, MESSAGE_CHANNEL)
     number = 1
-    while one.send([header(liar, Kind.OFFER, sequence=number, fingerprint=number)]) == 64:
-        number += 1  # until the link is full: nobody reads it
-    assert parts_of(pair[0]).generation.mailbox.kept_bytes(1) < 1_000_000
+    while one.send([header(attacker, Kind.OFFER, sequence=number, fingerprint=number)]) == 64:
+        number += 1  # until the link is full, because it is not read any more
+    assert parts_of(pair[0]).generation.mailbox.unmatched_bytes(1) < 1_000_000
     run_ranks(pair, lambda group: group.barrier())
 
 
-COLLECTIVE_NONSENSE: dict[str, Callable[[gw.Group, int], bytes]] = {
+INVALID_HEADERS: dict[str, Callable[[gw.Group, int], bytes]] = {
     "8 GiB": lambda group, print64: header(group, Kind.COLLECTIVE, 8 * GIB, fingerprint=print64),
     "no header": lambda group, print64: b"\xee" * 64,
     "another group": lambda group, print64: header(group, Kind.COLLECTIVE, 8, group=2, fingerprint=print64),
@@ -262,12 +262,12 @@ COLLECTIVE_NONSENSE: dict[str, Callable[[gw.Group, int], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("nonsense", COLLECTIVE_NONSENSE)
+@pytest.mark.parametrize("invalid", INVALID_HEADERS)
 @pytest.mark.usefixtures("no_allocation")
 def test_collective_channel_invalid_header_raises_peer_lost_for_its_sender(
-    groups: list[gw.Group], nonsense: str
+    groups: list[gw.Group], invalid: str
 ) -> None:
-    liar, victim = groups[1], groups[0]
+    attacker, victim = groups[1], groups[0]
     x = np.ones(1024)
     caught: list[BaseException] = []
 
@@ -282,18 +282,18 @@ def test_collective_channel_invalid_header_raises_peer_lost_for_its_sender(
     assert eventually(lambda: parts_of(victim).runner.calls.last() is not None)
     last = parts_of(victim).runner.calls.last()
     assert last is not None
-    parts_of(liar).generation.world_links[0].send([COLLECTIVE_NONSENSE[nonsense](liar, last.fingerprint)])
+    parts_of(attacker).generation.world_links[0].send([INVALID_HEADERS[invalid](attacker, last.fingerprint)])
     waiting.join()
     assert [type(error) for error in caught] == [gw.PeerLost]
     assert getattr(caught[0], "culprit", None) == 1
-    assert "sent nonsense during all_reduce #1" in str(caught[0])
-    given_up(groups, culprit=1)
+    assert "sent invalid data during all_reduce #1" in str(caught[0])
+    is_declared_lost(groups, culprit=1)
 
 
 def test_service_thread_that_fails_aborts_the_group_with_the_reason(
     groups: list[gw.Group], captured: CapturedLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A bug of ours must not become a hang of theirs."""
+    """A bug in gradwire must not make the other ranks hang."""
 
     def fail(now: float) -> float:
         raise ZeroDivisionError("a bug")
@@ -303,10 +303,10 @@ def test_service_thread_that_fails_aborts_the_group_with_the_reason(
     parts_of(victim).generation.service.wake()
 
     def play(group: gw.Group) -> str:
-        with pytest.raises(gw.Aborted) as told:
+        with pytest.raises(gw.Aborted) as caught:
             group.recv(np.zeros(1), src=(group.rank + 1) % group.size)
-        assert told.value.culprit == 0
-        return str(told.value)
+        assert caught.value.culprit == 0
+        return str(caught.value)
 
     for text in run_ranks(groups, play):
         assert text.endswith("gave up: its service thread failed: ZeroDivisionError: a bug")

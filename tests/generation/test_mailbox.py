@@ -18,17 +18,17 @@ def header(kind: Kind, source: int, tag: int, nbytes: int = 0, *, sequence: int 
     return Header(kind, 1, 1, source, GROUP, sequence, tag, offered & 0xFFFFFFFF, offered >> 32, nbytes)
 
 
-class PointToPoint:
-    """A mailbox, and what it has told the senders."""
+class MailboxHarness:
+    """A mailbox, with the acceptances that it sent."""
 
     def __init__(self) -> None:
         self.accepted: list[tuple[int, int]] = []
-        self.relieved = 0
+        self.room_reports = 0
         self.redirected: list[tuple[int, memoryview, memoryview]] = []
-        self.box = Mailbox(lambda world, letter: self.accepted.append((world, letter.identity)), self._relieve)
+        self.box = Mailbox(lambda world, message: self.accepted.append((world, message.identity)), self._count_room)
 
-    def _relieve(self) -> None:
-        self.relieved += 1
+    def _count_room(self) -> None:
+        self.room_reports += 1
 
     def eager(self, source: int, tag: int, payload: bytes) -> None:
         head = header(Kind.EAGER, source, tag, len(payload))
@@ -50,215 +50,215 @@ class PointToPoint:
         head = header(Kind.WITHDRAW, source, 0, sequence=identity)
         self.box.finish(source, head, self.box.begin(source, head))
 
-    def ask(self, nbytes: int, source: int | None, tag: int) -> Request:
+    def recv(self, nbytes: int, source: int | None, tag: int) -> Request:
         request = Request(GROUP, source, tag, memoryview(bytearray(nbytes)))
-        self.box.ask(request)
+        self.box.post_request(request)
         return request
 
-    def give_up(self, request: Request) -> bool:
-        return self.box.give_up(request, lambda *what: self.redirected.append(what))
+    def cancel(self, request: Request) -> bool:
+        return self.box.cancel_request(request, lambda *what: self.redirected.append(what))
 
 
 def test_mailbox_message_completes_the_recv_that_waits_for_it() -> None:
-    post = PointToPoint()
-    waiting = post.ask(3, source=2, tag=5)
-    post.eager(1, 5, b"abc")
-    post.eager(2, 4, b"abc")
+    harness = MailboxHarness()
+    waiting = harness.recv(3, source=2, tag=5)
+    harness.eager(1, 5, b"abc")
+    harness.eager(2, 4, b"abc")
     assert not waiting.done
-    post.eager(2, 5, b"xyz")
+    harness.eager(2, 5, b"xyz")
     assert (waiting.sender, bytes(waiting.target)) == (2, b"xyz")
 
 
 def test_mailbox_recv_gets_the_message_that_arrived_first() -> None:
-    post = PointToPoint()
+    harness = MailboxHarness()
     for payload in (b"1", b"2"):
-        post.eager(2, 5, payload)
-    assert bytes(post.ask(1, None, 5).target) == b"1"
-    assert bytes(post.ask(1, 2, 5).target) == b"2"
-    assert not post.ask(1, 2, 5).done
+        harness.eager(2, 5, payload)
+    assert bytes(harness.recv(1, None, 5).target) == b"1"
+    assert bytes(harness.recv(1, 2, 5).target) == b"2"
+    assert not harness.recv(1, 2, 5).done
 
 
 def test_mailbox_long_message_is_accepted_by_a_recv_and_written_into_its_buffer() -> None:
-    post = PointToPoint()
-    post.offer(2, 5, nbytes=4, identity=77)
-    assert not post.accepted
-    request = post.ask(4, 2, 5)
-    assert post.accepted == [(2, 77)]
+    harness = MailboxHarness()
+    harness.offer(2, 5, nbytes=4, identity=77)
+    assert not harness.accepted
+    request = harness.recv(4, 2, 5)
+    assert harness.accepted == [(2, 77)]
     assert not request.done
     head = header(Kind.PAYLOAD, 2, 5, 4, sequence=77)
-    memory = post.box.begin(2, head)
+    memory = harness.box.begin(2, head)
     assert memory is request.target
     memory[:] = b"long"
-    post.box.finish(2, head, memory)
+    harness.box.finish(2, head, memory)
     assert (request.sender, bytes(request.target)) == (2, b"long")
 
 
 def test_mailbox_payload_that_is_repeated_or_withdrawn_halfway_is_refused() -> None:
-    post = PointToPoint()
-    post.offer(2, 5, nbytes=4, identity=77)
-    request = post.ask(4, 2, 5)
+    harness = MailboxHarness()
+    harness.offer(2, 5, nbytes=4, identity=77)
+    request = harness.recv(4, 2, 5)
     head = header(Kind.PAYLOAD, 2, 5, 4, sequence=77)
-    memory = post.box.begin(2, head)
+    memory = harness.box.begin(2, head)
     with pytest.raises(WireError, match="two links"):
-        post.box.begin(2, head)
+        harness.box.begin(2, head)
     with pytest.raises(WireError, match="withdrawn while it arrives"):
-        post.withdraw(2, 77)
+        harness.withdraw(2, 77)
     with pytest.raises(WireError, match="identity 77"):
-        post.offer(2, 5, nbytes=4, identity=77)
+        harness.offer(2, 5, nbytes=4, identity=77)
     memory[:] = b"long"
-    post.box.finish(2, head, memory)
+    harness.box.finish(2, head, memory)
     assert (request.sender, bytes(request.target)) == (2, b"long")
-    post.offer(2, 5, nbytes=4, identity=77)  # done with, the number may come again
+    harness.offer(2, 5, nbytes=4, identity=77)  # the first message has ended, so the identity may be used again
 
 
 def test_mailbox_offer_with_identity_0_is_refused() -> None:
     with pytest.raises(WireError, match="identity 0"):
-        PointToPoint().offer(2, 5, nbytes=1 << 40, identity=0)
+        MailboxHarness().offer(2, 5, nbytes=1 << 40, identity=0)
 
 
 def test_mailbox_payload_that_was_not_accepted_is_refused() -> None:
-    post = PointToPoint()
-    post.offer(2, 5, nbytes=4, identity=77)
+    harness = MailboxHarness()
+    harness.offer(2, 5, nbytes=4, identity=77)
     for source, identity, nbytes in ((2, 77, 4), (2, 78, 4), (1, 77, 4)):
         with pytest.raises(WireError, match="was not accepted"):
-            post.box.begin(source, header(Kind.PAYLOAD, source, 5, nbytes, sequence=identity))
-    post.ask(4, 2, 5)
+            harness.box.begin(source, header(Kind.PAYLOAD, source, 5, nbytes, sequence=identity))
+    harness.recv(4, 2, 5)
     with pytest.raises(WireError):
-        post.box.begin(2, header(Kind.PAYLOAD, 2, 5, 5, sequence=77))
+        harness.box.begin(2, header(Kind.PAYLOAD, 2, 5, 5, sequence=77))
 
 
 @pytest.mark.parametrize("kind", [Kind.OFFER, Kind.ACCEPT, Kind.WITHDRAW])
 def test_mailbox_offer_accept_or_withdraw_with_a_payload_is_refused(kind: Kind) -> None:
     with pytest.raises(WireError):
-        PointToPoint().box.begin(1, header(kind, 1, 0, 1))
+        MailboxHarness().box.begin(1, header(kind, 1, 0, 1))
 
 
 @pytest.mark.parametrize("kind", [Kind.COLLECTIVE, Kind.CONTROL])
 def test_mailbox_message_of_another_kind_is_refused(kind: Kind) -> None:
     with pytest.raises(WireError):
-        PointToPoint().box.begin(1, header(kind, 1, 0))
+        MailboxHarness().box.begin(1, header(kind, 1, 0))
 
 
 def test_mailbox_eager_message_above_the_limit_is_refused() -> None:
-    assert len(PointToPoint().box.begin(1, header(Kind.EAGER, 1, 0, MAX_EAGER))) == MAX_EAGER
+    assert len(MailboxHarness().box.begin(1, header(Kind.EAGER, 1, 0, MAX_EAGER))) == MAX_EAGER
     with pytest.raises(WireError):
-        PointToPoint().box.begin(1, header(Kind.EAGER, 1, 0, MAX_EAGER + 1))
+        MailboxHarness().box.begin(1, header(Kind.EAGER, 1, 0, MAX_EAGER + 1))
 
 
 def test_mailbox_recv_after_a_withdrawn_offer_gets_the_next_message() -> None:
-    post = PointToPoint()
-    post.offer(2, 5, nbytes=4, identity=1)
-    post.withdraw(2, 1)
-    post.withdraw(2, 1)  # once more does no harm
-    request = post.ask(4, 2, 5)
-    assert not post.accepted
-    post.offer(2, 5, nbytes=4, identity=2)
-    assert post.accepted == [(2, 2)]
-    post.withdraw(2, 2)  # it crossed with the acceptance
+    harness = MailboxHarness()
+    harness.offer(2, 5, nbytes=4, identity=1)
+    harness.withdraw(2, 1)
+    harness.withdraw(2, 1)  # a second withdrawal is ignored
+    request = harness.recv(4, 2, 5)
+    assert not harness.accepted
+    harness.offer(2, 5, nbytes=4, identity=2)
+    assert harness.accepted == [(2, 2)]
+    harness.withdraw(2, 2)  # the withdrawal and the acceptance cross
     assert not request.done
-    post.eager(2, 5, b"next")
+    harness.eager(2, 5, b"next")
     assert bytes(request.target) == b"next"
 
 
 def test_mailbox_own_offer_is_either_accepted_or_withdrawn() -> None:
-    post = PointToPoint()
-    one, two = post.box.offer(), post.box.offer()
+    harness = MailboxHarness()
+    one, two = harness.box.offer(), harness.box.offer()
     assert one.identity != two.identity
     accept = header(Kind.ACCEPT, 2, 0, sequence=one.identity)
-    post.box.finish(2, accept, post.box.begin(2, accept))
+    harness.box.finish(2, accept, harness.box.begin(2, accept))
     assert one.accepted
-    assert not post.box.withdraw(one)
-    assert post.box.withdraw(two)
+    assert not harness.box.withdraw(one)
+    assert harness.box.withdraw(two)
     accept = header(Kind.ACCEPT, 2, 0, sequence=two.identity)
-    post.box.finish(2, accept, post.box.begin(2, accept))
+    harness.box.finish(2, accept, harness.box.begin(2, accept))
     assert not two.accepted
 
 
-def test_mailbox_recv_given_up_halfway_leaves_its_message_first_in_the_queue() -> None:
-    post = PointToPoint()
+def test_mailbox_recv_cancelled_halfway_leaves_its_message_first_in_the_queue() -> None:
+    harness = MailboxHarness()
     for identity in (1, 2):
-        post.offer(2, 5, nbytes=4, identity=identity)
-    first, second = post.ask(4, 2, 5), post.ask(4, 2, 5)
-    post.offer(2, 5, nbytes=4, identity=3)
-    assert post.give_up(first)
-    assert post.give_up(second)
-    private = [new for _, _, new in post.redirected]
-    assert [old for _, old, _ in post.redirected] == [first.target, second.target]
-    post.payload(2, 1, b"one.")
+        harness.offer(2, 5, nbytes=4, identity=identity)
+    first, second = harness.recv(4, 2, 5), harness.recv(4, 2, 5)
+    harness.offer(2, 5, nbytes=4, identity=3)
+    assert harness.cancel(first)
+    assert harness.cancel(second)
+    private = [new for _, _, new in harness.redirected]
+    assert [old for _, old, _ in harness.redirected] == [first.target, second.target]
+    harness.payload(2, 1, b"one.")
     assert bytes(private[0]) == b"one."
     assert bytes(first.target) == bytes(4)
-    got = [post.ask(4, 2, 5) for _ in range(3)]
-    post.payload(2, 2, b"two.")
-    post.payload(2, 3, b"tri.")
+    got = [harness.recv(4, 2, 5) for _ in range(3)]
+    harness.payload(2, 2, b"two.")
+    harness.payload(2, 3, b"tri.")
     assert [bytes(request.target) for request in got] == [b"one.", b"two.", b"tri."]
 
 
-def test_mailbox_recv_that_is_done_cannot_be_given_up() -> None:
-    post = PointToPoint()
-    request = post.ask(1, 2, 5)
-    post.eager(2, 5, b"x")
-    assert not post.give_up(request)
-    waiting = post.ask(1, 2, 5)
-    assert post.give_up(waiting)
-    post.eager(2, 5, b"y")
+def test_mailbox_recv_that_is_done_cannot_be_cancelled() -> None:
+    harness = MailboxHarness()
+    request = harness.recv(1, 2, 5)
+    harness.eager(2, 5, b"x")
+    assert not harness.cancel(request)
+    waiting = harness.recv(1, 2, 5)
+    assert harness.cancel(waiting)
+    harness.eager(2, 5, b"y")
     assert not waiting.done
 
 
-def test_mailbox_unmatched_messages_are_counted_and_relief_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mailbox, "MAX_KEPT", 1000)
-    post = PointToPoint()
+def test_mailbox_unmatched_messages_are_counted_and_new_room_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mailbox, "MAX_UNMATCHED_BYTES", 1000)
+    harness = MailboxHarness()
     count = 0
-    while not post.box.overfull(2):
-        post.eager(2, 5, bytes(100))
+    while not harness.box.overfull(2):
+        harness.eager(2, 5, bytes(100))
         count += 1
     assert count < 10
-    assert not post.box.overfull(1)
-    while post.box.overfull(2):
-        assert not post.relieved
-        post.ask(100, 2, 5)
-    assert post.relieved == 1
+    assert not harness.box.overfull(1)
+    while harness.box.overfull(2):
+        assert not harness.room_reports
+        harness.recv(100, 2, 5)
+    assert harness.room_reports == 1
     for _ in range(10):
-        post.offer(2, 6, nbytes=1 << 40, identity=count)
+        harness.offer(2, 6, nbytes=1 << 40, identity=count)
         count += 1
-    assert post.box.overfull(2), "offers count by themselves, not by what they claim"
+    assert harness.box.overfull(2), "an offer must count as an offer, not as the size that it claims"
 
 
-def test_mailbox_keeps_nothing_of_tags_that_are_used_once() -> None:
-    post = PointToPoint()
+def test_mailbox_tag_without_messages_uses_no_memory() -> None:
+    harness = MailboxHarness()
     for tag in range(100):
-        post.eager(2, tag, b"x")
-        post.ask(1, None, tag)
-    assert post.box.unmatched.queues == 0
-    assert post.box.kept_bytes(2) == 0
+        harness.eager(2, tag, b"x")
+        harness.recv(1, None, tag)
+    assert harness.box.unmatched.queues == 0
+    assert harness.box.unmatched_bytes(2) == 0
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1)), max_size=30))
 def test_unmatched_messages_are_found_in_the_order_of_arrival(arrivals: list[tuple[int, int]]) -> None:
-    shelf = UnmatchedMessages()
-    letters = [IncomingMessage(source, GROUP, source, tag, 1) for source, tag in arrivals]
-    for letter in letters:
-        shelf.add(letter)
+    unmatched = UnmatchedMessages()
+    messages = [IncomingMessage(source, GROUP, source, tag, 1) for source, tag in arrivals]
+    for message in messages:
+        unmatched.add(message)
     for tag in (0, 1):
         anyone = Request(GROUP, None, tag, memoryview(b""))
         taken = []
-        while (found := shelf.find(anyone)) is not None:
-            shelf.take(found)
+        while (found := unmatched.find(anyone)) is not None:
+            unmatched.remove(found)
             taken.append(found)
-        assert taken == [letter for letter in letters if letter.tag == tag]
-        for letter in sorted(taken, key=id):  # put back in any order
-            shelf.add(letter)
+        assert taken == [message for message in messages if message.tag == tag]
+        for message in sorted(taken, key=id):  # added again in any order
+            unmatched.add(message)
         for source in range(3):
             request = Request(GROUP, source, tag, memoryview(b""))
-            expected = [letter for letter in letters if (letter.source, letter.tag) == (source, tag)]
-            assert shelf.find(request) is (expected[0] if expected else None)
+            expected = [message for message in messages if (message.source, message.tag) == (source, tag)]
+            assert unmatched.find(request) is (expected[0] if expected else None)
 
 
-class Correspondence(RuleBasedStateMachine):
-    """Against a list: whatever happens, each tag's messages are received once each and in the order they were sent."""
+class MailboxMachine(RuleBasedStateMachine):
+    """Compares the mailbox with a list: each tag's messages are received once and in the order they were sent."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.post = PointToPoint()
+        self.harness = MailboxHarness()
         self.sent: dict[tuple[int, int], list[bytes]] = {}  # by source and tag, not yet received
         self.waiting: list[Request] = []
         self.offers: dict[tuple[int, int], tuple[int, bytes]] = {}  # by source and identity: not yet accepted
@@ -268,12 +268,12 @@ class Correspondence(RuleBasedStateMachine):
         self.count += 1
         return self.count.to_bytes(4, "big")
 
-    def _settle(self) -> None:
-        """Deliver what was accepted, and compare what was received."""
-        while self.post.accepted:
-            source, identity = self.post.accepted.pop(0)
+    def _deliver(self) -> None:
+        """Deliver the accepted payloads, and compare what was received."""
+        while self.harness.accepted:
+            source, identity = self.harness.accepted.pop(0)
             _, payload = self.offers.pop((source, identity))
-            self.post.payload(source, identity, payload)
+            self.harness.payload(source, identity, payload)
         for request in [request for request in self.waiting if request.done]:
             self.waiting.remove(request)
             assert request.sender is not None
@@ -283,23 +283,23 @@ class Correspondence(RuleBasedStateMachine):
     def eager(self, source: int, tag: int) -> None:
         payload = self._payload()
         self.sent.setdefault((source, tag), []).append(payload)
-        self.post.eager(source, tag, payload)
-        self._settle()
+        self.harness.eager(source, tag, payload)
+        self._deliver()
 
     @rule(source=st.integers(0, 1), tag=st.integers(0, 1))
     def offer(self, source: int, tag: int) -> None:
         payload = self._payload()
         self.sent.setdefault((source, tag), []).append(payload)
         self.offers[source, self.count] = tag, payload
-        self.post.offer(source, tag, 4, self.count)
-        self._settle()
+        self.harness.offer(source, tag, 4, self.count)
+        self._deliver()
 
     @rule(source=st.none() | st.integers(0, 1), tag=st.integers(0, 1))
-    def ask(self, source: int | None, tag: int) -> None:
+    def recv(self, source: int | None, tag: int) -> None:
         before = {key: list(queue) for key, queue in self.sent.items()}
-        request = self.post.ask(4, source, tag)
+        request = self.harness.recv(4, source, tag)
         self.waiting.append(request)
-        self._settle()
+        self._deliver()
         heads = [queue[0] for key, queue in before.items() if queue and key[1] == tag and source in (None, key[0])]
         if heads:
             expected = min(heads)  # payloads are numbered in the order of their arrival
@@ -307,9 +307,9 @@ class Correspondence(RuleBasedStateMachine):
 
     @precondition(lambda self: self.waiting)
     @rule(which=st.integers(0, 5))
-    def give_up(self, which: int) -> None:
+    def cancel(self, which: int) -> None:
         request = self.waiting.pop(which % len(self.waiting))
-        assert self.post.give_up(request)
+        assert self.harness.cancel(request)
 
     @precondition(lambda self: self.offers)
     @rule(which=st.integers(0, 5))
@@ -317,16 +317,16 @@ class Correspondence(RuleBasedStateMachine):
         source, identity = list(self.offers)[which % len(self.offers)]
         tag, payload = self.offers.pop((source, identity))
         self.sent[source, tag].remove(payload)
-        self.post.withdraw(source, identity)
-        self._settle()
+        self.harness.withdraw(source, identity)
+        self._deliver()
 
     @invariant()
-    def what_waits_has_nothing_to_take(self) -> None:
+    def waiting_requests_have_no_matching_message(self) -> None:
         for request in self.waiting:
             assert not any(
                 queue and key[1] == request.tag and request.source in (None, key[0]) for key, queue in self.sent.items()
             )
 
 
-TestCorrespondence = Correspondence.TestCase
-TestCorrespondence.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestMailbox = MailboxMachine.TestCase
+TestMailbox.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -14,7 +14,7 @@ import pytest
 
 import gradwire as gw
 from gradwire.host import native_core
-from gradwire.liveness.detector import LOOK_SECONDS, PEER_SECONDS
+from gradwire.liveness.detector import PEER_SECONDS, POLL_SECONDS
 from gradwire.membership.coordinator.service import Coordinator
 from gradwire.membership.endpoints import split
 from gradwire.security.secret import job_secret
@@ -26,9 +26,9 @@ from support.processes import job_fixture as job_fixture
 from support.processes import zygote_fixture as zygote_fixture
 
 SIZE = 4  # ranks: 0 and 1 on one host, 2 and 3 on the other
-PORT = 7077  # in a network that nobody else has
-TIMEOUT = 2.0  # GRADWIRE_PEER_TIMEOUT, long enough that a busy machine does not look like a part of the outage
-OUTAGE = 1.0  # seconds in which all packets are lost, and that the default must bear
+PORT = 7077  # in a network namespace of its own
+TIMEOUT = 2.0  # GRADWIRE_PEER_TIMEOUT, long enough that delays of a busy machine do not count as an outage
+OUTAGE = 1.0  # seconds of lost packets that the default timeout must tolerate
 needs_core = pytest.mark.skipif(not native_core.available(), reason="without the core, silence counts after 10 s only")
 
 
@@ -38,7 +38,7 @@ def join(hosts: list[int]) -> gw.Group:
 
 
 def reduces(here: Here, hosts: list[int], nbytes: int) -> None:
-    """Reduce until that fails, and stay: what others notice must be the cut, and not the end of this process."""
+    """Reduce until that fails, and keep running: the other ranks must notice the cut, not the end of this process."""
     group = join(hosts)
     x = np.ones(nbytes // 4, np.float32)
     group.all_reduce(x)
@@ -52,7 +52,7 @@ def reduces(here: Here, hosts: list[int], nbytes: int) -> None:
 
 
 def waits(here: Here, hosts: list[int], nbytes: int) -> None:
-    """Wait for a message of a rank on the other host: no data is on its way, so no loss of it is noticed."""
+    """Wait for a message of a rank on the other host. No data is in transit, so TCP notices nothing."""
     group = join(hosts)
     group.barrier()
     here.tell(ready=True)
@@ -64,7 +64,7 @@ def waits(here: Here, hosts: list[int], nbytes: int) -> None:
 
 
 def job_environ(hosts: Hosts, **more: str) -> Callable[[int], dict[str, str]]:
-    """The environment of each rank of a job on two hosts."""
+    """Return the environment of each rank of a job on two hosts."""
     token = secrets.token_hex(32)
 
     def environ(rank: int) -> dict[str, str]:
@@ -94,11 +94,11 @@ def test_network_cut_raises_peer_lost_on_both_sides_for_the_lowest_remote_rank(
         began = time.monotonic()
         getattr(hosts, how)()
         for rank in ranks:
-            told = rank.hear()
+            report = rank.hear()
             beyond = 2 if rank.number < 2 else 0
-            assert (told["error"], told["culprit"]) == ("PeerLost", beyond), told["text"]
-            assert f"the network to rank {beyond} drops packets" in told["text"]
-            assert told["at"] - began > TIMEOUT - LOOK_SECONDS, told["text"]
+            assert (report["error"], report["culprit"]) == ("PeerLost", beyond), report["text"]
+            assert f"the network to rank {beyond} drops packets" in report["text"]
+            assert report["at"] - began > TIMEOUT - POLL_SECONDS, report["text"]
 
 
 @needs_core
@@ -109,14 +109,14 @@ def test_network_cut_beyond_the_default_timeout_raises_peer_lost_on_both_sides(j
         began = time.monotonic()
         hosts.cut()
         for rank in ranks:
-            told = rank.hear()
-            assert (told["error"], told["culprit"]) == ("PeerLost", 2 if rank.number < 2 else 0), told["text"]
-            assert told["at"] - began > PEER_SECONDS - LOOK_SECONDS, told["text"]
+            report = rank.hear()
+            assert (report["error"], report["culprit"]) == ("PeerLost", 2 if rank.number < 2 else 0), report["text"]
+            assert report["at"] - began > PEER_SECONDS - POLL_SECONDS, report["text"]
 
 
 @needs_core
 def test_network_cut_uses_the_longest_peer_timeout_of_all_ranks(job: StartJob, hosts: Hosts) -> None:
-    """So that no rank gives up others that do not give it up."""
+    """Otherwise a rank could declare others lost that do not declare it lost."""
     common = job_environ(hosts)
 
     def environ(rank: int) -> dict[str, str]:
@@ -128,29 +128,29 @@ def test_network_cut_uses_the_longest_peer_timeout_of_all_ranks(job: StartJob, h
         began = time.monotonic()
         hosts.cut()
         for rank in ranks:
-            told = rank.hear()
-            assert (told["error"], told["culprit"]) == ("PeerLost", 2 if rank.number < 2 else 0), told["text"]
-            assert told["at"] - began > 2 - LOOK_SECONDS, told["text"]
+            report = rank.hear()
+            assert (report["error"], report["culprit"]) == ("PeerLost", 2 if rank.number < 2 else 0), report["text"]
+            assert report["at"] - began > 2 - POLL_SECONDS, report["text"]
 
 
-def when_told(here: Here) -> threading.Event:
-    """Set when the test says something."""
-    told = threading.Event()
+def stop_event(here: Here) -> threading.Event:
+    """Return an event that is set when the test sends a message."""
+    stopped = threading.Event()
 
     def listen() -> None:
         here.hear()
-        told.set()
+        stopped.set()
 
     threading.Thread(target=listen, daemon=True).start()
-    return told
+    return stopped
 
 
-def reduces_until_told(here: Here, hosts: list[int]) -> None:
-    """Reduce until the test says that it is enough; then tell the sum of a last one."""
+def reduces_until_stopped(here: Here, hosts: list[int]) -> None:
+    """Reduce until the test sends a message, then report the sum of a last all-reduce."""
     group = join(hosts)
     group.barrier()
     here.tell(ready=True)
-    enough = when_told(here) if group.rank == 0 else threading.Event()
+    enough = stop_event(here) if group.rank == 0 else threading.Event()
     try:
         while not group.all_reduce(float(enough.is_set()), op="max"):
             pass
@@ -159,8 +159,8 @@ def reduces_until_told(here: Here, hosts: list[int]) -> None:
         here.tell_error(error)
 
 
-def trains_until_told(here: Here, hosts: list[int], address: str) -> None:
-    """Number 0 is the coordinator of an elastic job, and the others train; they tell of the generations they saw."""
+def trains_until_stopped(here: Here, hosts: list[int], address: str) -> None:
+    """Run the coordinator of an elastic job as number 0, and train as the others, which report their generations."""
     number = int(os.environ["NUMBER"])
     enter(hosts[max(0, number - 1) // 2])
     if number == 0:
@@ -170,7 +170,7 @@ def trains_until_told(here: Here, hosts: list[int], address: str) -> None:
             here.tell(ready=True)
             here.hear()
         return
-    enough = when_told(here)
+    enough = stop_event(here)
     weights = np.zeros(1000)
     run = gw.elastic({"weights": weights})
     generations = set()
@@ -190,12 +190,12 @@ def trains_until_told(here: Here, hosts: list[int], address: str) -> None:
 
 def outage(hosts: Hosts, seconds: float) -> None:
     hosts.cut()
-    time.sleep(seconds)  # the fault itself, not a wait for something
+    time.sleep(seconds)  # the fault itself has this length
     hosts.mend()
 
 
 def test_network_cut_of_a_second_breaks_nothing_in_a_static_job(job: StartJob, hosts: Hosts) -> None:
-    with job(reduces_until_told, SIZE, hosts.pids, environ=job_environ(hosts)) as ranks:
+    with job(reduces_until_stopped, SIZE, hosts.pids, environ=job_environ(hosts)) as ranks:
         for rank in ranks:
             assert rank.hear() == {"ready": True}
         outage(hosts, OUTAGE)
@@ -204,13 +204,13 @@ def test_network_cut_of_a_second_breaks_nothing_in_a_static_job(job: StartJob, h
 
 
 def test_network_cut_of_two_thirds_of_the_timeout_breaks_nothing(job: StartJob, hosts: Hosts) -> None:
-    """TCP sends again at least once a second, instead of waiting as long again as the outage has lasted."""
+    """TCP retransmits at least once a second, instead of backing off for as long as the outage has lasted."""
     with socket.socket() as sock:
         try:
             sock.setsockopt(socket.IPPROTO_TCP, TCP_RTO_MAX_MS, 1000)
         except OSError:
             pytest.skip("the kernel has no limit for TCP's back-off (Linux 6.15)")
-    with job(reduces_until_told, SIZE, hosts.pids, environ=job_environ(hosts)) as ranks:
+    with job(reduces_until_stopped, SIZE, hosts.pids, environ=job_environ(hosts)) as ranks:
         for rank in ranks:
             assert rank.hear() == {"ready": True}
         outage(hosts, PEER_SECONDS * 2 / 3)
@@ -233,7 +233,7 @@ def test_network_cut_of_a_second_breaks_nothing_in_an_elastic_job(job: StartJob,
             "GRADWIRE_INSECURE": "1",
         }
 
-    with job(trains_until_told, 1 + SIZE, hosts.pids, address, environ=environ) as processes:
+    with job(trains_until_stopped, 1 + SIZE, hosts.pids, address, environ=environ) as processes:
         for process in processes:
             assert process.hear() == {"ready": True}
         outage(hosts, OUTAGE)

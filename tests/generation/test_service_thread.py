@@ -20,16 +20,16 @@ WORLD, TAG, NBYTES = 1, 7, 1 << 20
 
 
 def test_offer_accepted_while_the_generation_breaks_does_not_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accepting holds the mailbox's lock and posts; a break holds the control's lock and wakes those at the mailbox."""
+    """Accepting holds the mailbox's lock and posts. A break holds the control's lock and notifies the mailbox."""
     one, two = gw.loopback_pair()
     two.send(np.zeros(1), 0)
-    one.recv(np.zeros(1), src=1)  # there is a link to answer on
+    one.recv(np.zeros(1), src=1)  # opens a link for the acceptance
     control, mailbox = parts_of(one).generation.control, parts_of(one).generation.mailbox
     in_control, in_mailbox = threading.Event(), threading.Event()
     mailbox.finish(1, Header(Kind.OFFER, 0, 1, 1, WORLD, 1, TAG, NBYTES, 0, 0), memoryview(b""))
 
     def accept() -> None:
-        mailbox.ask(Request(WORLD, 1, TAG, memoryview(bytearray(NBYTES))))
+        mailbox.post_request(Request(WORLD, 1, TAG, memoryview(bytearray(NBYTES))))
 
     def full(outbox: Outbox) -> bool:
         if threading.current_thread() is not accepting:
@@ -38,7 +38,7 @@ def test_offer_accepted_while_the_generation_breaks_does_not_deadlock(monkeypatc
         assert in_control.wait(LONG)
         return True
 
-    def halt() -> None:  # the control calls this with its lock held
+    def halt() -> None:  # `Control` calls this with its lock held
         in_control.set()
         assert in_mailbox.wait(LONG)
 
@@ -53,7 +53,7 @@ def test_offer_accepted_while_the_generation_breaks_does_not_deadlock(monkeypatc
     accepting.start()
     for thread in (accepting, breaking):
         thread.join(LONG)
-        assert not thread.is_alive(), "each waits for the other's lock"
+        assert not thread.is_alive(), "deadlock: each thread waits for the other's lock"
     with pytest.raises(gw.Aborted):
         one.barrier()
     one.close()

@@ -18,7 +18,7 @@ from support.ranks import closing, run_ranks
 
 
 @pytest.fixture
-def alone() -> Iterator[gw.Group]:
+def single() -> Iterator[gw.Group]:
     with gw.init() as group:
         yield group
 
@@ -38,9 +38,9 @@ def test_group_of_two_has_rank_size_generation_and_topology(pair: tuple[gw.Group
 
 
 @pytest.mark.parametrize("name", ["rank", "size", "generation", "topology", "capabilities"])
-def test_group_properties_are_read_only(alone: gw.Group, name: str) -> None:
+def test_group_properties_are_read_only(single: gw.Group, name: str) -> None:
     with pytest.raises(AttributeError):
-        setattr(alone, name, 1)
+        setattr(single, name, 1)
 
 
 def test_group_repr_shows_open_broken_and_closed(pair: tuple[gw.Group, gw.Group]) -> None:
@@ -55,8 +55,8 @@ def test_group_repr_shows_open_broken_and_closed(pair: tuple[gw.Group, gw.Group]
 # -- capabilities ------------------------------------------------------------------------------------------------------
 
 
-def test_capabilities_report_transport_ops_and_algorithms(alone: gw.Group, pair: tuple[gw.Group, gw.Group]) -> None:
-    assert alone.capabilities.transport == "local"
+def test_capabilities_report_transport_ops_and_algorithms(single: gw.Group, pair: tuple[gw.Group, gw.Group]) -> None:
+    assert single.capabilities.transport == "local"
     able = pair[0].capabilities
     assert able.transport == "tcp"
     assert able.native == native_core.available()
@@ -103,34 +103,34 @@ UNSUPPORTED: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("operation", "arguments"), SUPPORTED)
 def test_supports_an_available_operation_returns_true(
-    alone: gw.Group, operation: str, arguments: dict[str, Any]
+    single: gw.Group, operation: str, arguments: dict[str, Any]
 ) -> None:
-    assert alone.capabilities.supports(operation, **arguments)
-    assert hasattr(alone, operation)
+    assert single.capabilities.supports(operation, **arguments)
+    assert hasattr(single, operation)
 
 
 @pytest.mark.parametrize(("operation", "arguments"), UNSUPPORTED)
 def test_supports_an_unavailable_operation_returns_false(
-    alone: gw.Group, operation: str, arguments: dict[str, Any]
+    single: gw.Group, operation: str, arguments: dict[str, Any]
 ) -> None:
-    assert not alone.capabilities.supports(operation, **arguments)
+    assert not single.capabilities.supports(operation, **arguments)
 
 
 @pytest.mark.parametrize("op", ["sum", "mean", "min", "max", "prod"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64", "int8", "uint64", "bool", "complex64"])
-def test_supports_agrees_with_what_all_reduce_accepts(alone: gw.Group, dtype: str, op: str) -> None:
-    x = alone.empty(3, dtype)
+def test_supports_agrees_with_what_all_reduce_accepts(single: gw.Group, dtype: str, op: str) -> None:
+    x = single.empty(3, dtype)
     x[...] = 1
-    if alone.capabilities.supports("all_reduce", dtype=dtype, op=op):
-        assert alone.all_reduce(x, op) is x
+    if single.capabilities.supports("all_reduce", dtype=dtype, op=op):
+        assert single.all_reduce(x, op) is x
     else:
         with pytest.raises(gw.UnsupportedOp):
-            alone.all_reduce(x, op)
+            single.all_reduce(x, op)
 
 
-def test_recover_in_a_static_group_raises_unsupported_op(alone: gw.Group) -> None:
-    with pytest.raises(gw.UnsupportedOp, match="membership is fixed") as caught:
-        alone.recover()
+def test_recover_in_a_static_group_raises_unsupported_op(single: gw.Group) -> None:
+    with pytest.raises(gw.UnsupportedOp, match="a fixed membership") as caught:
+        single.recover()
     assert caught.value.operation == "recover"
 
 
@@ -141,59 +141,59 @@ def test_recover_in_a_static_group_raises_unsupported_op(alone: gw.Group) -> Non
     ("shape", "dtype"),
     [(3, "float32"), ((2, 0, 3), "bool"), ((), "complex128"), (np.int8(4), "bfloat16"), ([2, 3], "i2")],
 )
-def test_empty_returns_contiguous_writable_arrays_that_can_be_reduced(alone: gw.Group, shape: Any, dtype: str) -> None:
-    x = alone.empty(shape, dtype)
+def test_empty_returns_contiguous_writable_arrays_that_can_be_reduced(single: gw.Group, shape: Any, dtype: str) -> None:
+    x = single.empty(shape, dtype)
     assert isinstance(x, np.ndarray)
     assert x.shape == np.empty(shape).shape
     assert x.flags.c_contiguous
     assert x.flags.writeable
     x[...] = 1
-    assert alone.all_reduce(x) is x
+    assert single.all_reduce(x) is x
 
 
-def test_empty_without_a_dtype_is_float32(alone: gw.Group) -> None:
-    assert alone.empty(3).dtype == np.float32
+def test_empty_without_a_dtype_is_float32(single: gw.Group) -> None:
+    assert single.empty(3).dtype == np.float32
 
 
 @pytest.mark.parametrize("shape", [-1, (2, -1), 1.5, "3", 2**62, 10**30, (2**40, 2**40), None])
-def test_empty_of_an_impossible_shape_raises_invalid_size(alone: gw.Group, shape: Any) -> None:
+def test_empty_of_an_impossible_shape_raises_invalid_size(single: gw.Group, shape: Any) -> None:
     with pytest.raises(gw.InvalidSize, match="no array of shape"):
-        alone.empty(shape)
+        single.empty(shape)
 
 
 @pytest.mark.parametrize("dtype", [object, "U5", ">f4", "f4,f4", "3f4", "nonsense", None, 7, np.longdouble])
-def test_empty_of_an_unsupported_dtype_raises_array_error(alone: gw.Group, dtype: Any) -> None:
+def test_empty_of_an_unsupported_dtype_raises_array_error(single: gw.Group, dtype: Any) -> None:
     with pytest.raises(gw.ArrayError):
-        alone.empty(3, dtype)
+        single.empty(3, dtype)
 
 
 # -- beginning and end -------------------------------------------------------------------------------------------------
 
 
-def test_collectives_after_close_raise_closed(alone: gw.Group) -> None:
-    alone.close()
+def test_collectives_after_close_raise_closed(single: gw.Group) -> None:
+    single.close()
     x = np.ones(2)
     calls: list[tuple[Any, ...]] = [
-        (alone.all_reduce, x),
-        (alone.broadcast, x),
-        (alone.reduce, x),
-        (alone.all_gather, x),
-        (alone.gather, x),
-        (alone.reduce_scatter, x),
-        (alone.scatter, x),
-        (alone.all_to_all, x),
-        (alone.all_reduce_named, {}),
-        (alone.barrier,),
-        (alone.broadcast_value, 1),
-        (alone.all_gather_values, 1),
-        (alone.subgroup, [0]),
-        (alone.stream().barrier,),
+        (single.all_reduce, x),
+        (single.broadcast, x),
+        (single.reduce, x),
+        (single.all_gather, x),
+        (single.gather, x),
+        (single.reduce_scatter, x),
+        (single.scatter, x),
+        (single.all_to_all, x),
+        (single.all_reduce_named, {}),
+        (single.barrier,),
+        (single.broadcast_value, 1),
+        (single.all_gather_values, 1),
+        (single.subgroup, [0]),
+        (single.stream().barrier,),
     ]
     for call, *arguments in calls:
         with pytest.raises(gw.Closed, match="closed"):
             call(*arguments)
-    alone.abort("too late")
-    alone.close()
+    single.abort("too late")
+    single.close()
 
 
 def test_point_to_point_after_close_raises_closed(pair: tuple[gw.Group, gw.Group]) -> None:
@@ -276,21 +276,21 @@ def test_sendrecv_with_overlapping_buffers_raises_array_error(pair: tuple[gw.Gro
         pair[0].sendrecv(x, x[2:], 1, 1)
 
 
-def test_copy_within_a_rank_handles_strides_and_overlap_and_refuses_other_sizes(alone: gw.Group) -> None:
+def test_copy_within_a_rank_handles_strides_and_overlap_and_refuses_other_sizes(single: gw.Group) -> None:
     y = np.zeros((3, 2))
-    alone.copy(np.arange(6.0).reshape(2, 3).T, y, src=0, dst=0)
+    single.copy(np.arange(6.0).reshape(2, 3).T, y, src=0, dst=0)
     assert y.tolist() == [[0, 3], [1, 4], [2, 5]]
     z = np.arange(5.0)
-    alone.copy(z[:-1], z[1:], src=0, dst=0)  # as if by way of a message
+    single.copy(z[:-1], z[1:], src=0, dst=0)  # as correct as through a message
     assert z.tolist() == [0, 0, 1, 2, 3]
     with pytest.raises(gw.ArrayError, match=r"float64\[2\] does not fit float64\[3\]"):
-        alone.copy(np.zeros(2), np.zeros(3), src=0, dst=0)
+        single.copy(np.zeros(2), np.zeros(3), src=0, dst=0)
 
 
 # -- documentation -----------------------------------------------------------------------------------------------------
 
 
-INSIDE = {"Work.run", "Work.call_back", "Work.heed", "Work.hurry"}  # what works are told by the group, not by users
+INSIDE = {"Work.run", "Work.call_back", "Work.acknowledge_error", "Work.expedite"}  # for gradwire itself, not for users
 
 
 def public_members() -> Iterator[tuple[str, Any]]:

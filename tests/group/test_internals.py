@@ -1,4 +1,4 @@
-"""GroupInternals: the parts of a group that training, adapters and job set-up use beyond its public calls."""
+"""GroupInternals: the access of training code, adapters and job set-up to a group, beyond its public methods."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.in_process import pair_fixture as pair_fixture
 from support.ranks import run_ranks
 
 
-def test_run_of_a_declined_operation_raises_its_error_and_the_group_goes_on(pair: list[gw.Group]) -> None:
+def test_run_of_a_declined_operation_raises_its_error_and_the_group_stays_usable(pair: list[gw.Group]) -> None:
     def program(group: gw.Group) -> float:
         declined = Declined(gw.ArrayError("there is nothing to send"))
         with pytest.raises(gw.ArrayError, match="nothing to send"):
@@ -27,7 +27,7 @@ def test_queue_runs_after_the_calls_before_it(pair: list[gw.Group]) -> None:
     def program(group: gw.Group) -> int:
         internals = GroupInternals(group)
         group.barrier()
-        made = internals.queue(Operation("look", lambda exchange: internals.calls_made)).wait(SOON)
+        made = internals.queue(Operation("count", lambda exchange: internals.calls_made)).wait(SOON)
         group.barrier()
         assert internals.calls_made == 2
         return int(made)

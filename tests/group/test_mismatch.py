@@ -21,7 +21,7 @@ from support.ranks import eventually, run_ranks
 WAITS = {
     "gradwire.liveness.control_protocol.BEHIND_SECONDS": 5.0,
     "gradwire.liveness.verdict.CALLS_SECONDS": 10.0,
-    "gradwire.group.group.CONFER_SECONDS": 20.0,
+    "gradwire.group.group.COMPARE_SECONDS": 20.0,
 }
 Call = Callable[[gw.Group], Any]
 
@@ -30,7 +30,7 @@ def ones(count: int = 4, dtype: str = "float32") -> Any:
     return np.ones(count, dtype)
 
 
-# What most ranks call, what one calls instead, and how the odd call is shown.
+# The call of most ranks, the call of the odd rank, and how the error shows the odd call.
 DIFFERENCES: dict[str, tuple[Call, Call, str]] = {
     "operation": (
         lambda group: group.all_reduce(ones()),
@@ -96,33 +96,33 @@ def line(call: Call) -> str:
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where all ranks make a call, they get to tell it, however busy the machine is."""
-    be_patient(monkeypatch)
+def long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait longer for the calls of all ranks, so that errors show all of them on a busy machine too."""
+    lengthen_waits(monkeypatch)
 
 
-def be_patient(patch: pytest.MonkeyPatch) -> None:
+def lengthen_waits(patch: pytest.MonkeyPatch) -> None:
     for name, seconds in WAITS.items():
         patch.setattr(name, seconds)
 
 
-def goes_wrong(group: gw.Group, call: Call) -> gw.CollectiveMismatch:
-    """Make a call, and further ones until one raises: a rank that only sends learns of it a little later."""
-    with pytest.raises(gw.CollectiveMismatch) as told:
+def mismatch_of(group: gw.Group, call: Call) -> gw.CollectiveMismatch:
+    """Return the mismatch that a call or the one after it raises. A rank that only sends learns of it later."""
+    with pytest.raises(gw.CollectiveMismatch) as caught:
         call(group)
         assert eventually(lambda: GroupInternals(group).is_broken)
         group.barrier()
-    return told.value
+    return caught.value
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("long_waits")
 @pytest.mark.parametrize("difference", DIFFERENCES)
 def test_mismatch_on_any_argument_shows_the_call_of_every_rank_on_all_ranks(
     groups: list[gw.Group], difference: str
 ) -> None:
     usual, odd, shown = DIFFERENCES[difference]
     run_ranks(groups, lambda group: group.barrier())
-    errors = run_ranks(groups, lambda group: goes_wrong(group, odd if group.rank == 1 else usual))
+    errors = run_ranks(groups, lambda group: mismatch_of(group, odd if group.rank == 1 else usual))
     assert len({str(error) for error in errors}) == 1
     text = str(errors[0])
     assert re.match(r"ranks disagree on call #2\b", text)
@@ -134,13 +134,13 @@ def test_mismatch_on_any_argument_shows_the_call_of_every_rank_on_all_ranks(
         assert error.generation == 1
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("long_waits")
 @pytest.mark.parametrize("after", ["idle", "all_reduce", "recv", "send"])
 def test_broadcast_with_two_roots_raises_mismatch_whatever_the_ranks_do_next(
     groups: list[gw.Group], after: str
 ) -> None:
     def play(group: gw.Group) -> gw.CollectiveMismatch:
-        with pytest.raises(gw.CollectiveMismatch, match=r"rank 1: broadcast\(float32\[4\], root=1\)") as told:
+        with pytest.raises(gw.CollectiveMismatch, match=r"rank 1: broadcast\(float32\[4\], root=1\)") as caught:
             group.broadcast(ones(), root=0 if group.rank == 0 else 1)
             if after == "all_reduce":
                 group.all_reduce(ones())
@@ -150,13 +150,13 @@ def test_broadcast_with_two_roots_raises_mismatch_whatever_the_ranks_do_next(
                 group.send(ones(1 << 20), dst=(group.rank + 1) % group.size)
             assert eventually(lambda: GroupInternals(group).is_broken)
             group.barrier()
-        return told.value
+        return caught.value
 
     errors = run_ranks(groups, play)
     assert {error.culprit for error in errors} == {0 if len(groups) == 3 else None}
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("long_waits")
 def test_mismatch_of_call_order_names_the_first_call_that_differs(groups: list[gw.Group]) -> None:
     def play(group: gw.Group) -> gw.CollectiveMismatch:
         def calls(group: gw.Group) -> None:
@@ -166,7 +166,7 @@ def test_mismatch_of_call_order_names_the_first_call_that_differs(groups: list[g
             group.reduce(ones(), op=second)
             group.barrier()
 
-        return goes_wrong(group, calls)
+        return mismatch_of(group, calls)
 
     for error in run_ranks(groups, play):
         assert str(error).startswith("ranks disagree on call #2\n")
@@ -181,7 +181,7 @@ def test_mismatch_by_a_skipped_call_shows_the_later_call_of_that_rank(groups: li
             group.barrier()
             group.barrier()
 
-        return goes_wrong(group, calls)
+        return mismatch_of(group, calls)
 
     for error in run_ranks(groups, play):
         assert error.culprit == (0 if len(groups) == 3 else None)
@@ -195,7 +195,7 @@ def arrays(**shapes: tuple[int, ...]) -> dict[str, Any]:
     return {name: np.zeros(shape, "float32") for name, shape in shapes.items()}
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("long_waits")
 @pytest.mark.parametrize(
     ("usual", "odd", "said"),
     [
@@ -226,7 +226,7 @@ def test_all_reduce_named_with_different_maps_names_the_array_that_differs(
     groups: list[gw.Group], usual: Callable[[], Any], odd: Callable[[], Any], said: str
 ) -> None:
     def play(group: gw.Group) -> gw.CollectiveMismatch:
-        return goes_wrong(group, lambda group: group.all_reduce_named((odd if group.rank == 1 else usual)()))
+        return mismatch_of(group, lambda group: group.all_reduce_named((odd if group.rank == 1 else usual)()))
 
     for error in run_ranks(groups, play):
         assert str(error).startswith(f"ranks disagree on call #1: {said}\n  rank 0: all_reduce_named("), str(error)
@@ -249,12 +249,12 @@ def test_all_reduce_named_with_different_maps_names_the_array_that_differs(
     ids=["scatter", "all_to_all"],
 )
 def test_mismatch_of_counts_shows_expected_and_actual_counts(groups: list[gw.Group], call: Call, said: str) -> None:
-    for error in run_ranks(groups, lambda group: goes_wrong(group, call)):
+    for error in run_ranks(groups, lambda group: mismatch_of(group, call)):
         assert re.match(rf"ranks disagree on call #\d: {said}\n  rank 0: ", str(error)), str(error)
 
 
 def splits(group: gw.Group, rows: int) -> list[int]:
-    """Rank 1 has another idea than the rest."""
+    """Return counts that differ on rank 1."""
     parts = [rows // group.size] * group.size
     if group.rank == 1:
         parts[0] += 1
@@ -263,13 +263,13 @@ def splits(group: gw.Group, rows: int) -> list[int]:
 
 
 def got(group: gw.Group) -> list[int]:
-    """What really comes, given `splits`."""
+    """Return the number of rows that a rank receives from each rank, given `splits`."""
     usual = 6 // group.size
     return [usual + (group.rank == 0) - (group.rank == 1) if rank == 1 else usual for rank in range(group.size)]
 
 
-def test_calls_of_different_groups_in_different_order_are_no_mismatch() -> None:
-    """A call on the world and one on a subgroup are of different orders: neither disagrees with the other."""
+def test_calls_of_two_groups_in_different_order_raise_no_mismatch() -> None:
+    """The world and a subgroup have separate orders, so their calls may be interleaved differently on each rank."""
     groups = gw.local_group(3)
 
     def play(group: gw.Group) -> list[int]:
@@ -300,7 +300,7 @@ def test_mismatch_in_a_subgroup_breaks_all_ranks_and_shows_only_its_members() ->
             if group.rank != 2:
                 group.subgroup([0, 1, 3]).broadcast(ones(group.rank + 1), root=0)
 
-        return str(goes_wrong(group, call))
+        return str(mismatch_of(group, call))
 
     run_ranks([groups[rank] for rank in (0, 1, 3)], lambda group: group.subgroup([0, 1, 3]).barrier())
 
@@ -314,7 +314,7 @@ def test_mismatch_in_a_subgroup_breaks_all_ranks_and_shows_only_its_members() ->
 
 
 def disagrees(here: Here, difference: str) -> None:
-    be_patient(pytest.MonkeyPatch())  # for the life of this process
+    lengthen_waits(pytest.MonkeyPatch())  # until the end of this process
     group = gw.init()
     group.barrier()
     usual, odd, _ = DIFFERENCES[difference]
@@ -331,13 +331,13 @@ def test_mismatch_between_processes_names_the_odd_rank_and_its_line(job: StartJo
     usual, odd, shown = DIFFERENCES[difference]
     with job(disagrees, 3, difference) as ranks:
         for rank in ranks:
-            told = rank.hear()
-            assert (told["error"], told["culprit"]) == ("CollectiveMismatch", 1), told
-            assert f"\n  rank 1: {shown} at {line(odd)}" in told["text"]
-            assert f" at {line(usual)}\n" in told["text"]
+            report = rank.hear()
+            assert (report["error"], report["culprit"]) == ("CollectiveMismatch", 1), report
+            assert f"\n  rank 1: {shown} at {line(odd)}" in report["text"]
+            assert f" at {line(usual)}\n" in report["text"]
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("long_waits")
 @pytest.mark.parametrize("n", [2, 3])
 def test_broadcast_with_two_roots_raises_mismatch_when_the_with_block_ends(n: int) -> None:
     def leave_at_once(group: gw.Group) -> str:

@@ -20,7 +20,7 @@ from support.ranks import eventually, run_ranks
 def test_all_gather_with_an_unusable_out_is_refused_before_anything_is_sent(transport: str) -> None:
     def run(group: gw.Group) -> list[list[int]]:
         x = np.array([group.rank + 7])
-        found = [group.all_gather(x).tolist() for _ in range(3)]  # by now the core knows the call
+        found = [group.all_gather(x).tolist() for _ in range(3)]  # the third call takes the fast path
         if group.rank == 0:
             whole, fixed = np.zeros(2, np.int64), np.zeros(2, np.int64)
             fixed.flags.writeable = False
@@ -40,7 +40,7 @@ def test_all_gather_with_an_unusable_out_is_refused_before_anything_is_sent(tran
 @pytest.mark.parametrize("length", [0, 1, 3])
 @pytest.mark.parametrize("transport", ["local", "tcp"])
 def test_all_gather_into_an_out_of_another_length_fails_on_that_rank_alone(transport: str, length: int) -> None:
-    """How long the result is shows only in the exchange, which the others must not wait for in vain."""
+    """The length of the result is known only during the exchange, which the other ranks must be able to finish."""
 
     def run(group: gw.Group) -> list[list[int]]:
         x = np.array([group.rank + 7])
@@ -78,7 +78,7 @@ def test_callback_waits_for_a_later_work_while_the_main_thread_is_in_a_call() ->
         stream.all_reduce(1.0).add_done_callback(callback)
 
         def add() -> None:
-            if eventually(lambda: GroupInternals(group).calls_made == 2):  # the program is in its barrier
+            if eventually(lambda: GroupInternals(group).calls_made == 2):  # the main thread is in its barrier
                 later.append(stream.all_reduce(2.0))
                 queued.set()
 
@@ -151,7 +151,7 @@ def test_large_message_arrives_at_a_rank_whose_own_sends_exceed_the_limit() -> N
     one, two = gw.loopback_pair()
     with one, two:
         small, y = np.ones(1 << 16, np.uint8), np.zeros(1 << 17)
-        for _ in range(1040):  # more than `two` keeps unasked
+        for _ in range(1040):  # more than `two` stores without a recv
             one.send(small, 1, tag=5)
         asked = threading.Thread(target=lambda: one.recv(y, 1, tag=9))
         asked.start()

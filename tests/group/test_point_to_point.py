@@ -18,7 +18,7 @@ from support.in_process import message_clock_fixture as message_clock_fixture
 from support.in_process import pair_fixture as pair_fixture
 from support.ranks import closing, eventually, run_ranks
 
-LARGE = 4 << 20  # bytes: more than any socket takes without a reader
+LARGE = 4 << 20  # bytes: more than the buffers of any socket
 
 
 @pytest.fixture
@@ -33,8 +33,8 @@ def in_background(call: Callable[[], Any]) -> threading.Thread:
     return thread
 
 
-def acquaint(pair: list[gw.Group]) -> None:
-    """Let the links of messages be made, which otherwise counts towards the first call's time."""
+def open_message_links(pair: list[gw.Group]) -> None:
+    """Open the message links, so that dialling does not count towards the timeout of the first call."""
     for sender, receiver in ((0, 1), (1, 0)):
         pair[sender].send(np.zeros(1, np.uint8), dst=receiver)
         pair[receiver].recv(np.zeros(1, np.uint8), src=sender)
@@ -81,7 +81,7 @@ def test_recv_from_any_rank_returns_messages_in_order_of_arrival(trio: list[gw.G
     mailbox = parts_of(trio[0]).generation.mailbox
 
     def kept() -> int:
-        return mailbox.kept_bytes(1) + mailbox.kept_bytes(2)
+        return mailbox.unmatched_bytes(1) + mailbox.unmatched_bytes(2)
 
     def one_more_than(before: int) -> bool:
         return eventually(lambda: kept() > before)
@@ -92,9 +92,9 @@ def test_recv_from_any_rank_returns_messages_in_order_of_arrival(trio: list[gw.G
         assert one_more_than(before)
         order.append(rank)
     assert [trio[0].recv(x, tag=5) for _ in range(4)] == order
-    with pytest.raises(gw.Timeout, match="no message from any rank with tag 5") as told:
+    with pytest.raises(gw.Timeout, match="no message from any rank with tag 5") as caught:
         trio[0].recv(x, tag=5, timeout=0.05)
-    assert (told.value.culprit, told.value.peer, told.value.seconds) == (None, None, 0.05)
+    assert (caught.value.culprit, caught.value.peer, caught.value.seconds) == (None, None, 0.05)
 
 
 @pytest.mark.parametrize("bad", [-1, 2, 7, "1", None])
@@ -137,9 +137,11 @@ def test_recv_into_a_buffer_of_another_size_keeps_the_message(pair: list[gw.Grou
 def test_recv_that_timed_out_can_be_repeated(pair: list[gw.Group]) -> None:
     x = np.zeros(3)
     for _ in range(3):
-        with pytest.raises(gw.Timeout, match=r"no message from rank 0 with tag 0 came in 0.02 s; .* repeated") as told:
+        with pytest.raises(
+            gw.Timeout, match=r"no message from rank 0 with tag 0 arrived in 0.02 s; .* repeated"
+        ) as caught:
             pair[1].recv(x, src=0, timeout=0.02)
-        assert (told.value.culprit, told.value.peer) == (None, 0)
+        assert (caught.value.culprit, caught.value.peer) == (None, 0)
     pair[0].send(np.arange(3.0), dst=1)
     assert pair[1].recv(x, src=0) == 0
     assert x.tolist() == [0, 1, 2]
@@ -147,11 +149,11 @@ def test_recv_that_timed_out_can_be_repeated(pair: list[gw.Group]) -> None:
 
 
 def test_send_without_a_recv_times_out_and_leaves_the_group_usable(pair: list[gw.Group]) -> None:
-    acquaint(pair)
+    open_message_links(pair)
     for _ in range(2):
-        with pytest.raises(gw.Timeout, match=r"waited 0.05 s for a recv there.*use sendrecv") as told:
+        with pytest.raises(gw.Timeout, match=r"waited 0.05 s for a recv there.*use sendrecv") as caught:
             pair[0].send(pattern(LARGE), dst=1, timeout=0.05)
-        assert (told.value.culprit, told.value.peer, told.value.operation) == (None, 1, "send")
+        assert (caught.value.culprit, caught.value.peer, caught.value.operation) == (None, 1, "send")
     # The offers were withdrawn: the next message is the next one sent.
     sender = in_background(lambda: pair[0].send(pattern(LARGE, 3), dst=1))
     x = np.zeros(LARGE, np.uint8)
@@ -172,12 +174,12 @@ def test_send_in_both_directions_times_out_where_sendrecv_succeeds(pair: list[gw
         group.sendrecv(pattern(LARGE, group.rank), x, dst=1 - group.rank, src=1 - group.rank)
         assert np.array_equal(x, pattern(LARGE, 1 - group.rank))
 
-    acquaint(pair)
+    open_message_links(pair)
     run_ranks(pair, play)
 
 
 def test_sendrecv_that_timed_out_withdraws_its_recv(pair: list[gw.Group]) -> None:
-    acquaint(pair)
+    open_message_links(pair)
     y = np.zeros(2)
     with pytest.raises(gw.Timeout, match="sendrecv"):
         pair[0].sendrecv(pattern(LARGE), y, dst=1, src=1, timeout=0.05)
@@ -204,22 +206,22 @@ def test_small_sends_in_both_directions_do_not_wait_for_each_other(pair: list[gw
 def test_unreceived_messages_are_bounded_and_none_is_lost(
     pair: list[gw.Group], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The receiver stops reading at its bound, the sender then waits; a time-out of that leaves all in place."""
+    """The receiver stops reading at its limit, and the sender then waits. A timeout of the sender loses no message."""
     from gradwire.generation import mailbox
     from gradwire.transports.frames import Outbox
 
-    acquaint(pair)
-    monkeypatch.setattr(mailbox, "MAX_KEPT", 1 << 20)
+    open_message_links(pair)
+    monkeypatch.setattr(mailbox, "MAX_UNMATCHED_BYTES", 1 << 20)
     monkeypatch.setattr(Outbox, "MAX_WAITING", 1 << 20)
     block, sent = np.zeros(MAX_EAGER, np.uint8), 0
-    with pytest.raises(gw.Timeout, match="it takes no messages off its link"):
+    with pytest.raises(gw.Timeout, match="rank 1 does not read its messages"):
         while sent < 2000:
             block[:8].view(np.int64)[0] = sent
             pair[0].send(block, dst=1, timeout=0.2)
             sent += 1
-    assert sent < 1000, "that is far more than may be kept"
-    assert parts_of(pair[1]).generation.mailbox.kept_bytes(0) < 2 << 20
-    for number in range(sent):  # reading goes on as soon as there is room again
+    assert sent < 1000, "far more messages were accepted than the limit allows"
+    assert parts_of(pair[1]).generation.mailbox.unmatched_bytes(0) < 2 << 20
+    for number in range(sent):  # reading resumes as soon as there is room
         pair[1].recv(block, src=0)
         assert block[:8].view(np.int64)[0] == number
 
@@ -244,12 +246,12 @@ def test_many_messages_arrive_in_order(pair: list[gw.Group], count: int) -> None
 
 
 def test_recv_time_does_not_grow_with_the_number_of_waiting_messages(pair: list[gw.Group]) -> None:
-    """Finding a message must not cost more the more of them lie there."""
+    """The time to find a message must not depend on how many are waiting."""
     x = np.zeros(1, np.int64)
     for number in range(20_000):
         x[0] = number
         pair[0].send(x, dst=1, tag=number % 7)
-    began = time.process_time()  # however busy the machine is
+    began = time.process_time()  # CPU time does not depend on how busy the machine is
     for number in reversed(range(20_000)):
         pair[1].recv(x, src=0, tag=number % 7)
     assert time.process_time() - began < 8
@@ -304,7 +306,7 @@ def test_threads_of_one_rank_send_and_receive_at_the_same_time(pair: list[gw.Gro
         other = 1 - group.rank
         fine: list[bool] = []
 
-        def talk(tag: int) -> None:
+        def exchange(tag: int) -> None:
             for turn in range(5):
                 x = np.zeros(nbytes, np.uint8)
                 if (tag + group.rank) % 2:
@@ -313,7 +315,7 @@ def test_threads_of_one_rank_send_and_receive_at_the_same_time(pair: list[gw.Gro
                     group.recv(x, src=other, tag=tag)
                     fine.append(np.array_equal(x, pattern(nbytes, tag * 100 + turn)))
 
-        threads = [in_background(lambda tag=tag: talk(tag)) for tag in range(4)]  # type: ignore[misc]
+        threads = [in_background(lambda tag=tag: exchange(tag)) for tag in range(4)]  # type: ignore[misc]
         group.barrier()  # collectives have links of their own
         for thread in threads:
             thread.join()
@@ -323,7 +325,7 @@ def test_threads_of_one_rank_send_and_receive_at_the_same_time(pair: list[gw.Gro
 
 
 def test_recv_that_does_not_fit_hides_no_message_from_a_recv_that_fits(pair: list[gw.Group]) -> None:
-    """One of them does not fit, and must not hide the message from the other."""
+    """Two requests wait for the message. The one that does not fit must not hide the message from the other."""
     outcomes: list[object] = []
 
     def receive(count: int) -> None:
@@ -362,7 +364,7 @@ def test_copy_into_another_dtype_is_refused_and_keeps_the_message() -> None:
 def test_sendrecv_after_a_slow_send_has_only_the_remaining_time_for_its_recv(message_clock: Clock) -> None:
     one, two = gw.loopback_pair()
     with one, two:
-        acquaint([one, two])
+        open_message_links([one, two])
         errors: list[BaseException] = []
 
         def sendrecv() -> None:
@@ -374,10 +376,10 @@ def test_sendrecv_after_a_slow_send_has_only_the_remaining_time_for_its_recv(mes
         message_clock.stop()
         waiting = in_background(sendrecv)
         with pytest.raises(gw.SizeMismatch):
-            two.recv(np.zeros(1), src=0)  # so it is offered there
+            two.recv(np.zeros(1), src=0)  # received in order, so the long message is offered by now
         message_clock.advance(1.5)
         two.recv(np.zeros(LARGE, np.uint8), src=0)
         message_clock.advance(1.0)
         waiting.join(SOON)
         assert [type(error) for error in errors] == [gw.Timeout]
-        message_clock.go_on()
+        message_clock.resume()

@@ -1,4 +1,4 @@
-"""Large messages that are interrupted halfway: nothing is lost, and no buffer that was given back is written."""
+"""Large messages that are interrupted halfway: nothing is lost, and the buffer of a recv that ended is not written."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WHOLE = 64 * MIB
 
 
 class Gate:
-    """Lets a number of bytes of point-to-point messages pass from rank 0, and the rest when it is opened."""
+    """Passes a number of bytes of rank 0's point-to-point messages, and the rest after it is opened."""
 
     def __init__(self, room: int) -> None:
         self.room = room
@@ -80,14 +80,14 @@ def sending(group: gw.Group, x: Any, errors: list[BaseException], **options: Any
     return thread
 
 
-def acquaint(pair: list[gw.Group]) -> None:
-    """Let the link of messages be made, before the clock is stopped: dialling keeps to the real time."""
+def open_message_links(pair: list[gw.Group]) -> None:
+    """Open the message link before the clock is stopped: dialling uses the real time."""
     pair[0].send(np.zeros(1), dst=1)
     pair[1].recv(np.zeros(1), src=0)
 
 
 def at(gate: Gate, action: Callable[[], None]) -> threading.Thread:
-    """Act as soon as the gate is reached, from another thread."""
+    """Run `action` on another thread as soon as a message reaches the gate."""
 
     def act() -> None:
         gate.reached.wait()
@@ -99,7 +99,7 @@ def at(gate: Gate, action: Callable[[], None]) -> threading.Thread:
 
 
 def time_out_halfway(gate: Gate, group: gw.Group, x: Any) -> None:
-    """Receive into x, and give up, until the message has arrived as far as the gate."""
+    """Receive into x, with timeouts, until the message has arrived as far as the gate."""
     while not gate.reached.is_set():
         x[:] = 0
         with pytest.raises(gw.Timeout, match="the recv can be repeated"):
@@ -122,7 +122,7 @@ def test_recv_after_a_timeout_halfway_gets_the_whole_message(pair: list[gw.Group
     gate.opened.set()
     sender.join()
     assert not errors
-    assert not x.any(), "memory that was given up is not written to any more"
+    assert not x.any(), "the buffer of a recv that timed out must not be written"
     y = np.zeros(WHOLE, np.uint8)
     assert pair[1].recv(y, src=0) == 0
     assert np.array_equal(y, message())
@@ -148,7 +148,7 @@ def test_recv_after_a_timeout_halfway_may_start_before_the_rest_arrives(pair: li
 def test_send_that_times_out_behind_a_half_sent_message_breaks_nothing_else(
     pair: list[gw.Group], gate: Gate, message_clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was accepted, and waits for the link; the recv that accepted it then gets the next message instead."""
+    """The message was accepted and waits for the link. The recv that accepted it then gets the next message instead."""
     refused, hold = threading.Event(), Outbox.hold
 
     def hold_or_report(outbox: Outbox) -> bool:
@@ -157,16 +157,16 @@ def test_send_that_times_out_behind_a_half_sent_message_breaks_nothing_else(
             refused.set()
         return held
 
-    acquaint(pair)
+    open_message_links(pair)
     monkeypatch.setattr(Outbox, "hold", hold_or_report)
     message_clock.stop()
     gate.room = 2 * MIB
-    big, small = message()[: 4 * MIB], np.arange(20_000.0)  # both too long to be sent before they are asked for
+    big, small = message()[: 4 * MIB], np.arange(20_000.0)  # both are too long to be sent without a recv
     late: list[BaseException] = []
     errors: list[BaseException] = []
     second = sending(pair[0], small, late, tag=2, timeout=1.0)
     with pytest.raises(gw.SizeMismatch):
-        pair[1].recv(np.zeros(1), src=0, tag=2)  # so it is offered there
+        pair[1].recv(np.zeros(1), src=0, tag=2)  # received in order, so the small message is offered by now
     first = sending(pair[0], big, errors, tag=1)
     x, y = np.zeros_like(big), np.zeros_like(small)
     receivers = [threading.Thread(target=pair[1].recv, args=args) for args in ((x, 0, 1), (y, 0, 2))]
@@ -175,10 +175,10 @@ def test_send_that_times_out_behind_a_half_sent_message_breaks_nothing_else(
     refused.clear()
     receivers[1].start()
     refused.wait()
-    message_clock.go_on()
+    message_clock.resume()
     second.join()
     assert [type(error) for error in late] == [gw.Timeout]
-    assert "waited 1 s behind others to that rank" in str(late[0])
+    assert "waited 1 s for earlier messages to that rank" in str(late[0])
     gate.opened.set()
     first.join()
     pair[0].send(small + 1, dst=1, tag=2)
@@ -196,7 +196,7 @@ def test_message_sent_after_a_half_arrived_one_is_received_after_it(pair: list[g
     sender = sending(pair[0], message(), errors)
     x = np.zeros(WHOLE, np.uint8)
     time_out_halfway(gate, pair[1], x)
-    pair[0].send(np.ones(3, np.uint8), dst=1)  # waits for its turn on the link, but send returns
+    pair[0].send(np.ones(3, np.uint8), dst=1)  # queued behind the long message, but send returns
     gate.opened.set()
     sender.join()
     with pytest.raises(gw.SizeMismatch, match=f"sent {WHOLE} bytes"):
@@ -210,14 +210,14 @@ def test_message_sent_after_a_half_arrived_one_is_received_after_it(pair: list[g
 def test_send_that_times_out_halfway_breaks_the_group_and_names_the_receiver(
     pair: list[gw.Group], gate: Gate, message_clock: Clock
 ) -> None:
-    acquaint(pair)
+    open_message_links(pair)
     errors: list[BaseException] = []
     message_clock.stop()
     sender = sending(pair[0], message(), errors, timeout=0.5)
-    starter = at(gate, message_clock.go_on)
-    with pytest.raises(gw.Timeout, match=r"send to rank 1 did not finish in 0.5 s: it stopped reading") as told:
+    starter = at(gate, message_clock.resume)
+    with pytest.raises(gw.Timeout, match=r"send to rank 1 did not finish in 0.5 s: rank 1 stopped reading") as caught:
         pair[1].recv(np.zeros(WHOLE, np.uint8), src=0)
-    assert told.value.culprit == 1
+    assert caught.value.culprit == 1
     starter.join()
     sender.join()
     assert [type(error) for error in errors] == [gw.Timeout]
@@ -228,9 +228,9 @@ def test_send_interrupted_by_ctrl_c_halfway_aborts_the_group(pair: list[gw.Group
     gate.error = KeyboardInterrupt()
     errors: list[BaseException] = []
     sender = sending(pair[0], message(), errors)
-    with pytest.raises(gw.Aborted, match=r"rank 0 .* gave up: interrupted \(Ctrl-C\) during send") as told:
+    with pytest.raises(gw.Aborted, match=r"rank 0 .* gave up: interrupted \(Ctrl-C\) during send") as caught:
         pair[1].recv(np.zeros(WHOLE, np.uint8), src=0)
-    assert told.value.culprit == 0
+    assert caught.value.culprit == 0
     sender.join()
     assert [type(error) for error in errors] == [KeyboardInterrupt]
     with pytest.raises(gw.Aborted):
@@ -241,9 +241,9 @@ def test_close_halfway_ends_the_send_and_is_peer_lost_at_the_receiver(pair: list
     errors: list[BaseException] = []
     sender = sending(pair[0], message(), errors)
     closer = at(gate, pair[0].close)
-    with pytest.raises(gw.PeerLost, match=r"rank 0 .* left the job during recv") as told:
+    with pytest.raises(gw.PeerLost, match=r"rank 0 .* left the job during recv") as caught:
         pair[1].recv(np.zeros(WHOLE, np.uint8), src=0)
-    assert told.value.culprit == 0
+    assert caught.value.culprit == 0
     closer.join()
     sender.join()
     assert [type(error) for error in errors] == [gw.Closed]
@@ -252,7 +252,7 @@ def test_close_halfway_ends_the_send_and_is_peer_lost_at_the_receiver(pair: list
 # -- between processes ------------------------------------------------------------------------------------------------
 
 
-def talks(here: Here, nbytes: int, pure: bool = False) -> None:
+def sends_messages(here: Here, nbytes: int, pure: bool = False) -> None:
     if pure:
         os.environ[native_core.PURE] = "1"
     group = gw.init()
@@ -277,8 +277,8 @@ def talks(here: Here, nbytes: int, pure: bool = False) -> None:
 
 
 def test_sender_stopped_for_a_while_loses_no_message_without_the_core(job: StartJob) -> None:
-    """Without the core: with it, a process that stands still for so long is lost."""
-    with job(talks, 2, WHOLE, True) as ranks:
+    """With the core, a process that stands still for this long would be lost."""
+    with job(sends_messages, 2, WHOLE, True) as ranks:
         assert ranks[0].hear()["waiting"]  # for the recv
         ranks[0].signal(signal.SIGSTOP)
         ranks[1].tell()
@@ -290,11 +290,11 @@ def test_sender_stopped_for_a_while_loses_no_message_without_the_core(job: Start
 
 
 def test_send_interrupted_by_ctrl_c_while_it_waits_raises_aborted_at_the_receiver(job: StartJob) -> None:
-    with job(talks, 2, WHOLE) as ranks:
+    with job(sends_messages, 2, WHOLE) as ranks:
         assert ranks[0].hear()["waiting"]
         ranks[0].signal(signal.SIGINT)
         assert ranks[0].ended() != 0
         ranks[1].tell()
-        told = ranks[1].hear()
-        assert (told["error"], told["culprit"]) == ("Aborted", 0), told
-        assert told["text"].endswith("gave up: KeyboardInterrupt")
+        report = ranks[1].hear()
+        assert (report["error"], report["culprit"]) == ("Aborted", 0), report
+        assert report["text"].endswith("gave up: KeyboardInterrupt")

@@ -116,7 +116,7 @@ def test_init_with_transport_shm_across_hosts_raises_on_all_ranks(job: StartJob,
 
 
 def used() -> int:
-    """Bytes of memory in all arenas that this process knows."""
+    """Return the bytes of memory that all arenas mapped by this process use."""
     arenas = {}
     for name in os.listdir("/proc/self/fd"):
         path = f"/proc/self/fd/{name}"
@@ -130,7 +130,7 @@ def allocates(here: Here) -> None:
     group = gw.init()
     group.barrier()
     here.tell(ready=True)
-    here.hear()  # nobody does anything now that takes memory
+    here.hear()  # no rank allocates memory now
     if group.rank == 0:
         before = used()
         x = group.empty((4, MIB), "uint8")
@@ -146,7 +146,7 @@ def allocates(here: Here) -> None:
         here.tell(full=full, kept=kept, left=used() - before, aligned=aligned, none=group.empty((0, 3)).shape)
         last = group.empty(3)
         group.close()
-        last[:] = 4  # its memory is as good as any other
+        last[:] = 4  # its memory is usable
         after = group.empty(3)
         after[:] = 5
         here.tell(last=last.tolist(), after=after.tolist())
@@ -166,7 +166,7 @@ def keeps_links_in_a_hidden_child(here: Here, victim: int) -> None:
     group = gw.init()
     if group.rank == victim:
         libc = ctypes.PyDLL(None)
-        if libc.fork() == 0:  # as a library would: Python's handlers do not run, and the child keeps every link
+        if libc.fork() == 0:  # like a C library: Python's fork handlers do not run, and the child keeps every link open
             libc.pause()
     x = np.ones(4)
     group.barrier()

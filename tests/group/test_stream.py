@@ -34,7 +34,7 @@ def progress_threads() -> list[threading.Thread]:
 
 
 def test_stream_collectives_of_three_streams_run_in_program_order(crew: Crew) -> None:
-    """In order on every stream and across them: each doubles what the one before it left."""
+    """Each collective doubles the result of the one before it, on the same or on another stream."""
 
     def program(group: gw.Group) -> None:
         streams = [group.stream() for _ in range(3)]
@@ -81,7 +81,7 @@ def test_work_shows_its_result_and_state(crew: Crew) -> None:
 
 
 def test_world_and_subgroup_calls_do_not_wait_for_each_other(crew: Crew) -> None:
-    """A thread on the world and one on a subgroup of the same ranks, in an order that differs between the ranks."""
+    """One thread calls the world, another one a subgroup of the same ranks, in an order that differs between ranks."""
 
     def program(group: gw.Group) -> None:
         side = group.subgroup(range(group.size))
@@ -94,7 +94,7 @@ def test_world_and_subgroup_calls_do_not_wait_for_each_other(crew: Crew) -> None
 
         thread = threading.Thread(target=beside)
         thread.start()
-        if group.rank == 0:  # is inside the world's barrier only after the subgroup's calls: they must not need it
+        if group.rank == 0:  # it calls the world's barrier only after the subgroup's calls, which must not wait for it
             entered.set()
             thread.join(SOON)
             group.barrier(timeout=SOON)
@@ -165,7 +165,7 @@ def test_close_ends_the_progress_threads_of_all_subgroups(pair: list[gw.Group]) 
 
 
 def test_stream_without_references_is_freed_after_its_works_ran(pair: list[gw.Group]) -> None:
-    """A stream that nobody holds ends by itself; its works still run, and their arrays are free after them."""
+    """The works of a stream without references still run, and their arrays are freed after that."""
 
     def program(group: gw.Group) -> bool:
         x = np.ones(10)
@@ -196,7 +196,7 @@ def test_stream_drops_works_that_succeeded() -> None:
 
 
 def test_thread_that_used_the_group_and_ended_is_no_lost_rank() -> None:
-    """Whoever used the group last may end; the rank lives as long as any of its threads does."""
+    """The thread that used the group last may end. The rank is alive as long as one of its threads is."""
     ready = threading.Event()
 
     def program(group: gw.Group) -> int:
@@ -205,7 +205,7 @@ def test_thread_that_used_the_group_and_ended_is_no_lost_rank() -> None:
             side = threading.Thread(target=lambda: group.subgroup([1]).barrier())
             side.start()
             side.join(SOON)
-            assert not ready.wait(1.0)  # computes for a while
+            assert not ready.wait(1.0)  # longer than a rank without threads would count as alive
         else:
             group.barrier()
         return int(group.all_reduce(1))
@@ -219,10 +219,10 @@ def test_thread_that_used_the_group_and_ended_is_no_lost_rank() -> None:
 def test_callback_is_called_once_on_success_and_on_failure(
     pair: list[gw.Group], caplog: pytest.LogCaptureFixture
 ) -> None:
-    told: list[object] = []
+    results: list[object] = []
 
     def note(work: gw.Work) -> None:
-        told.append(work.heed() or work.result)
+        results.append(work.acknowledge_error() or work.result)
 
     stream = pair[0].stream()
     work = stream.all_reduce(1)
@@ -236,40 +236,40 @@ def test_callback_is_called_once_on_success_and_on_failure(
     with pytest.raises(gw.Timeout) as caught:
         works[1].wait()
     end_progress(pair[0])
-    assert told == [2, caught.value]
+    assert results == [2, caught.value]
     work.add_done_callback(note)  # at once
-    assert told == [2, caught.value, 2]
-    assert "a callback of all_reduce failed" in caplog.text
+    assert results == [2, caught.value, 2]
+    assert "a done-callback of all_reduce raised an exception" in caplog.text
 
 
 def test_callback_may_call_the_group_and_wait(crew: Crew) -> None:
-    """The thread that runs it steps aside: otherwise it would wait for itself."""
+    """Another progress thread takes over. Otherwise the callback would wait for its own thread."""
     added = threading.Barrier(crew.size)
 
     def program(group: gw.Group) -> list[int]:
-        stream, told = group.stream(), []
+        stream, results = group.stream(), []
         ended = threading.Event()
 
-        def go_on(work: gw.Work) -> None:
-            told.append(work.result)
-            told.append(stream.all_reduce(10).wait(SOON))
-            told.append(group.all_reduce(100))
+        def callback(work: gw.Work) -> None:
+            results.append(work.result)
+            results.append(stream.all_reduce(10).wait(SOON))
+            results.append(group.all_reduce(100))
             ended.set()
 
         if group.rank:
-            added.wait(SOON)  # that of rank 0 is there before the work is done
-        stream.all_reduce(1).add_done_callback(go_on)
+            added.wait(SOON)  # rank 0 adds its callback before the work is done
+        stream.all_reduce(1).add_done_callback(callback)
         if not group.rank:
             added.wait(SOON)
         assert ended.wait(SOON)
-        told.append(stream.all_reduce(1000).wait(SOON))
-        return told
+        results.append(stream.all_reduce(1000).wait(SOON))
+        return results
 
     assert crew.run(program) == [[crew.size * 10**power for power in range(4)]] * crew.size
 
 
 def test_wait_runs_works_that_no_thread_has_started(pair: list[gw.Group]) -> None:
-    """The thread of the stream is busy elsewhere, and no one else would do it."""
+    """The progress thread is blocked in a callback, so only the waiting thread can run the work."""
     added = threading.Event()
 
     def program(group: gw.Group) -> list[int]:

@@ -18,12 +18,12 @@ from support.ranks import eventually, run_ranks
 
 
 def ends(work: gw.Work) -> bool:
-    """Waits without raising the error of the work."""
+    """Wait for the end of a work, without raising its error."""
     return eventually(lambda: work.done)
 
 
 def break_behind(groups: list[gw.Group], make: Any) -> Any:
-    """What `make` returns for rank 0 when rank 1 gives up while rank 0 waits for it in a queued call."""
+    """Queue a call on rank 0 by `make`, abort the group on rank 1, and return what `make` returned."""
     work = make(groups[0])
     groups[1].abort("rank 1 had enough")
     return work
@@ -48,7 +48,7 @@ def test_synchronize_raises_the_error_of_a_failed_work_once(pair: list[gw.Group]
     pair[1].abort("rank 1 had enough")
     with pytest.raises(gw.Aborted, match="rank 1 had enough"):
         stream.synchronize(SOON)
-    stream.synchronize(SOON)  # it has been told
+    stream.synchronize(SOON)  # the error was raised already
 
 
 def test_work_error_without_a_wait_is_logged_once(pair: list[gw.Group], caplog: pytest.LogCaptureFixture) -> None:
@@ -61,7 +61,7 @@ def test_work_error_without_a_wait_is_logged_once(pair: list[gw.Group], caplog: 
         end_progress(pair[0])
     lines = [record.getMessage() for record in caplog.records if "nobody waited" in record.getMessage()]
     assert len(lines) == 1
-    assert "all_reduce failed and nobody waited for it" in lines[0]
+    assert "all_reduce failed, and the program never waited for its result" in lines[0]
     assert "rank 1 had enough" in lines[0]
 
 
@@ -85,10 +85,10 @@ def test_wait_that_times_out_leaves_works_running(pair: list[gw.Group]) -> None:
     stream = one.stream()
     x = np.ones(2)
     works = [stream.all_reduce(x), stream.all_reduce(x)]
-    with pytest.raises(gw.Timeout, match=r"all_reduce was not done in 0\.01 s; it goes on") as caught:
+    with pytest.raises(gw.Timeout, match=r"all_reduce was not done in 0\.01 s; it keeps running") as caught:
         works[0].wait(0.01)
     assert (caught.value.culprit, caught.value.seconds, caught.value.operation) == (None, 0.01, "all_reduce")
-    with pytest.raises(gw.Timeout, match=r"2 of 2 works were not done in 0\.01 s; they go on"):
+    with pytest.raises(gw.Timeout, match=r"2 of 2 works were not done in 0\.01 s; they keep running"):
         stream.synchronize(0.01)
     for _ in works:
         two.all_reduce(np.ones(2))
@@ -102,9 +102,9 @@ def test_wait_with_a_timeout_that_is_not_positive_raises_invalid_size(timeout: A
     with gw.init() as group:
         stream = group.stream()
         work = stream.barrier()
-        with pytest.raises(gw.InvalidSize, match="a timeout of"):
+        with pytest.raises(gw.InvalidSize, match="timeout is"):
             work.wait(timeout)
-        with pytest.raises(gw.InvalidSize, match="a timeout of"):
+        with pytest.raises(gw.InvalidSize, match="timeout is"):
             stream.synchronize(timeout)
         work.wait(float("inf"))
 
@@ -120,7 +120,7 @@ def test_wait_without_a_timeout_ends_by_the_timeout_of_the_collective(pair: list
 
 
 def test_synchronize_that_times_out_raises_an_earlier_error_first(pair: list[gw.Group]) -> None:
-    """synchronize() that runs out of time still raises the error it has found, and keeps what is not done."""
+    """A `synchronize` that times out raises an error that it has found, and keeps the works that are not done."""
     stream = pair[0].stream()
     proceed = threading.Event()
     declined = Declined(gw.ArrayError("there is nothing to send"))
@@ -136,7 +136,7 @@ def test_synchronize_that_times_out_raises_an_earlier_error_first(pair: list[gw.
 
 
 def test_synchronize_from_two_threads_waits_in_both(pair: list[gw.Group]) -> None:
-    """Two threads that synchronize one stream both wait, not just the first."""
+    """If two threads synchronize one stream, both wait."""
     stream = pair[0].stream()
     work = stream.barrier()
     seen: list[bool] = []
@@ -155,7 +155,7 @@ def test_synchronize_from_two_threads_waits_in_both(pair: list[gw.Group]) -> Non
 
 
 def test_work_error_after_a_declined_call_is_logged(pair: list[gw.Group], caplog: pytest.LogCaptureFixture) -> None:
-    """All ranks went on after it, so the next error is the first of its chain and worth a line."""
+    """A declined call leaves the group usable, so the next error is the first of its chain, and is logged."""
 
     def program(group: gw.Group) -> None:
         with pytest.raises(gw.ArrayError):
@@ -168,4 +168,4 @@ def test_work_error_after_a_declined_call_is_logged(pair: list[gw.Group], caplog
     with caplog.at_level(logging.ERROR, "gradwire"):
         del work
         end_progress(pair[0])
-    assert "barrier failed and nobody waited for it" in caplog.text
+    assert "barrier failed, and the program never waited for its result" in caplog.text

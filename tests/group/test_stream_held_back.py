@@ -21,7 +21,7 @@ PROGRESS = "gradwire-progress"
 
 
 def ranks(transport: str, cores: float = 0.0) -> list[gw.Group]:
-    """Two that have met, since only then they know whether they share memory."""
+    """Return two ranks after their first call, because before it they do not know whether they share memory."""
     groups = TRANSPORTS[transport](gw.Topology.single(2))
     for group in groups:
         parts_of(group).generation.transport.cores = cores
@@ -30,19 +30,19 @@ def ranks(transport: str, cores: float = 0.0) -> list[gw.Group]:
 
 
 @pytest.fixture
-def for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is begun by itself during a test."""
-    monkeypatch.setattr(runner, "HELD_BACK", 100 * SOON)
+def held_back_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hold back works for longer than a test takes."""
+    monkeypatch.setattr(runner, "MAX_HOLD_SECONDS", 100 * SOON)
 
 
 @pytest.fixture
-def pair(for_long: None) -> Iterator[list[gw.Group]]:
+def pair(held_back_for_long: None) -> Iterator[list[gw.Group]]:
     with closing(ranks("shm")) as groups:
         yield groups
 
 
-def doers(*works: gw.Work) -> list[str]:
-    """The threads that do them, as far as they are done."""
+def threads_of(*works: gw.Work) -> list[str]:
+    """Return a list that gets the name of the thread of each work that is done."""
     names: list[str] = []
     for work in works:
         work.add_done_callback(lambda _: names.append(threading.current_thread().name))
@@ -53,7 +53,7 @@ def test_wait_runs_held_back_works_that_were_queued_before(pair: list[gw.Group])
     def program(group: gw.Group) -> list[int]:
         stream = group.stream()
         works = [stream.all_reduce(number) for number in range(3)]
-        names = doers(*works)
+        names = threads_of(*works)
         results = [works[2].wait(), works[0].result, works[1].result]
         assert names == [threading.current_thread().name] * 3
         return results
@@ -64,7 +64,7 @@ def test_wait_runs_held_back_works_that_were_queued_before(pair: list[gw.Group])
 def test_group_call_starts_held_back_works_on_the_progress_thread(pair: list[gw.Group]) -> None:
     def program(group: gw.Group) -> np.ndarray:
         stream, x = group.stream(), np.ones(300_000)
-        names = doers(stream.all_reduce(x), stream.all_reduce(x))
+        names = threads_of(stream.all_reduce(x), stream.all_reduce(x))
         group.all_reduce(x)
         assert eventually(lambda: names == [PROGRESS] * 2)
         return x
@@ -73,34 +73,34 @@ def test_group_call_starts_held_back_works_on_the_progress_thread(pair: list[gw.
 
 
 def test_callback_of_a_held_back_work_may_take_a_lock_and_call_the_group(pair: list[gw.Group]) -> None:
-    """And take a lock that the caller holds: it is another thread's."""
+    """The lock is held by the calling thread; the callback runs on another one."""
 
     def program(group: gw.Group) -> list[int]:
-        lock, told, ended = threading.Lock(), [], threading.Event()
+        lock, results, ended = threading.Lock(), [], threading.Event()
 
         def call(work: gw.Work) -> None:
             with lock:
-                told.append(group.all_reduce(10))
+                results.append(group.all_reduce(10))
             ended.set()
 
         with lock:
             group.stream().all_reduce(1).add_done_callback(call)
-            told.append(group.all_reduce(100))
+            results.append(group.all_reduce(100))
         assert ended.wait(SOON)
-        return told
+        return results
 
     assert run_ranks(pair, program) == [[200, 20]] * 2
 
 
 def test_callbacks_of_several_held_back_works_may_call_the_group(pair: list[gw.Group]) -> None:
     def program(group: gw.Group) -> list[int]:
-        stream, told = group.stream(), []
+        stream, results = group.stream(), []
         works = [stream.all_reduce(number) for number in range(3)]
         for work in works:
-            work.add_done_callback(lambda _: told.append(group.all_reduce(10)))
+            work.add_done_callback(lambda _: results.append(group.all_reduce(10)))
         works[-1].wait()
-        assert eventually(lambda: len(told) == 3)
-        return told
+        assert eventually(lambda: len(results) == 3)
+        return results
 
     assert run_ranks(pair, program) == [[20] * 3] * 2
 
@@ -120,7 +120,7 @@ def test_wait_with_a_timeout_leaves_the_work_to_the_progress_thread(pair: list[g
     def program(group: gw.Group) -> int:
         stream = group.stream()
         work = stream.all_reduce(1)
-        names = doers(work)
+        names = threads_of(work)
         (work.wait if wait == "wait" else stream.synchronize)(SOON)
         assert eventually(lambda: names == [PROGRESS])
         return int(work.result)
@@ -129,7 +129,7 @@ def test_wait_with_a_timeout_leaves_the_work_to_the_progress_thread(pair: list[g
 
 
 def test_wait_while_another_thread_runs_an_earlier_work_completes(pair: list[gw.Group]) -> None:
-    """Of three works the first is being done by somebody else, and the last is waited for."""
+    """Another thread runs the first of three works, and this thread waits for the last one."""
     one, two = pair
     stream, made = one.stream(), GroupInternals(one).calls_made
     works = [stream.all_reduce(number) for number in range(3)]
@@ -153,7 +153,7 @@ def test_close_ends_held_back_works_with_closed(pair: list[gw.Group]) -> None:
 
 
 def test_wait_interrupted_during_an_earlier_work_raises_keyboard_interrupt(pair: list[gw.Group]) -> None:
-    """Ctrl-C during work that was queued by another call is no error of that work alone."""
+    """Ctrl-C while a thread runs an earlier work must also be raised on that thread."""
 
     def interrupted(exchange: object) -> None:
         raise KeyboardInterrupt
@@ -164,15 +164,17 @@ def test_wait_interrupted_during_an_earlier_work_raises_keyboard_interrupt(pair:
 
 
 def test_held_back_works_start_after_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "HELD_BACK", 0.01)
+    monkeypatch.setattr(runner, "MAX_HOLD_SECONDS", 0.01)
     with closing(ranks("shm")) as pair:
         works = [group.stream().all_reduce(1) for group in pair]
         assert eventually(lambda: all(work.done for work in works))
 
 
 @pytest.mark.parametrize(("transport", "cores"), [("shm", 2.0), ("tcp", 0.0), ("local", 0.0)])
-def test_works_with_a_spare_core_or_without_shm_start_at_once(for_long: None, transport: str, cores: float) -> None:
-    """With a core to spare; and over links, which take time without taking a core."""
+def test_works_with_a_spare_core_or_without_shm_start_at_once(
+    held_back_for_long: None, transport: str, cores: float
+) -> None:
+    """Works start at once with a spare core, and over links, which need time but no core."""
     with closing(ranks(transport, cores)) as pair:
         works = [group.stream().all_reduce(1) for group in pair]
         assert eventually(lambda: all(work.done for work in works))

@@ -1,4 +1,4 @@
-"""Subgroups: made on demand by their members alone, with ranks and a call order of their own."""
+"""Subgroups: made on demand by only their members, with ranks and a call order of their own."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from support.ranks import closing, run_ranks
 
 @pytest.fixture(scope="module", params=list(TRANSPORTS))
 def five(request: pytest.FixtureRequest) -> Iterator[Crew]:
-    """Ranks 0 and 3 on one host, 1, 2 and 4 on another."""
+    """Return a crew with ranks 0 and 3 on one host, and 1, 2 and 4 on another."""
     with crew_of(request.param, Topology.of(["a", "b", "b", "a", "b"])) as crew:
         yield crew
 
 
 @pytest.fixture(params=list(TRANSPORTS))
 def three(request: pytest.FixtureRequest) -> Iterator[list[gw.Group]]:
-    """Three ranks that a test may break."""
+    """Return three ranks that a test may break."""
     with closing(TRANSPORTS[request.param](Topology.single(3))) as groups:
         yield groups
 
@@ -114,7 +114,7 @@ def test_subgroup_messages_use_its_ranks_and_stay_within_it(five: Crew) -> None:
             group.send(np.array([8]), dst=4)
         else:
             x = np.zeros(1, int)
-            assert (group.recv(x, src=2), x[0]) == (2, 8)  # the other group's message is not taken for it
+            assert (group.recv(x, src=2), x[0]) == (2, 8)  # not the message of the other group
             assert (side.recv(x), x[0]) == (0, 7)
 
     five.run(program)
@@ -124,7 +124,7 @@ def test_subgroup_messages_use_its_ranks_and_stay_within_it(five: Crew) -> None:
     ("ranks", "kind", "words"),
     [
         ([], gw.InvalidSize, "at least one rank"),
-        ([0, 1, 1], gw.InvalidRank, "name a rank twice"),
+        ([0, 1, 1], gw.InvalidRank, "contain a rank twice"),
         ([0, 5], gw.InvalidRank, "rank 5 is not one of the ranks 0 … 4"),
         ([0, -1], gw.InvalidRank, "rank -1"),
         ([0, 1.5], gw.InvalidRank, "rank 1.5"),
@@ -161,11 +161,11 @@ def test_subgroup_after_close_can_be_made_again(five: Crew) -> None:
         assert group.subgroup([1, 2]) is not side
 
     five.run(program)
-    assert five.run(lambda group: group.all_reduce(1)) == [5] * 5  # the world goes on
+    assert five.run(lambda group: group.all_reduce(1)) == [5] * 5  # the world still works
 
 
 def test_subgroup_members_may_join_at_different_times(three: list[gw.Group]) -> None:
-    """The first to come waits in its first call, not in making the group."""
+    """The first member waits in its first call, not in `subgroup`."""
     made = threading.Event()
 
     def program(group: gw.Group) -> int:
@@ -194,7 +194,7 @@ def test_close_of_the_world_closes_its_subgroups(three: list[gw.Group]) -> None:
 
 
 def test_subgroup_abort_names_the_culprit_by_its_world_rank(three: list[gw.Group]) -> None:
-    """Rank 2 of the world, which is 1 in the subgroup, gives up: all of the world learn it."""
+    """World rank 2, which is rank 1 in the subgroup, aborts. All ranks of the world raise the error."""
 
     def program(group: gw.Group) -> Any:
         if group.rank == 2:
@@ -223,7 +223,7 @@ def test_subgroup_mismatch_names_its_members_by_world_rank(three: list[gw.Group]
 
 @pytest.mark.parametrize("other_came", [True, False])
 def test_subgroup_close_ends_its_own_pending_calls_with_closed(three: list[gw.Group], other_came: bool) -> None:
-    """And blames nobody else for it: the world goes on for those who do not wait for the one that closed."""
+    """The error names no other rank. The world still works for ranks that do not wait for the one that closed."""
     side = three[0].subgroup([0, 1])
     if other_came:
         three[1].subgroup([0, 1])

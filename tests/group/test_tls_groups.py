@@ -20,7 +20,7 @@ Make = Callable[[str], list[gw.Group]]
 
 @pytest.fixture
 def ranks() -> Iterator[Make]:
-    """Ranks on these hosts, with certificates, that have settled who shares memory."""
+    """Return ranks on these hosts, with certificates, that have agreed which of them share memory."""
     made: list[gw.Group] = []
 
     def make(hosts: str) -> list[gw.Group]:
@@ -34,7 +34,7 @@ def ranks() -> Iterator[Make]:
 
 
 def sums(group: gw.Group) -> list[float]:
-    """All-reduces of several sizes and kinds; each rank's first elements."""
+    """Return the first elements of all-reduces of several sizes and dtypes."""
     first = []
     for count, algorithm in ((1, "auto"), (1000, "ring"), (300_000, "auto"), (40_000, "hierarchical")):
         x = np.full(count, group.rank + 1, np.float32)
@@ -75,6 +75,6 @@ def test_tls_group_peer_whose_links_end_is_lost(ranks: Make) -> None:
     groups = ranks("ab")
     run_ranks(groups, lambda group: group.barrier())
     parts_of(groups[1]).generation.transport.close()
-    with pytest.raises(gw.PeerLost, match="rank 1") as told:
+    with pytest.raises(gw.PeerLost, match="rank 1") as caught:
         groups[0].all_reduce(np.ones(50_000, np.float32))
-    assert told.value.culprit == 1
+    assert caught.value.culprit == 1

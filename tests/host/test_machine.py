@@ -1,4 +1,4 @@
-"""The machine of a process: usable cores, identity, and the status of processes."""
+"""Tests the facts about this machine: usable cores, identity, and the status of processes."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def write(path: Path, text: str) -> None:
             "0::/a/b\n",
             {"a/cpu.max": "50000 100000\n", "a/b/cpu.max": "max 100000\n"},
             0.5,
-        ),  # of a group above
+        ),  # the limit of the parent group
         ("0::/a\n", {}, math.inf),
         ("0::/a\n", {"a/cpu.max": "nonsense"}, math.inf),
         ("4:cpu,cpuacct:/\n", {"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3.0),
         ("4:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, math.inf),
         ("4:memory:/\n", {"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, math.inf),
-        ("what is this", {}, math.inf),
+        ("nonsense", {}, math.inf),
     ],
 )
 def test_core_quota_reads_the_smallest_limit_of_the_control_groups(

@@ -1,4 +1,4 @@
-"""Settings of malloc: memory that a training step frees is reused without page faults."""
+"""Tests the settings of malloc: memory that a training step frees is reused without page faults."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gradwire.host import machine, malloc, native_core
 from gradwire.launch.worker_process import Task
 from support.launch_jobs import run, written
 
-pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries do as they like")
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 
 WRAPPED = (
     "import gradwire as gw, torch; gw.init(rank=0, size=1); gw.torch.DistributedDataParallel(torch.nn.Linear(2, 2))"
@@ -31,7 +31,7 @@ SCRIPT = """
 
     def faults():
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        one, another = b"x" * (33 << 20), b"x" * (33 << 20)  # more than glibc keeps by itself
+        one, another = b"x" * (33 << 20), b"x" * (33 << 20)  # more than glibc keeps by default
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
     first, second = faults(), faults()
@@ -39,27 +39,28 @@ SCRIPT = """
 """
 
 
-def told_by(script: str, own: Mapping[str, str] = MappingProxyType({})) -> str:
-    """What a process prints in which nobody but `own` has told malloc anything."""
-    environ = {name: one for name, one in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))} | dict(own)
+def output_of(script: str, options: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Run a script with these variables and no other option of malloc; return what it prints."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    environ = inherited | dict(options)
     ended = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout.strip()
 
 
 @pytest.mark.parametrize(
-    ("start", "own", "told"),
+    ("start", "options", "expected"),
     [
         pytest.param(WRAPPED, {}, "True True", id="DDP"),
         pytest.param(BACKEND, {}, "True True", id="backend"),
         pytest.param("import gradwire as gw; gw.init(rank=0, size=1)", {}, "True False", id="neither"),
-        pytest.param(BACKEND, {"MALLOC_PERTURB_": "0"}, "True False", id="told by the user"),
+        pytest.param(BACKEND, {"MALLOC_PERTURB_": "0"}, "True False", id="set by the user"),
     ],
 )
 def test_malloc_settings_of_ddp_and_backend_keep_freed_memory_unless_set_by_the_user(
-    start: str, own: dict[str, str], told: str
+    start: str, options: dict[str, str], expected: str
 ) -> None:
-    assert told_by(textwrap.dedent(SCRIPT).format(start), own) == told
+    assert output_of(textwrap.dedent(SCRIPT).format(start), options) == expected
 
 
 def test_malloc_settings_keep_memory_freed_by_a_launched_worker(
@@ -114,28 +115,28 @@ TRAINED = """
     torch.set_num_threads(1)
     gw.init(rank=0, size=1)
     model = gw.torch.DistributedDataParallel(torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(6))))
-    for parameter in model.parameters():  # somebody keeps something of each gradient
+    for parameter in model.parameters():  # small allocations between the gradients, never freed
         parameter.register_hook(lambda gradient: [libc.malloc(size) for size in (40, 72, 24, 88, 56)] and None)
     ends = []
     for _ in range(50):
         model(torch.ones(512, 512)).sum().backward()
         model.zero_grad()
         ends.append(libc.sbrk(0))
-    print(ends[-1] - ends[0] < 64 << 20)  # what is kept is less than a megabyte
+    print(ends[-1] - ends[0] < 64 << 20)  # the small allocations are less than a megabyte in total
 """
 
 
-@pytest.mark.skipif(not native_core.available(), reason="the core does it")
-def test_aligned_memory_is_reused_however_the_process_was_started() -> None:
-    assert told_by(textwrap.dedent(TRAINED)) == "True"
+@pytest.mark.skipif(not native_core.available(), reason="needs the native core")
+def test_aligned_memory_is_reused_in_a_process_without_malloc_variables() -> None:
+    assert output_of(textwrap.dedent(TRAINED)) == "True"
 
 
 @pytest.mark.parametrize(
-    ("version", "told"), [("glibc 2.36", True), ("glibc 2.39", False), ("glibc 2.40.1", False), (None, False)]
+    ("version", "disabled"), [("glibc 2.36", True), ("glibc 2.39", False), ("glibc 2.40.1", False), (None, False)]
 )
 def test_malloc_variables_disable_the_tcache_only_for_older_glibc(
-    version: str | None, told: bool, monkeypatch: pytest.MonkeyPatch
+    version: str | None, disabled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "confstr", lambda name: version)
-    assert ("GLIBC_TUNABLES" in malloc.variables({}, 1)) is told
+    assert ("GLIBC_TUNABLES" in malloc.variables({}, 1)) is disabled
     assert "GLIBC_TUNABLES" not in malloc.variables({"GLIBC_TUNABLES": "glibc.cpu.x86_ibt=off"}, 1)

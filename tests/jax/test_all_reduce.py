@@ -15,7 +15,7 @@ from support.ranks import run_group
 
 
 def errors_of(n: int, fn: Any) -> list[gw.GradwireError]:
-    """The error that fn(group) raises on each of n ranks."""
+    """Return the error that fn(group) raises on each of n ranks."""
 
     def attempt(group: gw.Group) -> gw.GradwireError:
         with pytest.raises(gw.GradwireError) as caught:
@@ -41,10 +41,10 @@ def test_jax_all_reduce_tree_keeps_its_structure(n: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int8", "int32", "uint32", "bool", "complex64"])
-@pytest.mark.parametrize("shape", [(), (0,), (3,), (700, 600)])  # the last is large: it travels alone
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (700, 600)])  # the last is large, so it is sent on its own
 def test_jax_all_reduce_keeps_dtype_shape_and_sharding(dtype: str, shape: tuple[int, ...]) -> None:
     def reduce(group: gw.Group) -> tuple[jax.Array, Any]:
-        x = jnp.asarray(np.ones(shape, jnp.dtype(dtype)))  # nothing is compiled for this
+        x = jnp.asarray(np.ones(shape, jnp.dtype(dtype)))  # made by NumPy, so that JAX compiles nothing
         return gw.jax.all_reduce(group, x, op="sum"), x.sharding
 
     for result, sharding in run_group(2, reduce):
@@ -99,7 +99,7 @@ def test_jax_all_reduce_unsupported_leaf_or_op_raises_an_error_that_names_it(
 
 
 def test_jax_all_reduce_argument_that_is_no_group_raises_config_error() -> None:
-    with pytest.raises(gw.ConfigError, match="expected a group, or a run that has one, not dict"):
+    with pytest.raises(gw.ConfigError, match="expected a group or an elastic run, got dict"):
         gw.jax.all_reduce({"w": jnp.ones(1)}, jnp.ones(1))
 
 
@@ -119,7 +119,7 @@ def test_jax_all_reduce_nan_or_inf_names_rank_and_leaf_on_all_ranks(dtype: str, 
             gradients["b"][2] = bad
         with pytest.raises(gw.NotFinite) as caught:
             gw.jax.all_reduce(group, gradients, op="sum", check_finite=True)
-        return caught.value, float(gw.jax.all_reduce(group, 1.0))  # the group goes on
+        return caught.value, float(gw.jax.all_reduce(group, 1.0))  # the group stays usable
 
     for error, mean in run_group(3, reduce):
         assert (error.culprit, error.tensor, mean) == (1, "b", 1.0)

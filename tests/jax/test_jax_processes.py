@@ -27,7 +27,7 @@ with gw.init() as group:
             if step.index == 10 and group.rank == 1 and run.group.generation == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             try:
-                state.w = update(state.w, heavy(state.w))  # what goes in is not there yet: the program waits for it
+                state.w = update(state.w, heavy(state.w))  # the operand is still being computed
             except gw.PeerLost as lost:
                 print("lost", lost.culprit, flush=True)
                 raise
@@ -47,10 +47,10 @@ def run(tmp_path: Path, source: str, *options: str) -> subprocess.CompletedProce
 @pytest.mark.slow
 def test_jax_jit_killed_rank_raises_peer_lost_and_the_elastic_run_continues(tmp_path: Path) -> None:
     outcome = run(tmp_path, TRAIN, "-n", "3", "--min", "2")
-    told = f"exit code {outcome.returncode}\n{outcome.stdout}\n{outcome.stderr}"
-    assert outcome.returncode == 0, told
-    assert outcome.stdout.count("lost 1\n") == 2, told
-    assert re.findall(r"ended (.*)\n", outcome.stdout) == ["20.0 20.0 2 True"] * 2, told
+    output = f"exit code {outcome.returncode}\n{outcome.stdout}\n{outcome.stderr}"
+    assert outcome.returncode == 0, output
+    assert outcome.stdout.count("lost 1\n") == 2, output
+    assert re.findall(r"ended (.*)\n", outcome.stdout) == ["20.0 20.0 2 True"] * 2, output
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from support.ranks import run_group
 
 
 def numbers(rank: int, *shape: int) -> jax.Array:
-    """Of each rank others; not made by JAX, which would compile something for each shape."""
+    """Return different numbers for each rank, made by NumPy, because JAX would compile a program for each shape."""
     return jnp.asarray(np.random.default_rng(rank).normal(size=shape).astype(np.float32))
 
 
@@ -35,7 +35,7 @@ def test_jax_jit_all_reduce_gives_the_bits_of_the_plain_call() -> None:
 
 def test_jax_jit_independent_calls_run_in_program_order() -> None:
     def many(group: gw.Group) -> list[float]:
-        def program(x: jax.Array) -> list[jax.Array]:  # none depends on another
+        def program(x: jax.Array) -> list[jax.Array]:  # the calls do not depend on each other
             return [gw.jax.all_reduce(group, x[: i + 1] * i, op="sum").sum() for i in range(5)]
 
         return [float(one) for one in gw.jax.jit(program)(jnp.ones(5))]
@@ -140,7 +140,7 @@ def test_jax_jvp_and_second_derivative_of_all_reduce_are_correct() -> None:
         second = gw.jax.jit(jax.grad(jax.grad(cubed)))(x)
         return [float(tangent), float(second)]
 
-    # y = x0 + x1 = 2: along (1, 1) y³ changes by 3y²·2. Of L = 2y³ the first derivative is 6y², its sum's 12·2y.
+    # y = x0 + x1 = 2. Along (1, 1), y³ has the derivative 3y²·2 = 24. L = 2y³ has dL/dx = 6y², and 2·6y² has 24y = 48.
     assert run_group(2, derive) == [[24.0, 48.0]] * 2
 
 
@@ -164,7 +164,7 @@ def test_jax_grad_of_max_min_or_prod_raises_unsupported_op(op: str) -> None:
             return gw.jax.all_reduce(group, x, op=op) + x
 
         for gradient in (jax.grad(loss), jax.jit(jax.grad(loss))):
-            with pytest.raises(gw.UnsupportedOp, match=f"all_reduce\\(op='{op}'\\) has no gradient, only sum and mean"):
+            with pytest.raises(gw.UnsupportedOp, match=f"all_reduce\\(op='{op}'\\) has no gradient; only sum and mean"):
                 gradient(jnp.float32(2))
         assert float(jax.jit(jax.grad(lambda x: loss(jax.lax.stop_gradient(x)) * x))(jnp.float32(2))) == 4.0
 

@@ -20,7 +20,7 @@ class Momentum(NamedTuple):
 
 
 def handed_over(giver: Any, taker: Any) -> None:
-    """What a joiner goes through."""
+    """Transfer the state of the giver to the taker, as for a rank that joins."""
     skeleton, leaves = State(giver).take_apart()
     memory = memory_for(skeleton)
     for target, source in zip(memory, leaves, strict=True):
@@ -38,7 +38,7 @@ def test_state_dict_of_jax_arrays_is_handed_over(dtype: str) -> None:
     assert isinstance(taker["params"]["w"], jax.Array)
     assert (taker["params"]["w"].dtype.name, taker["params"]["w"].tolist()) == (dtype, [1, 1, 1])
     assert taker["step"] == 4
-    assert mine.tolist() == [0, 0, 0]  # an array that others hold has not changed under their hands
+    assert mine.tolist() == [0, 0, 0]  # an existing reference to the old array still sees the old values
 
 
 def test_jax_state_handed_over_keeps_node_types_and_random_keys() -> None:
@@ -56,16 +56,16 @@ def test_jax_state_handed_over_keeps_node_types_and_random_keys() -> None:
 
 def test_jax_state_of_another_structure_or_shape_raises_array_error() -> None:
     mine = gw.jax.State(params={"w": jnp.zeros(2)})
-    with pytest.raises(gw.ArrayError, match=r"\['params'\]\['b'\] came, and is not in this state"):
+    with pytest.raises(gw.ArrayError, match=r"\['params'\]\['b'\] was received, but is not in this state"):
         handed_over(gw.jax.State(params={"w": jnp.zeros(2), "b": jnp.zeros(1)}), mine)
-    with pytest.raises(gw.ArrayError, match=r"\['params'\]\['w'\] is not in the state that came"):
+    with pytest.raises(gw.ArrayError, match=r"\['params'\]\['w'\] is missing in the received state"):
         handed_over(gw.jax.State(params={}), mine)
-    with pytest.raises(gw.ArrayError, match=r"float32\[3\] came where float32\[2\] is kept"):
+    with pytest.raises(gw.ArrayError, match=r"received float32\[3\], expected float32\[2\]"):
         handed_over(gw.jax.State(params={"w": jnp.zeros(3)}), mine)
 
 
 def test_jax_state_reserved_name_raises_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="cannot be called 'state_dict'"):
+    with pytest.raises(AttributeError, match="cannot be named 'state_dict'"):
         gw.jax.State(state_dict={})
 
 

@@ -65,7 +65,7 @@ def test_init_with_four_variables_joins(job: StartJob, static: Callable[..., Env
         for rank in ranks:
             told = rank.hear()
             assert (told["rank"], told["size"], told["sum"]) == (rank.number, 3, 3)
-            door = ["gradwire-door"] if rank.number == 0 else []
+            door = ["gradwire-closed"] if rank.number == 0 else []
             assert told["threads"] == sorted(["MainThread", "gradwire-accept", "gradwire-service", *door])
             rank.tell()
         assert [rank.ended() for rank in ranks] == [0, 0, 0]
@@ -113,7 +113,7 @@ def test_init_with_a_wrong_token_is_refused(job: StartJob, static: Callable[...,
         assert "GRADWIRE_TOKEN" in told["text"]
         told = ranks[0].hear()
         assert told["error"] == "Timeout"
-        assert re.search(r"of 2, rank 1 did not come", told["text"])
+        assert re.search(r"missing rank 1 of 2", told["text"])
         assert re.search(r"refused a call from 127\.0\.0\.1:\d+: .*does not hold this job's secret", ranks[0].output())
 
 
@@ -134,7 +134,7 @@ def test_init_process_that_does_not_fit_is_refused_and_harms_no_other(
     with job(waits_and_joins, 4, environ=environs.__getitem__) as ranks:
         for number in (0, 1):
             ranks[number].tell()
-        assert eventually(lambda: re.search("rank 1 .* has come", ranks[0].output()) is not None)
+        assert eventually(lambda: re.search("rank 1 .* has registered", ranks[0].output()) is not None)
         ranks[2].tell()
         told = ranks[2].hear()
         assert told["error"] == "Refused", told
@@ -253,6 +253,45 @@ def test_init_job_of_one_at_an_address_works(monkeypatch: pytest.MonkeyPatch) ->
     with gw.init(0, 1, f"127.0.0.1:{free_port()}") as group:
         assert group.capabilities.transport == "tcp"
         assert group.all_reduce(3) == 3
+
+
+# -- twice ------------------------------------------------------------------------------------------------------------
+
+
+def line_of_caller() -> int:
+    return sys._getframe(1).f_lineno
+
+
+def test_init_while_a_group_is_open_raises_with_the_line_of_the_first_call() -> None:
+    first_call = line_of_caller() + 1
+    with gw.init() as group:
+        already = (
+            rf"this process is already initialised: gw\.init\(\) was called at test_init\.py:{first_call}, and "
+            r"<gradwire\.Group rank 0 of 1, generation 1, open> is not closed\. Use that group, or close it"
+        )
+        with pytest.raises(gw.ConfigError, match=already):
+            gw.init()
+        assert group.all_reduce(3) == 3
+    with gw.init() as another:
+        assert another.all_reduce(4) == 4
+
+
+def inits_twice(here: Here) -> None:
+    first_call = line_of_caller() + 1
+    group = gw.init()
+    try:
+        gw.init()
+    except gw.ConfigError as error:
+        here.tell(error=str(error), first_call=f"{Path(__file__).name}:{first_call}", sum=group.all_reduce(1))
+
+
+def test_init_twice_in_a_job_of_several_ranks_raises_and_the_group_stays_usable(job: StartJob) -> None:
+    with job(inits_twice, 2) as ranks:
+        for rank in ranks:
+            told = rank.hear()
+            assert f"this process is already initialised: gw.init() was called at {told['first_call']}" in told["error"]
+            assert f"rank {rank.number} of 2" in told["error"]
+            assert told["sum"] == 2
 
 
 # -- many -------------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ class Harness:
         patch.setenv("GRADWIRE_TOKEN", "a token for this test only")
         patch.setattr(requests, "register", self._register)
         patch.setattr(requests, "unregister", lambda *place, **facts: self.left.append(facts))
-        patch.setattr(process_hooks, "keep", lambda group: group)
+        patch.setattr(process_hooks, "keep", lambda group, initialised_at: group)
         patch.setattr("gradwire.membership.client.worker_lease.Lease.start", lambda lease: None)
 
     def _register(self, address: str, member: Member, **facts: Any) -> Assembly:
@@ -114,7 +114,7 @@ def test_member_session_agreed_remote_address_without_tls_or_secret_is_refused(
         MemberSession(config, harness.connect, lambda offered, timeout: "192.0.2.1:29500").take(1e9)
     monkeypatch.delenv("GRADWIRE_TOKEN")
     insecure = dataclasses.replace(config, insecure=True)
-    with pytest.raises(ConfigError, match="a job that reaches beyond this machine needs a secret"):
+    with pytest.raises(ConfigError, match="a job on several machines needs a secret"):
         MemberSession(insecure, harness.connect, lambda offered, timeout: "192.0.2.1:29500").take(1e9)
     assert harness.asked == []
     MemberSession(config, harness.connect, lambda offered, timeout: "127.0.0.1:29500").take(1e9)

@@ -15,7 +15,7 @@ import gradwire as gw
 from gradwire.group.internals import parts_of
 from gradwire.host import native_core
 from gradwire.launch.worker_setup import free_port
-from gradwire.liveness import beat_messages
+from gradwire.liveness import heartbeat_messages
 from support import tls_files
 from support.processes import Here, StartJob
 from support.processes import job_fixture as job_fixture
@@ -72,7 +72,7 @@ def test_tls_job_reduces_and_reports_a_frozen_rank_as_lost(job: StartJob) -> Non
 
 def holds_the_interpreter(here: Here, seconds: float) -> None:
     """With a stock of tokens that lasts for 3 s of beats, and for 9 s of slow ones."""
-    beat_messages.BLOCK_TOKENS, beat_messages.STOCK_BLOCKS, beat_messages.MARK_BLOCKS = 16, 4, 2
+    heartbeat_messages.BLOCK_TOKENS, heartbeat_messages.STOCK_BLOCKS, heartbeat_messages.MARK_BLOCKS = 16, 4, 2
     try:
         group = gw.init(timeout=30.0)
         group.barrier()

@@ -128,7 +128,7 @@ def test_worker_node_at_a_training_job_is_refused_and_the_job_goes_on(
 @pytest.mark.parametrize(
     ("body", "args", "environ", "said"),
     [
-        (train, (), {"GRADWIRE_TRANSPORT": "shm", "GRADWIRE_HOST": "elsewhere"}, "insists on transport 'shm'"),
+        (train, (), {"GRADWIRE_TRANSPORT": "shm", "GRADWIRE_HOST": "elsewhere"}, "requires transport 'shm'"),
         (train_with_claims_of, (0,), {}, "runs an older gradwire (0.9)"),
         (train_with_claims_of, (7,), {}, "runs a newer gradwire (0.9)"),
     ],
@@ -170,7 +170,7 @@ def test_members_of_an_old_run_are_not_taken_into_a_new_one(job: Job, trainers: 
     refused = trainers[1].hear()
     assert refused["error"] == "OtherRun", refused
     assert "is a member of run" in refused["text"]
-    assert "Start this worker anew" in refused["text"]
+    assert "Restart this worker" in refused["text"]
     ends = finish(job, newcomers)
     assert [end["generation"] for end in ends] == [1, 1], "nobody joined"
     assert len({(end["done"], end["committed"]) for end in ends}) == 1

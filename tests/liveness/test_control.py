@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.errors import Broken
-from gradwire.liveness.call_log import KEPT, Call, CallDescription, CallLog, call_site
+from gradwire.liveness.call_log import MAX_CALLS, Call, CallDescription, CallLog, call_site
 from gradwire.liveness.control import Control
 from gradwire.liveness.control_messages import (
     CallsReport,
@@ -47,10 +47,10 @@ from gradwire.liveness.control_protocol import (
     Unwatched,
     Watched,
 )
-from gradwire.liveness.verdict import SETTLE_SECONDS, Finding
+from gradwire.liveness.verdict import DECISION_SECONDS, Finding
 
 WORLD = 1
-DUE = SETTLE_SECONDS + 0.001
+DUE = DECISION_SECONDS + 0.001
 
 
 def names(size: int) -> list[str]:
@@ -58,7 +58,7 @@ def names(size: int) -> list[str]:
 
 
 class Ranks:
-    """Protocols whose messages lie in a queue until they are delivered; what is sent to dead ranks is lost."""
+    """Protocols whose messages wait in a queue until they are delivered. Messages to dead ranks are lost."""
 
     def __init__(self, size: int) -> None:
         self.now = 1000.0
@@ -71,7 +71,7 @@ class Ranks:
             self.handle(rank, Watched(log))
 
     def handle(self, rank: int, event: Event) -> None:
-        """Let an event happen to a rank, and carry out what its protocol wants."""
+        """Pass an event to a rank's protocol, and carry out its instructions."""
         for instruction in self.controls[rank].handle(event, self.now):
             match instruction:
                 case Send(peers, message):
@@ -110,7 +110,7 @@ class Ranks:
 
     def errors(self) -> dict[int, Broken]:
         living = [rank for rank in range(len(self.controls)) if rank not in self.dead]
-        assert all(self.controls[rank].settled for rank in living), "not all have settled"
+        assert all(self.controls[rank].decided for rank in living), "not all ranks have decided"
         return {rank: self.controls[rank].error("barrier", "") for rank in living}
 
     def call(self, rank: int, what: str) -> None:
@@ -123,7 +123,7 @@ def test_control_loss_seen_by_one_rank_is_peer_lost_on_all() -> None:
     ranks.kill(2, seen_by={0})
     ranks.deliver()
     assert ranks.broke[0] >= 1
-    assert not any(ranks.controls[rank].sound for rank in (0, 1, 3))
+    assert not any(ranks.controls[rank].intact for rank in (0, 1, 3))
     ranks.pass_time(DUE)
     for error in ranks.errors().values():
         assert (type(error).__name__, error.culprit, error.generation) == ("PeerLost", 2, 5)
@@ -133,7 +133,7 @@ def test_control_loss_seen_by_one_rank_is_peer_lost_on_all() -> None:
 def test_control_two_losses_in_one_window_all_ranks_name_the_lower() -> None:
     ranks = Ranks(4)
     ranks.kill(3, seen_by={0})
-    ranks.now += SETTLE_SECONDS / 2
+    ranks.now += DECISION_SECONDS / 2
     ranks.kill(1, seen_by={2})
     ranks.deliver()
     ranks.pass_time(DUE)
@@ -141,13 +141,13 @@ def test_control_two_losses_in_one_window_all_ranks_name_the_lower() -> None:
 
 
 def test_control_survivor_that_decides_and_ends_first_is_not_named() -> None:
-    """Rank 1 is slow: it hears of the loss, and before it has settled rank 0 raises and vanishes without a goodbye."""
+    """Rank 1 is slow. Before it decides on the loss, rank 0 raises and ends without a goodbye."""
     ranks = Ranks(4)
     ranks.kill(2, seen_by={0})
     ranks.deliver(to={3})
     ranks.now += DUE
-    ranks.handle(0, Tick())  # rank 0 settles, raises, and calls os._exit
-    ranks.deliver()  # a link delivers all that was sent before it ends
+    ranks.handle(0, Tick())  # rank 0 decides, raises, and calls os._exit
+    ranks.deliver()  # a link delivers everything that was sent before its end
     ranks.kill(0)
     ranks.deliver()
     ranks.pass_time(DUE)
@@ -159,18 +159,18 @@ def test_control_link_that_ends_after_a_goodbye_is_no_loss() -> None:
     ranks.handle(1, Leaving())
     ranks.deliver()
     ranks.kill(1)
-    assert ranks.controls[0].sound
-    assert ranks.controls[2].sound
+    assert ranks.controls[0].intact
+    assert ranks.controls[2].intact
     assert ranks.controls[0].has_left(1)
 
 
-def test_control_rank_missed_after_its_goodbye_is_peer_lost_on_all() -> None:
+def test_control_rank_needed_after_its_goodbye_is_peer_lost_on_all() -> None:
     ranks = Ranks(3)
     ranks.handle(1, Leaving())
     ranks.deliver()
     ranks.kill(1)
     ranks.handle(2, Missed(1))
-    ranks.handle(2, Missed(0))  # who has not left is not missed
+    ranks.handle(2, Missed(0))  # no effect: rank 0 has not left
     ranks.deliver()
     ranks.pass_time(DUE)
     assert {(error.culprit, str(error)) for error in ranks.errors().values()} == {
@@ -189,10 +189,10 @@ def test_control_abort_takes_precedence_over_the_loss_of_its_sender() -> None:
         assert (type(error).__name__, str(error)) == ("Aborted", "rank 1 (host h1, pid 1) gave up: KeyError: 'x'")
 
 
-def test_control_rank_given_up_by_its_peers_raises_aborted_and_accuses_no_other() -> None:
-    """Rank 0 gave rank 2 up and closed its link; rank 2 must not report rank 0 as lost to rank 1."""
+def test_control_rank_declared_lost_raises_aborted_and_reports_no_other() -> None:
+    """Rank 0 declared rank 2 lost and closed its link. Rank 2 must not report rank 0 as lost to rank 1."""
     ranks = Ranks(3)
-    ranks.handle(0, Lost(2, "sent nonsense"))
+    ranks.handle(0, Lost(2, "sent invalid data"))
     ranks.deliver(to={2})
     ranks.handle(2, Lost(0))
     ranks.deliver()
@@ -206,16 +206,16 @@ def test_control_rank_given_up_by_its_peers_raises_aborted_and_accuses_no_other(
 def test_control_link_made_after_a_loss_receives_the_finding() -> None:
     ranks = Ranks(3)
     ranks.handle(0, Lost(1))
-    ranks.sent.clear()  # there was no link to rank 2 yet
+    ranks.sent.clear()  # no link to rank 2 was open yet
     ranks.handle(0, Linked(2))
     ranks.deliver()
-    assert not ranks.controls[2].sound
+    assert not ranks.controls[2].intact
 
 
 # -- chains -----------------------------------------------------------------------------------------------------------
 
 
-def disagree(ranks: Ranks, *whats: str) -> None:
+def make_calls(ranks: Ranks, *whats: str) -> None:
     for rank, what in enumerate(whats):
         if what:
             ranks.call(rank, what)
@@ -223,11 +223,11 @@ def disagree(ranks: Ranks, *whats: str) -> None:
 
 def test_control_calls_that_differ_are_found_without_collective_messages() -> None:
     ranks = Ranks(3)
-    disagree(ranks, "barrier", "barrier", "barrier")
+    make_calls(ranks, "barrier", "barrier", "barrier")
     ranks.pass_time(0.1)
     ranks.deliver()
-    assert all(control.sound for control in ranks.controls)
-    disagree(ranks, "all_reduce", "broadcast", "broadcast")
+    assert all(control.intact for control in ranks.controls)
+    make_calls(ranks, "all_reduce", "broadcast", "broadcast")
     ranks.pass_time(ANNOUNCE_SECONDS)
     ranks.deliver()
     errors = ranks.errors()
@@ -238,14 +238,14 @@ def test_control_calls_that_differ_are_found_without_collective_messages() -> No
 
 
 def test_control_ranks_in_constant_calls_announce_progress_twice_a_second() -> None:
-    ranks, told = Ranks(2), 0
+    ranks, sent = Ranks(2), 0
     for _ in range(100):
-        disagree(ranks, "barrier", "barrier")
+        make_calls(ranks, "barrier", "barrier")
         ranks.pass_time(0.1)
-        told += len(ranks.sent)
+        sent += len(ranks.sent)
         ranks.deliver()
-    assert all(control.sound for control in ranks.controls)
-    assert 2 * 19 <= told <= 2 * 21  # in 10 s, to one other rank each
+    assert all(control.intact for control in ranks.controls)
+    assert 2 * 19 <= sent <= 2 * 21  # messages of two ranks in 10 s
 
 
 def test_control_compares_calls_when_the_slower_rank_makes_them() -> None:
@@ -258,29 +258,29 @@ def test_control_compares_calls_when_the_slower_rank_makes_them() -> None:
         ranks.call(1, "barrier")
     ranks.pass_time(0.1)
     ranks.deliver()
-    assert all(control.sound for control in ranks.controls)
+    assert all(control.intact for control in ranks.controls)
     ranks.call(1, "all_reduce")
     ranks.pass_time(0.1)
     ranks.deliver()
-    assert not any(control.sound for control in ranks.controls)
+    assert not any(control.intact for control in ranks.controls)
 
 
 def test_control_does_not_compare_calls_that_the_log_dropped() -> None:
     ranks = Ranks(2)
-    for _ in range(KEPT + 10):
+    for _ in range(MAX_CALLS + 10):
         ranks.call(0, "barrier")
     ranks.call(1, "all_reduce")
     ranks.pass_time(0.1)
     ranks.deliver()
-    assert all(control.sound for control in ranks.controls), "it is found at the next call that both remember"
+    assert all(control.intact for control in ranks.controls), "found only at the next call that both logs have"
 
 
 def test_control_mismatch_waits_for_a_rank_that_has_not_made_the_call() -> None:
     ranks = Ranks(3)
-    disagree(ranks, "all_reduce", "broadcast", "")
+    make_calls(ranks, "all_reduce", "broadcast", "")
     ranks.pass_time(0.05)
     ranks.deliver()
-    assert not ranks.controls[0].settled, "rank 2 may be just about to call"
+    assert not ranks.controls[0].decided, "rank 2 may still make the call"
     ranks.call(2, "broadcast")
     ranks.handle(2, Called())
     ranks.deliver()
@@ -289,24 +289,24 @@ def test_control_mismatch_waits_for_a_rank_that_has_not_made_the_call() -> None:
 
 def test_control_mismatch_shows_the_last_call_of_a_rank_that_is_behind() -> None:
     ranks = Ranks(3)
-    disagree(ranks, "barrier", "barrier", "barrier")
-    disagree(ranks, "all_reduce", "broadcast", "")
+    make_calls(ranks, "barrier", "barrier", "barrier")
+    make_calls(ranks, "all_reduce", "broadcast", "")
     ranks.pass_time(0.05)
     ranks.deliver()
     ranks.pass_time(BEHIND_SECONDS + 0.01)
     ranks.deliver()
     for error in ranks.errors().values():
-        assert "rank 2: has not got there; its last call was barrier() at test_control.py:" in str(error)
+        assert "rank 2: has not reached this call; its last call was barrier() at test_control.py:" in str(error)
 
 
 def test_control_does_not_compare_calls_of_closed_groups() -> None:
     ranks = Ranks(2)
     ranks.handle(0, Unwatched(ranks.logs[0]))
     assert ranks.controls[0].watches(WORLD) is None
-    disagree(ranks, "all_reduce", "broadcast")
+    make_calls(ranks, "all_reduce", "broadcast")
     ranks.pass_time(0.1)
     ranks.deliver()
-    assert ranks.controls[0].sound
+    assert ranks.controls[0].intact
 
 
 # -- questions --------------------------------------------------------------------------------------------------------
@@ -314,7 +314,7 @@ def test_control_does_not_compare_calls_of_closed_groups() -> None:
 
 def test_position_query_is_answered_with_the_last_call() -> None:
     ranks = Ranks(3)
-    disagree(ranks, "barrier", "barrier", "")
+    make_calls(ranks, "barrier", "barrier", "")
     ranks.handle(0, AskPositions(ranks.logs[0]))
     assert [ranks.controls[0].position(WORLD, peer) for peer in (1, 2)] == [None, None]
     ranks.deliver()
@@ -372,36 +372,36 @@ def test_message_of_a_later_version_is_ignored() -> None:
     assert decode(b'{"t":"of a later version"}', 3) is None
 
 
-# -- the edge: threads that wait --------------------------------------------------------------------------------------
+# -- Control: threads that wait ---------------------------------------------------------------------------------------
 
 
-def edge(post: Callable[[int, bytes], None] = lambda peer, payload: None) -> Control:
+def control_of_rank_0(post: Callable[[int, bytes], None] = lambda peer, payload: None) -> Control:
     return Control(0, names(2), 5, post, lambda: None)
 
 
-def test_control_that_is_asked_for_positions_returns_answers_that_arrive_meanwhile() -> None:
+def test_control_positions_returns_the_answers_that_arrive_in_time() -> None:
     asked: list[bytes] = []
 
     def answer(peer: int, payload: bytes) -> None:
         asked.append(payload)
         control.receive(peer, encode(Position(WORLD, 2, 1, "barrier() #2")), 0.0)
 
-    control, log = edge(answer), CallLog(WORLD, range(2))
+    control, log = control_of_rank_0(answer), CallLog(WORLD, range(2))
     control.watch(log)
     assert control.positions(log, 60.0) == {1: Position(WORLD, 2, 1, "barrier() #2")}
     assert asked == [encode(PositionQuery(WORLD))]
 
 
 def test_control_without_answers_returns_no_positions() -> None:
-    control, log = edge(), CallLog(WORLD, range(2))
+    control, log = control_of_rank_0(), CallLog(WORLD, range(2))
     control.watch(log)
     assert control.positions(log, 0.01) == {}
 
 
-def test_settle_without_another_thread_decides_the_verdict_itself() -> None:
-    control = edge()
+def test_await_verdict_without_another_thread_decides_itself() -> None:
+    control = control_of_rank_0()
     control.report(Finding("aborted", "no", 0), time.monotonic())
-    assert control.settle(60.0)
+    assert control.await_verdict(60.0)
 
 
 # -- what peers may send ----------------------------------------------------------------------------------------------
@@ -414,7 +414,7 @@ def test_control_random_bytes_are_refused_or_ignored(words: bytes) -> None:
         ranks.receive(0, 1, words)
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
         return
-    assert ranks.controls[0].sound
+    assert ranks.controls[0].intact
 
 
 JSON = st.recursive(
@@ -436,10 +436,10 @@ def test_control_known_messages_with_random_fields_are_refused_or_understood(
     ranks.call(0, "barrier")
     with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError, AttributeError):
         ranks.receive(0, 1, json.dumps({**fields, "t": kind}).encode())
-    ranks.pass_time(1.0)  # whatever was believed must not trip anything later
+    ranks.pass_time(1.0)  # accepted messages must not cause an error later
     ranks.pass_time(1.0)
-    if not ranks.controls[0].sound:
-        assert ranks.controls[0].settled
+    if not ranks.controls[0].intact:
+        assert ranks.controls[0].decided
         assert isinstance(ranks.controls[0].error(None, ""), Broken)
 
 

@@ -1,4 +1,4 @@
-"""The verdict: findings and the time in, one decision out, the same on every rank."""
+"""The verdict: findings and the time go in, and one decision comes out, the same on every rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gradwire.errors import Aborted, Broken, CollectiveMismatch, PeerLost, Timeout
 from gradwire.liveness.call_log import Call
-from gradwire.liveness.verdict import CALLS_SECONDS, MAX_FINDINGS, SETTLE_SECONDS, Finding, Verdict
+from gradwire.liveness.verdict import CALLS_SECONDS, DECISION_SECONDS, MAX_FINDINGS, Finding, Verdict
 
 LOST_2 = Finding("lost", "closed its link", 2)
 LOST_1 = Finding("lost", "closed its link", 1)
@@ -22,7 +22,7 @@ MISMATCH = Finding("mismatch", "ranks called different things", None, None, "bar
 def verdict(*findings: Finding, size: int = 4, now: float = 100.0) -> Verdict:
     made = Verdict(size, generation=3)
     for finding in findings:
-        made.find(finding, now)
+        made.add(finding, now)
     return made
 
 
@@ -30,9 +30,9 @@ def raised(verdict: Verdict, during: str = "", who: str = "rank x") -> Broken:
     return verdict.error(operation="all_reduce", during=during, who=who)
 
 
-def test_verdict_without_findings_is_sound_and_undecided() -> None:
+def test_verdict_without_findings_is_intact_and_undecided() -> None:
     quiet = verdict()
-    assert quiet.sound
+    assert quiet.intact
     assert not quiet.open
     assert quiet.due() is None
     assert not quiet.decide(1e9)
@@ -40,11 +40,11 @@ def test_verdict_without_findings_is_sound_and_undecided() -> None:
 
 def test_verdict_waits_for_reports_of_other_ranks_up_to_the_window() -> None:
     one = verdict(LOST_2)
-    assert not one.sound
+    assert not one.intact
     assert one.open
-    assert one.due() == 100.0 + SETTLE_SECONDS
-    assert not one.decide(100.0 + SETTLE_SECONDS * 0.9)
-    assert one.decide(100.0 + SETTLE_SECONDS)
+    assert one.due() == 100.0 + DECISION_SECONDS
+    assert not one.decide(100.0 + DECISION_SECONDS * 0.9)
+    assert one.decide(100.0 + DECISION_SECONDS)
     assert one.decided == LOST_2
     assert not one.open
     assert one.due() is None
@@ -52,21 +52,21 @@ def test_verdict_waits_for_reports_of_other_ranks_up_to_the_window() -> None:
 
 def test_verdict_window_opens_with_the_first_finding_and_is_not_prolonged() -> None:
     one = verdict(LOST_2)
-    one.find(LOST_1, 100.0 + SETTLE_SECONDS * 0.9)
-    assert one.decide(100.0 + SETTLE_SECONDS)
+    one.add(LOST_1, 100.0 + DECISION_SECONDS * 0.9)
+    assert one.decide(100.0 + DECISION_SECONDS)
     assert one.decided == LOST_1
 
 
 def test_verdict_findings_after_the_decision_change_nothing() -> None:
     one = verdict(LOST_2)
     one.decide(200.0)
-    assert not one.find(LOST_1, 200.0)
+    assert not one.add(LOST_1, 200.0)
     assert not one.adopt(LOST_1, 200.0)
     assert one.decided == LOST_2
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations([LATE_0, LOST_2, LOST_1, ABORT_3])))
-def test_verdict_gravest_finding_wins_and_of_equals_the_lowest_rank(order: tuple[Finding, ...]) -> None:
+def test_verdict_most_severe_finding_wins_and_among_equals_the_lowest_rank(order: tuple[Finding, ...]) -> None:
     for count, expected in ((4, ABORT_3), (3, None)):
         one = verdict(*order[:count])
         one.decide(200.0)
@@ -94,10 +94,10 @@ def test_verdict_is_the_same_on_all_ranks_in_any_order_of_findings(data: st.Data
     assert one.decided == other.decided
 
 
-def test_verdict_repeated_finding_is_news_once() -> None:
+def test_verdict_repeated_finding_is_new_once() -> None:
     one = verdict()
-    assert one.find(LOST_2, 100.0)
-    assert not one.find(Finding("lost", "closed its link", 2), 100.0)
+    assert one.add(LOST_2, 100.0)
+    assert not one.add(Finding("lost", "closed its link", 2), 100.0)
     assert one.findings == (LOST_2,)
 
 
@@ -108,23 +108,23 @@ def test_verdict_number_of_findings_is_bounded() -> None:
 
 
 def test_verdict_undecided_rank_adopts_the_decision_of_others() -> None:
-    """So a rank that raised and ended is not taken for a further loss by one that is slower."""
+    """Otherwise a slower rank could report a rank that raised and ended as one more loss."""
     slow = verdict(LOST_2)
     assert slow.adopt(LOST_2, 100.01)
     assert slow.decided == LOST_2
-    assert not slow.find(Finding("lost", "closed its link", 0), 100.02)
+    assert not slow.add(Finding("lost", "closed its link", 0), 100.02)
     unaware = verdict()
     assert unaware.adopt(ABORT_3, 100.0)
-    assert not unaware.sound
+    assert not unaware.intact
     assert unaware.decided == ABORT_3
 
 
 def test_verdict_goodbyes_are_remembered_by_their_time() -> None:
     one = verdict()
-    one.leave(2, 50.0)
-    one.leave(2, 60.0)
+    one.mark_left(2, 50.0)
+    one.mark_left(2, 60.0)
     assert (one.left_at(2), one.left_at(1)) == (50.0, None)
-    assert one.sound
+    assert one.intact
 
 
 # -- disagreement -----------------------------------------------------------------------------------------------------
@@ -140,9 +140,9 @@ def test_verdict_mismatch_waits_for_the_calls_of_all_ranks_and_shows_them() -> N
     same = [call(5, "barrier()"), call(6, "barrier()")]
     for rank in (0, 1):
         one.add_calls(1, (0, 1, 2), rank, [*same, call(7, "all_reduce(float32[4])", 88)])
-        assert not one.decide(100.0 + SETTLE_SECONDS)
+        assert not one.decide(100.0 + DECISION_SECONDS)
     one.add_calls(1, (0, 1, 2), 2, [*same, call(7, "barrier()", 90)])
-    assert one.decide(100.0 + SETTLE_SECONDS)
+    assert one.decide(100.0 + DECISION_SECONDS)
     error = raised(one)
     assert isinstance(error, CollectiveMismatch)
     assert (error.culprit, error.operation, error.generation) == (2, "all_reduce", 3)
@@ -160,7 +160,7 @@ def test_verdict_mismatch_names_the_first_difference() -> None:
     one.add_calls(1, (0, 1), 1, [call(5, "a"), call(6, "x"), call(7, "c")])
     assert one.decide(100.1)
     assert str(raised(one)).startswith("ranks disagree on call #6\n  rank 0: b at ")
-    assert raised(one).culprit is None, "one against one: nobody is the odd one"
+    assert raised(one).culprit is None, "with one rank on each side there is no culprit"
 
 
 def test_verdict_mismatch_waits_a_limited_time_for_a_rank_that_does_not_answer() -> None:
@@ -171,7 +171,7 @@ def test_verdict_mismatch_waits_a_limited_time_for_a_rank_that_does_not_answer()
     assert one.decide(100.0 + CALLS_SECONDS)
     assert str(raised(one)).splitlines()[1:] == [
         "  rank 0: a at train.py:1",
-        "  rank 1: has not got there; its last call was z at train.py:1",
+        "  rank 1: has not reached this call; its last call was z at train.py:1",
         "  rank 3: has not called anything in this group",
     ]
 
@@ -183,17 +183,17 @@ def test_verdict_mismatch_does_not_wait_for_a_lost_rank(gone: str) -> None:
     one.add_calls(1, (0, 1, 2), 1, [call(7, "b")])
     assert not one.decide(100.0)
     if gone == "left":
-        one.leave(2, 100.0)
+        one.mark_left(2, 100.0)
     else:
-        one.find(LOST_2, 100.0)
+        one.add(LOST_2, 100.0)
     assert one.decide(100.0)
-    assert isinstance(raised(one), CollectiveMismatch), "a mismatch explains a loss, not the other way round"
+    assert isinstance(raised(one), CollectiveMismatch), "a mismatch takes precedence over a loss"
 
 
 def test_verdict_disputes_of_two_groups_stay_separate() -> None:
     other = Finding("mismatch", "ranks called different things", None, None, "barrier", 9, 2)
     one = verdict(MISMATCH, other, size=2)
-    assert one.dispute() == other, "all ranks agree on which to settle"
+    assert one.dispute() == other, "all ranks must choose the same dispute"
     one.add_calls(1, (0, 1), 0, [call(7, "a")])
     one.add_calls(1, (0, 1), 1, [call(7, "b")])
     assert not one.decide(100.0)

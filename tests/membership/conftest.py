@@ -16,14 +16,14 @@ from support.membership_claims import SECRET
 
 @pytest.fixture
 def captured() -> Iterator[CapturedLog]:
-    """What the coordinator and its workers log during the test, from "info" on."""
+    """Captures what the coordinator and its workers log during the test, at level INFO and above."""
     with capturing("gradwire.membership", logging.INFO) as captured:
         yield captured
 
 
 @pytest.fixture
 def databases(monkeypatch: pytest.MonkeyPatch) -> list[sqlite3.Connection]:
-    """The SQLite connections that are opened during the test, to give them other limits; a journal's is the last."""
+    """Collects the SQLite connections opened during the test, so that it can limit them. A journal's is the last."""
     opened: list[sqlite3.Connection] = []
     connect = sqlite3.connect
 

@@ -1,4 +1,4 @@
-"""Addresses: what is one, what it resolves to, and who can reach it."""
+"""Tests of addresses: splitting, joining, resolving, and recognising loopback."""
 
 from __future__ import annotations
 

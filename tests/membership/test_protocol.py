@@ -1,4 +1,4 @@
-"""The published protocol, its generated code, and what importing any of it costs."""
+"""Tests of the published protocol, its generated code, and what is imported with it."""
 
 from __future__ import annotations
 
@@ -75,6 +75,6 @@ assert os.waitpid(pid, 0)[1] == 0
 """
 
 
-def test_fork_beside_a_coordinator_is_quiet_and_harmless() -> None:
+def test_fork_in_a_coordinators_process_prints_nothing() -> None:
     done = python(FORK)
     assert (done.stdout, done.stderr) == ("", "")

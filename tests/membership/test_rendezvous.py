@@ -1,4 +1,4 @@
-"""The rendezvous over real sockets: coordinators, workers as threads and as processes, and everybody's errors."""
+"""Tests of the rendezvous over real sockets, with workers as threads and as processes, and of its errors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def join(coordinator: Coordinator | str, who: Member, size: int, **options: Any)
 
 
 def joining(coordinator: Coordinator | str, who: Member, size: int, **options: Any) -> Future[Assembly]:
-    """`join` in a thread of its own."""
+    """Call `join` in a new thread and return its result as a future."""
     result: Future[Assembly] = Future()
 
     def run() -> None:
@@ -63,7 +63,7 @@ def joining(coordinator: Coordinator | str, who: Member, size: int, **options: A
 
 @pytest.fixture
 def spawn() -> Iterator[Spawn]:
-    """Starts workers as processes, and ends those that are left after the test."""
+    """Starts workers as processes, and kills those that still run after the test."""
     started: list[subprocess.Popen[bytes]] = []
 
     def start(coordinator: Coordinator, rank: int, size: int) -> subprocess.Popen[bytes]:
@@ -118,8 +118,8 @@ def test_register_many_at_once(serve: Serve) -> None:
     assert [assembly.rank for assembly in found] == list(range(size))
 
 
-def test_register_more_than_can_be_held_at_a_time(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servicer, "HELD", 2)
+def test_register_more_workers_than_delayed_calls(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servicer, "MOST_DELAYED", 2)
     coordinator = serve(12)
     with ThreadPoolExecutor(12) as pool:
         found = list(pool.map(lambda rank: join(coordinator, member(rank), 12), range(12)))
@@ -134,8 +134,8 @@ def test_register_by_processes(size: int, serve: Serve, spawn: Spawn) -> None:
 
 
 def test_coordinator_stopped_at_once_has_answered_all_members(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 may stop its coordinator as soon as it knows the others itself."""
-    monkeypatch.setattr(servicer, "HELD", 3)
+    """Rank 0 may stop its coordinator as soon as its own registration has returned."""
+    monkeypatch.setattr(servicer, "MOST_DELAYED", 3)
     coordinator = serve(8)
     others = [joining(coordinator, member(rank), 8) for rank in range(1, 8)]
     join(coordinator, member(0), 8)
@@ -155,7 +155,7 @@ def test_coordinator_stop_leaves_no_thread(serve: Serve) -> None:
     def left() -> list[threading.Thread]:
         return [one for one in threading.enumerate() if one not in before and not one.name.endswith("(run)")]
 
-    while left() and time.monotonic() < deadline:  # gRPC's threads end on their own time
+    while left() and time.monotonic() < deadline:  # gRPC's threads end some time after the server
         left()[0].join(0.1)
     assert left() == []
 
@@ -163,7 +163,7 @@ def test_coordinator_stop_leaves_no_thread(serve: Serve) -> None:
 def test_register_before_the_coordinator_starts_waits_for_it(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = threading.Semaphore(0)
 
-    def pauses() -> Iterator[float]:  # asked after each try
+    def pauses() -> Iterator[float]:  # called after each try
         while True:
             tried.release()
             yield 0.01
@@ -177,25 +177,25 @@ def test_register_before_the_coordinator_starts_waits_for_it(serve: Serve, monke
     assert early.result(60).rank == 0
 
 
-def test_register_finds_a_coordinator_that_was_started_anew(serve: Serve, captured: CapturedLog) -> None:
+def test_register_finds_a_coordinator_that_was_restarted(serve: Serve, captured: CapturedLog) -> None:
     first = serve(2)
     patient = joining(first, member(1), 2)
-    captured.wait_for("rank 1 .* has come")
+    captured.wait_for("rank 1 .* has registered")
     port = int(first.address.rpartition(":")[2])
     first.cut_off()
     second = serve(2, port=port)
-    captured.wait_for("rank 1 .* has come", times=2)
+    captured.wait_for("rank 1 .* has registered", times=2)
     assert join(second, member(0), 2).rank == 0
     assert patient.result(60).rank == 1
 
 
-# Who is turned away, and what both sides are told.
+# Refusals, and the messages on both sides.
 
 
 @pytest.mark.parametrize(
     ("who", "size", "options", "said"),
     [
-        (member(2), 2, {}, "rank 2 is out of range: a job of 2 has the ranks 0 to 1"),
+        (member(2), 2, {}, "rank 2 is out of range: a job of size 2 has ranks 0 to 1"),
         (member(-1), 2, {}, "rank -1 is out of range"),
         (member(1), 3, {}, "expects a job of 3 ranks, and this one has 2"),
         (member(1), 2, {"job": "other"}, "belongs to job 'other', and this is job 'mine'"),
@@ -212,7 +212,7 @@ def test_refusal_reaches_both_sides_and_harms_no_other_member(
         who, said = Member("", 1, "machine", "host", 1, "127.0.0.1:1"), "id must not be empty"
     coordinator = serve(2, job="mine")
     first = joining(coordinator, member(0), 2)
-    captured.wait_for("rank 0 .* has come")
+    captured.wait_for("rank 0 .* has registered")
     with pytest.raises(Refused, match=said):
         join(coordinator, who, size, **options)
     captured.wait_for(f"refused .*127\\.0\\.0\\.1:[0-9]+: .*{said}")
@@ -237,7 +237,7 @@ def test_register_with_size_zero_raises(serve: Serve) -> None:
 def test_register_timeout_names_the_missing_ranks_and_frees_the_place(serve: Serve) -> None:
     coordinator = serve(4)
     start = time.monotonic()
-    with pytest.raises(Timeout, match=r"within 1 s: of 4, ranks 0, 2, 3 did not come") as caught:
+    with pytest.raises(Timeout, match=r"within 1 s: missing ranks 0, 2, 3 of 4") as caught:
         join(coordinator, member(1), 4, timeout=1.0)
     assert time.monotonic() - start >= 1.0
     assert (caught.value.seconds, caught.value.operation) == (1.0, "rendezvous")
@@ -248,10 +248,10 @@ def test_register_timeout_names_the_missing_ranks_and_frees_the_place(serve: Ser
 def test_killed_worker_frees_its_place_at_once(serve: Serve, spawn: Spawn, captured: CapturedLog) -> None:
     coordinator = serve(2)
     victim = spawn(coordinator, 1, 2)
-    captured.wait_for("rank 1 .* has come", timeout=60)
+    captured.wait_for("rank 1 .* has registered", timeout=60)
     victim.kill()
     assert victim.wait(60) == -signal.SIGKILL
-    captured.wait_for("rank 1 .* went away while it waited")
+    captured.wait_for("rank 1 .* disconnected while it waited")
     again = joining(coordinator, member(1, "restarted"), 2)
     assert join(coordinator, member(0), 2).members[1].id == "restarted"
     assert again.result(60).rank == 1
@@ -260,9 +260,9 @@ def test_killed_worker_frees_its_place_at_once(serve: Serve, spawn: Spawn, captu
 def test_coordinator_that_stops_refuses_waiting_members(serve: Serve, captured: CapturedLog) -> None:
     coordinator = serve(2)
     waiting = joining(coordinator, member(1), 2)
-    captured.wait_for("rank 1 .* has come")
+    captured.wait_for("rank 1 .* has registered")
     coordinator.stop()
-    with pytest.raises(Refused, match="the coordinator was stopped before all ranks had come"):
+    with pytest.raises(Refused, match="the coordinator was stopped before all ranks had registered"):
         waiting.result(60)
     coordinator.stop()
 
@@ -273,7 +273,7 @@ def test_register_that_waits_long_is_logged(
     monkeypatch.setattr(requests, "HOLD_SECONDS", 0.05)
     coordinator = serve(3)
     waiting = joining(coordinator, member(1), 3, log_after=0.0)
-    captured.wait_for("s at the rendezvous 127.0.0.1:.*: of 3, ranks 0, 2 have not come")
+    captured.wait_for("s at the rendezvous 127.0.0.1:.*: missing ranks 0, 2 of 3")
     coordinator.stop()
     with pytest.raises(Refused):
         waiting.result(60)
@@ -288,7 +288,7 @@ def test_unregister_returns_whether_the_member_was_known(serve: Serve) -> None:
         unregister(coordinator.address, member(0), secret=b"another secret!!")
 
 
-# Addresses at which nobody can serve, or nobody answers.
+# Addresses at which a coordinator cannot listen or does not answer.
 
 
 def test_coordinator_at_a_busy_port_raises_and_names_it(serve: Serve) -> None:
@@ -307,7 +307,7 @@ def test_coordinator_at_a_foreign_address_raises(serve: Serve) -> None:
 
 
 def test_coordinator_beyond_this_machine_needs_insecure(serve: Serve) -> None:
-    with pytest.raises(ConfigError, match=r"0\.0\.0\.0:0 could be reached from other machines.*insecure=True"):
+    with pytest.raises(ConfigError, match=r"other machines could reach a coordinator at 0\.0\.0\.0:0.*insecure=True"):
         serve(1, host="0.0.0.0")
     coordinator = serve(1, host="0.0.0.0", insecure=True)
     assert join(coordinator, member(0), 1).rank == 0

@@ -1,4 +1,4 @@
-"""A coordinator with certificates: who gets in, and what those who do not are told."""
+"""Tests of a coordinator with certificates: which callers it accepts, and the errors of the others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Serve = Callable[..., Coordinator]
 
 @pytest.fixture
 def coordinator(serve: Serve) -> Coordinator:
-    """Of an elastic job of one."""
+    """A coordinator with certificates, for an elastic job of one member."""
     return serve(1, minimum=1, maximum=1, credentials=tls_files.credentials("m0"))
 
 
@@ -60,7 +60,7 @@ def test_register_with_certificates_succeeds(coordinator: Coordinator) -> None:
 
 def test_certificate_covers_its_own_member_only(coordinator: Coordinator, captured: CapturedLog) -> None:
     address, mine, others = coordinator.address, tls_files.credentials("m1"), tls_files.credentials("m2")
-    with pytest.raises(Refused, match="its certificate is for m2, which cannot speak for member m1"):
+    with pytest.raises(Refused, match="its certificate is for m2, which does not cover member m1"):
         join(coordinator, "m1", others)
     assembly = join(coordinator, "m1", mine)
     for call in (
@@ -69,7 +69,7 @@ def test_certificate_covers_its_own_member_only(coordinator: Coordinator, captur
         lambda: unregister(address, assembly.members[0], secret=SECRET, credentials=others),
         lambda: start_checkpoint(address, "m1", 1, secret=SECRET, credentials=others),
     ):
-        with pytest.raises(Refused, match="its certificate is for m2, which cannot speak for member m1"):
+        with pytest.raises(Refused, match="its certificate is for m2, which does not cover member m1"):
             call()
     captured.wait_for(r"refused a call from 127\.0\.0\.1:[0-9]+: its certificate is for m2", times=4)
     assert heartbeat(address, ["m1"], secret=SECRET, credentials=mine).evicted == ()
@@ -89,10 +89,10 @@ def test_register_with_a_certificate_unknown_to_the_coordinator_is_refused(
     coordinator: Coordinator, tmp_path: Path
 ) -> None:
     made(tmp_path, "tests", "m1")
-    believed = tmp_path / "both.pem"  # this side believes both authorities, the coordinator only its own
-    believed.write_bytes((tmp_path / "ca.pem").read_bytes() + (tls_files.folder() / "ca.pem").read_bytes())
+    trusted = tmp_path / "both.pem"  # this side trusts both authorities, the coordinator only its own
+    trusted.write_bytes((tmp_path / "ca.pem").read_bytes() + (tls_files.folder() / "ca.pem").read_bytes())
     with pytest.raises(Refused, match="it does not accept this process's certificate"):
-        join(coordinator, "m1", Credentials(believed, tmp_path / "m1.pem", tmp_path / "m1.key"))
+        join(coordinator, "m1", Credentials(trusted, tmp_path / "m1.pem", tmp_path / "m1.key"))
 
 
 def test_closed_listener_answers_clients_with_certificates_too() -> None:
@@ -120,10 +120,10 @@ def test_register_at_a_member_that_poses_as_the_coordinator_is_refused(serve: Se
 
 def test_register_with_a_certificate_of_another_job_names_both_jobs(coordinator: Coordinator, tmp_path: Path) -> None:
     made(tmp_path, "other", "m1")
-    believed = tmp_path / "both.pem"
-    believed.write_bytes((tmp_path / "ca.pem").read_bytes() + (tls_files.folder() / "ca.pem").read_bytes())
+    trusted = tmp_path / "both.pem"
+    trusted.write_bytes((tmp_path / "ca.pem").read_bytes() + (tls_files.folder() / "ca.pem").read_bytes())
     with pytest.raises(Refused, match="its certificate is for job tests, and this is job other"):
-        join(coordinator, "m1", Credentials(believed, tmp_path / "m1.pem", tmp_path / "m1.key"))
+        join(coordinator, "m1", Credentials(trusted, tmp_path / "m1.pem", tmp_path / "m1.key"))
 
 
 def test_register_in_plaintext_at_a_coordinator_with_certificates_is_refused(coordinator: Coordinator) -> None:
@@ -180,6 +180,6 @@ def test_grpc_client_with_certificates_is_accepted(coordinator: Coordinator) -> 
     with grpc.secure_channel(coordinator.address, mine.grpc_channel(), options=mine.grpc_options()) as channel:
         stub = rpc.MembershipStub(channel)  # type: ignore[no-untyped-call]
         seal = WorkerSeal(SECRET)
-        seal.meet(stub.Hello(seal.hello()))
+        seal.accept_hello(stub.Hello(seal.hello()))
         request = seal.seal("Heartbeat", b"")
-        assert seal.open("Heartbeat", request, stub.Heartbeat(request)) != b"", "news"
+        assert seal.open("Heartbeat", request, stub.Heartbeat(request)) != b"", "no news in the reply"

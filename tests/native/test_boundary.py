@@ -1,4 +1,4 @@
-"""Names and numbers shared by Python and the core: these tests fail where the two sides differ."""
+"""Tests that names and numbers that Python and the core share are the same on both sides."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def test_reduce_ops_of_the_core_are_those_of_the_table_except_mean() -> None:
 
 @pytest.mark.parametrize(("dtype", "ops"), [(name, arrays.parse_dtype(name).ops) for name in arrays.DTYPES])
 def test_reduction_of_the_core_is_defined_exactly_for_the_ops_of_the_dtype(dtype: str, ops: frozenset[str]) -> None:
-    one = np.zeros(arrays.parse_dtype(dtype).itemsize, np.uint8)
-    room = np.zeros(arrays.parse_dtype(dtype).accumulator.itemsize, np.uint8)
+    term = np.zeros(arrays.parse_dtype(dtype).itemsize, np.uint8)
+    result = np.zeros(arrays.parse_dtype(dtype).accumulator.itemsize, np.uint8)
     for name, op in native.ReduceOp.__members__.items():
         if name in ops:
-            native.kernels.fold("base", native.DType[dtype], op, room, [(one, False)])
+            native.kernels.fold("base", native.DType[dtype], op, result, [(term, False)])
         else:
             with pytest.raises(ValueError, match="not defined"):
-                native.kernels.fold("base", native.DType[dtype], op, room, [(one, False)])
+                native.kernels.fold("base", native.DType[dtype], op, result, [(term, False)])
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
@@ -70,8 +70,8 @@ def test_header_of_the_core_is_that_of_the_wire_format() -> None:
     call = CallHeader(JOB, GENERATION, GROUP, 0)
     call.sequence, call.fingerprint = SEQUENCE, FINGERPRINT
     mine, theirs = socket.socketpair()
-    alarm, bell = socket.socketpair()
-    with mine, theirs, alarm, bell:
+    alarm, alarm_sender = socket.socketpair()
+    with mine, theirs, alarm, alarm_sender:
         executor = NativeExecutor(call, 2, alarm)
         executor.connect(1, 1, mine)
         x = np.array([7], np.int64)
@@ -88,7 +88,7 @@ def test_program_without_a_field_is_refused() -> None:
         native.Tiling(1, 1, 1, 1)
 
 
-def test_plan_of_the_fast_path_that_is_no_program_is_refused() -> None:
+def test_add_plan_of_an_object_that_is_not_a_program_raises() -> None:
     engine = native.Engine(message_kind=1, job=1, generation=1, group=1, rank=0, size=2, alarm=0)
     path = native.FastPath(
         engine=engine,

@@ -1,4 +1,4 @@
-"""The C++ tests of the core in native/tests; `make sanitize` runs them with sanitizers."""
+"""Runs the C++ tests of the core in native/tests. `make sanitize` runs them with sanitizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels of the core: the same bits as the rules of the Python executor, in every build this processor can run."""
+"""Tests that the kernels of the core give the bits of the Python rules, in every build that this processor can run."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def code_of(dtype: DType) -> Any:
     return native.DType[dtype.name]
 
 
-def awkward(count: int, dtype: np.dtype[Any], generator: np.random.Generator) -> Array:
-    """Any bits at all, and among them the values at which arithmetic goes wrong."""
+def random_values(count: int, dtype: np.dtype[Any], generator: np.random.Generator) -> Array:
+    """Return random bits, mixed with small numbers and special values such as NaN and denormals."""
     if dtype == np.bool_:
         return generator.integers(0, 2, count).astype(bool)
     if dtype.kind == "c":
         part = np.empty(0, dtype).real.dtype
-        return awkward(2 * count, part, generator).view(dtype)
+        return random_values(2 * count, part, generator).view(dtype)
     values = generator.integers(0, 256, count * dtype.itemsize, np.uint8).view(dtype)
     if dtype.kind in "iu":
         return values
@@ -53,16 +53,16 @@ def awkward(count: int, dtype: np.dtype[Any], generator: np.random.Generator) ->
 
 
 def unaligned(array: Array, offset: int) -> Array:
-    """A copy, as bytes at an address that is a multiple of nothing but one (offset 0: of 64)."""
-    room = np.empty(array.nbytes + 128, np.uint8)
-    begin = -room.ctypes.data % 64 + offset
-    place: Array = room[begin : begin + array.nbytes]
-    place[:] = array.view(np.uint8)
-    return place
+    """Return a copy as bytes, at an address with this offset from a multiple of 64."""
+    memory = np.empty(array.nbytes + 128, np.uint8)
+    begin = -memory.ctypes.data % 64 + offset
+    copy: Array = memory[begin : begin + array.nbytes]
+    copy[:] = array.view(np.uint8)
+    return copy
 
 
 def folded(op: str, dtype: DType, terms: list[Array]) -> Array:
-    """What the rules say."""
+    """Return the fold by the Python rules."""
     combine = numerics.combiner(op, dtype.accumulator)
     value = terms[0].astype(dtype.accumulator)
     for term in terms[1:]:
@@ -77,7 +77,7 @@ def finished(dtype: DType, partial: Array, divisor: int | None) -> Array:
 
 
 def assert_same(got: Array, expected: Array) -> None:
-    """Equal bits, but any NaN for a NaN."""
+    """Assert that the bits are equal; all NaNs count as equal."""
     assert got.dtype == expected.dtype
     if got.dtype.kind == "c":
         got, expected = got.view(got.real.dtype), expected.view(expected.real.dtype)
@@ -99,7 +99,7 @@ def quiet() -> Iterator[None]:
 
 
 def shapes(dtype: DType, counts: list[int]) -> Iterator[tuple[int, tuple[bool, ...]]]:
-    """(elements, which terms are partial): all of them, none, the first, the last, every other one."""
+    """Yield (number of elements, which terms are partial): none, and if partial terms are possible, other patterns."""
     for count, number in itertools.product(counts, TERMS):
         patterns = {(False,) * number}
         if dtype.widens:
@@ -111,7 +111,7 @@ def shapes(dtype: DType, counts: list[int]) -> Iterator[tuple[int, tuple[bool, .
 
 def some_terms(dtype: DType, count: int, partial: tuple[bool, ...]) -> list[Array]:
     generator = np.random.default_rng([dtype.code, count, *partial])
-    return [awkward(count, dtype.accumulator if one else dtype.storage, generator) for one in partial]
+    return [random_values(count, dtype.accumulator if wide else dtype.storage, generator) for wide in partial]
 
 
 @builds
@@ -122,11 +122,11 @@ def test_fold_gives_the_bits_of_the_python_rules(build: str, name: str, op: str)
         terms = some_terms(dtype, count, partial)
         expected = folded(op, dtype, terms)
         for shift in (0, 1):
-            places = [unaligned(term, shift * (2 * index + 1)) for index, term in enumerate(terms)]
+            copies = [unaligned(term, shift * (2 * index + 1)) for index, term in enumerate(terms)]
             result = unaligned(np.zeros(count, dtype.accumulator), shift * 3)
-            kernels.fold(build, code_of(dtype), OPS[op], result, list(zip(places, partial, strict=True)))
+            kernels.fold(build, code_of(dtype), OPS[op], result, list(zip(copies, partial, strict=True)))
             assert_same(result.copy().view(dtype.accumulator), expected)
-            assert all((place == term.view(np.uint8)).all() for place, term in zip(places, terms, strict=True))
+            assert all((copy == term.view(np.uint8)).all() for copy, term in zip(copies, terms, strict=True))
 
 
 @builds
@@ -136,11 +136,11 @@ def test_fold_into_one_of_its_terms_gives_the_same_bits(build: str, name: str, o
     for count, partial in shapes(dtype, FEW):
         terms = some_terms(dtype, count, partial)
         expected = folded(op, dtype, terms)
-        own_type = [index for index, one in enumerate(partial) if one or not dtype.widens]
-        for where in own_type:
-            places = [unaligned(term, 0) for term in terms]
-            kernels.fold(build, code_of(dtype), OPS[op], places[where], list(zip(places, partial, strict=True)))
-            assert_same(places[where].copy().view(dtype.accumulator), expected)
+        result_type = [index for index, wide in enumerate(partial) if wide or not dtype.widens]
+        for target in result_type:
+            copies = [unaligned(term, 0) for term in terms]
+            kernels.fold(build, code_of(dtype), OPS[op], copies[target], list(zip(copies, partial, strict=True)))
+            assert_same(copies[target].copy().view(dtype.accumulator), expected)
 
 
 @builds
@@ -165,14 +165,14 @@ def test_finish_gives_the_bits_of_the_python_rules(build: str, name: str, diviso
     if divisor is not None and "mean" not in dtype.ops:
         return
     for count, shift in itertools.product(COUNTS, (0, 1)):
-        partial = awkward(count, dtype.accumulator, np.random.default_rng([dtype.code, count]))
+        partial = random_values(count, dtype.accumulator, np.random.default_rng([dtype.code, count]))
         result = unaligned(np.zeros(count, dtype.storage), shift)
         kernels.finish(build, code_of(dtype), OPS["sum"], result, unaligned(partial, shift * 3), divisor or 0)
         assert_same(result.copy().view(dtype.storage), finished(dtype, partial, divisor))
         if not dtype.widens:
-            place = unaligned(partial, shift)
-            kernels.finish(build, code_of(dtype), OPS["sum"], place, place, divisor or 0)
-            assert_same(place.copy().view(dtype.storage), finished(dtype, partial, divisor))
+            in_place = unaligned(partial, shift)
+            kernels.finish(build, code_of(dtype), OPS["sum"], in_place, in_place, divisor or 0)
+            assert_same(in_place.copy().view(dtype.storage), finished(dtype, partial, divisor))
 
 
 @builds
@@ -183,22 +183,22 @@ def test_reduce_gives_the_bits_of_fold_and_finish(build: str, name: str, op: str
     for count, partial in shapes(dtype, FEW):
         terms = some_terms(dtype, count, partial)
         expected = finished(dtype, folded(op, dtype, terms), divisor)
-        apart = unaligned(np.zeros(count, dtype.storage), 1)
-        given = list(zip(map(raw, terms), partial, strict=True))
-        kernels.reduce(build, code_of(dtype), OPS[op], apart, given, divisor or 0)
-        assert_same(apart.copy().view(dtype.storage), expected)
-        for where in [index for index, one in enumerate(partial) if not one]:
-            places = [unaligned(term, 0) for term in terms]
-            among = list(zip(places, partial, strict=True))
-            kernels.reduce(build, code_of(dtype), OPS[op], places[where], among, divisor or 0)
-            assert_same(places[where].copy().view(dtype.storage), expected)
+        separate = unaligned(np.zeros(count, dtype.storage), 1)
+        inputs = list(zip(map(raw, terms), partial, strict=True))
+        kernels.reduce(build, code_of(dtype), OPS[op], separate, inputs, divisor or 0)
+        assert_same(separate.copy().view(dtype.storage), expected)
+        for target in [index for index, wide in enumerate(partial) if not wide]:
+            copies = [unaligned(term, 0) for term in terms]
+            inputs = list(zip(copies, partial, strict=True))
+            kernels.reduce(build, code_of(dtype), OPS[op], copies[target], inputs, divisor or 0)
+            assert_same(copies[target].copy().view(dtype.storage), expected)
 
 
 def raw(array: Array) -> Array:
     return array.view(np.uint8)
 
 
-# --- half types
+# --- 16-bit floats
 
 
 @builds
@@ -206,7 +206,7 @@ def raw(array: Array) -> Array:
 def test_fold_and_finish_of_every_half_value_return_it_unchanged(build: str, name: str) -> None:
     dtype = parse_dtype(name)
     halves = np.arange(2**16, dtype=np.uint16).view(dtype.storage)
-    for offset in (0, 1):  # each of them by the vector unit and on its own
+    for offset in (0, 1):  # so that each value is converted with the vector unit and without it
         wide = np.empty(halves.size - offset, np.float32)
         kernels.fold(build, code_of(dtype), OPS["sum"], raw(wide), [(raw(halves[offset:]), False)])
         assert_same(wide, halves[offset:].astype(np.float32))
@@ -220,18 +220,18 @@ def test_fold_and_finish_of_every_half_value_return_it_unchanged(build: str, nam
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
 def test_finish_rounds_floats_to_the_nearest_half_and_ties_to_even(build: str, name: str) -> None:
     dtype = parse_dtype(name)
-    for wide in (between_halves(dtype), everywhere()):
+    for wide in (around_halves(dtype), around_rounding_bits()):
         narrow = np.empty(wide.size, np.uint16)
         kernels.finish(build, code_of(dtype), OPS["sum"], narrow, raw(wide), 0)
         assert_same(narrow.view(dtype.storage), wide.astype(dtype.storage))
-        lone = np.empty(7, np.uint16)  # too few for the vector unit
+        few = np.empty(7, np.uint16)  # too few for the vector unit
         for begin in range(0, wide.size - 7, wide.size // 5000 or 1):
-            kernels.finish(build, code_of(dtype), OPS["sum"], lone, raw(wide[begin : begin + 7]), 0)
-            assert_same(lone.view(dtype.storage), narrow[begin : begin + 7].view(dtype.storage))
+            kernels.finish(build, code_of(dtype), OPS["sum"], few, raw(wide[begin : begin + 7]), 0)
+            assert_same(few.view(dtype.storage), narrow[begin : begin + 7].view(dtype.storage))
 
 
-def between_halves(dtype: DType) -> Array:
-    """Each half, the middle between it and the next, and the floats right before and behind these."""
+def around_halves(dtype: DType) -> Array:
+    """Return each 16-bit value, the midpoint between it and the next, and the floats just below and above these."""
     halves = np.arange(2**16, dtype=np.uint16).view(dtype.storage).astype(np.float64)
     middles = (halves[:-1] + halves[1:]) / 2
     points = np.concatenate([halves, middles]).astype(np.float32)
@@ -239,9 +239,9 @@ def between_halves(dtype: DType) -> Array:
     return np.concatenate([bits, bits + 1, np.maximum(bits, 1) - 1]).view(np.float32)
 
 
-def everywhere() -> Array:
-    """All upper halves of a float's bits with lower ones around every place where a rounding can be decided."""
-    edges = [0, *(1 << place for place in range(16))]
+def around_rounding_bits() -> Array:
+    """Return floats with all values of the upper 16 bits, and lower bits around each bit that may decide a rounding."""
+    edges = [0, *(1 << position for position in range(16))]
     lower = np.unique([(edge + step) % 2**16 for edge in edges for step in (-1, 0, 1)]).astype(np.uint32)
     upper = np.arange(2**16, dtype=np.uint32) << 16
     result: Array = (upper[:, None] | lower).ravel().view(np.float32)
@@ -257,12 +257,12 @@ def processor(change: int) -> Iterator[None]:
     kernels.set_float_state(before | change)
     try:
         yield
-        assert kernels.float_state() == before | change, "the kernel changed what it found"
+        assert kernels.float_state() == before | change, "the kernel changed the state"
     finally:
         kernels.set_float_state(before)
 
 
-@pytest.mark.skipif(not kernels.FLUSHES, reason="the hook knows no such state for this processor")
+@pytest.mark.skipif(not kernels.FLUSHES, reason="float_state does not support this processor")
 @builds
 @pytest.mark.parametrize("state", ["FLUSHES", "UPWARDS"])
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64", "complex64"])
@@ -271,25 +271,25 @@ def test_kernels_under_another_float_state_give_the_same_bits_and_keep_the_state
 ) -> None:
     dtype = parse_dtype(name)
     generator = np.random.default_rng(dtype.code)
-    terms = [awkward(1000, dtype.storage, generator) for _ in range(3)]
+    terms = [random_values(1000, dtype.storage, generator) for _ in range(3)]
     ops = [op for op in OPS if op in dtype.ops]
     sums = {op: folded(op, dtype, terms) for op in ops}
     results = {op: np.empty(1000, dtype.accumulator) for op in ops}
     means = {op: np.empty(1000, dtype.storage) for op in ops}
-    at_once = {op: np.empty(1000, dtype.storage) for op in ops}
-    given = [(raw(term), False) for term in terms]
+    reduced = {op: np.empty(1000, dtype.storage) for op in ops}
+    inputs = [(raw(term), False) for term in terms]
     with processor(getattr(kernels, state)):
         for op in ops:
-            kernels.fold(build, code_of(dtype), OPS[op], raw(results[op]), given)
+            kernels.fold(build, code_of(dtype), OPS[op], raw(results[op]), inputs)
             kernels.finish(build, code_of(dtype), OPS[op], raw(means[op]), raw(results[op]), 3)
-            kernels.reduce(build, code_of(dtype), OPS[op], raw(at_once[op]), given, 3)
+            kernels.reduce(build, code_of(dtype), OPS[op], raw(reduced[op]), inputs, 3)
     for op in ops:
         assert_same(results[op], sums[op])
         assert_same(means[op], finished(dtype, sums[op], 3))
-        assert_same(at_once[op], means[op])
+        assert_same(reduced[op], means[op])
 
 
-@pytest.mark.skipif(not kernels.FLUSHES, reason="the hook knows no such state for this processor")
+@pytest.mark.skipif(not kernels.FLUSHES, reason="float_state does not support this processor")
 def test_set_float_state_changes_how_numpy_computes() -> None:
     tiny, one = np.full(1, np.finfo(np.float32).smallest_subnormal), np.ones(1, np.float32)
     with processor(kernels.FLUSHES):
@@ -300,7 +300,7 @@ def test_set_float_state_changes_how_numpy_computes() -> None:
     assert above == one.view(np.uint32).item() + 1
 
 
-# --- looking at gradients
+# --- checks of gradients
 
 FLOATS = ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
 
@@ -315,22 +315,22 @@ def test_all_finite_and_copy_finite_find_a_nonfinite_value_anywhere(build: str, 
     for count in [*COUNTS, 4, 8, 64, 2048 + 2]:
         count -= count % (dtype.itemsize // part.itemsize)
         for shift in (0, 1):
-            place = unaligned(good[:count], shift)
-            assert native.all_finite(code_of(dtype), place, build)
+            source = unaligned(good[:count], shift)
+            assert native.all_finite(code_of(dtype), source, build)
             target = unaligned(np.zeros_like(good[:count]), 1 - shift)
-            assert native.copy_finite(code_of(dtype), target, place, build)
-            assert (target == place).all()
+            assert native.copy_finite(code_of(dtype), target, source, build)
+            assert (target == source).all()
             for at in {0, count // 2, count - 1} if count else ():
                 for bad in (np.nan, -np.nan, np.inf, -np.inf):
-                    spoiled = good[:count].copy()
-                    spoiled[at] = bad
-                    assert not native.all_finite(code_of(dtype), unaligned(spoiled, shift), build), (
+                    with_bad = good[:count].copy()
+                    with_bad[at] = bad
+                    assert not native.all_finite(code_of(dtype), unaligned(with_bad, shift), build), (
                         count,
                         at,
                         bad,
                     )
-                    assert not native.copy_finite(code_of(dtype), target, unaligned(spoiled, shift), build)
-                    assert (target == spoiled.view(np.uint8)).all()
+                    assert not native.copy_finite(code_of(dtype), target, unaligned(with_bad, shift), build)
+                    assert (target == with_bad.view(np.uint8)).all()
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
@@ -353,7 +353,7 @@ def test_sum_squares_adds_in_double_precision(build: str, name: str) -> None:
         for shift in (0, 1):
             found = native.sum_squares(code_of(dtype), unaligned(values, shift), build)
             assert found == pytest.approx(math.fsum(parts * parts), rel=1e-14)
-    large = np.full(3, 1e30, np.float32)  # whose squares are too large for its own type
+    large = np.full(3, 1e30, np.float32)  # the squares would overflow in float32
     assert native.sum_squares(native.DType.float32, raw(large), build) == pytest.approx(3e60)
 
 
@@ -368,7 +368,7 @@ def test_gradient_kernels_with_wrong_arguments_raise_value_error() -> None:
         native.all_finite(native.DType.float32, np.zeros(4, np.uint8), "sse9")
 
 
-# --- the hooks themselves
+# --- wrong arguments
 
 
 def test_kernels_with_wrong_arguments_raise() -> None:

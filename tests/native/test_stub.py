@@ -1,4 +1,4 @@
-"""The stub of the core for type checkers: it defines exactly the names of the core."""
+"""Tests that the stub of the core for type checkers defines exactly the names of the core."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STUB = ast.parse((Path(gradwire.__file__).parent / "_native.pyi").read_text("utf
 
 
 def names_in(body: list[ast.stmt]) -> set[str]:
-    """What a class or module defines, but for what begins with an underscore."""
+    """Return the names that a class or module defines, except those that begin with an underscore."""
     names = set()
     for node in body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
@@ -27,13 +27,13 @@ def names_in(body: list[ast.stmt]) -> set[str]:
     return {name for name in names if not name.startswith("_")}
 
 
-def names_of(thing: Any) -> set[str]:
-    return {name for name in vars(thing) if not name.startswith("_")}
+def names_of(owner: Any) -> set[str]:
+    return {name for name in vars(owner) if not name.startswith("_")}
 
 
 def test_stub_defines_exactly_the_names_of_the_core() -> None:
     assert names_in(STUB.body) == names_of(native)
     for node in STUB.body:
         if isinstance(node, ast.ClassDef):
-            thing = native.kernels if node.name == "_Kernels" else getattr(native, node.name)
-            assert names_in(node.body) == names_of(thing), node.name
+            defined = native.kernels if node.name == "_Kernels" else getattr(native, node.name)
+            assert names_in(node.body) == names_of(defined), node.name

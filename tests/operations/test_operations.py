@@ -1,4 +1,4 @@
-"""Collective operations: arguments refused before anything is sent, and results at the edges of each operation."""
+"""Tests operations: invalid arguments are refused before anything is sent, and edge cases have the right results."""
 
 from __future__ import annotations
 
@@ -41,9 +41,21 @@ NONSENSE: dict[str, tuple[Callable[[gw.Group], Any], type[Exception], str]] = {
         gw.UnsupportedOp,
         "no algorithm 'magic'; it has: auto, star, ring",
     ),
-    "an inner name": (lambda g: g.all_reduce(X, algorithm="oneshot"), gw.UnsupportedOp, "no algorithm 'oneshot'"),
-    "a hole in the table": (lambda g: g.all_gather(X, algorithm="tree"), gw.UnsupportedOp, "all_gather has no"),
-    "another hole": (lambda g: g.reduce(X, algorithm="ring"), gw.UnsupportedOp, "reduce has no algorithm 'ring'"),
+    "an internal algorithm": (
+        lambda g: g.all_reduce(X, algorithm="oneshot"),
+        gw.UnsupportedOp,
+        "no algorithm 'oneshot'",
+    ),
+    "an algorithm that all_gather lacks": (
+        lambda g: g.all_gather(X, algorithm="tree"),
+        gw.UnsupportedOp,
+        "all_gather has no",
+    ),
+    "an algorithm that reduce lacks": (
+        lambda g: g.reduce(X, algorithm="ring"),
+        gw.UnsupportedOp,
+        "reduce has no algorithm 'ring'",
+    ),
     "a map with a bad array": (
         lambda g: g.all_reduce_named({"ok": X, "w": np.ones(2, int)}, "mean"),
         gw.UnsupportedOp,
@@ -59,18 +71,18 @@ NONSENSE: dict[str, tuple[Callable[[gw.Group], Any], type[Exception], str]] = {
     "a boolean root": (lambda g: g.broadcast(X, root=True), gw.InvalidRank, "root True"),
     "a fractional root": (lambda g: g.broadcast(X, root=1.0), gw.InvalidRank, "root 1.0"),  # type: ignore[arg-type]
     "no root": (lambda g: g.broadcast(X, root=None), gw.InvalidRank, "root None"),  # type: ignore[arg-type]
-    "rows that do not divide": (lambda g: g.reduce_scatter(np.zeros(7)), gw.InvalidSize, "say how with counts="),
-    "rows that do not divide either": (lambda g: g.all_to_all(np.zeros(7)), gw.InvalidSize, "with send_counts="),
+    "rows that do not divide": (lambda g: g.reduce_scatter(np.zeros(7)), gw.InvalidSize, "sizes as counts="),
+    "rows that do not divide either": (lambda g: g.all_to_all(np.zeros(7)), gw.InvalidSize, "as send_counts="),
     "a number to scatter": (lambda g: g.reduce_scatter(np.array(1.0)), gw.InvalidSize, "1 rows cannot be split"),
     "an out of another type": (lambda g: g.all_gather(X, out=np.zeros(18, int)), gw.ArrayError, "x is float64"),
     "an out on top of x": (lambda g: g.reduce_scatter(X, out=X[:2]), gw.ArrayError, "out overlaps x"),
     "an out that is too large": (
         lambda g: g.reduce_scatter(X, out=np.zeros(3)),
         gw.ArrayError,
-        "and this rank's part float64",
+        "but this rank's part is float64",
     ),
     "an out that is read-only": (lambda g: g.all_gather(X, out=READ_ONLY), gw.ArrayError, "read-only"),
-    "a timeout in words": (lambda g: g.all_reduce(X, timeout="1"), gw.InvalidSize, "a timeout of '1'"),  # type: ignore[arg-type]
+    "a timeout in words": (lambda g: g.all_reduce(X, timeout="1"), gw.InvalidSize, "timeout is '1'"),  # type: ignore[arg-type]
     "a queued mean of integers": (
         lambda g: g.stream().all_reduce(np.ones(3, int), "mean"),
         gw.UnsupportedOp,
@@ -87,15 +99,15 @@ for _counts in COUNTS:
         gw.InvalidSize,
         "send_counts=",
     )
-    if _counts != [3, 3, 3]:  # which only the others can know to be wrong
+    if _counts != [3, 3, 3]:  # these are wrong only because of the other ranks' arguments
         call = partial(gw.Group.all_to_all, x=X, recv_counts=_counts)
-        NONSENSE[f"wanted {_counts}"] = (call, gw.InvalidSize, "recv_counts=")
+        NONSENSE[f"received {_counts}"] = (call, gw.InvalidSize, "recv_counts=")
 for _seconds in (0, -1, float("nan")):
-    NONSENSE[f"timeout {_seconds}"] = (partial(gw.Group.barrier, timeout=_seconds), gw.InvalidSize, "a timeout of")
+    NONSENSE[f"timeout {_seconds}"] = (partial(gw.Group.barrier, timeout=_seconds), gw.InvalidSize, "timeout is")
 
 
 @pytest.mark.parametrize(("call", "kind", "words"), NONSENSE.values(), ids=NONSENSE)
-def test_operation_with_invalid_arguments_is_refused_and_the_group_goes_on(
+def test_operation_with_invalid_arguments_raises_and_the_group_stays_usable(
     three: Crew, call: Callable[[gw.Group], Any], kind: type[Exception], words: str
 ) -> None:
     def program(group: gw.Group) -> Any:
@@ -103,14 +115,14 @@ def test_operation_with_invalid_arguments_is_refused_and_the_group_goes_on(
         with pytest.raises(kind, match=words) as caught:
             call(group)
         assert isinstance(caught.value, gw.GradwireError)
-        assert GroupInternals(group).calls_made == before  # nothing was called, so nothing was sent
+        assert GroupInternals(group).calls_made == before  # the call did not start, so nothing was sent
         return group.all_reduce(1)
 
     assert three.run(program) == [3, 3, 3]
 
 
 def test_operation_refused_on_one_rank_leaves_the_call_order_intact(three: Crew) -> None:
-    """Who was refused may call what the others call, and all go on."""
+    """After an error for its arguments, a rank can make the call that the other ranks wait for."""
 
     def program(group: gw.Group) -> Any:
         if group.rank == 1:
@@ -124,7 +136,7 @@ def test_operation_refused_on_one_rank_leaves_the_call_order_intact(three: Crew)
 def test_all_gather_and_reduce_scatter_with_out_write_into_it(three: Crew) -> None:
     def program(group: gw.Group) -> None:
         gathered, part = np.zeros((3, 4)), np.zeros(2)
-        for turn in range(3):  # the first is made the long way
+        for turn in range(3):  # the first call takes the general path
             row = np.full((1, 4), 10.0 * turn + group.rank)
             assert group.all_gather(row, out=gathered) is gathered
             assert gathered.tolist() == [[10.0 * turn + rank] * 4 for rank in range(3)]
@@ -135,23 +147,23 @@ def test_all_gather_and_reduce_scatter_with_out_write_into_it(three: Crew) -> No
     three.run(program)
 
 
-def test_all_gather_with_a_too_small_out_fails_on_that_rank_alone(three: Crew) -> None:
-    """How much comes is known only when all have said how much they bring."""
+def test_all_gather_with_a_too_small_out_raises_on_that_rank_only(three: Crew) -> None:
+    """The size of the result is known only after all ranks have sent their counts."""
 
     def program(group: gw.Group) -> None:
         for _ in range(2):
             if group.rank == 1:
-                room = np.full(5, -1.0)
-                with pytest.raises(gw.ArrayError, match=r"out is float64\[5\], and the result float64\[6\]"):
-                    group.all_gather(np.zeros(2), out=room)
-                assert room.tolist() == [-1.0] * 5
+                out = np.full(5, -1.0)
+                with pytest.raises(gw.ArrayError, match=r"out is float64\[5\], but the result is float64\[6\]"):
+                    group.all_gather(np.zeros(2), out=out)
+                assert out.tolist() == [-1.0] * 5
             else:
                 assert group.all_gather(np.full(2, 3.0)).tolist() == [3.0, 3.0, 0.0, 0.0, 3.0, 3.0]
 
     three.run(program)
 
 
-# -- scatter: only the root knows -------------------------------------------------------------------------------------
+# -- scatter -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -219,7 +231,7 @@ def test_all_reduce_named_mixes_dtypes_shapes_and_layouts(three: Crew) -> None:
 
 @pytest.mark.parametrize("count", [3, 300_000])
 def test_all_reduce_named_of_shared_memory_reduces_each_element_once(three: Crew, count: int) -> None:
-    """Tied weights, and views that overlap: each element is the sum over ranks, not a sum of sums."""
+    """With tied weights and overlapping views, each element is the sum over ranks, not a sum of sums."""
 
     def program(group: gw.Group) -> None:
         w, v = np.arange(float(count)), np.arange(float(count))
@@ -270,7 +282,6 @@ def test_operations_accept_counts_and_roots_of_any_integer_type(three: Crew) -> 
 
 
 def test_operation_results_are_writable_and_share_no_memory_with_the_input(three: Crew) -> None:
-    """What is returned can be written, and is not the memory of anything else."""
 
     def program(group: gw.Group) -> None:
         x = np.arange(3.0)

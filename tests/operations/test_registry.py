@@ -1,4 +1,4 @@
-"""The table of collectives: it agrees with the methods of `Group` and `Stream` and with the kinds of schedules."""
+"""Tests that the table of collectives agrees with the methods of `Group` and `Stream` and with the schedules."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ EACH = pytest.mark.parametrize(("name", "collective"), COLLECTIVES.items(), ids=
 
 
 def parameters(function: Any, *, leave_out: tuple[str, ...]) -> list[tuple[str, Any, Any]]:
-    """Name, kind and default of the parameters after the first, which is the position or the object."""
+    """Return name, kind and default of the parameters after the first, which is the position or `self`."""
     _, *rest = inspect.signature(function).parameters.values()
-    return [(one.name, one.kind, one.default) for one in rest if one.name not in leave_out]
+    return [(other.name, other.kind, other.default) for other in rest if other.name not in leave_out]
 
 
 @EACH

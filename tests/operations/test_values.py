@@ -1,4 +1,4 @@
-"""broadcast_value and all_gather_values: which values can be sent, and errors of values that cannot."""
+"""Tests broadcast_value and all_gather_values: which values can be sent, and the errors for the others."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_value_of_several_megabytes_reaches_all_ranks(three: Crew) -> None:
         three.run(lambda group: group.broadcast_value(text if group.rank == 1 else None, root=1) == text) == [True] * 3
     )
     gathered = three.run(lambda group: group.all_gather_values("x" * (group.rank * 1_000_000)))
-    assert [[len(one) for one in everyones] for everyones in gathered] == [[0, 1_000_000, 2_000_000]] * 3
+    assert [[len(value) for value in values_of] for values_of in gathered] == [[0, 1_000_000, 2_000_000]] * 3
 
 
 def test_value_received_is_a_copy(three: Crew) -> None:
@@ -69,17 +69,17 @@ def test_value_received_is_a_copy(three: Crew) -> None:
     three.run(program)
 
 
-def circle() -> list[Any]:
-    one: list[Any] = []
-    one.append(one)
-    return one
+def circular_list() -> list[Any]:
+    value: list[Any] = []
+    value.append(value)
+    return value
 
 
-def nest(depth: int) -> list[Any]:
-    one: list[Any] = []
+def nested_list(depth: int) -> list[Any]:
+    value: list[Any] = []
     for _ in range(depth):
-        one = [one]
-    return one
+        value = [value]
+    return value
 
 
 UNSENDABLE: dict[str, tuple[Any, str]] = {
@@ -90,15 +90,15 @@ UNSENDABLE: dict[str, tuple[Any, str]] = {
     "a NumPy number": ({"loss": np.float32(1)}, "not JSON serializable"),
     "a number as key": ({"a": [{1: 2}]}, "the key 1 is not a string"),
     "None as key": ({None: 2}, "the key None is not a string"),
-    "a circle": (circle(), "only JSON-like values"),
-    "a deep one": (nest(100_000), "only JSON-like values"),
+    "a circular list": (circular_list(), "only JSON-like values"),
+    "a deeply nested list": (nested_list(100_000), "only JSON-like values"),
     "too many digits": (10**5000, "only JSON-like values"),
 }
 
 
 @pytest.mark.parametrize(("value", "words"), UNSENDABLE.values(), ids=UNSENDABLE)
 def test_value_that_cannot_be_sent_raises_on_all_ranks(three: Crew, value: Any, words: str) -> None:
-    """The root is the only one who can know; the others must not wait for it. After that all go on together."""
+    """Only the root can detect this. The other ranks must not wait forever, and the group stays usable."""
 
     def program(group: gw.Group) -> int:
         with pytest.raises(gw.ArrayError, match=words) as caught:
@@ -135,8 +135,10 @@ def test_value_that_is_too_large_raises_invalid_size_on_all_ranks(three: Crew, m
     assert three.run(program) == [3, 3, 3]
 
 
-def test_value_too_deep_to_decode_raises_and_the_group_goes_on(three: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How deep a value may be depends on the stack of the reader."""
+def test_value_too_deep_to_decode_raises_and_the_group_stays_usable(
+    three: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The possible depth of a value depends on the stack of the receiver."""
     real = json.loads
 
     def shallow(data: Any) -> Any:
@@ -147,9 +149,9 @@ def test_value_too_deep_to_decode_raises_and_the_group_goes_on(three: Crew, monk
     monkeypatch.setattr(json, "loads", shallow)
 
     def program(group: gw.Group) -> int:
-        with pytest.raises(gw.ArrayError, match="cannot be taken apart here: it is too deep"):
+        with pytest.raises(gw.ArrayError, match="cannot be decoded on this rank: the value is nested"):
             group.broadcast_value([[[1]]])
-        with pytest.raises(gw.ArrayError, match="cannot be taken apart here"):
+        with pytest.raises(gw.ArrayError, match="cannot be decoded on this rank"):
             group.all_gather_values([[[1]]])
         return int(group.all_reduce(1))
 

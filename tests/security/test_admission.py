@@ -1,4 +1,4 @@
-"""Link admission: who gets in, who does not, and what each side is told."""
+"""Tests of link admission: which links are admitted, and the errors on each side."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def welcome(hello: Hello) -> str | None:
 
 
 def deliver(side: Dialer | Acceptor, data: bytes, piece: int = 1000) -> bytes:
-    """Feed `data` in pieces of at most `piece` bytes and never more than is wanted; returns what came back."""
+    """Feed `data` in pieces of at most `piece` bytes, never more than is wanted, and return the replies."""
     answer = b""
     while data and side.wanted:
         count = min(piece, side.wanted, len(data))
@@ -41,7 +41,7 @@ def deliver(side: Dialer | Acceptor, data: bytes, piece: int = 1000) -> bytes:
 
 
 def meet(dialer: Dialer, acceptor: Acceptor, piece: int = 1000) -> list[bytes]:
-    """Run the whole handshake; returns the frames in the order in which they crossed."""
+    """Run the whole handshake and return the frames in the order in which they were sent."""
     frames = [dialer.start()]
     sides: tuple[Dialer | Acceptor, ...] = (acceptor, dialer)
     while frames[-1]:
@@ -67,7 +67,7 @@ def test_admission_with_a_wrong_secret_fails_on_both_sides(piece: int) -> None:
     acceptor = Acceptor(KEY, welcome)
     with pytest.raises(Refused, match=f"{NO_SECRET}.*not authenticated"):
         meet(Dialer(OTHER_KEY, HELLO), acceptor, piece)
-    assert acceptor.refusal == f"the process that says it is rank 2 {NO_SECRET}"
+    assert acceptor.refusal == f"the process that claims to be rank 2 {NO_SECRET}"
     assert not acceptor.done
     assert acceptor.wanted == 0
 
@@ -124,7 +124,7 @@ def test_a_recorded_admission_cannot_be_replayed() -> None:
     assert NO_SECRET in (acceptor.refusal or "")
 
 
-def test_recorded_replies_do_not_convince_a_new_dialer() -> None:
+def test_recorded_replies_are_refused_by_a_new_dialer() -> None:
     _, challenge, _, admitted = meet(Dialer(KEY, HELLO), Acceptor(KEY, welcome))
     dialer = Dialer(KEY, HELLO)
     dialer.start()
@@ -134,7 +134,7 @@ def test_recorded_replies_do_not_convince_a_new_dialer() -> None:
 
 
 def test_proof_sent_back_to_the_dialer_is_refused() -> None:
-    """An impostor that sends the dialer's own proof back as the acceptor's is found out."""
+    """An impostor that sends the dialer's own proof back as the acceptor's proof is refused."""
     dialer = Dialer(KEY, HELLO)
     proof = deliver(dialer, Acceptor(KEY, welcome).feed(dialer.start()))
     with pytest.raises(Refused, match=NO_SECRET):
@@ -143,7 +143,7 @@ def test_proof_sent_back_to_the_dialer_is_refused() -> None:
 
 @given(position=st.integers(0, 79), bit=st.integers(0, 7))
 def test_hello_with_any_bit_changed_is_refused(position: int, bit: int) -> None:
-    """Someone between the two who changes any bit (another rank, channel, job …) breaks the admission."""
+    """An attacker between the two who changes any bit (another rank, channel, job …) breaks the admission."""
     dialer, acceptor = Dialer(KEY, HELLO), Acceptor(KEY, welcome)
     hello = bytearray(dialer.start())
     hello[position] ^= 1 << bit
@@ -188,7 +188,7 @@ def test_dialer_random_frames_behind_the_right_magic_do_not_admit(tail: bytes) -
 def test_acceptor_wrong_magic_is_refused_at_the_first_wrong_byte() -> None:
     acceptor = Acceptor(KEY, welcome)
     assert b"not a gradwire admission" in acceptor.feed(b"G")
-    assert acceptor.refusal == "what arrived is not a gradwire admission"
+    assert acceptor.refusal == "the received bytes are not a gradwire admission"
 
 
 @given(cut=st.integers(0, 79))
@@ -196,14 +196,17 @@ def test_acceptor_truncated_hello_is_refused(cut: int) -> None:
     acceptor = Acceptor(KEY, welcome)
     assert acceptor.feed(Dialer(KEY, HELLO).start()[:cut]) == b""
     acceptor.eof()
-    assert acceptor.refusal == f"the connection ended {80 - cut} bytes short of a hello"
+    assert acceptor.refusal == f"the connection closed {80 - cut} bytes before the end of a hello"
 
 
 def test_acceptor_truncated_proof_is_refused() -> None:
     dialer, acceptor = Dialer(KEY, HELLO), Acceptor(KEY, welcome)
     acceptor.feed(deliver(dialer, acceptor.feed(dialer.start()))[:31])
     acceptor.eof()
-    assert acceptor.refusal == "the connection ended 1 bytes short of a proof that it is rank 2"
+    assert (
+        acceptor.refusal
+        == "the connection closed 1 bytes before the end of the proof of a process that claims to be rank 2"
+    )
 
 
 def test_acceptor_end_of_an_admitted_connection_changes_nothing() -> None:
@@ -221,11 +224,11 @@ def test_dialer_eof_names_the_peer() -> None:
 
 
 def test_feed_with_more_bytes_than_wanted_raises_value_error() -> None:
-    with pytest.raises(ValueError, match="fed 81 bytes where it wanted 80"):
+    with pytest.raises(ValueError, match="fed 81 bytes, and it wanted at most 80"):
         Acceptor(KEY, welcome).feed(bytes(81))
     dialer = Dialer(KEY, HELLO)
     meet(dialer, Acceptor(KEY, welcome))
-    with pytest.raises(ValueError, match="wanted 0"):
+    with pytest.raises(ValueError, match="wanted at most 0"):
         dialer.feed(b"payload")
 
 

@@ -1,4 +1,4 @@
-"""TLS from files: each that is missing, broken, open to others, expired or of somebody else is named; changes count."""
+"""Tests of TLS from files: errors name the bad file, and changed files are read again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LONG = 60.0
 
 @pytest.fixture
 def where(tmp_path: Path) -> Path:
-    """A folder with files of members m0 and m1, to be spoiled."""
+    """A folder with files of members m0 and m1, which tests may damage."""
     shutil.copytree(tls_files.folder(), tmp_path / "certs")
     return tmp_path / "certs"
 
@@ -86,10 +86,10 @@ def as_pipe(file: Path) -> None:
         (lambda file: file.unlink(), r"cannot read .*{name} \(GRADWIRE_TLS_\w+\): No such file or directory"),
         (as_directory, "{name} .*(is not a regular file|: Is a directory)"),
         (as_pipe, "{name} .*is not a regular file"),
-        (lambda file: file.write_bytes(b""), "{name} holds no (certificate|key) that can be read"),
-        (lambda file: file.write_bytes(os.urandom(500)), "{name} holds no (certificate|key) that can be read"),
-        (lambda file: file.write_bytes(file.read_bytes()[:100]), "{name} holds no (certificate|key) that can be read"),
-        (lambda file: file.write_bytes(bytes(2 << 20)), r"{name} \(GRADWIRE_TLS_\w+\) is too large to be one"),
+        (lambda file: file.write_bytes(b""), "{name} contains no readable (certificate|key)"),
+        (lambda file: file.write_bytes(os.urandom(500)), "{name} contains no readable (certificate|key)"),
+        (lambda file: file.write_bytes(file.read_bytes()[:100]), "{name} contains no readable (certificate|key)"),
+        (lambda file: file.write_bytes(bytes(2 << 20)), r"{name} \(GRADWIRE_TLS_\w+\) is too large"),
     ],
     ids=["missing", "directory", "pipe", "empty", "random", "cut", "huge"],
 )
@@ -112,7 +112,7 @@ def test_file_without_read_permission_is_named_in_the_error(where: Path, name: s
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o666, 0o620])
 def test_key_open_to_other_users_is_refused(where: Path, mode: int) -> None:
     (where / "m1.key").chmod(mode)
-    with pytest.raises(ConfigError, match=rf"m1.key is open to other users \(mode {mode:o}\): chmod 600 it"):
+    with pytest.raises(ConfigError, match=rf"other users can access the key .*m1.key \(mode {mode:o}\): chmod 600 it"):
         load(where)
     (where / "m1.key").chmod(0o400)
     load(where)
@@ -124,10 +124,10 @@ def test_key_of_another_certificate_is_refused(where: Path) -> None:
 
 
 def test_files_in_the_wrong_roles_are_refused(where: Path) -> None:
-    with pytest.raises(ConfigError, match=r"m1.pem holds no key that can be read"):
+    with pytest.raises(ConfigError, match=r"m1.pem contains no readable key"):
         certificates.write(where / "m1.pem", (where / "m1.pem").read_bytes(), 0o600)
         Credentials(where / "ca.pem", where / "m1.pem", where / "m1.pem")
-    with pytest.raises(ConfigError, match=r"m1.key holds no certificate that can be read"):
+    with pytest.raises(ConfigError, match=r"m1.key contains no readable certificate"):
         Credentials(where / "ca.pem", where / "m1.key", where / "m1.key")
 
 
@@ -147,12 +147,15 @@ def test_encrypted_key_is_refused_without_asking_for_a_password(where: Path) -> 
 
 def test_certificate_of_another_authority_is_refused(where: Path, tmp_path: Path) -> None:
     certificates.make(tmp_path / "other", "tests", ["m1"])
-    with pytest.raises(ConfigError, match=r"m1.pem is not signed by the authority in .*ca.pem: others would refuse it"):
+    with pytest.raises(
+        ConfigError, match=r"m1.pem is not signed by the authority in .*ca.pem: other members would refuse it"
+    ):
         Credentials(where / "ca.pem", tmp_path / "other" / "m1.pem", tmp_path / "other" / "m1.key")
 
 
 @pytest.mark.parametrize(
-    ("begin", "end", "said"), [(-2, -1, "expired on 20"), (1, 2, "holds from 20.* on; is the clock right?")]
+    ("begin", "end", "said"),
+    [(-2, -1, "expired on 20"), (1, 2, "is not valid before 20.*: check this machine's clock")],
 )
 def test_certificate_expired_or_not_yet_valid_is_refused(where: Path, begin: int, end: int, said: str) -> None:
     now = datetime.now(UTC)
@@ -168,7 +171,7 @@ def test_certificate_without_a_member_name_is_refused(where: Path) -> None:
         load(where)
 
 
-# -- who covers whom --------------------------------------------------------------------------------------------------
+# -- members that a certificate covers --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -202,7 +205,7 @@ def test_refusal_depends_on_job_and_member(where: Path) -> None:
     credentials = load(where)
     assert credentials.refusal("gradwire://tests/m7", "m7/3") is None
     assert credentials.refusal("gradwire://tests/m7", "m1") == (
-        "its certificate is for m7, which cannot speak for member m1"
+        "its certificate is for m7, which does not cover member m1"
     )
     assert credentials.refusal("gradwire://other/m1", "m1") == (
         "its certificate is for job other, and this is job tests"
@@ -229,13 +232,15 @@ def test_files_that_break_while_in_use_leave_the_loaded_ones_in_use(where: Path,
     for _ in range(3):
         assert credentials.client_context() is context
     assert len(captured.lines) == 1
-    captured.wait_for(r"cannot read the certificate .*m1.pem .*: No such file.*; what was read before stays in use")
+    captured.wait_for(
+        r"cannot read the certificate .*m1.pem .*: No such file.*; the certificates that were read before stay in use"
+    )
     issue(where, "m1")
     assert credentials.client_context() is not context
 
 
 def test_authority_can_be_changed_in_two_steps(where: Path, tmp_path: Path) -> None:
-    """First everybody believes both, then everybody shows the new one."""
+    """First all members trust both authorities, then all present certificates of the new one."""
     credentials = load(where)
     certificates.make(tmp_path / "new", "tests", ["m1"])
     both = (where / "ca.pem").read_bytes() + (tmp_path / "new" / "ca.pem").read_bytes()

@@ -1,4 +1,4 @@
-"""Log lines about refused callers: the first of each minute are written, the rest is announced once."""
+"""Tests of the rate limit for log lines about refused callers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_refusal_log_flood_is_cut_off_with_a_notice(caplog: pytest.LogCaptureFix
     said = [record.getMessage() for record in caplog.records]
     assert said == [
         *(f"refused {number}" for number in range(PER_MINUTE)),
-        "more refusals follow within this minute; they are not logged",
+        "further refusals within this minute are not logged",
     ]
     caplog.clear()
     now += 61.0

@@ -1,4 +1,4 @@
-"""The job's secret: where it comes from, who may read it, and what is refused."""
+"""Tests of the job's secret: its sources, its file's permissions, and the errors."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def test_short_token_is_refused(token: str, home: dict[str, str]) -> None:
         job_secret({**home, "GRADWIRE_TOKEN": token}, loopback=True)
 
 
-def test_secret_beyond_this_machine_requires_a_token(home: dict[str, str]) -> None:
+def test_secret_for_several_machines_requires_a_token(home: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="set GRADWIRE_TOKEN to the same value"):
         job_secret(home, loopback=False)
 
 
-def test_secret_on_loopback_is_a_private_file_that_stays(home: dict[str, str]) -> None:
+def test_secret_on_loopback_is_a_private_file_that_is_kept(home: dict[str, str]) -> None:
     first = job_secret(home, loopback=True)
     path = secret_path(home)
     assert len(first) >= 32
@@ -56,7 +56,7 @@ def test_secret_file_prefers_the_private_directory_of_the_session(home: dict[str
     assert secret_path(environ) == runtime / "gradwire" / "secret"
 
 
-def test_racing_creators_agree_on_one_secret(home: dict[str, str]) -> None:
+def test_concurrent_creators_agree_on_one_secret(home: dict[str, str]) -> None:
     together = Barrier(8)
 
     def create(_: int) -> bytes:
@@ -79,7 +79,7 @@ def written(environ: dict[str, str], content: str, mode: int = 0o600) -> Path:
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o666])
 def test_secret_file_open_to_others_is_refused(mode: int, home: dict[str, str]) -> None:
     written(home, new_token(), mode)
-    with pytest.raises(ConfigError, match="open to other users"):
+    with pytest.raises(ConfigError, match="other users can access"):
         job_secret(home, loopback=True)
 
 
@@ -93,7 +93,7 @@ def test_secret_file_of_another_user_is_refused(home: dict[str, str], monkeypatc
 @pytest.mark.parametrize("content", ["", "short\n", "x" * 5000])
 def test_secret_file_with_unusable_content_is_refused(content: str, home: dict[str, str]) -> None:
     written(home, content)
-    with pytest.raises(ConfigError, match="which cannot be one; remove it"):
+    with pytest.raises(ConfigError, match="bytes, not 16 to 4096; remove it"):
         job_secret(home, loopback=True)
 
 
@@ -126,6 +126,6 @@ def test_derive_is_equal_only_for_equal_parts(one: tuple[str, list[bytes]], othe
     assert len(keys[0]) == 32
 
 
-def test_new_tokens_are_fresh_and_long_enough() -> None:
+def test_new_tokens_are_unique_and_long_enough() -> None:
     assert len({new_token() for _ in range(10)}) == 10
     assert len(new_token()) >= secret_module.SHORTEST_TOKEN

@@ -1,4 +1,4 @@
-"""The coordinator's TLS: real gRPC on loopback, who gets through, and what those learn who do not."""
+"""Tests of the coordinator's TLS with real gRPC on loopback: accepted callers, and the errors of the others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gradwire.membership.grpc_import import grpc
 from gradwire.security import certificates
 from gradwire.security.certificate_names import Identity
 from gradwire.security.credentials import Credentials
-from gradwire.security.tls_probe import trouble
+from gradwire.security.tls_probe import tls_problem
 from support import tls_files
 
 LONG = 60.0
@@ -27,7 +27,7 @@ LONG = 60.0
 
 @pytest.fixture
 def where(tmp_path: Path) -> Path:
-    """A folder with files of members m0 to m7, to be changed."""
+    """A folder with files of members m0 to m7, which tests may change."""
     shutil.copytree(tls_files.folder(), tmp_path / "certs")
     return tmp_path / "certs"
 
@@ -37,7 +37,7 @@ def load(where: Path, member: str = "m1") -> Credentials:
 
 
 class Echo(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """Answers every call with why its caller may not speak for m1, or with nothing."""
+    """Answers every call with the reason why the caller's certificate does not cover m1, or with nothing."""
 
     def __init__(self, credentials: Credentials | None) -> None:
         self._credentials = credentials
@@ -67,7 +67,7 @@ def served(credentials: Credentials | None) -> Iterator[int]:
 
 
 def call(port: int, credentials: Credentials | None, member: str) -> str:
-    """The server's answer, or what went wrong."""
+    """Return the server's answer, or the error."""
     if credentials is None:
         channel = grpc.insecure_channel(f"127.0.0.1:{port}")
     else:
@@ -81,11 +81,11 @@ def call(port: int, credentials: Credentials | None, member: str) -> str:
             return f"{error.code().name}: {error.details()}"
 
 
-def test_grpc_server_with_certificates_knows_its_callers(where: Path) -> None:
+def test_grpc_server_with_certificates_checks_the_callers_member(where: Path) -> None:
     with served(load(where, "m0")) as port:
         assert call(port, load(where), "m1") == ""
         assert call(port, load(where), "m1/4") == ""
-        assert call(port, load(where), "m2") == "its certificate is for m1, which cannot speak for member m2"
+        assert call(port, load(where), "m2") == "its certificate is for m1, which does not cover member m2"
 
 
 def test_grpc_server_refuses_other_authorities_other_jobs_and_plaintext(where: Path, tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_grpc_channel_refuses_a_member_that_poses_as_the_coordinator(where: Path
         assert "Hostname Verification Check failed" in call(port, load(where), "m1")
 
 
-def test_grpc_server_shows_renewed_certificates(where: Path) -> None:
+def test_grpc_server_presents_renewed_certificates(where: Path) -> None:
     server, client = load(where, "m0"), load(where)
     with served(server) as port:
         assert call(port, client, "m1") == ""
@@ -117,7 +117,7 @@ def test_grpc_server_shows_renewed_certificates(where: Path) -> None:
 
 
 def shown_at(port: int, where: Path) -> bytes | None:
-    """The certificate of a server."""
+    """Return the certificate that a server presents."""
     context = load(where).client_context()
     context.set_alpn_protocols(["h2"])
     with socket.create_connection(("127.0.0.1", port), timeout=LONG) as sock, context.wrap_socket(sock) as line:
@@ -135,23 +135,23 @@ def test_grpc_server_refuses_tls_older_than_1_2(where: Path, version: str, accep
         assert (b"Verify return code: 0 (ok)" in done.stdout and b"New, TLSv1." in done.stdout) is accepted
 
 
-# -- what those learn who do not get through --------------------------------------------------------------------------
+# -- the reasons of refused callers -----------------------------------------------------------------------------------
 
 
 def tried(port: int, credentials: Credentials | None) -> str | None:
     with socket.create_connection(("127.0.0.1", port), timeout=LONG) as sock:
-        return trouble(sock, credentials)
+        return tls_problem(sock, credentials)
 
 
-def test_trouble_without_a_problem_is_none(where: Path) -> None:
+def test_tls_problem_without_a_problem_is_none(where: Path) -> None:
     with served(load(where, "m0")) as port:
         assert tried(port, load(where)) is None
-        assert call(port, load(where), "m1") == "", "the server goes on"
+        assert call(port, load(where), "m1") == "", "the server must continue to serve"
     with served(None) as port:
         assert tried(port, None) is None
 
 
-def test_trouble_with_tls_on_one_side_only_names_that_side(where: Path) -> None:
+def test_tls_problem_with_tls_on_one_side_only_names_that_side(where: Path) -> None:
     with served(load(where, "m0")) as port:
         assert str(tried(port, None)).startswith("it uses TLS: give this process certificates too")
     with served(None) as port:
@@ -159,7 +159,7 @@ def test_trouble_with_tls_on_one_side_only_names_that_side(where: Path) -> None:
 
 
 class Reckless(Credentials):
-    """Shows other files than those that it has checked."""
+    """Presents other files than those that it has checked."""
 
     shown: tuple[Path, Path]
 
@@ -169,12 +169,12 @@ class Reckless(Credentials):
         return context
 
 
-def test_trouble_certificate_not_accepted_says_why(where: Path, tmp_path: Path) -> None:
+def test_tls_problem_with_a_refused_certificate_gives_the_reason(where: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     certificates.make(other, "tests", ["m1"])
     with served(load(where, "m0")) as port:
         assert tried(port, load(other)) == "its certificate is not accepted: another authority signed it"
-        with open(other / "ca.pem", "ab") as file:  # now the worker believes the coordinator, but not the other way
+        with open(other / "ca.pem", "ab") as file:  # now the worker trusts the coordinator, but not the reverse
             file.write((where / "ca.pem").read_bytes())
         assert str(tried(port, load(other))).startswith("it does not accept this process's certificate")
         credentials = load(where)
@@ -190,7 +190,7 @@ def test_trouble_certificate_not_accepted_says_why(where: Path, tmp_path: Path) 
         assert str(tried(port, reckless)).startswith("it does not accept this process's certificate")
 
 
-def test_trouble_with_a_server_that_is_no_coordinator_says_why(where: Path, tmp_path: Path) -> None:
+def test_tls_problem_with_a_server_that_is_no_coordinator_gives_the_reason(where: Path, tmp_path: Path) -> None:
     with served(load(where, "m2")) as port:
         assert tried(port, load(where)) == "its certificate is for m2, which may not be the coordinator"
     (tmp_path / "job").mkdir()

@@ -1,4 +1,4 @@
-"""Join tokens: what they allow, for how long and for how many; and what a stale, changed or foreign one gets."""
+"""Tests of join tokens: what they allow, and the errors for expired, changed and foreign ones."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_ticket_with_any_change_is_refused() -> None:
 
 
 def register(gate: TokenGate, ticket: bytes, member: str, now: float, known: Collection[str] = ()) -> str | None:
-    """Why a member may not register with a ticket; None if it may, and then it has."""
+    """Return why a member may not register with a ticket. If it may, record it and return None."""
     reason = gate.refusal(ticket, member, now, known.__contains__)
     if reason is None:
         gate.admit(ticket, member)
@@ -56,9 +56,7 @@ def test_gate_admits_as_many_members_as_the_token_allows_and_keeps_them() -> Non
     assert register(gate, held.ticket, "a", NOW) is None
     assert register(gate, held.ticket, "a", NOW + 1) is None
     assert register(gate, held.ticket, "b", NOW + 59) is None
-    assert register(gate, held.ticket, "c", NOW + 59) == (
-        "its join token has been used by 2 already, which is all it was made for"
-    )
+    assert register(gate, held.ticket, "c", NOW + 59) == ("its join token has no uses left (2 of 2 used)")
     assert register(gate, held.ticket, "a", NOW + 10_000) is None
     assert register(gate, token().ticket, "c", NOW) is None
 
@@ -82,7 +80,7 @@ def test_gate_token_of_another_job_or_malformed_is_refused() -> None:
         "its join token is for job letters, and this is job digits"
     )
     for nonsense in (b"", b"x", bytes(24), bytes(24) + b"\xff", bytes(1000)):
-        assert str(register(gate, nonsense, "a", NOW)).startswith("its join token is not sound")
+        assert str(register(gate, nonsense, "a", NOW)).startswith("its join token is damaged")
 
 
 def test_gate_restored_from_a_snapshot_remembers_its_members() -> None:
@@ -99,24 +97,24 @@ def test_gate_id_registered_with_other_credentials_is_refused_and_not_spoken_for
     assert register(gate, held.ticket, "secret holder", NOW, {"secret holder"}) == (
         "the id 'secret holder' is registered with other credentials than this join token"
     )
-    assert not gate.speaks_for(held.ticket, "secret holder")
+    assert not gate.may_act_for(held.ticket, "secret holder")
     assert register(gate, held.ticket, "guest", NOW) is None
     assert register(gate, other.ticket, "guest", NOW, {"guest"}) is not None
-    assert gate.speaks_for(held.ticket, "guest")
-    assert not gate.speaks_for(other.ticket, "guest")
+    assert gate.may_act_for(held.ticket, "guest")
+    assert not gate.may_act_for(other.ticket, "guest")
 
 
-def test_gate_id_taken_over_is_represented_by_its_present_holder_only() -> None:
+def test_gate_reused_id_belongs_to_its_current_holder_only() -> None:
     gate, held, other = TokenGate("digits"), token(), token()
     register(gate, held.ticket, "guest", NOW)
     register(gate, other.ticket, "guest", NOW)  # the first one has left
-    assert (gate.speaks_for(held.ticket, "guest"), gate.speaks_for(other.ticket, "guest")) == (False, True)
-    assert "used by 1" in str(register(gate, held.ticket, "another", NOW))
-    gate.admit(b"", "guest")  # by the secret
-    assert not gate.speaks_for(other.ticket, "guest")
+    assert (gate.may_act_for(held.ticket, "guest"), gate.may_act_for(other.ticket, "guest")) == (False, True)
+    assert "(1 of 1 used)" in str(register(gate, held.ticket, "another", NOW))
+    gate.admit(b"", "guest")  # with the secret
+    assert not gate.may_act_for(other.ticket, "guest")
 
 
-def test_gate_refusal_uses_nothing_up() -> None:
+def test_gate_refusal_counts_no_use() -> None:
     gate, held = TokenGate("digits"), token()
     for name in ("a", "b", "c"):
         assert gate.refusal(held.ticket, name, NOW, lambda _: False) is None
@@ -160,7 +158,7 @@ def test_gate_any_ticket_is_admitted_or_refused_without_an_error(ticket: bytes) 
     "wrong",
     [{"job": ""}, {"job": "x" * 201}, {"expires_in": 0}, {"expires_in": float("nan")}, {"uses": -1}, {"uses": 1 << 17}],
 )
-def test_make_with_impossible_arguments_raises(wrong: dict[str, object]) -> None:
+def test_make_with_invalid_arguments_raises(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         token(**wrong)
 
@@ -171,5 +169,5 @@ def test_wrapped_key_is_recovered_only_with_the_same_inputs() -> None:
     assert hidden != key
     assert wrapped(hidden, over, b"nonce", b"1") == key
     assert wrapped(hidden, over, b"nonce", b"2") != key
-    with pytest.raises(ValueError, match="a key of 3 bytes"):
+    with pytest.raises(ValueError, match="a wrapped key has 32 bytes, not 3"):
         wrapped(b"key", over)

@@ -49,10 +49,10 @@ def a_complaint_drops_nobody(patch: pytest.MonkeyPatch) -> None:
 
 def the_lower_step_wins(patch: pytest.MonkeyPatch) -> None:
     def lower(standings: Sequence[Standing]) -> Settlement:
-        versions = [one.version for one in standings if one.sound and one.completed != NONE]
+        versions = [one.version for one in standings if one.intact and one.completed != NONE]
         if not versions:
             return settle(standings)
-        holders = [rank for rank, one in enumerate(standings) if one.sound and one.version == min(versions)]
+        holders = [rank for rank, one in enumerate(standings) if one.intact and one.version == min(versions)]
         takers = [rank for rank in range(len(standings)) if rank not in holders]
         return Settlement(*min(versions), dict.fromkeys(takers, holders[0]))
 
@@ -60,13 +60,13 @@ def the_lower_step_wins(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_spoiled_state_counts_as_sound(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(step_protocol, "is_sound", lambda completed, remembered, now, overwritten: True)
+    patch.setattr(step_protocol, "is_intact", lambda completed, remembered, now, overwritten: True)
 
 
 def a_first_step_that_was_cut_short_counts_as_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         step_protocol,
-        "is_sound",
+        "is_intact",
         lambda completed, remembered, now, overwritten: completed == NONE or now == remembered,
     )
 
@@ -149,7 +149,7 @@ def a_call_is_answered_before_the_journal_is_written(patch: pytest.MonkeyPatch) 
 
 
 def a_join_token_speaks_for_all_members(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TokenGate, "speaks_for", lambda gate, ticket, member: True)
+    patch.setattr(TokenGate, "may_act_for", lambda gate, ticket, member: True)
 
 
 def a_member_does_not_name_its_run(patch: pytest.MonkeyPatch) -> None:
@@ -193,7 +193,7 @@ def violation_of(seed: int, kinds: Collection[str] = USUAL) -> Violation | None:
         (survivors_do_not_keep_their_order, 3, "have not kept their order"),
         (a_complaint_drops_nobody, 20, "no step was committed"),
         (the_lower_step_wins, 9, "was committed"),
-        (a_spoiled_state_counts_as_sound, 5, "holds another 'state'"),
+        (a_spoiled_state_counts_as_sound, 5, "holds a different 'state'"),
         (a_first_step_that_was_cut_short_counts_as_nothing, 12, "begins generation 2 after (-1, 1) with"),
         (nobody_says_goodbye, 5, "was evicted, and nothing had happened to it"),
         (a_call_is_answered_before_the_journal_is_written, 4, "knows generation"),

@@ -1,4 +1,4 @@
-"""Arrays compared bit by bit, with all NaNs alike."""
+"""Compares arrays bit by bit. All NaNs count as equal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gradwire.arrays import Array
 
 
 def bits(array: Any) -> bytes:
-    """The bytes of an array, with all NaNs alike: their payloads are outside the contract."""
+    """Return the bytes of an array, with one bit pattern for all NaNs: their payloads are not guaranteed."""
     flat = np.ascontiguousarray(array).reshape(-1)
     if flat.dtype.kind == "c":
         flat = flat.view(flat.real.dtype)
@@ -20,7 +20,7 @@ def bits(array: Any) -> bytes:
 
 
 def assert_same(result: Any, expected: Any, what: object = "") -> None:
-    """Equal in kind, shape and bits."""
+    """Assert that two arrays have the same dtype, shape and bits."""
     if expected is None:
         assert result is None, what
         return

@@ -1,4 +1,4 @@
-"""Processes that meet in torch.distributed, with our backend."""
+"""Processes that use torch.distributed with the gradwire backend."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.processes import StartJob
 
 
 def meet(file: str, backend: str = "gradwire", seconds: float = 60.0) -> tuple[int, int]:
-    """In a rank: meet the others in this file; returns the rank, and how many there are."""
+    """Initialise torch.distributed in a rank, through this file. Return the rank and the world size."""
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(backend, f"file://{file}", rank=rank, world_size=size, timeout=timedelta(seconds=seconds))
@@ -27,9 +27,9 @@ def environ_of(size: int) -> Callable[[int], dict[str, str]]:
 
 
 def run(job: StartJob, body: Callable[..., None], size: int, place: Path) -> list[dict[str, Any]]:
-    """What each rank of a job told before it ended well."""
+    """Run a job, assert that each rank exits with 0, and return the first report of each rank."""
     with job(body, size, str(place / "store"), environ=environ_of(size)) as ranks:
-        told = [rank.hear() for rank in ranks]
+        reports = [rank.hear() for rank in ranks]
         for rank in ranks:
             assert rank.ended() == 0, rank.output()
-    return told
+    return reports

@@ -1,4 +1,4 @@
-"""Lines of gradwire's log that a test can wait for."""
+"""Captures gradwire's log, so that tests can wait for a line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 
 class CapturedLog(logging.Handler):
-    """What has been logged, by any thread; `wait_for` waits until a line matches."""
+    """Collects the lines logged by all threads. `wait_for` waits until a line matches a pattern."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class CapturedLog(logging.Handler):
 
 @contextlib.contextmanager
 def capturing(name: str, level: int) -> Iterator[CapturedLog]:
-    """What a logger and those below it log, from this level on."""
+    """Capture the lines that a logger and its children log at this level or above."""
     logger, captured = logging.getLogger(name), CapturedLog()
     captured.setLevel(level)
     before = logger.level
@@ -51,6 +51,6 @@ def capturing(name: str, level: int) -> Iterator[CapturedLog]:
 
 @pytest.fixture(name="captured")
 def captured_fixture() -> Iterator[CapturedLog]:
-    """What is logged during the test, from "warning" on."""
+    """Capture the warnings and errors that are logged during the test."""
     with capturing("gradwire", logging.WARNING) as captured:
         yield captured

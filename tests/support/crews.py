@@ -1,6 +1,7 @@
-"""Ranks that stay: groups over every transport, each played by a thread that takes one task after another.
+"""Crews: groups over every transport that are used for many tasks, with one thread for each rank.
 
-A transport joins the conformance suite by joining `TRANSPORTS`: a function from a topology to the groups of its ranks.
+A transport is part of the conformance suite if it is in `TRANSPORTS`, by a function from a topology to the groups of
+its ranks.
 """
 
 from __future__ import annotations
@@ -36,31 +37,31 @@ TIMEOUT = 60.0
 
 
 def local_ranks(topology: Topology) -> list[Group]:
-    """As `gw.local_group`, but on several hosts if wanted."""
+    """Return groups like those of `gw.local_group`, with any topology."""
     return _connected(_endpoints(topology, Hub(topology.size).transports))
 
 
 def tcp_ranks(topology: Topology) -> list[Group]:
-    """As `gw.loopback_pair`, but any number of ranks: real sockets between threads of one process."""
+    """Return groups like those of `gw.loopback_pair`, with any topology: sockets between threads of one process."""
     return _connected(tcp_endpoints(topology))
 
 
 def tls_ranks(topology: Topology) -> list[Group]:
-    """The same with certificates."""
+    """Return groups that use TLS."""
     groups = _connected(tcp_endpoints(topology, tls=True))
     assert not any(group.capabilities.native for group in groups)
     return groups
 
 
 def shm_ranks(topology: Topology) -> list[Group]:
-    """Ranks of one host share memory, those of different hosts use sockets."""
+    """Return groups whose ranks share memory on one host, and use sockets between hosts."""
     groups = agreed(tcp_endpoints(topology))
     assert all(group.capabilities.registered for group in groups if _has_neighbours(group))
     return groups
 
 
 def tcp_endpoints(topology: Topology, tls: bool = False) -> list[Endpoint]:
-    """Ranks with sockets, before they are connected."""
+    """Return ranks that use TCP and are not connected yet."""
     run, key = secrets.token_bytes(16), secrets.token_bytes(32)
     members = MEMBERS[: topology.size]
     transports = [TcpTransport("127.0.0.1", credentials(member) if tls else None) for member in members]
@@ -71,7 +72,7 @@ def tcp_endpoints(topology: Topology, tls: bool = False) -> list[Endpoint]:
 
 
 def agreed(endpoints: Sequence[Endpoint]) -> list[Group]:
-    """Connect ranks as those of several processes are: they agree on who shares memory, and beat."""
+    """Connect ranks like those of several processes: they share memory where they can, and send heartbeats."""
     config, deadline = JobConfig(timeout=TIMEOUT), time.monotonic() + TIMEOUT
     with ThreadPoolExecutor(len(endpoints)) as threads:
         return list(threads.map(lambda endpoint: connect_member(endpoint, config, deadline), endpoints))
@@ -101,12 +102,12 @@ TRANSPORTS["tls"] = tls_ranks
 
 
 def sizes(*numbers: int) -> list[tuple[str, int]]:
-    """Every transport with these numbers of ranks; TLS, which changes nothing but the links, with the first only."""
+    """Return every transport with each number of ranks. TLS gets only the first number: it changes only the links."""
     return [(name, number) for name in TRANSPORTS for number in (numbers[:1] if name == "tls" else numbers)]
 
 
 class Crew:
-    """Groups of all ranks and a thread for each; `run` gives all of them the same task."""
+    """The groups of all ranks, with a thread for each. `run` gives all of them the same task."""
 
     def __init__(self, make: Callable[[], list[Group]]) -> None:
         self._make = make
@@ -114,7 +115,7 @@ class Crew:
 
     def _begin(self) -> None:
         self.groups = self._make()
-        self._sound = True
+        self._usable = True
         self._tasks: list[queue.SimpleQueue[Callable[[], None] | None]] = [queue.SimpleQueue() for _ in self.groups]
         self._threads = [
             threading.Thread(target=self._work, args=(tasks,), name=f"rank {rank}", daemon=True)
@@ -128,7 +129,7 @@ class Crew:
         return len(self.groups)
 
     def inside(self, ranks: Sequence[int] | None = None) -> str:
-        """What links ranks of one host, among these."""
+        """Return the transport between ranks of one host, among these ranks."""
         chosen = range(self.size) if ranks is None else ranks
         hosts = [self.topology.host_of(rank) for rank in chosen]
         sharing = any(group.capabilities.registered for group in self.groups)
@@ -144,11 +145,12 @@ class Crew:
             task()
 
     def run(self, fn: Callable[[Group], T], *, timeout: float = TIMEOUT) -> list[T]:
-        """fn(group) on every rank; the results in rank order, or the first failure with the others as notes.
+        """Run fn(group) on every rank and return the results in rank order.
 
-        A failure aborts the crew's groups, so that nobody waits for the rank that failed; the next task gets new ones.
+        The first failure is raised, with the others as notes. A failure aborts the crew's groups, so that no rank waits
+        for the rank that failed; the next task gets new groups.
         """
-        if not self._sound:
+        if not self._usable:
             self.close()
             self._begin()
         results: dict[int, T] = {}
@@ -170,13 +172,13 @@ class Crew:
         deadline = time.monotonic() + timeout
         finished = all(done.acquire(timeout=max(0.0, deadline - time.monotonic())) for _ in self.groups)
         if failures or not finished:
-            self._sound = False
+            self._usable = False
             raise self._explained(failures, results)
         return [results[rank] for rank in range(self.size)]
 
     def _explained(self, failures: Sequence[tuple[int, BaseException]], results: dict[int, Any]) -> BaseException:
         ended = {*results, *(rank for rank, _ in failures)}
-        stuck = [f"rank {rank} stands at\n{self._stack(rank)}" for rank in range(self.size) if rank not in ended]
+        stuck = [f"rank {rank} is still at\n{self._stack(rank)}" for rank in range(self.size) if rank not in ended]
         if not failures:
             return AssertionError("not done in time: " + "\n".join(stuck))
         (rank, first), *others = failures

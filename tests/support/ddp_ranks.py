@@ -1,4 +1,4 @@
-"""Ranks that train a wrapped torch model: each is a thread, and backward runs in the thread it is called from."""
+"""Ranks that train a wrapped torch model. Each rank is a thread, and backward runs on the thread that calls it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ def step(model: Any, seed: int, rank: int) -> None:
 
 
 def normed() -> Any:
-    """A model with buffers."""
+    """Return a model with buffers."""
     return filled(nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)), 4).double()
 
 
 def averaged(
     make: Callable[[], Any], size: int, backward: Callable[[Any, int], None], times: int = 2
 ) -> dict[str, Any]:
-    """The gradients that all ranks have after the last backward, in the same bits; the first learns, others overlap."""
+    """Return the gradients after the last of `times` backwards, after checking that all ranks have the same bits.
+
+    The first backward learns the order of the gradients; later ones overlap with communication.
+    """
 
     def train(group: gw.Group) -> dict[str, Any]:
         ddp = DDP(make(), group)

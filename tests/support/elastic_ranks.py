@@ -1,4 +1,4 @@
-"""Elastic runs whose ranks are threads: who leaves them, and who joins them half-way."""
+"""Elastic runs whose ranks are threads, with members that leave and members that join."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ New = TypeVar("New")
 
 
 class Left(Exception):
-    """This member is gone, as if its process had died."""
+    """A member leaves, as if its process had died."""
 
 
 class Joiner(Generic[New]):
-    """One more member, which joins some others when one of them calls for it, and then lives as it is told."""
+    """One more member. It joins when another member calls `call` or `let_in`, and then runs `live`."""
 
     def __init__(self, live: Callable[[gw.Group], New], others: int = 2) -> None:
         self._live = live
@@ -32,12 +32,12 @@ class Joiner(Generic[New]):
         self._called.set()
 
     def let_in(self) -> None:
-        """Returns when it asks to join: the next vote takes it in."""
+        """Return when the new member has asked to join, so that the next vote admits it."""
         self.call()
         assert eventually(lambda: self._threads.news().joiners == 1)
 
     def run(self, old: Callable[[gw.Group], Old]) -> tuple[list[Old], New]:
-        """What the others return, and what the newcomer does."""
+        """Run `old` on the first members. Return their results and the result of the new member."""
         thread = threading.Thread(target=self._join, name="joiner", daemon=True)
         thread.start()
         results = run_ranks(self._threads.begin(self._others), old)

@@ -1,4 +1,4 @@
-"""Gradients to sync, and groups for it: ranks are threads, over links in memory and over memory that they share."""
+"""Gradients for tests, and groups of threads that synchronise them: over in-process links and over shared memory."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from support.crews import TRANSPORTS
 from support.ranks import closing
 
 LIKE = {"a": np.zeros((3, 4), np.float32), "b": np.zeros(7, np.float32), "c": np.zeros((), np.float32)}
-SMALL: dict[str, Any] = {"bucket_bytes": 64, "first_bucket_bytes": 64}  # a bucket for each
+SMALL: dict[str, Any] = {"bucket_bytes": 64, "first_bucket_bytes": 64}  # each gradient gets a bucket of its own
 
 
 @pytest.fixture(params=["local", "shm"], name="three")
 def three_fixture(request: pytest.FixtureRequest) -> Iterator[list[gw.Group]]:
     if request.param not in TRANSPORTS:
-        pytest.skip("no such transport here")
+        pytest.skip(f"the transport {request.param} is not available")
     with closing(TRANSPORTS[request.param](gw.Topology.single(3))) as groups:
         yield groups
 
@@ -32,7 +32,7 @@ def pair_fixture() -> Iterator[list[gw.Group]]:
 
 
 def some(rank: int, like: dict[str, Array] = LIKE) -> dict[str, Array]:
-    """A rank's gradients."""
+    """Return random gradients of a rank."""
     random = np.random.default_rng(rank)
     return {name: np.asarray(random.normal(size=one.shape)).astype(one.dtype) for name, one in like.items()}
 

@@ -1,5 +1,4 @@
-"""Groups whose ranks are all in this process, over each transport; closed after the test. And a clock
-to stop."""
+"""Fixtures: groups whose ranks are all in this process, closed after the test, and a clock that tests can stop."""
 
 from __future__ import annotations
 
@@ -14,39 +13,39 @@ import gradwire as gw
 from support.crews import TRANSPORTS
 from support.ranks import closing, eventually
 
-SOON = 60.0  # seconds: what takes milliseconds hangs if it takes longer, however busy the machine is
+SOON = 60.0  # seconds: a bound for something that takes milliseconds, on a busy machine
 
 
 @pytest.fixture(params=["tcp", "local"], name="pair")
 def pair_fixture(request: pytest.FixtureRequest) -> Iterator[list[gw.Group]]:
-    """Two ranks."""
+    """Return two ranks."""
     with closing(list(gw.loopback_pair()) if request.param == "tcp" else gw.local_group(2)) as groups:
         yield groups
 
 
 @pytest.fixture(params=["tcp", "local", "tls"], name="pair")
 def any_pair_fixture(request: pytest.FixtureRequest) -> Iterator[list[gw.Group]]:
-    """Two ranks, also with TLS between them: for tests of what links have to bear."""
+    """Return two ranks, over TCP, in memory, or over TLS: for tests that stress links."""
     with closing(TRANSPORTS[request.param](gw.Topology.single(2))) as groups:
         yield groups
 
 
 @pytest.fixture(params=list(TRANSPORTS), name="pair")
 def every_pair_fixture(request: pytest.FixtureRequest) -> Iterator[list[gw.Group]]:
-    """Two ranks, over every transport."""
+    """Return two ranks, over every transport."""
     with closing(TRANSPORTS[request.param](gw.Topology.single(2))) as groups:
         yield groups
 
 
 @pytest.fixture(params=["tcp", "local"], name="groups")
 def groups_fixture(request: pytest.FixtureRequest) -> Iterator[list[gw.Group]]:
-    """Two ranks over TCP, or three in memory: enough for a majority."""
+    """Return two ranks over TCP, or three in memory, which is enough for a majority."""
     with closing(list(gw.loopback_pair()) if request.param == "tcp" else gw.local_group(3)) as groups:
         yield groups
 
 
 def end_progress(group: gw.Group) -> None:
-    """Close a group and wait for its progress thread, which may be the last to hold a work."""
+    """Close a group and wait for its progress thread, which may have the last reference to a work."""
     before = _progress_threads()
     group.close()
     assert eventually(lambda: _progress_threads() < before)
@@ -58,9 +57,9 @@ def _progress_threads() -> set[threading.Thread]:
 
 
 class Clock:
-    """Stands for the module `time` where deadlines are kept: the real time, or a time that tests set.
+    """Replaces the module `time` where deadlines are computed. It shows the real time, or a time that tests set.
 
-    While it is stopped, no deadline passes because the machine is busy.
+    While it is stopped, a busy machine cannot make a deadline pass.
     """
 
     def __init__(self) -> None:
@@ -73,18 +72,18 @@ class Clock:
         self._stopped_at = time.monotonic()
 
     def advance(self, seconds: float) -> None:
-        """While it is stopped."""
+        """Advance the time. The clock must be stopped."""
         assert self._stopped_at is not None
         self._stopped_at += seconds
 
-    def go_on(self) -> None:
-        """With the real time."""
+    def resume(self) -> None:
+        """Show the real time again."""
         self._stopped_at = None
 
 
 @pytest.fixture(name="message_clock")
 def message_clock_fixture(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The clock of the deadlines of point-to-point messages."""
+    """Return the clock for the deadlines of point-to-point messages."""
     clock = Clock()
     monkeypatch.setattr("gradwire.group.point_to_point.time", clock)
     return clock

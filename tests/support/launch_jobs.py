@@ -1,4 +1,4 @@
-"""For tests of launching: jobs without a rendezvous, and processes that are waited for without guessing how long."""
+"""Helpers for tests of launching: jobs without a rendezvous, and ways to wait for processes without sleeping."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from gradwire.launch.supervisor import Outcome, Supervisor
 from gradwire.launch.worker_process import Task
 from gradwire.launch.worker_setup import StaticSetup
 
-LONG = 60.0  # seconds; a bound for what normally takes milliseconds, on a machine that is busy
+LONG = 60.0  # seconds: a bound for something that takes milliseconds, on a busy machine
 WAIT = "import signal\nwhile True: signal.pause()\n"
 
 
 class NoCoordinator:
-    """In the place of a coordinator, for scripts that never ask for one."""
+    """Replaces the coordinator for scripts that do not need one."""
 
     address = "127.0.0.1:9"
 
@@ -50,7 +50,7 @@ class Ended:
 
 
 class Job:
-    """A supervisor whose output can be read."""
+    """A supervisor with captured output."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ def written(folder: Path, code: str, name: str = "script.py") -> str:
 
 
 class Watched:
-    """A process that is not ours, held by a pidfd: its number may be used anew, the descriptor not."""
+    """A process that is not a child of the test, watched by a pidfd: unlike its pid, a pidfd is never reused."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -111,7 +111,7 @@ class Watched:
 
 
 class Ready:
-    """A socket on which scripts tell how far they are; `code` is for them, to connect and `say` it."""
+    """A socket on which scripts report their progress. A script begins with `code` and then calls `say`."""
 
     CODE = "import socket\nready = socket.create_connection(('127.0.0.1', {port}))\nsay = ready.sendall\n"
 
@@ -122,7 +122,7 @@ class Ready:
 
     @contextlib.contextmanager
     def told(self, count: int) -> Iterator[list[str]]:
-        """The first line that each of so many scripts says; the connections close when the block ends."""
+        """Return the first line that each of `count` scripts sends. The connections close when the block ends."""
         with contextlib.ExitStack() as stack:
             connections = [stack.enter_context(self._listener.accept()[0]) for _ in range(count)]
             files = [stack.enter_context(connection.makefile()) for connection in connections]

@@ -1,4 +1,4 @@
-"""What a test may leave behind: nothing. Threads, child processes and listening sockets of this process, by name."""
+"""Finds what tests must not leave behind: threads, child processes and listening sockets of this process."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import threading
 from pathlib import Path
 
 PROC = Path("/proc/self")
-# Helpers that the standard library starts once per process and keeps for good.
-KEPT = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+# Helpers that the standard library starts once per process and never ends.
+PERMANENT = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 LISTEN = "0A"  # TCP_LISTEN in the kernel's tables
 ACCEPTS = 0x10000  # SO_ACCEPTCON in the flags of /proc/net/unix
 
 
 def threads() -> dict[object, str]:
-    """The threads that keep the interpreter from ending."""
+    """Return the threads that keep the interpreter from exiting."""
     return {
         thread: f"thread {thread.name!r}"
         for thread in threading.enumerate()
@@ -26,17 +26,17 @@ def threads() -> dict[object, str]:
 
 
 def children() -> dict[object, str]:
-    """Child processes by id, also ended ones that nobody waited for."""
+    """Return the child processes by pid, including zombies."""
     found: dict[object, str] = {}
     for pid in children_of("self"):
         command = _command(pid)
-        if not any(name in command for name in KEPT):
-            found[pid] = f"process {pid} ({command or 'ended, but nobody waited for it'})"
+        if not any(name in command for name in PERMANENT):
+            found[pid] = f"process {pid} ({command or 'ended, but not waited for'})"
     return found
 
 
 def children_of(pid: int | str) -> list[int]:
-    """The processes that a process has started; its threads may end while they are asked."""
+    """Return the child processes of a process. Its threads may end during the call."""
     found: list[int] = []
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
@@ -45,7 +45,7 @@ def children_of(pid: int | str) -> list[int]:
 
 
 def listeners() -> dict[object, str]:
-    """Listening TCP and Unix sockets by inode."""
+    """Return the listening TCP and Unix sockets by inode."""
     own = {inode for file in PROC.glob("fd/*") if (inode := _socket(file))}
     if not own:
         return {}
@@ -65,7 +65,7 @@ def everything() -> dict[object, str]:
 
 
 def end(pids: list[int]) -> None:
-    """Kill and reap children that were left, so that one test's leak does not fail the next."""
+    """Kill and reap children that a test has left, so that they do not fail the next test."""
     for pid in pids:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)

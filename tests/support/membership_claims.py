@@ -1,4 +1,4 @@
-"""Claims of workers with made-up processes, and what a membership answered to them."""
+"""Makes claims of workers whose processes do not exist, and reads the answers of a membership."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SECRET = b"a secret of this test"
 
 
 def worker(name: str, generation: int = 0, lost: Sequence[str] = (), *, session: str = "", pid: int = 7) -> Claim:
-    """A claim in an elastic job; each generation that a worker asks for is a session of its own."""
+    """Return a claim in an elastic job. Each generation that a worker asks for has a session of its own."""
     member = Member(name, None, "machine", "host", pid, f"127.0.0.1:{5000 + generation}")
     name_of_session = (session or f"{name} {generation}").encode()
     run = RUN if generation else b""
@@ -30,7 +30,7 @@ def missing(outcome: object) -> tuple[int, ...]:
 
 
 def waits(outcome: object) -> str:
-    """What somebody waits for."""
+    """Return the reason why a claim waits."""
     assert isinstance(outcome, Waiting)
     return outcome.reason
 
@@ -43,7 +43,7 @@ def order(outcome: object) -> list[str]:
 
 
 def pass_time(state: Membership, since: float, until: float) -> float:
-    """Tick as a coordinator does."""
+    """Tick regularly, like a coordinator, and return the final time."""
     now = since
     while now < until:
         now = min(until, now + TICK)

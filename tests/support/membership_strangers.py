@@ -1,4 +1,4 @@
-"""Clients of a coordinator that hold no secret: they begin calls without a body, and reconnect when they are closed."""
+"""Clients of a coordinator that do not know its secret: they begin calls without a body, and reconnect when closed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def connect(address: str) -> socket.socket:
 
 
 def begin_calls(address: str, calls: int) -> socket.socket:
-    """A connection with calls for which no request ever comes."""
+    """Open a connection and begin calls whose request never arrives."""
     sock, http = connect(address), H2Connection()
     http.initiate_connection()
     for number in range(calls):
@@ -37,7 +37,7 @@ def begin_calls(address: str, calls: int) -> socket.socket:
 
 
 def closed(sock: socket.socket) -> bool:
-    """Read to the end, which comes within the socket's time limit, or not."""
+    """Read until the end of the connection; False if it does not come within the socket's timeout."""
     try:
         while sock.recv(1 << 16):
             pass
@@ -49,7 +49,7 @@ def closed(sock: socket.socket) -> bool:
 
 
 class Attack:
-    """Holds so many connections with so many calls each, and replaces those that are closed."""
+    """Keeps `connections` open with `calls` on each, and replaces those that are closed."""
 
     def __init__(self, address: str, connections: int, calls: int) -> None:
         self._address, self._calls = address, calls

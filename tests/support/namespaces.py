@@ -1,7 +1,7 @@
-"""Two hosts on one machine, as network namespaces with a switch between them.
+"""Two hosts on one machine: network namespaces with a switch between them.
 
-A namespace lives as long as a process in it: here `cat`, which ends with the test's end of its pipe. So nothing has a
-name anywhere, and nothing is left, however the test ends.
+A namespace exists as long as a process in it. Here this is `cat`, which ends when the test closes its pipe. Nothing has
+a name, so nothing remains, however the test ends.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from collections.abc import Iterator
 import pytest
 
 LONG = 30.0
-CABLE = "cable"  # what both hosts call their end
+CABLE = "cable"  # the name of the network interface on both hosts
 
 
 class Namespace:
-    """A network of its own, with nothing in it but itself, until `ends` closes."""
+    """A network namespace with only a loopback interface. It ends when `ends` closes."""
 
     def __init__(self, ends: contextlib.ExitStack) -> None:
         command = ["unshare", "--net", "sh", "-c", "echo in; exec cat"]
@@ -41,7 +41,7 @@ class Namespace:
 
 
 def enter(pid: int) -> None:
-    """Move this process into the network of another; its threads, if it has any, stay where they are."""
+    """Move this process into the network namespace of another one. Other threads of this process are not moved."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/proc/{pid}/ns/net") as network:
         if libc.setns(network.fileno(), 0):
@@ -68,19 +68,19 @@ class Hosts:
 
     @property
     def pids(self) -> list[int]:
-        """Of a process on each host, to `enter` it."""
+        """The pid of a process on each host, for `enter`."""
         return [host.pid for host in self._hosts]
 
     def cut(self) -> None:
-        """The switch forgets a port: packets are lost, and neither host sees anything but silence."""
+        """Disconnect a port of the switch. Packets are lost, and neither host gets an error."""
         self._switch.ip("link", "set", "port1", "nomaster")
 
     def mend(self) -> None:
-        """The end of a cut."""
+        """Connect the port again, after `cut`."""
         self._switch.ip("link", "set", "port1", "master", "switch")
 
     def unplug(self) -> None:
-        """The cable of host 0 is pulled: it knows, the other one does not."""
+        """Disable the network interface of host 0. Host 0 gets errors; the other host gets none."""
         self._hosts[0].ip("link", "set", CABLE, "down")
 
 
@@ -93,5 +93,5 @@ def hosts_fixture() -> Iterator[Hosts]:
         try:
             hosts = Hosts(ends)
         except OSError as error:
-            pytest.skip(f"no network namespaces to be had here: {error}")
+            pytest.skip(f"network namespaces cannot be made here: {error}")
         yield hosts

@@ -1,4 +1,4 @@
-"""The steps by which ranks of a host come to share memory, with any way to tell all others what each gave."""
+"""Runs the steps of `Sharing`, with any function that gathers values of all ranks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from gradwire.transports.shm.shared_memory import SharedMemory, Sharing
 
 
 def share(
-    rank: int, hosts: Sequence[object], wanted: bool, tell_all: Callable[[Any], list[Any]], deadline: float
+    rank: int, hosts: Sequence[object], wanted: bool, gather: Callable[[Any], list[Any]], deadline: float
 ) -> tuple[SharedMemory | None, tuple[bool, ...]]:
-    """What a rank shares in the end, and which ranks do."""
+    """Return the shared memory of a rank, and for each rank whether it shares memory."""
     with Sharing(rank, hosts, wanted) as sharing:
-        dialled = tell_all(sharing.dial(tell_all(sharing.offer()), deadline))
-        return sharing.keep(tell_all(sharing.answer(dialled)))
+        dialled = gather(sharing.dial(gather(sharing.offer()), deadline))
+        return sharing.keep(gather(sharing.answer(dialled)))

@@ -1,10 +1,10 @@
-"""Ranks as processes: started in milliseconds, spoken to, killed, and in the end always gone.
+"""Starts ranks as processes for tests: in milliseconds, with messages in both directions, and always ended.
 
-A job of fresh interpreters spends a second on imports. Here one process (the zygote) has imported everything and forks
-a child for each rank; the child then runs a function of the test's own module and ends as any Python program does,
-with its exit handlers. Each rank leads a process group, so that what it forks ends with the test too. Waiting for a
-rank has no limit of its own: pytest's timeout ends a test that hangs, and `start_job` then adds the stacks of all
-threads of all ranks that still run to the error.
+A job of fresh interpreters needs a second for imports. Here one process (the zygote) has imported everything, and forks
+a child for each rank. The child runs a function of the test's own module and ends like any Python program, with its
+exit handlers. Each rank leads a process group, so that processes that it forks end with the test too. Waiting for a
+rank has no timeout of its own: pytest's timeout ends a test that hangs, and `start_job` then adds the stacks of all
+threads of all running ranks to the error.
 
     def reduces(here: Here) -> None:                      # runs in the rank
         group = gw.init()
@@ -40,34 +40,36 @@ from typing import IO, Any, Protocol
 import pytest
 
 LARGEST = 1 << 20
-MAIN = "import sys; sys.path.insert(0, sys.argv[1]); from support import processes; processes.breed(int(sys.argv[2]))()"
+MAIN = "import sys; sys.path.insert(0, sys.argv[1]); from support import processes; processes.serve(int(sys.argv[2]))()"
 
 
 class Here:
-    """What a rank's function gets: the line to its test."""
+    """The connection of a rank to its test. The rank's function gets it as first argument."""
 
     def __init__(self, line: socket.socket) -> None:
         self._line = line
 
     def tell(self, **facts: Any) -> None:
+        """Send facts to the test."""
         self._line.send(json.dumps(facts).encode())
 
     def hear(self) -> Any:
-        """Wait for what the test says."""
+        """Wait for the next message of the test."""
         data = self._line.recv(LARGEST)
         if not data:  # the test is over
             os._exit(1)
         return json.loads(data)
 
     def tell_error(self, error: BaseException, **facts: Any) -> None:
+        """Send an error to the test: its type, text, attributes and the time."""
         known = {name: getattr(error, name, None) for name in ("culprit", "operation", "generation", "seconds", "peer")}
         self.tell(error=type(error).__name__, text=str(error), at=time.monotonic(), **known, **facts)
 
     def tell_when_waiting(self) -> None:
-        """From another thread, tell `waiting=True` as soon as this one stands still inside gradwire."""
+        """Send `waiting=True`, from another thread, as soon as this thread waits inside gradwire."""
         watched = threading.get_ident()
 
-        def look() -> tuple[object, ...]:
+        def stack() -> tuple[object, ...]:
             frame = sys._current_frames().get(watched)
             spots = []
             while frame is not None:
@@ -79,7 +81,7 @@ class Here:
             seen: list[tuple[object, ...]] = [()]
             while len(seen) < 5:
                 time.sleep(0.01)
-                now = look()
+                now = stack()
                 seen = [*seen, now] if now == seen[0] and "/gradwire/" in str(now) else [now]
             self.tell(waiting=True)
 
@@ -87,7 +89,7 @@ class Here:
 
 
 class Rank:
-    """A process as its test sees it."""
+    """A rank's process, for its test."""
 
     def __init__(self, number: int, zygote: Zygote, line: socket.socket, output: IO[bytes]) -> None:
         self.number = number
@@ -97,36 +99,37 @@ class Rank:
         self._output = output
 
     def hear(self) -> dict[str, Any]:
-        """The next thing it tells."""
+        """Wait for the next message of the rank."""
         data = self._line.recv(LARGEST)
         if not data:
-            raise AssertionError(f"rank {self.number} ended without a word:\n{self.output()}")
+            raise AssertionError(f"rank {self.number} ended without sending a message:\n{self.output()}")
         facts: dict[str, Any] = json.loads(data)
         return facts
 
     def silent(self) -> bool:
-        """Whether it has told nothing more so far."""
+        """Whether no message of the rank is waiting to be read."""
         return not select.select([self._line], [], [], 0)[0]
 
     def tell(self, word: Any = None) -> None:
+        """Send a message to the rank."""
         self._line.send(json.dumps(word).encode())
 
     def signal(self, number: int = signal.SIGKILL) -> float:
-        """Send a signal; returns when."""
+        """Send a signal to the process, and return the time."""
         now = time.monotonic()
         os.kill(self.pid, number)
         return now
 
     def ended(self) -> int:
-        """Wait for its end: the exit code, or minus the signal."""
+        """Wait for the end of the process. Return its exit code, or minus the signal that ended it."""
         return self._zygote.status(self.pid)
 
     def running(self) -> bool:
         return self._zygote.running(self.pid)
 
     def output(self) -> str:
-        """What it has printed."""
-        file = self._output.fileno()  # which it writes to: where it does so must not be moved
+        """Return what the rank has printed."""
+        file = self._output.fileno()  # the rank writes to it: reading must not move the file position
         return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
 
     def end(self) -> None:
@@ -159,11 +162,11 @@ def start_job(
     """Run body(here, *args) in `size` processes. Without an environment, `gw.init()` finds the job at a coordinator."""
     from gradwire.launch import rendezvous
 
-    meeting = rendezvous.on_this_machine(size)
+    job = rendezvous.on_this_machine(size)
     with contextlib.ExitStack() as ends:
         if environ is None:
-            meeting.coordinator.start()
-            ends.callback(meeting.coordinator.stop)
+            job.coordinator.start()
+            ends.callback(job.coordinator.stop)
         ranks: list[Rank] = []
         ends.callback(_end_all, ranks)
         for number in range(size):
@@ -171,9 +174,9 @@ def start_job(
                 mine: Mapping[str, str] = {
                     "GRADWIRE_RANK": str(number),
                     "GRADWIRE_SIZE": str(size),
-                    "GRADWIRE_COORDINATOR": meeting.coordinator.address,
-                    "GRADWIRE_JOB": meeting.job,
-                    "GRADWIRE_TOKEN": meeting.token,
+                    "GRADWIRE_COORDINATOR": job.coordinator.address,
+                    "GRADWIRE_JOB": job.job,
+                    "GRADWIRE_TOKEN": job.token,
                 }
             else:
                 mine = environ(number) if callable(environ) else environ
@@ -189,10 +192,10 @@ def start_job(
 
 
 def _end_with_stacks(ranks: list[Rank]) -> None:
-    """End those that still run, with the stacks of all their threads in their output.
+    """End the running ranks, and have them print the stacks of all their threads.
 
-    faulthandler writes them on SIGABRT, whatever the interpreter is doing. It is off late in the interpreter's
-    finalization: a rank that still ran and shows no stack was past its last exit handler.
+    faulthandler prints the stacks on SIGABRT, whatever the interpreter is doing. It is off late in the interpreter's
+    finalization: a running rank that prints no stack was past its last exit handler.
     """
     running = [rank for rank in ranks if rank.running()]
     for number in (signal.SIGABRT, signal.SIGCONT):  # a stopped process handles no signal before it continues
@@ -225,7 +228,7 @@ class Zygote:
 
     def start(self, number: int, body: Callable[..., None], args: tuple[Any, ...], environ: Mapping[str, str]) -> Rank:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        output = tempfile.TemporaryFile()  # noqa: SIM115 — the rank's to close
+        output = tempfile.TemporaryFile()  # noqa: SIM115 — the rank closes it
         rank = Rank(number, self, mine, output)
         file = sys.modules[body.__module__].__file__
         request = {"file": file, "body": body.__qualname__, "args": args, "environ": dict(environ)}
@@ -235,29 +238,29 @@ class Zygote:
                 [json.dumps(request).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors.tobytes())]
             )
         while not rank.pid:
-            rank.pid = self._news(None).get("started", 0)
+            rank.pid = self._report(None).get("started", 0)
         return rank
 
     def status(self, pid: int) -> int:
-        """Wait for the end of a rank: its exit code, or minus the signal."""
+        """Wait for the end of a rank. Return its exit code, or minus the signal that ended it."""
         while pid not in self._ended:
-            self._news(None)
+            self._report(None)
         return self._ended[pid]
 
     def running(self, pid: int) -> bool:
-        while self._news(0.0):
+        while self._report(0.0):
             pass
         return pid not in self._ended
 
-    def _news(self, seconds: float | None) -> dict[str, int]:
-        """What the zygote reports next; nothing if there is no report after these seconds."""
+    def _report(self, seconds: float | None) -> dict[str, int]:
+        """Return the next report of the zygote, or nothing if there is none after these seconds."""
         if not select.select([self._line], [], [], seconds)[0]:
             return {}
-        news: dict[str, int] = json.loads(self._line.recv(LARGEST) or b"{}")
-        assert news, "the zygote has died"
-        if "ended" in news:
-            self._ended[news["ended"]] = news["status"]
-        return news
+        report: dict[str, int] = json.loads(self._line.recv(LARGEST) or b"{}")
+        assert report, "the zygote has died"
+        if "ended" in report:
+            self._ended[report["ended"]] = report["status"]
+        return report
 
     def stop(self) -> None:
         self._line.close()
@@ -273,7 +276,7 @@ def zygote_fixture() -> Iterator[Zygote]:
 
 @pytest.fixture(name="job")
 def job_fixture(zygote: Zygote) -> StartJob:
-    """job(body, size, *args): a context manager that runs body(here, *args) in processes and yields the `Rank`s."""
+    """Return job(body, size, *args), a context manager that runs body(here, *args) in processes and yields `Rank`s."""
 
     def start(body: Callable[..., None], size: int, *args: Any, **options: Any) -> Any:
         return start_job(zygote, body, size, *args, **options)
@@ -282,7 +285,7 @@ def job_fixture(zygote: Zygote) -> StartJob:
 
 
 def place(function: Callable[..., object], mark: str) -> str:
-    """file:line of the line of a function that has this in it."""
+    """Return the file:line of the first line of a function that contains `mark`."""
     lines, first = inspect.getsourcelines(function)
     file = inspect.getsourcefile(function)
     assert file is not None
@@ -292,10 +295,10 @@ def place(function: Callable[..., object], mark: str) -> str:
 # -- in the zygote ----------------------------------------------------------------------------------------------------
 
 
-def breed(descriptor: int) -> Callable[[], object]:
-    """Fork a rank for each request; returns, in the rank, what it has to do, and ends the process otherwise."""
+def serve(descriptor: int) -> Callable[[], object]:
+    """Fork a rank for each request. In the rank, return the function to run; the zygote itself never returns."""
     import gradwire.membership.client.requests
-    import gradwire.membership.coordinator.service  # noqa: F401 — all that a rank would spend its first second on
+    import gradwire.membership.coordinator.service  # noqa: F401 — slow imports, which ranks then need not do
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a rank that is ended by SIGABRT leaves no core file
     line = socket.socket(fileno=descriptor)
@@ -316,7 +319,7 @@ def breed(descriptor: int) -> Callable[[], object]:
             if not data:
                 _end(children)
             request = json.loads(data)
-            body = _find(request["file"], request["body"])  # before the fork: an import counts once
+            body = _find(request["file"], request["body"])  # before the fork, so that the module is imported once
             pid = os.fork()
             if pid == 0:
                 line.close()
@@ -330,9 +333,9 @@ def breed(descriptor: int) -> Callable[[], object]:
             _suppressed_send(line, {"started": pid})
 
 
-def _suppressed_send(line: socket.socket, news: dict[str, int]) -> None:
+def _suppressed_send(line: socket.socket, report: dict[str, int]) -> None:
     with contextlib.suppress(OSError):
-        line.send(json.dumps(news).encode())
+        line.send(json.dumps(report).encode())
 
 
 def _end(children: Mapping[int, int]) -> None:
@@ -355,7 +358,7 @@ def _task(body: Callable[..., object], request: dict[str, Any], descriptors: lis
 
 
 def _find(file: str, name: str) -> Callable[..., object]:
-    """A function of a test module, which is imported by its path as pytest does."""
+    """Return a function of a test module, which is imported by its path, as pytest does."""
     module = sys.modules.get(file)
     if module is None:
         spec = importlib.util.spec_from_file_location(Path(file).stem, file)
@@ -364,7 +367,7 @@ def _find(file: str, name: str) -> Callable[..., object]:
         module = importlib.util.module_from_spec(spec)
         sys.modules[file] = module
         spec.loader.exec_module(module)
-        # Otherwise a rank with torch collects all that it was forked with at its end, which takes a second of a core.
+        # Otherwise the garbage collector of a rank with torch visits all inherited objects at exit, for a second.
         gc.freeze()
     found: Callable[..., object] = getattr(module, name)
     return found

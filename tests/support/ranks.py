@@ -1,4 +1,4 @@
-"""Running ranks as threads: most tests of collectives need nothing more. And waiting for what nobody tells."""
+"""Runs ranks as threads, which is enough for most tests of collectives, and waits for conditions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 import gradwire as gw
 from gradwire.errors import GradwireError
 
-HANG_SECONDS = 100.0  # what takes milliseconds hangs if it takes longer, however busy the machine is
+HANG_SECONDS = 100.0  # a bound for something that takes milliseconds, on a busy machine
 
 
 class Abortable(Protocol):
@@ -26,10 +26,10 @@ Groups = TypeVar("Groups", bound=Sequence[gw.Group])
 
 
 def run_ranks(groups: Sequence[G], fn: Callable[[G], T], *, timeout: float = HANG_SECONDS) -> list[T]:
-    """Run fn(group) for each group in a thread of its own; return the results in the order of the groups.
+    """Run fn(group) for each group in a thread of its own, and return the results in the order of the groups.
 
-    If ranks fail, the exception that was raised first is raised here, with the others as notes. The group of a rank
-    that fails is aborted, so that the rest need not wait for it. Whoever is not done in time is shown with its stack.
+    If ranks fail, the first exception is raised here, with the others as notes. The group of a rank that fails is
+    aborted, so that the other ranks do not wait for it. The error shows the stacks of ranks that are not done in time.
     """
     results: dict[int, T] = {}
     failures: list[tuple[int, BaseException]] = []  # in the order in which they happened: list.append is atomic
@@ -60,7 +60,7 @@ def run_ranks(groups: Sequence[G], fn: Callable[[G], T], *, timeout: float = HAN
 
 
 def run_group(n: int, fn: Callable[[gw.Group], T]) -> list[T]:
-    """Run fn(group) on n ranks of a group in memory, which is closed afterwards."""
+    """Run fn(group) on n ranks of an in-process group, and close the group."""
     with closing(gw.local_group(n)) as groups:
         return run_ranks(groups, fn)
 
@@ -75,7 +75,7 @@ def closing(groups: Groups) -> Iterator[Groups]:
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
-    """For what nobody tells: asks again and again, but not for ever."""
+    """Poll a condition until it is true; False if it is not after `HANG_SECONDS`."""
     deadline = time.monotonic() + HANG_SECONDS
     while not condition():
         if time.monotonic() > deadline:

@@ -1,7 +1,7 @@
-"""Wrong schedules made of right ones: one operation removed, doubled, reordered or redirected.
+"""Makes wrong schedules from correct ones: one operation is removed, doubled, reordered or redirected.
 
-Each mutation here is truly wrong, for a reason given where it is made; what would only be another right schedule (two
-independent operations in the other order, a copy done later) is left out.
+Every mutation here is wrong, for the reason given where it is made. Mutations that give another correct schedule (two
+independent operations in the other order, a later copy) are left out.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from gradwire.collectives import (
 Mutant = tuple[str, Schedule]
 
 UNLIKE = frozenset({"reduce", "reduce_scatter", "gather", "scatter", "all_to_all"})
-"""Collectives whose results differ from rank to rank, so that they do not lie alike."""
+"""Collectives whose results differ from rank to rank, so that no schedule of them is mirrored."""
 PARTIAL = frozenset({("all_reduce", name) for name in ("ring", "halving", "tree", "hierarchical", "oneshot")})
-"""All-reduces of more than 3 ranks that send partial results, or fold while their inputs are still being read."""
+"""All-reduces that, with more than 3 ranks, send partial results or fold while their inputs are still being read."""
 
 
 def mutants(schedule: Schedule) -> Iterator[Mutant]:
-    """All of them, each with what was done."""
+    """Return all mutations of a schedule, each with a description."""
     for rank in range(schedule.size):
         for number, ops in enumerate(schedule.program(rank)):
             for i, op in enumerate(ops):
@@ -47,7 +47,7 @@ def mutants(schedule: Schedule) -> Iterator[Mutant]:
 
 
 class _Spot:
-    """One operation's place in a schedule."""
+    """The position of an operation in a schedule."""
 
     def __init__(self, schedule: Schedule, rank: int, number: int, index: int) -> None:
         self.schedule, self.rank, self.number, self.index = schedule, rank, number, index
@@ -77,12 +77,12 @@ def with_programs(schedule: Schedule, programs: list[Program]) -> Schedule:
 
 
 def claiming(schedule: Schedule, *, one_shot: bool = False, mirrored: bool = False) -> Schedule:
-    """The same schedule, which says something else about itself."""
+    """Return the same schedule with other claims about itself."""
     return replace(schedule, phase=replace(schedule.phase, one_shot=one_shot, mirrored=mirrored))
 
 
 def false_claims(schedule: Schedule) -> Iterator[Mutant]:
-    """A right schedule that claims what the native executor would rely on, and does not hold."""
+    """Return correct schedules with false claims that the native executor would rely on."""
     kind = schedule.collective, schedule.algorithm
     if kind != ("all_reduce", "oneshot") and schedule.size > 1:
         yield "claims to be one shot", claiming(schedule, one_shot=True)
@@ -101,7 +101,10 @@ def _single(spot: _Spot, op: Operation) -> Iterator[Mutant]:
 
 
 def _must_not_move(spot: _Spot, op: Operation, to: int) -> bool:
-    """A message's other end stays; a result must not be finished before it is folded or after it is used."""
+    """Whether moving an operation to another round makes the schedule wrong.
+
+    The other end of a message stays in its round. A result must be finished after it is folded and before it is used.
+    """
     program = spot.schedule.program(spot.rank)
     match op:
         case Send() | Recv():
@@ -145,9 +148,9 @@ def _redirections(spot: _Spot, op: Operation) -> Iterator[tuple[str, Operation]]
         case Send(piece, to):
             for i in range(len(to)):
                 for rank in range(spot.schedule.size):
-                    if rank not in to:  # nobody waits for it there, and somebody still does here
+                    if rank not in to:  # the new receiver does not expect the message, and the old one still does
                         yield f"to {rank}", Send(piece, (*to[:i], rank, *to[i + 1 :]))
-            for other in _other_segments(piece):  # its receiver expects the old ones
+            for other in _other_segments(piece):  # the receiver expects the old segments
                 yield f"of {other}", Send(other, to)
             for buffer in _wrong_sources(spot.schedule, piece):
                 yield f"from {buffer}", Send(replace(piece, buffer=buffer), to)
@@ -169,7 +172,7 @@ def _redirections(spot: _Spot, op: Operation) -> Iterator[tuple[str, Operation]]
 def _redirected_move(kind: type[Copy] | type[Finish], dst: Slice, src: Slice) -> Iterator[tuple[str, Operation]]:
     for other in _other_segments(dst):
         yield f"into {other}", kind(other, src)
-        # Nobody else writes the old place: where one did, that would have been in vain.
+        # No other operation writes the old segments: the verifier does not allow values that are written in vain.
         yield f"of {other}", kind(other, replace(other, buffer=src.buffer))
     for other in _other_segments(src):
         yield f"from {other}", kind(dst, other)
@@ -190,7 +193,7 @@ def _redirected_fold(spot: _Spot, dst: Slice, terms: tuple[Slice | From, ...]) -
         yield f"with {term} twice", Fold(dst, (*before, term, term, *after))
         for changed in _redirected_term(spot, term):
             yield f"{changed} for {term}", Fold(dst, (*before, changed, *after))
-    if spot.schedule.algorithm == "oneshot" and len(terms) > 1:  # all ranks fold: all must in one order
+    if spot.schedule.algorithm == "oneshot" and len(terms) > 1:  # all ranks must fold in the same order
         yield "in another order", Fold(dst, terms[::-1])
 
 
@@ -204,7 +207,10 @@ def _redirected_term(spot: _Spot, term: Slice | From) -> Iterator[Slice | From]:
 
 
 def _wrong_sources(schedule: Schedule, piece: Slice) -> Iterator[Buffer]:
-    """In a moving collective `in` and `out` may hold the same, so that one is as good as the other."""
+    """Return the buffers from which sending would be wrong.
+
+    In a collective that does not reduce, `in` and `out` may hold the same data, so that both are correct.
+    """
     for buffer in _others(piece.buffer):
         if schedule.collective in REDUCING or "acc" in (buffer, piece.buffer):
             yield buffer
@@ -222,7 +228,7 @@ def _others(buffer: Buffer) -> list[Buffer]:
 
 
 def _swapped_messages(schedule: Schedule, rank: int, number: int) -> Iterator[Mutant]:
-    """Two messages to or from one rank in a round arrive in each other's place."""
+    """Swap two messages to or from one rank in a round."""
     program = schedule.program(rank)
     ops = program[number]
     for i, first in enumerate(ops):
@@ -238,7 +244,7 @@ def _swapped_messages(schedule: Schedule, rank: int, number: int) -> Iterator[Mu
 
 
 def _repeated_rounds(schedule: Schedule) -> Iterator[Mutant]:
-    """All ranks agree on doing something a second time: in vain, or folded twice."""
+    """Repeat a round on all ranks: its values are written in vain or folded twice."""
     programs = [schedule.program(rank) for rank in range(schedule.size)]
     for number in range(schedule.rounds):
         if any(program[number] for program in programs):

@@ -1,4 +1,4 @@
-"""Every cell of the table of algorithms and collectives, for tests that go through it."""
+"""All pairs of a collective and an algorithm, for tests that run over them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ FLAT_CELLS = [cell for cell in CELLS if cell[1] != "hierarchical"]
 
 
 def uneven(size: int) -> Topology:
-    """Hosts of unequal size, their ranks not in a row."""
+    """Return a topology with hosts of unequal size, whose ranks are not consecutive."""
     return Topology.of([str(rank * rank % 7 % 4) for rank in range(size)])
 
 
 def schedules(collective: str, algorithm: str, size: int, roots: int | None = None) -> Iterator[Schedule]:
-    """One for each root, or for so many of them, first and last included; hierarchical ones on uneven hosts."""
+    """Return the schedules for all roots, or for `roots` of them with the first and the last.
+
+    Hierarchical schedules use uneven hosts.
+    """
     topology = uneven(size) if algorithm == "hierarchical" else None
     if collective not in ROOTED:
         yield build(collective, algorithm, size, topology=topology)

@@ -1,4 +1,4 @@
-"""Small torch models for tests: the same numbers for a seed on every rank, whichever thread makes them."""
+"""Small torch models for tests. A seed gives the same numbers on every rank and thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Batch = tuple[Any, Any]
 
 
 def filled(model: Any, seed: int) -> Any:
-    """The model with parameters drawn from a seed; torch's own generator is one for all threads."""
+    """Set the parameters of a model from a seed, and return it. All threads share torch's own generator."""
     random = np.random.default_rng(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -27,7 +27,7 @@ def mlp(seed: int = 0, dtype: Any = torch.float64) -> Any:
 
 
 def batch(seed: int, rank: int, samples: int = 5, dtype: Any = torch.float64) -> Batch:
-    """What a rank sees in a step."""
+    """Return the samples of a rank in a step."""
     random = np.random.default_rng([seed, rank])
     x, y = random.normal(size=(samples, 6)), random.normal(size=(samples, 3))
     return torch.from_numpy(x).to(dtype), torch.from_numpy(y).to(dtype)
@@ -46,7 +46,7 @@ def weights(model: Any) -> dict[str, Any]:
 
 
 def mean_gradients(make: Callable[[], Any], size: int, backward: Callable[[Any, int], None]) -> dict[str, Any]:
-    """What a backward of each rank, on a model of its own, gives on average; None for what no rank has used."""
+    """Return the mean of the gradients of all ranks, each with its own model; None for unused parameters."""
     found = []
     for rank in range(size):
         model = make()

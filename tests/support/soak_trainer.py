@@ -1,4 +1,4 @@
-"""What each worker of the soak runs: the demo's model, trained until time is up, with a record of every committed step.
+"""The program of each worker of the soak test: it trains the demo's model and records every committed step.
 
 trainer.py DIRECTORY SECONDS
 """

@@ -18,7 +18,7 @@ class TcpProxy:
     def __init__(self, target: tuple[str, int], hang_up: int = 0, opened: threading.Event | None = None) -> None:
         self.said = bytearray()
         self.calls = 0
-        self.spoils = False  # whether to flip a bit in each piece that the connecting side sends
+        self.spoils = False  # whether to flip a bit in each piece of data of the connecting side
         self._target = target
         self._hang_up = hang_up
         self._opened = opened

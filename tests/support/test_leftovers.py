@@ -1,4 +1,4 @@
-"""The watch over the tests, and the threads that stand for ranks, watched themselves."""
+"""Tests of the test helpers: leftovers, ranks as threads, ranks as processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_leftovers_child_process_is_listed_until_it_is_waited_for() -> None:
     code = "print('up', flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
-        assert child.stdout.readline() == b"up\n"  # before, it may have no command line yet
+        assert child.stdout.readline() == b"up\n"  # before that, it may have no command line yet
         assert "input()" in leftovers.children()[child.pid]
         child.communicate(b"\n")
     assert child.pid not in leftovers.children()
@@ -36,7 +36,7 @@ def test_leftovers_end_children_that_were_left() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"])
     leftovers.end([child.pid])
     assert child.pid not in leftovers.children()
-    child.returncode = -9  # reaped behind its back
+    child.returncode = -9  # Popen does not know that `end` has reaped the process
 
 
 @needs_proc
@@ -88,13 +88,13 @@ def test_run_ranks_raises_the_first_failure_and_aborts() -> None:
         if group.rank == 1:
             raise ZeroDivisionError("mine")
         assert groups[1].aborted.wait(60)
-        raise Aborted(f"rank {group.rank} heard")
+        raise Aborted(f"on rank {group.rank}")
 
     with pytest.raises(ZeroDivisionError, match="mine") as caught:
         run_ranks(groups, fn)
     notes = caught.value.__notes__
     assert notes[0] == "raised on rank 1"
-    assert sorted(notes[1:]) == ["then on rank 0: Aborted: rank 0 heard", "then on rank 2: Aborted: rank 2 heard"]
+    assert sorted(notes[1:]) == ["then on rank 0: Aborted: on rank 0", "then on rank 2: Aborted: on rank 2"]
 
 
 def waits_for_nothing(here: Here) -> None:

@@ -1,4 +1,4 @@
-"""Certificates for tests: made once, for members m0 to m7 of a job called "tests"; m0 may be its coordinator."""
+"""Certificates for tests, made once, for the members m0 to m7 of a job called "tests". m0 may be its coordinator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MEMBERS = tuple(f"m{number}" for number in range(8))
 
 @functools.cache
 def folder() -> Path:
-    """Where ca.pem, m0.pem, m0.key … are."""
+    """Return the folder with ca.pem, m0.pem, m0.key …"""
     path = Path(tempfile.mkdtemp(prefix="gradwire-tests-"))
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     certificates.make(path, JOB, MEMBERS, ["m0"])

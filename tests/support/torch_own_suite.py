@@ -3,9 +3,9 @@
     python tests/support/torch_own_suite.py --backend gradwire --ranks 2  # as torch ships it
     python tests/support/torch_own_suite.py --backend gradwire --ranks 2 --open  # with Gloo's and MPI's tests
 
-Many tests are for named backends only. `--open` reads the module's text with our name beside Gloo's (and MPI's, which
-alone is asked for all-to-all on the CPU) in each such condition; nothing else is changed. Processes are forked, which
-is quicker than starting each of them anew. Prints a line of JSON for each test, and one with the counts.
+Many tests are restricted to named backends. `--open` adds gradwire beside Gloo, and beside MPI, in each such condition
+of the module's text; nothing else is changed. (Tests of all-to-all on the CPU are restricted to MPI.) Processes are
+forked, which is faster than starting fresh ones. Prints a line of JSON for each test, and one with the counts.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--backend", default="gradwire")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--open", action="store_true", help="run what is reserved for Gloo and MPI, too")
-    parser.add_argument("--spawn", action="store_true", help="start processes anew, as torch does, instead of forking")
-    parser.add_argument("--only", nargs="*", default=[], help="names of tests; otherwise all")
+    parser.add_argument("--open", action="store_true", help="also run the tests restricted to Gloo and MPI")
+    parser.add_argument("--spawn", action="store_true", help="start fresh processes, as torch does, instead of forking")
+    parser.add_argument("--only", nargs="*", default=[], help="names of tests to run  [default: all]")
     parser.add_argument("--part", default="1/1", help="k/n: every n-th test, from the k-th on")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def load(opened: bool) -> types.ModuleType:
-    """The module, as it is or with our name in its conditions."""
+    """Return torch's module, unchanged or with gradwire in its conditions."""
     if not opened:
         return __import__(MODULE, fromlist=["TestDistBackend"])
     from torch.testing._internal import common_distributed
@@ -66,7 +66,7 @@ def load(opened: bool) -> types.ModuleType:
     assert spec.origin is not None
     text = Path(spec.origin).read_text("utf-8")
     for condition, wider in REPLACEMENTS.items():
-        assert condition in text, f"torch no longer says {condition}"
+        assert condition in text, f"torch's module no longer contains {condition}"
         text = text.replace(condition, wider)
     module = types.ModuleType(MODULE)
     module.__file__ = spec.origin
@@ -76,7 +76,7 @@ def load(opened: bool) -> types.ModuleType:
 
 
 def open_monitored_barrier() -> None:
-    """torch itself refuses this call for any backend but Gloo, by name."""
+    """Allow monitored_barrier, which torch refuses for every backend except Gloo."""
     from torch.distributed import distributed_c10d
 
     call = distributed_c10d.monitored_barrier
@@ -91,7 +91,7 @@ def open_monitored_barrier() -> None:
 def run(arguments: argparse.Namespace) -> int:
     import gradwire.membership.client.requests
     import gradwire.membership.coordinator.service
-    import gradwire.torch  # noqa: F401 — before processes are forked, not by each of them
+    import gradwire.torch  # noqa: F401 — imported once, before processes are forked
 
     module = load(arguments.open)
 
@@ -124,28 +124,28 @@ class Result(unittest.TestResult):
         super().startTest(test)
         self._began = time.monotonic()
 
-    def _tell(self, test: unittest.TestCase, outcome: str, text: str = "") -> None:
+    def _print(self, test: unittest.TestCase, outcome: str, text: str = "") -> None:
         taken = round(time.monotonic() - self._began, 1)
         name = test.id().rpartition(".")[2]
         print(json.dumps({"test": name, "outcome": outcome, "seconds": taken, "text": text[-3000:]}), flush=True)
 
     def addSuccess(self, test: unittest.TestCase) -> None:  # noqa: N802
         self.passed += 1
-        self._tell(test, "passed")
+        self._print(test, "passed")
 
     def addSkip(self, test: unittest.TestCase, reason: str) -> None:  # noqa: N802
         super().addSkip(test, reason)
-        self._tell(test, "skipped", reason)
+        self._print(test, "skipped", reason)
 
     def addFailure(self, test: unittest.TestCase, err: Any) -> None:  # noqa: N802
         super().addFailure(test, err)
         self.bad.append(test.id().rpartition(".")[2])
-        self._tell(test, "failed", self.failures[-1][1])
+        self._print(test, "failed", self.failures[-1][1])
 
     def addError(self, test: unittest.TestCase, err: Any) -> None:  # noqa: N802
         super().addError(test, err)
         self.bad.append(test.id().rpartition(".")[2])
-        self._tell(test, "failed", self.errors[-1][1])
+        self._print(test, "failed", self.errors[-1][1])
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Other versions of gradwire for tests: copies of the package, changed a little, a revision from the history, or an
-interpreter of its own that imports one.
+"""Other versions of gradwire for tests: changed copies of the package, a revision from the history, or a virtual
+environment that imports one.
 
-A copy takes the place of the installed package in every process that finds `Version.environ` in its environment, in the
-workers of a launcher too.
+A copy replaces the installed package in every process with the environment `Version.environ`, including the workers of
+a launcher.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pathlib import Path
 import gradwire
 
 ROOT = Path(__file__).parents[2]
-# The last revision whose members did not tell the version of their protocol.
+# The last revision whose members did not send the version of their protocol.
 WITHOUT_VERSIONS = "c404ead"
 
-# Python imports this at its start. An editable installation has a finder of its own, before which this one must come.
+# Python imports this at its start. The finder must come before the finder of an editable installation.
 _SITE = """
 import sys
 from importlib.machinery import PathFinder
@@ -54,7 +54,7 @@ class Version:
         return os.environ | {"PYTHONPATH": path} | ({} if self._native else {"GRADWIRE_PURE": "1"})
 
     def change(self, module: str, before: str, after: str) -> None:
-        """Change the one line of a module that matches."""
+        """Replace the only line of a module that matches a pattern."""
         path = self._folder / "gradwire" / module
         text, count = re.subn(f"^{before}$", after, path.read_text("utf-8"), flags=re.MULTILINE)
         assert count == 1, f"{module} has {count} lines like {before!r}"
@@ -62,14 +62,14 @@ class Version:
 
 
 def copied(folder: Path) -> Version:
-    """The present version."""
+    """Copy the current version."""
     source = Path(gradwire.__file__).parent
     shutil.copytree(source, folder / "gradwire", ignore=shutil.ignore_patterns("__pycache__"))
     return Version(folder)
 
 
 def from_history(folder: Path, revision: str) -> Version | None:
-    """A revision as it was, without its native core; None if it is not to be had, as in a shallow clone."""
+    """Extract a revision, without its native core; None if git does not have it, as in a shallow clone."""
     command = ["git", "-C", str(ROOT), "archive", revision, "src/gradwire"]
     try:
         archive = subprocess.run(command, capture_output=True, timeout=60, check=True).stdout
@@ -82,7 +82,7 @@ def from_history(folder: Path, revision: str) -> Version | None:
 
 
 def interpreter(folder: Path, *sources: Path) -> Path:
-    """The Python of a new virtual environment, which imports from these folders first, then what this one has."""
+    """Make a virtual environment that imports from these folders first, and return its Python."""
     venv.create(folder, with_pip=False, symlinks=True)
     (packages,) = folder.glob("lib/python*/site-packages")
     installed = [path for path in sys.path if path.endswith("-packages")] if sources else []
@@ -91,7 +91,7 @@ def interpreter(folder: Path, *sources: Path) -> Path:
 
 
 def fake_package(folder: Path, code: str) -> Path:
-    """A package called gradwire with nothing but this code; the folder to import it from."""
+    """Make a package called gradwire with only this code, and return the folder to import it from."""
     (folder / "gradwire").mkdir(parents=True)
     (folder / "gradwire" / "__init__.py").write_text(code)
     return folder

@@ -38,7 +38,7 @@ def test_ddp_initial_parameters_and_buffers_are_those_of_rank_0() -> None:
     def begin(group: gw.Group) -> dict[str, Any]:
         model = filled(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), group.rank)
         model[1].running_mean.fill_(group.rank + 5)
-        model[0].weight.requires_grad_(False)  # frozen ones too
+        model[0].weight.requires_grad_(False)  # frozen parameters are broadcast too
         return weights(DDP(model, group).module)
 
     of_ranks = run_ranks(gw.local_group(3), begin)
@@ -65,24 +65,24 @@ def test_ddp_without_a_group_uses_the_group_of_init() -> None:
         assert DDP(mlp()).group is group
 
 
-# -- ranks that differ ------------------------------------------------------------------------------------------------
+# -- different models -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "text"),
     [
-        (lambda model: model.add_module("more", nn.Linear(2, 2)), "nothing more on rank 0"),
-        (lambda model: model.to(torch.float32), r"number 1 is '0.weight': torch.float32\[12, 6\]"),
+        (lambda model: model.add_module("more", nn.Linear(2, 2)), "missing on rank 0"),
+        (lambda model: model.to(torch.float32), r"item 1 is '0.weight': torch.float32\[12, 6\]"),
         (lambda model: model[0].weight.requires_grad_(False), "'0.weight': .*, frozen on rank 1"),
         (lambda model: model.register_buffer("steps", torch.zeros(2)), r"'steps': float32\[2\] on rank 1"),
     ],
 )
-def test_ddp_different_models_raise_on_all_ranks_and_the_group_stays_usable(change: Any, told: str) -> None:
+def test_ddp_different_models_raise_on_all_ranks_and_the_group_stays_usable(change: Any, text: str) -> None:
     def begin(group: gw.Group) -> float:
         model = mlp()
         if group.rank == 1:
             change(model)
-        with pytest.raises(gw.ConfigError, match=told) as failure:
+        with pytest.raises(gw.ConfigError, match=text) as failure:
             DDP(model, group)
         assert failure.value.culprit == 1
         return float(group.all_reduce(1.0))
@@ -92,7 +92,7 @@ def test_ddp_different_models_raise_on_all_ranks_and_the_group_stays_usable(chan
 
 def test_ddp_model_without_trainable_memory_is_refused() -> None:
     with gw.init() as group:
-        with pytest.raises(gw.ConfigError, match="no parameter that is trained"):
+        with pytest.raises(gw.ConfigError, match="no parameter that requires a gradient"):
             DDP(nn.ReLU(), group)
         with pytest.raises(gw.ConfigError, match="'weight' has no shape yet"):
             DDP(nn.LazyLinear(3), group)
@@ -100,7 +100,7 @@ def test_ddp_model_without_trainable_memory_is_refused() -> None:
             DDP(nn.Linear(2, 2, device="meta"), group)
 
 
-# -- as if it were not wrapped ----------------------------------------------------------------------------------------
+# -- names and states of the wrapped model ----------------------------------------------------------------------------
 
 
 def test_ddp_names_have_no_prefix_and_prefixed_states_load() -> None:
@@ -117,7 +117,7 @@ def test_ddp_names_have_no_prefix_and_prefixed_states_load() -> None:
         assert torch.equal(ddp.module[0].weight, plain[0].weight + 1)
         with pytest.raises(RuntimeError, match="Missing key"):
             ddp.load_state_dict({})
-        with pytest.raises(gw.ConfigError, match="load first, then wrap it"):
+        with pytest.raises(gw.ConfigError, match="load the state before you wrap the model"):
             ddp.load_state_dict(plain.state_dict(), assign=True)
 
 

@@ -13,7 +13,7 @@ from support.ddp_ranks import DDP, averaged, step
 from support.ranks import run_ranks
 from support.small_models import assert_close, assert_same_bits, batch, filled, gradients, loss, mean_gradients, mlp
 
-# -- accumulating -----------------------------------------------------------------------------------------------------
+# -- accumulated gradients --------------------------------------------------------------------------------------------
 
 
 def test_ddp_no_sync_accumulates_until_the_next_backward() -> None:
@@ -22,7 +22,7 @@ def test_ddp_no_sync_accumulates_until_the_next_backward() -> None:
         step(ddp, 9, group.rank)
         ddp.zero_grad()
         with ddp.no_sync():
-            for seed in range(group.rank):  # other numbers on each rank: nothing is exchanged
+            for seed in range(group.rank):  # a different number of backward passes on each rank: nothing is exchanged
                 step(ddp, seed, group.rank)
         assert ddp.require_backward_grad_sync
         alone = gradients(ddp.module)
@@ -60,7 +60,7 @@ def test_ddp_two_forwards_with_one_or_two_backwards_give_the_mean() -> None:
     assert_close(averaged(mlp, 2, twice, times=1), mean_gradients(mlp, 2, twice))
 
 
-# -- parameters that are not used -------------------------------------------------------------------------------------
+# -- unused parameters ------------------------------------------------------------------------------------------------
 
 
 class Branches(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
@@ -111,7 +111,11 @@ def test_ddp_gradient_of_an_earlier_backward_stays_if_no_rank_adds_to_it(size: i
     def train(group: gw.Group) -> tuple[Any, ...]:
         ddp, x = DDP(branches(), group), batch(0, group.rank)[0] / 3
         found = []
-        for way in ("one", "two", "one" if group.rank else "two"):  # the last: only some add to either
+        for way in (
+            "one",
+            "two",
+            "one" if group.rank else "two",
+        ):  # in the last backward pass, each half is used by some ranks only
             ddp(x, way).sum().backward()
             found.append(gradients(ddp.module))
         return tuple(found)

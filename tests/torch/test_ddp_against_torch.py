@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # which optimizers load: once, in the process that ranks are forked from
+import torch._dynamo  # optimizers need it: import it once, before ranks are forked
 import torch.distributed as dist
 import xxhash
 
@@ -23,7 +23,7 @@ ALGORITHMS = ("auto", "star", "ring", "tree", "halving", "direct", "hierarchical
 
 
 def train(ddp: Any, rank: int) -> dict[str, Any]:
-    """Momentum, accumulation without sync now and then, and gradients that are kept or dropped."""
+    """Train with momentum; some steps accumulate without sync, and some drop the gradients, others zero them."""
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
     for number in range(STEPS):
         optimizer.zero_grad(set_to_none=number % 3 > 0)
@@ -48,7 +48,7 @@ def trains_both_ways(here: Here, folder: str) -> None:
     results = {}
     with gw.init() as group:
         for algorithm in ALGORITHMS:
-            model = mlp(7 if rank == 0 else rank)  # others begin with other weights
+            model = mlp(7 if rank == 0 else rank)  # the other ranks start with different weights
             ddp = gw.torch.DistributedDataParallel(
                 model, group, algorithm=algorithm, bucket_mb=0.001, first_bucket_mb=0.0005, contract_every=10
             )
@@ -62,8 +62,8 @@ def trains_both_ways(here: Here, folder: str) -> None:
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ddp_weights_equal_those_of_torch_ddp_on_gloo(size: int, job: StartJob, tmp_path: Path) -> None:
     with job(trains_both_ways, size, str(tmp_path)) as ranks:
-        told = [rank.hear() for rank in ranks]
+        reports = [rank.hear() for rank in ranks]
         assert [rank.ended() for rank in ranks] == [0] * size
     for algorithm in ALGORITHMS:
-        assert max(rank[algorithm][0] for rank in told) <= 1e-6, algorithm
-        assert len({rank[algorithm][1] for rank in told}) == 1, algorithm
+        assert max(rank[algorithm][0] for rank in reports) <= 1e-6, algorithm
+        assert len({rank[algorithm][1] for rank in reports}) == 1, algorithm

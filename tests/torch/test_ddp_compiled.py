@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # once, in the process that ranks are forked from
+import torch._dynamo  # import it once, before ranks are forked
 
 import gradwire as gw
 from support.ddp_ranks import DDP, step
@@ -19,10 +19,10 @@ from support.small_models import assert_close, gradients, mlp
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.filterwarnings("default")  # the compiler's own
+@pytest.mark.filterwarnings("default")  # the compiler itself emits warnings
 @pytest.mark.parametrize(("inside", "backend"), [(True, "aot_eager"), (False, "aot_eager"), (False, "inductor")])
 def test_ddp_compiled_gives_the_gradients_of_the_plain_model(inside: bool, backend: str) -> None:
-    """In one thread: the compiler is not made for several."""
+    """This test has one rank, because the compiler does not support ranks as threads."""
 
     def train(make: Any) -> dict[str, Any]:
         model = make()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch._dynamo  # optimizers want it: once, before ranks are forked
+import torch._dynamo  # optimizers need it: import it once, before ranks are forked
 from torch import nn
 
 import gradwire as gw
@@ -34,9 +34,9 @@ from support.small_models import (
 DIGITS = Path(__file__).parents[2] / "examples" / "data" / "digits.csv.gz"
 DDP = gw.torch.DistributedDataParallel
 NAMES = ["f16", "bf16", "int8", "topk"]
-# How far from the mean one exchange may be: every element, by two roundings. Top-k is not about every element.
+# The largest error of one exchange per element (two roundings). Top-k has no such bound.
 ROUNDING = {"f16": 2e-3, "bf16": 2e-2, "int8": 2e-2}
-SMALL: Any = {"bucket_mb": 0.001, "first_bucket_mb": 0.0001}  # so that there are several buckets
+SMALL: Any = {"bucket_mb": 0.001, "first_bucket_mb": 0.0001}  # small, so that there are several buckets
 
 
 def step(model: Any, seed: int, rank: int) -> None:
@@ -54,7 +54,7 @@ def train(ddp: Any, rank: int, steps: int, clip: float = 0.0) -> None:
         optimizer.step()
 
 
-# -- the same bits ----------------------------------------------------------------------------------------------------
+# -- identical bits ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -74,8 +74,8 @@ def test_ddp_compression_weights_have_identical_bits_on_all_ranks(name: str, dty
         assert_close(of_ranks[0], whole, ROUNDING.get(name, 1.0))
 
 
-def held(group: gw.Group) -> list[str]:
-    """The weights that come out of each compression."""
+def digests(group: gw.Group) -> list[str]:
+    """Train with each compression, and return the digests of the weights."""
     found = []
     for name in NAMES:
         ddp = DDP(mlp(group.rank, torch.float32), group, compression=name, **SMALL)
@@ -88,16 +88,16 @@ def held(group: gw.Group) -> list[str]:
 def trains(here: Here) -> None:
     torch.set_num_threads(1)
     with gw.init() as group:
-        here.tell(held=held(group))
+        here.tell(digests=digests(group))
 
 
 @pytest.mark.slow
 def test_ddp_compression_processes_hold_the_weights_of_threads(job: StartJob) -> None:
-    """What ranks send, and the order in which they add, does not depend on how it travels."""
-    expected = run_group(4, held)[0]
+    """The values that ranks send, and the order of their additions, do not depend on the transport."""
+    expected = run_group(4, digests)[0]
     assert len(set(expected)) == len(NAMES)
     with job(trains, 4) as ranks:
-        assert [rank.hear()["held"] for rank in ranks] == [expected] * 4
+        assert [rank.hear()["digests"] for rank in ranks] == [expected] * 4
         for rank in ranks:
             assert rank.ended() == 0, rank.output()
 
@@ -112,7 +112,7 @@ def test_ddp_different_compression_raises_config_error_on_all_ranks() -> None:
     assert run_group(3, begin) == [3.0] * 3
 
 
-# -- nothing is lost, only late ---------------------------------------------------------------------------------------
+# -- residuals: every gradient arrives in the end ---------------------------------------------------------------------
 
 
 class Branches(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
@@ -129,28 +129,28 @@ def branches() -> Any:
 
 
 def through(model: Any, rank: int, *ways: str) -> None:
-    """A backward for each way; later ones add to what earlier ones left."""
+    """Run one backward pass for each path through the model; the gradients accumulate."""
     for seed, way in enumerate(ways):
         x, y = batch(seed, rank)
         loss(model(x, way), y).backward()
 
 
-def apart(model: Any, rank: int) -> None:
-    """In each backward the ranks use other parameters."""
+def different_halves(model: Any, rank: int) -> None:
+    """In each backward pass, the ranks use different parameters."""
     through(model, rank, "one" if rank else "two")
 
 
 def in_turn(model: Any, rank: int) -> None:
-    """In each backward all ranks use one half: what the other half has from the one before, nobody adds to."""
+    """In each backward pass, all ranks use one half of the model; the gradients of the other half do not change."""
     through(model, rank, "one", "two", "one")
 
 
-def together(model: Any, rank: int) -> None:
+def same_half(model: Any, rank: int) -> None:
     through(model, rank, "one")
 
 
-def held_back(model: Any, rank: int) -> None:
-    """Gradients come together without an exchange, in other numbers on each rank."""
+def accumulated(model: Any, rank: int) -> None:
+    """Accumulate gradients without an exchange, a different number of times on each rank."""
     if isinstance(model, DDP):
         with model.no_sync():
             through(model, rank, *["one"] * rank)
@@ -168,8 +168,8 @@ def zeros(model: Any) -> None:
     (sum(one.sum() for one in model.parameters()) * 0).backward()
 
 
-def settled(group: gw.Group, kind: Any) -> Any:
-    """A model whose buckets are final: after the first backward they are filled anew, and nothing kept."""
+def warmed_up(group: gw.Group, kind: Any) -> Any:
+    """Return a model after its first backward pass, which reorders the buckets and resets the residuals."""
     ddp = DDP(branches(), group, compression=kind, **SMALL)
     zeros(ddp)
     ddp.zero_grad()
@@ -177,7 +177,7 @@ def settled(group: gw.Group, kind: Any) -> Any:
 
 
 def received(ddp: Any, rank: int, backwards: list[Callable[[Any, int], None]]) -> dict[str, Any]:
-    """All gradients that a loop sees, and those that are still on their way when it has ended."""
+    """Return the sum of all gradients that a loop receives, plus the residuals that are left at the end."""
     total: dict[str, Any] = dict.fromkeys(dict(ddp.module.named_parameters()), 0)
     for backward in backwards:
         ddp.zero_grad()
@@ -191,14 +191,17 @@ def received(ddp: Any, rank: int, backwards: list[Callable[[Any, int], None]]) -
 
 
 @pytest.mark.parametrize("kind", [F16(), BF16(), Int8(16), TopK(0.1)], ids=lambda kind: kind.describe())
-@pytest.mark.parametrize("backwards", [[together, in_turn, together], [apart, together, apart], [held_back, in_turn]])
+@pytest.mark.parametrize(
+    "backwards",
+    [[same_half, in_turn, same_half], [different_halves, same_half, different_halves], [accumulated, in_turn]],
+)
 def test_ddp_compression_delivers_every_gradient_exactly_once(
     kind: Any, backwards: list[Callable[[Any, int], None]]
 ) -> None:
-    """Whoever uses which parameters in which backward: what is late is neither dropped nor sent twice."""
+    """For any use of the parameters, residuals are neither dropped nor sent twice."""
 
     def run(group: gw.Group) -> dict[str, Any]:
-        return received(settled(group, kind), group.rank, backwards)
+        return received(warmed_up(group, kind), group.rank, backwards)
 
     of_ranks = run_group(3, run)
     assert_same_bits(of_ranks)
@@ -250,28 +253,30 @@ def test_ddp_compression_join_with_uneven_data_is_close_to_uncompressed(name: st
 
 
 def test_ddp_compression_residual_arrives_after_a_round_without_data() -> None:
-    """In the last round of a join nobody has data, and nobody looks at its gradients."""
+    """In the last round of `join` no rank has data, and its gradients are not used."""
 
     def run(group: gw.Group) -> dict[str, Any]:
-        ddp = settled(group, TopK(0.1))
+        ddp = warmed_up(group, TopK(0.1))
         total: dict[str, Any] = dict.fromkeys(dict(ddp.module.named_parameters()), 0)
         with ddp.join():
-            together(ddp, group.rank)
+            same_half(ddp, group.rank)
             add(total, ddp.module)
         later = received(ddp, group.rank, [])
         return {name: total[name] + later[name] for name in ("one.weight", "one.bias")}
 
     of_ranks = run_group(2, run)
     assert_same_bits(of_ranks)
-    expected = mean_gradients(branches, 2, together)
+    expected = mean_gradients(branches, 2, same_half)
     assert_close(of_ranks[0], {name: expected[name] for name in of_ranks[0]}, 1e-9)
 
 
-# -- what is looked at ------------------------------------------------------------------------------------------------
+# -- checks and clipping ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("seed", [0, 1])  # in the first backward, which learns, and in one that overlaps
+@pytest.mark.parametrize(
+    "seed", [0, 1]
+)  # in the first backward pass, which learns the order, and in the second, which overlaps
 @pytest.mark.parametrize("name", NAMES)
 def test_ddp_compression_nan_raises_on_all_ranks_and_is_not_kept(name: str, seed: int, bad: float) -> None:
     def run(group: gw.Group) -> dict[str, Any]:
@@ -302,7 +307,11 @@ def test_ddp_compression_nan_raises_on_all_ranks_and_is_not_kept(name: str, seed
 def test_ddp_compression_clip_uses_the_norm_of_the_received_gradients(name: str) -> None:
     def run(group: gw.Group) -> tuple[float, dict[str, Any]]:
         ddp = DDP(branches(), group, compression=name)
-        for way in ("two", "two", "one"):  # in the end, something of the other half is late, and no part of the norm
+        for way in (
+            "two",
+            "two",
+            "one",
+        ):  # at the end, part of the other half is still in the residual, and not in the norm
             ddp.zero_grad()
             through(ddp, group.rank, way)
         before = nn.utils.get_total_norm([one.grad for one in ddp.parameters() if one.grad is not None])
@@ -317,7 +326,7 @@ def test_ddp_compression_clip_uses_the_norm_of_the_received_gradients(name: str)
     assert float(after) == pytest.approx(0.01, rel=1e-3)
 
 
-# -- what it costs in accuracy ----------------------------------------------------------------------------------------
+# -- accuracy ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -364,7 +373,7 @@ def test_ddp_compression_accuracy_is_within_one_point_of_uncompressed() -> None:
     ],
 )
 def test_ddp_compression_step_sends_the_documented_fraction_of_bytes(name: str, size: int, times: float) -> None:
-    """By the transport's own count, of all that a backward sends."""
+    """Count all bytes of a backward pass with the transport's own counter."""
 
     def measure(group: gw.Group, compression: str | None) -> int:
         model = filled(nn.Sequential(nn.Linear(600, 1000), nn.Tanh(), nn.Linear(1000, 500)), 0)

@@ -40,7 +40,7 @@ def train(group: gw.Group, dtype: Any, dies_at: int | None = None, meanwhile: An
                 ddp.weigh(len(x[share]))
                 loss(ddp(x[share]), y[share]).backward()
                 optimizer.step()
-                optimizer.zero_grad()  # at the end: what a broken step has left must not count
+                optimizer.zero_grad()  # a failed step leaves gradients, which must not count in the repeated step
                 if meanwhile is not None:
                     meanwhile(step.index)
     except Left:
@@ -51,7 +51,7 @@ def train(group: gw.Group, dtype: Any, dies_at: int | None = None, meanwhile: An
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_ddp_elastic_lost_member_the_others_finish_with_equal_weights(dtype: Any) -> None:
+def test_ddp_elastic_after_a_lost_member_the_others_finish_with_equal_weights(dtype: Any) -> None:
     results = run_ranks(gw.local_group(3), lambda group: train(group, dtype, dies_at=3 if group.rank == 1 else None))
     assert results.pop(1) is None
     assert_same_bits([found for found, *_ in results])
@@ -75,7 +75,7 @@ def test_ddp_elastic_joiner_receives_the_state_without_a_checkpoint(dtype: Any) 
 
 
 def test_ddp_elastic_result_does_not_depend_on_the_members() -> None:
-    """Without layers that look at a whole batch: as one process would have trained."""
+    """Without layers that depend on the whole batch, the result equals that of one process."""
 
     def go(group: gw.Group, dies_at: int | None = None) -> Any:
         model = filled(nn.Linear(6, 3), group.rank).double()

@@ -14,7 +14,7 @@ from support.ranks import run_ranks
 
 
 class Conjugated(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
-    """torch leaves it to whoever reads a gradient to conjugate it."""
+    """A model whose gradient has torch's lazy conjugate flag: the reader must conjugate the values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Conjugated(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
 
 
 class Negated(nn.Module):  # type: ignore[misc]
-    """Likewise to negate it."""
+    """A model whose gradient has torch's lazy negative flag."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def test_ddp_lazy_conjugate_or_negated_gradient_is_resolved(model: type[nn.Modul
 
 
 class Unused(nn.Module):  # type: ignore[misc]
-    """Its first parameter takes no part."""
+    """A model that does not use its first parameter."""
 
     def __init__(self) -> None:
         super().__init__()

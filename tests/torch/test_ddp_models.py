@@ -24,7 +24,7 @@ from support.small_models import (
     weights,
 )
 
-# -- shapes of models -------------------------------------------------------------------------------------------------
+# -- kinds of parameters ----------------------------------------------------------------------------------------------
 
 
 class Tied(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
@@ -62,12 +62,12 @@ def test_ddp_frozen_layer_is_not_exchanged_and_unfreezing_raises_config_error() 
         step(ddp, 0, group.rank)
         assert "2.weight" not in ddp.reducer.sync.gradients
         found = gradients(model)
-        model[0].requires_grad_(False)  # freezing more is fine
+        model[0].requires_grad_(False)  # freezing more parameters is allowed
         ddp.zero_grad()
         step(ddp, 0, group.rank)
         assert model[0].weight.grad is None
         model[2].requires_grad_()
-        with pytest.raises(gw.ConfigError, match=r"'2\.weight' was frozen when the model was wrapped"):
+        with pytest.raises(gw.ConfigError, match=r"'2\.weight' was unfrozen after the model was wrapped"):
             step(ddp, 0, group.rank)
         return found
 
@@ -161,7 +161,7 @@ def test_ddp_replaced_buffer_is_still_broadcast() -> None:
 
 
 def test_ddp_forward_does_not_wait_for_other_ranks() -> None:
-    """One rank may evaluate alone, in training mode and with gradients, too."""
+    """One rank may run a forward pass without the others, even in training mode and with gradients."""
 
     def train(group: gw.Group) -> None:
         ddp = DDP(normed(), group)

@@ -48,7 +48,7 @@ def test_ddp_join_uneven_data_averages_over_the_ranks_with_data(batches: list[in
     of_ranks = run_ranks(gw.local_group(3), train)
     assert_same_bits([found for found, _ in of_ranks])
 
-    # The same in one process: in each round, the mean over those that have data.
+    # The same training in one process: in each round, the mean over the ranks that have data.
     model = normed()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for epoch in range(epochs):
@@ -56,7 +56,7 @@ def test_ddp_join_uneven_data_averages_over_the_ranks_with_data(batches: list[in
             active = [rank for rank in range(3) if number < batches[rank]]
             optimizer.zero_grad()
             before = {name: one.clone() for name, one in model.named_buffers()}
-            for rank in reversed(active):  # so that the buffers are those of the lowest
+            for rank in reversed(active):  # reversed, so that the buffers are those of the lowest rank
                 model.load_state_dict(before, strict=False)
                 x, y = batch(10 * epoch + number, rank)
                 (loss(model(x), y) / len(active)).backward()
@@ -96,11 +96,11 @@ def test_ddp_weigh_gives_the_mean_over_samples() -> None:
     assert_close(of_ranks[0], gradients(model))
 
 
-# -- what autograd can do ---------------------------------------------------------------------------------------------
+# -- features of autograd ---------------------------------------------------------------------------------------------
 
 
 class Checkpointed(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
-    """Two parts that are computed again in backward; one layer is in both."""
+    """A model with two checkpointed parts that share one layer."""
 
     def __init__(self, use_reentrant: bool) -> None:
         super().__init__()
@@ -171,7 +171,9 @@ def test_ddp_autograd_grad_exchanges_nothing_and_a_gradient_penalty_trains() -> 
         ddp = DDP(mlp(), group)
         for _ in range(2):
             ddp.zero_grad()
-            for _ in range(group.rank):  # not on all ranks: nobody waits
+            for _ in range(
+                group.rank
+            ):  # a different number of calls on each rank, which would hang if they communicated
                 x = batch(3, group.rank)[0].requires_grad_()
                 torch.autograd.grad(ddp(x).sum(), x)
                 torch.autograd.grad(ddp(x).sum(), list(ddp.parameters()))
@@ -200,10 +202,12 @@ def test_ddp_clip_uses_the_norm_of_the_mean() -> None:
     assert_close(of_ranks[0][1], gradients(expected))
 
 
-# -- what goes wrong --------------------------------------------------------------------------------------------------
+# -- failures ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [0, 1])  # in the first backward, which learns, and in one that overlaps
+@pytest.mark.parametrize(
+    "seed", [0, 1]
+)  # in the first backward pass, which learns the order, and in the second, which overlaps
 def test_ddp_nan_on_one_rank_raises_on_all_and_training_can_continue(seed: int) -> None:
     def train(group: gw.Group) -> dict[str, Any]:
         ddp = DDP(mlp(), group)
@@ -268,7 +272,7 @@ def test_ddp_gradient_that_changes_after_completion_raises_config_error() -> Non
         step(ddp, 0, 0)
         ddp.module.twice = True
         ddp.zero_grad()
-        with pytest.raises(gw.ConfigError, match=r"'shared\.\w+' was complete.*overlap=False"):
+        with pytest.raises(gw.ConfigError, match=r"'shared\.\w+' after its exchange had begun.*overlap=False"):
             step(ddp, 1, 0)
 
 
@@ -294,8 +298,8 @@ def test_ddp_sparse_gradient_raises_unsupported_op() -> None:
             ddp(torch.tensor([1, 2])).sum().backward()
 
 
-class Stumbling(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to mypy
-    stumbles = True
+class FailingBackward(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to mypy
+    fails = True
 
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:
@@ -303,7 +307,7 @@ class Stumbling(torch.autograd.Function):  # type: ignore[misc]  # torch is Any 
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        if Stumbling.stumbles:
+        if FailingBackward.fails:
             raise ZeroDivisionError("in backward")
         return gradient
 
@@ -312,7 +316,7 @@ class Stumbling(torch.autograd.Function):  # type: ignore[misc]  # torch is Any 
 def test_ddp_interrupted_backward_is_dropped_unless_exchange_has_begun(
     begun: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is forgotten if nobody can have noticed; else the rank has to end, so that the others are told."""
+    """It is discarded if no exchange has begun. Otherwise the process has to end, so that the others get an error."""
     with gw.init() as group:
         first, second = nn.Linear(6, 4), nn.Linear(4, 3)
 
@@ -322,20 +326,20 @@ def test_ddp_interrupted_backward_is_dropped_unless_exchange_has_begun(
                 self.first, self.second = first, second
 
             def forward(self, x: Any) -> Any:
-                return second(Stumbling.apply(first(x)))
+                return second(FailingBackward.apply(first(x)))
 
         ddp = DDP(Model().double(), group, bucket_mb=1e-4, first_bucket_mb=1e-5)
         if begun:
-            monkeypatch.setattr(Stumbling, "stumbles", False)
+            monkeypatch.setattr(FailingBackward, "fails", False)
             step(ddp, 0, 0)
             ddp.zero_grad()
-        monkeypatch.setattr(Stumbling, "stumbles", True)
+        monkeypatch.setattr(FailingBackward, "fails", True)
         with pytest.raises(ZeroDivisionError):
             step(ddp, 0, 0)
-        monkeypatch.setattr(Stumbling, "stumbles", False)
+        monkeypatch.setattr(FailingBackward, "fails", False)
         ddp.zero_grad()
         if begun:
-            with pytest.raises(gw.ConfigError, match="End this rank, so that they are told"):
+            with pytest.raises(gw.ConfigError, match="End this process, so that the other ranks get an error"):
                 step(ddp, 0, 0)
         else:
             step(ddp, 0, 0)
@@ -350,4 +354,4 @@ def test_ddp_released_wrapper_is_freed() -> None:
         del ddp
         gc.collect()
         assert [one() for one in gone] == [None, None]
-        step(model, 0, 0)  # its hooks know nobody any more
+        step(model, 0, 0)  # the hooks are still there, but their reducer is gone

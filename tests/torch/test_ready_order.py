@@ -1,4 +1,4 @@
-"""ReadyOrder: the order in which gradients become ready in the first backward, which all ranks take from rank 0."""
+"""ReadyOrder: the order in which the first backward pass completes gradients; all ranks use the order of rank 0."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_ready_order_of_a_rank_without_data_is_learned_in_its_next_backward() ->
         assert order.is_learning
         order.begin()
         order.see(0)
-        assert not order.end(sync), "the ranks have told each other the order already"
+        assert not order.end(sync), "the ranks have already agreed on the order"
         assert not order.is_learning
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import gradwire as gw
 from gradwire.arrays import parse_dtype
-from gradwire.training.buckets import ALIGNMENT, Tensor, check_bytes, make, parts, tensors_like
+from gradwire.training.buckets import ALIGNMENT, Tensor, check_bytes, make_buckets, partition, tensors_like
 
 
 def tensor(name: str, count: int = 16, dtype: str = "float32") -> Tensor:
@@ -19,21 +19,21 @@ def tensor(name: str, count: int = 16, dtype: str = "float32") -> Tensor:
 
 
 def names(order: list[Tensor], bucket: int, first: int) -> list[str]:
-    return ["".join(one.name for one in part) for part in parts(order, bucket, first)]
+    return ["".join(one.name for one in part) for part in partition(order, bucket, first)]
 
 
-def test_parts_respect_the_bucket_size_and_the_first_bucket_size() -> None:
-    order = [tensor(name) for name in "abcdefg"]  # of 64 bytes each
+def test_partition_respects_the_bucket_size_and_the_first_bucket_size() -> None:
+    order = [tensor(name) for name in "abcdefg"]  # 64 bytes each
     assert names(order, 192, 64) == ["a", "bcd", "efg"]
     assert names(order, 191, 128) == ["ab", "cd", "ef", "g"]
     assert names(order, 1 << 20, 1 << 20) == ["abcdefg"]
 
 
-def test_parts_tensor_larger_than_a_bucket_gets_its_own_bucket() -> None:
+def test_partition_tensor_larger_than_a_bucket_gets_its_own_bucket() -> None:
     assert names([tensor("a"), tensor("b", 1000), tensor("c")], 128, 64) == ["a", "b", "c"]
 
 
-def test_parts_mixed_dtypes_get_separate_buckets_ordered_by_their_last_tensor() -> None:
+def test_partition_mixed_dtypes_get_separate_buckets_ordered_by_their_last_tensor() -> None:
     order = [tensor("a"), tensor("x", 8, "float64"), tensor("b"), tensor("y", 8, "float64")]
     assert names(order, 1 << 20, 1 << 20) == ["ab", "xy"]
     order = [tensor("x", 8, "float64"), tensor("a"), tensor("b"), tensor("y", 8, "float64")]
@@ -47,11 +47,11 @@ def test_parts_mixed_dtypes_get_separate_buckets_ordered_by_their_last_tensor() 
     st.integers(1, 2000),
     st.integers(1, 2000),
 )
-def test_parts_any_tensors_are_assigned_once_in_order_with_one_dtype_per_bucket(
+def test_partition_any_tensors_are_assigned_once_in_order_with_one_dtype_per_bucket(
     kinds: list[tuple[int, str]], bucket: int, first: int
 ) -> None:
     order = [tensor(str(number), count, dtype) for number, (count, dtype) in enumerate(kinds)]
-    made = parts(order, bucket, first)
+    made = partition(order, bucket, first)
     assert sorted((one.name for part in made for one in part), key=int) == [one.name for one in order]
     for part in made:
         assert len({one.dtype for one in part}) == 1
@@ -63,7 +63,7 @@ def test_parts_any_tensors_are_assigned_once_in_order_with_one_dtype_per_bucket(
 def test_bucket_views_do_not_overlap_and_begin_on_cache_lines() -> None:
     like = {"scalar": np.zeros(()), "none": np.zeros((0, 3)), "some": np.zeros(5), "more": np.zeros((2, 3))}
     with gw.init() as group:
-        (bucket,) = make(group, list(tensors_like(like).values()), 1 << 20, 1 << 20)
+        (bucket,) = make_buckets(group, list(tensors_like(like).values()), 1 << 20, 1 << 20)
         assert not bucket.flat.any()
         for number, (name, one) in enumerate(like.items(), start=1):
             assert bucket.views[name].shape == one.shape

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.errors import StateLost
-from gradwire.training.commit_rules import NONE, Settlement, Standing, ballot, count, has_begun, is_sound, settle
+from gradwire.training.commit_rules import NONE, Settlement, Standing, ballot, count, has_begun, is_intact, settle
 
 
 def test_settle_picks_the_highest_completed_step() -> None:
@@ -28,8 +28,8 @@ def test_settle_new_members_pull_from_the_holders_in_turn() -> None:
     assert found.gives(2) == ()
 
 
-def test_settle_rank_with_an_unsound_state_pulls_it_from_a_sound_rank() -> None:
-    found = settle([Standing(4, 1, 4, "spoiled", False), Standing(4, 1, 4, "a")])
+def test_settle_rank_with_a_changed_state_pulls_it_from_an_intact_rank() -> None:
+    found = settle([Standing(4, 1, 4, "changed", False), Standing(4, 1, 4, "a")])
     assert found.pulls == {0: 1}
 
 
@@ -39,18 +39,18 @@ def test_settle_step_completed_by_one_rank_is_kept() -> None:
 
 
 def test_settle_step_done_in_two_generations_picks_the_later_generation() -> None:
-    # The first froze after its step 7, the others did 7 again without it, and now it is back.
+    # Rank 0 was frozen after its step 7, the other ranks repeated step 7 without it, and now it is back.
     found = settle([Standing(7, 2, 7, "new"), Standing(7, 2, 7, "new"), Standing(7, 1, 6, "old")])
     assert found == Settlement(7, 2, {2: 0})
 
 
-def test_settle_without_a_sound_copy_of_a_committed_step_raises_state_lost() -> None:
-    spoiled = Standing(4, 1, 4, "x", False)
-    with pytest.raises(StateLost, match=r"step 4 was committed.*Start the job again"):
-        settle([spoiled, spoiled, Standing()])
+def test_settle_without_an_intact_copy_of_a_committed_step_raises_state_lost() -> None:
+    changed = Standing(4, 1, 4, "x", False)
+    with pytest.raises(StateLost, match=r"step 4, which was committed.*Restart the job"):
+        settle([changed, changed, Standing()])
 
 
-def test_settle_uncommitted_step_without_a_sound_copy_is_dropped() -> None:
+def test_settle_uncommitted_step_without_an_intact_copy_is_dropped() -> None:
     found = settle([Standing(5, 1, 4, "x", False), Standing(4, 1, 4, "a")])
     assert (found.completed, found.pulls) == (4, {0: 1})
 
@@ -72,16 +72,16 @@ def test_settle_with_two_holders_that_differ_hands_over_the_state_of_the_lower_r
 
 
 @pytest.mark.parametrize("completed", [NONE, 0, 5])
-def test_is_sound_state_changed_since_the_last_commit_is_false(completed: int) -> None:
-    assert is_sound(completed, "before", "before")
-    assert not is_sound(completed, "before", "changed")
+def test_is_intact_state_changed_since_the_last_commit_is_false(completed: int) -> None:
+    assert is_intact(completed, "before", "before")
+    assert not is_intact(completed, "before", "changed")
 
 
-def test_is_sound_before_the_run_has_begun_depends_on_whether_a_copy_was_cut_short() -> None:
+def test_is_intact_before_the_run_has_begun_is_false_after_an_unfinished_transfer() -> None:
     assert not has_begun(NONE, "")
-    assert is_sound(NONE, "", "anything")
-    assert not is_sound(NONE, "", "anything", overwritten=True)
-    assert not is_sound(NONE, "before", "before", overwritten=True)
+    assert is_intact(NONE, "", "anything")
+    assert not is_intact(NONE, "", "anything", overwritten=True)
+    assert not is_intact(NONE, "before", "before", overwritten=True)
 
 
 def test_settlement_before_the_first_step_has_the_version_of_the_new_generation() -> None:
@@ -89,13 +89,13 @@ def test_settlement_before_the_first_step_has_the_version_of_the_new_generation(
     assert Settlement(3, 1).version_in(4) == (3, 1)
 
 
-standings = st.builds(
-    lambda completed, behind, generation, sound, digest: Standing(
+any_standing = st.builds(
+    lambda completed, behind, generation, intact, digest: Standing(
         completed,
         generation if completed > NONE else 0,
         max(NONE, completed - behind),
         digest,
-        sound or completed == NONE,
+        intact or completed == NONE,
     ),
     st.integers(NONE, 9),
     st.integers(0, 1),
@@ -105,34 +105,36 @@ standings = st.builds(
 )
 
 
-@given(st.lists(standings, min_size=1, max_size=8))
-def test_settle_any_standings_keeps_committed_steps_and_sound_copies(told: list[Standing]) -> None:
-    committed = max(one.committed for one in told)
+@given(st.lists(any_standing, min_size=1, max_size=8))
+def test_settle_any_standings_keeps_committed_steps_and_intact_copies(standings: list[Standing]) -> None:
+    committed = max(one.committed for one in standings)
     try:
-        found = settle(told)
+        found = settle(standings)
     except StateLost:
-        assert not any(one.sound and one.completed >= committed for one in told)
+        assert not any(one.intact and one.completed >= committed for one in standings)
         return
     assert found.completed >= committed
-    for rank in range(len(told)):
-        source = told[found.pulls.get(rank, rank)]
-        assert source.sound
+    for rank in range(len(standings)):
+        source = standings[found.pulls.get(rank, rank)]
+        assert source.intact
         assert source.version == (found.completed, found.generation)
 
 
-@given(st.lists(standings, min_size=1, max_size=8))
-def test_settle_any_standings_hands_over_one_digest_and_lists_differing_ranks(told: list[Standing]) -> None:
+@given(st.lists(any_standing, min_size=1, max_size=8))
+def test_settle_any_standings_hands_over_one_digest_and_lists_differing_ranks(standings: list[Standing]) -> None:
     try:
-        found = settle(told)
+        found = settle(standings)
     except StateLost:
         return
-    after = {told[found.pulls.get(rank, rank)].digest for rank in range(len(told)) if rank not in found.differing}
+    after = {
+        standings[found.pulls.get(rank, rank)].digest for rank in range(len(standings)) if rank not in found.differing
+    }
     assert len(after) == 1
-    assert after.isdisjoint(told[rank].digest for rank in found.differing)
+    assert after.isdisjoint(standings[rank].digest for rank in found.differing)
     assert not set(found.differing) & set(found.pulls)
 
 
-@given(standings)
+@given(any_standing)
 def test_standing_wire_round_trip_is_lossless(one: Standing) -> None:
     assert Standing.from_wire(json.loads(json.dumps(one.to_wire()))) == one
 
@@ -157,7 +159,7 @@ def test_count_of_reduced_ballots_shows_disagreement_divergence_and_renewal() ->
 
 
 def test_settle_after_the_run_has_begun_ignores_the_state_of_a_new_member() -> None:
-    spoiled, fresh = Standing(NONE, 1, NONE, "x", False), Standing(NONE, 0, NONE, "fresh")
+    changed, fresh = Standing(NONE, 1, NONE, "x", False), Standing(NONE, 0, NONE, "fresh")
     with pytest.raises(StateLost, match="first step"):
-        settle([spoiled, spoiled, fresh])
-    assert settle([spoiled, Standing(NONE, 1, NONE, "a"), fresh]).pulls == {0: 1, 2: 1}
+        settle([changed, changed, fresh])
+    assert settle([changed, Standing(NONE, 1, NONE, "a"), fresh]).pulls == {0: 1, 2: 1}

@@ -35,13 +35,13 @@ def digits_fixture() -> Any:
 
 
 class Outcome(NamedTuple):
-    right: float  # of the test images, on average over the last epochs
-    loss: float  # on all images to learn from
+    right: float  # share of the test images classified correctly, averaged over the last epochs
+    loss: float  # on all training images
     weights: list[bytes]
 
 
 def train(crew: Crew, digits: Any, kind: Any, epochs: int, dtype: Any = np.float32) -> Outcome:
-    """Gradient descent with momentum; all ranks end with the same bits."""
+    """Train by gradient descent with momentum, and check that all ranks end with the same bits."""
     (images, labels), test = digits.load()
 
     def run(group: gw.Group) -> Outcome:
@@ -68,7 +68,7 @@ def train(crew: Crew, digits: Any, kind: Any, epochs: int, dtype: Any = np.float
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_compressed_sync_rounding_learns_within_one_point_of_uncompressed(crew: Crew, digits: Any, dtype: Any) -> None:
-    """Rounded, every step is almost the same. Here, after a few epochs; the example goes to the end."""
+    """Rounding changes each step only slightly. This test runs a few epochs; the example trains to the end."""
     whole = train(crew, digits, None, 5, dtype)
     for kind in ("f16", "bf16", "int8"):
         outcome = train(crew, digits, kind, 5, dtype)
@@ -157,7 +157,7 @@ def test_compressed_sync_rebind_to_another_group_resets_the_residuals(crew: Crew
 def test_compressed_sync_copies_the_given_compression_object(crew: Crew) -> None:
     def run(group: gw.Group) -> bool:
         mine = TopK(0.25)
-        sync = gw.GradientSync(group, {"a": np.zeros(8)}, compression=mine)  # as long as its bucket
+        sync = gw.GradientSync(group, {"a": np.zeros(8)}, compression=mine)  # 8 elements fill a bucket exactly
         sync.sync({"a": np.arange(8.0)})
         return mine.residual(sync.gradients["a"]) is not None
 

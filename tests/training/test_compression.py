@@ -24,7 +24,7 @@ MAKERS: dict[str, Callable[..., Compression]] = {
     "int8 by 7": lambda **settings: Int8(7, **settings),
     "topk": lambda **settings: TopK(0.1, **settings),
 }
-# Of the largest magnitude in a bucket: what one exchange may be off by (two roundings), except for top-k.
+# The largest error of one exchange (two roundings), relative to the largest magnitude in the bucket. Not for top-k.
 PRECISION = {"f16": 2e-3, "bf16": 1.6e-2, "int8": 1.6e-2, "int8 by 7": 1.6e-2}
 
 
@@ -71,13 +71,15 @@ def test_compression_exchange_is_close_to_the_weighted_sum(crew: Crew, name: str
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_compression_with_feedback_has_a_smaller_accumulated_error(crew: Crew, name: str, dtype: Any) -> None:
-    """The sum over many steps is as exact as one step: errors do not add up. Without feedback they do."""
+    """With feedback, the sum over many steps is as exact as one step. Without feedback, the errors accumulate."""
     count, steps = 1000, 40
 
     def add_up(group: gw.Group, feedback: bool) -> Array:
         one, total, bucket = MAKERS[name](feedback=feedback), np.zeros(count), np.empty(count, dtype)
         for _ in range(steps):
-            bucket[:] = values(group.rank, count, dtype)  # always the same, so that roundings are always the same
+            bucket[:] = values(
+                group.rank, count, dtype
+            )  # the same values in each step, so that the rounding errors are the same
             total += one.exchange(group, bucket)
         return total
 
@@ -89,24 +91,24 @@ def test_compression_with_feedback_has_a_smaller_accumulated_error(crew: Crew, n
 
 
 @pytest.mark.parametrize(
-    ("maker", "beside", "step"), [(Int8, 100, 100 / 127), (lambda **settings: TopK(0.25, **settings), 1, 1)]
+    ("maker", "largest_value", "step"), [(Int8, 100, 100 / 127), (lambda **settings: TopK(0.25, **settings), 1, 1)]
 )
 def test_compression_with_feedback_sends_small_values_later(
-    maker: Callable[..., Compression], beside: float, step: float
+    maker: Callable[..., Compression], largest_value: float, step: float
 ) -> None:
-    """Below what a block can say, or beside what is larger: only what is kept lets them through."""
+    """Values too small for the block's scale, or for top-k, are sent only because the residual accumulates them."""
 
     def add_up(group: gw.Group, feedback: bool) -> float:
         one, bucket, total = maker(feedback=feedback), np.empty(4, np.float32), 0.0
         for _ in range(300):
-            bucket[:] = [beside, 0.01, 1e-9, 0]
+            bucket[:] = [largest_value, 0.01, 1e-9, 0]
             total += float(one.exchange(group, bucket)[1])
         return total
 
     with crew_of("local", gw.Topology.single(2)) as crew:
         assert crew.run(lambda group: add_up(group, False)) == [0, 0]
         for total in crew.run(lambda group: add_up(group, True)):
-            # Each rank, and who sums up, may hold back up to a step (of a sum, twice as large).
+            # Each rank, and the rank that sums, may still hold back up to one rounding step (of a sum, twice as large).
             assert total == pytest.approx(300 * 2 * 0.01, abs=3 * step)
 
 
@@ -123,9 +125,9 @@ def test_compression_non_finite_value_reaches_all_ranks_and_not_the_residual(cre
         return seen
 
     for seen in crew.run(reduce):
-        for spoiled, clean in zip(seen[::2], seen[1::2], strict=True):
-            assert not np.isfinite(spoiled[1234])
-            assert np.isfinite(spoiled[:1000]).all()  # of other blocks
+        for faulty, clean in zip(seen[::2], seen[1::2], strict=True):
+            assert not np.isfinite(faulty[1234])
+            assert np.isfinite(faulty[:1000]).all()  # other blocks are not affected
             assert np.isfinite(clean).all()
 
 
@@ -160,7 +162,7 @@ def test_int8_block_of_denormal_values_becomes_zero() -> None:
 def test_compression_exchange_sends_the_documented_fraction_of_bytes(
     transport: str, maker: Callable[[], Compression], times: float
 ) -> None:
-    """So many times fewer than an all-reduce in float32, by the transport's own count."""
+    """Compare with the bytes of a float32 all-reduce, both counted by the transport."""
     count = 400_000
 
     def measure(group: gw.Group) -> float:
@@ -200,7 +202,7 @@ def test_bytes_sent_is_the_same_on_every_transport(hosts: tuple[str, ...]) -> No
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_bytes_sent_registered_arrays_is_between_two_shot_and_one_shot(transport: str) -> None:
-    """Where all arrays are registered, each rank reads only its part of the others' and writes it to them."""
+    """With registered arrays, each rank reads only its part of the others' arrays, and writes the result to them."""
 
     def measure(group: gw.Group) -> list[int]:
         seen = [0]
@@ -218,7 +220,7 @@ def test_bytes_sent_registered_arrays_is_between_two_shot_and_one_shot(transport
                 assert 0.95 * two_shots - 64 <= nbytes <= one_shot + 4 * 64
 
 
-def test_compression_exchange_on_a_stream_runs_beside_other_calls() -> None:
+def test_compression_exchange_on_a_stream_overlaps_with_other_calls() -> None:
     def work(group: gw.Group) -> list[Any]:
         stream, one = group.stream(), Int8()
         buckets = [np.full(100, i + 1, np.float32) for i in range(5)]
@@ -311,7 +313,7 @@ def test_largest_returns_the_indices_of_the_largest_values(kind: str, count: int
     if kind == "equal":
         x[:] = 1
     if kind == "periodic":
-        x[::8] = 0  # just what a sample sees
+        x[::8] = 0  # exactly the sampled elements
     if kind == "nan":
         x[count // 2] = np.nan
     for number in {1, count // 100, count // 2, count}:

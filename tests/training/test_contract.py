@@ -54,27 +54,29 @@ def test_check_replicas_flipped_bit_names_rank_and_tensor_on_all_ranks(groups: l
             mine[name] = whole
         with pytest.raises(gw.ReplicasDiverged) as caught:
             gw.check_replicas(group, mine)
-        gw.check_replicas(group, weights())  # the group goes on
+        gw.check_replicas(group, weights())  # the group stays usable
         error = caught.value
         return error.culprit, error.tensor, error.generation, str(error)
 
     most = "2 of 3 ranks" if last == 2 else "rank 0"
     found = run_ranks(groups, body)
     assert found == [(last, name, 1, found[0][3])] * len(groups)
-    text = rf"rank {last} holds another '{name}' \(digest (\w+)\) than {most} \(digest (\w+)\): the replicas are .*"
+    text = (
+        rf"rank {last} holds a different '{name}' \(digest (\w+)\) than {most} \(digest (\w+)\): the replicas have .*"
+    )
     digests = re.fullmatch(text, found[0][3])
     assert digests is not None
     assert digests[1] != digests[2]
 
 
 def test_diverged_names_the_first_rank_of_the_minority_even_if_it_is_rank_0() -> None:
-    usual, other = [["a", "1"], ["b", "2"]], [["a", "1"], ["b", "3"]]
-    assert diverged([other, usual, usual]).culprit == 0
-    assert diverged([usual, other]).culprit == 1
-    assert diverged([usual, usual, other, other]).culprit == 2
-    error = diverged([usual, other, usual, other, usual], 7)
+    common, other = [["a", "1"], ["b", "2"]], [["a", "1"], ["b", "3"]]
+    assert diverged([other, common, common]).culprit == 0
+    assert diverged([common, other]).culprit == 1
+    assert diverged([common, common, other, other]).culprit == 2
+    error = diverged([common, other, common, other, common], 7)
     assert (error.culprit, error.tensor, error.generation) == (1, "b", 7)
-    assert str(error).endswith("so do ranks 3")
+    assert str(error).endswith("the replicas have diverged; rank 3 differs too")
 
 
 @pytest.mark.parametrize(
@@ -137,7 +139,7 @@ def test_check_replicas_value_that_is_no_array_raises_array_error() -> None:
             gw.check_replicas(group, [np.ones(2)])  # type: ignore[arg-type]
 
 
-# --- beginning alike
+# --- initial values
 
 
 @pytest.mark.parametrize("root", [0, 1])
@@ -160,7 +162,7 @@ def test_broadcast_named_writes_the_tensors_of_the_root_in_place(groups: list[gw
 def test_broadcast_named_different_shapes_raise_before_any_write(groups: list[gw.Group]) -> None:
     def body(group: gw.Group) -> None:
         mine = {"w": np.full(3, group.rank), "b": np.zeros(2 + group.rank)}
-        with pytest.raises(gw.ConfigError, match=r"broadcast_named: number 2 is 'b': float64\[3\] on rank 1, 'b'") as e:
+        with pytest.raises(gw.ConfigError, match=r"broadcast_named: item 2 is 'b': float64\[3\] on rank 1, but") as e:
             gw.broadcast_named(group, mine)
         assert e.value.culprit == 1
         assert (mine["w"] == group.rank).all()
@@ -182,7 +184,7 @@ def test_broadcast_named_read_only_array_raises_array_error() -> None:
     run_ranks(gw.local_group(2), body)
 
 
-# --- the mean that is reported
+# --- weighted means
 
 
 def test_weighted_mean_weights_ranks_by_samples(groups: list[gw.Group]) -> None:
@@ -203,7 +205,7 @@ def test_weighted_mean_rank_with_weight_zero_is_ignored(groups: list[gw.Group]) 
     def body(group: gw.Group) -> None:
         assert gw.weighted_mean(group, 3.0 if group.rank == 0 else float("nan"), 7 if group.rank == 0 else 0) == 3.0
         assert np.isnan(gw.weighted_mean(group, 3.0, 0))
-        with pytest.raises(gw.ConfigError, match="a weight of -1"):
+        with pytest.raises(gw.ConfigError, match="the weight is -1"):
             gw.weighted_mean(group, 3.0, -1)
         with pytest.raises(gw.ArrayError, match="complex128"):
             gw.weighted_mean(group, np.ones(2, complex), 1)

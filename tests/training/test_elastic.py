@@ -50,7 +50,7 @@ def test_elastic_steps_called_again_continues_after_the_last_step() -> None:
 def test_elastic_without_a_group_uses_the_open_group_of_init() -> None:
     with gw.init() as group:
         assert gw.elastic({"w": np.ones(1)}).group is group
-    run = gw.elastic({"w": np.ones(1)})  # the other is closed
+    run = gw.elastic({"w": np.ones(1)})  # the first group is closed
     assert run.group is not group
     run.close()
 
@@ -73,7 +73,7 @@ def test_elastic_step_entered_twice_raises_config_error() -> None:
 
 
 def diverging(group: gw.Group, wrong: int, on_divergence: Any = "raise") -> tuple[gw.Elastic, dict[str, Any]]:
-    """A run in which one rank changes `model.b` on its own in step 1 of 3."""
+    """A run in which one rank changes `model.b` in step 1 of 3, without the other ranks."""
     state: dict[str, Any] = {"w": np.zeros(2), "model": {"a": np.zeros(2), "b": np.zeros(3)}}
     run = gw.Elastic(state, group, 1, on_divergence)
     for step in run.steps(3):
@@ -89,14 +89,16 @@ def test_elastic_when_states_differ_raises_on_all_ranks_naming_rank_and_tensor(s
     def train(group: gw.Group) -> tuple[Any, ...]:
         with pytest.raises(gw.ReplicasDiverged) as caught:
             diverging(group, wrong)
-        group.barrier()  # the group is not broken
+        group.barrier()  # the group is still usable
         error = caught.value
         return error.culprit, error.tensor, error.operation, str(error)
 
     found = run_ranks(runs(size), train)
     assert found == [(wrong, "model.b", "step 1", found[0][3])] * size
     against = "2 of 3 ranks" if size == 3 else "rank 0"
-    assert re.match(rf"after step 1 rank {wrong} holds another 'model.b' \(digest \w+\) than {against} ", found[0][3])
+    assert re.match(
+        rf"after step 1, rank {wrong} holds a different 'model.b' \(digest \w+\) than {against} ", found[0][3]
+    )
 
 
 def test_elastic_when_states_differ_does_not_commit_the_step() -> None:
@@ -152,11 +154,11 @@ def test_elastic_on_divergence_warn_logs_once_on_each_rank(caplog: pytest.LogCap
         assert run_ranks(runs(2), train) == [(False, 2)] * 2
     texts = [record.message for record in caplog.records]
     assert len(texts) == 2
-    assert all(text.startswith("after step 1 rank 1 holds another 'model.b' ") for text in texts)
+    assert all(text.startswith("after step 1, rank 1 holds a different 'model.b' ") for text in texts)
 
 
 def test_elastic_unknown_on_divergence_raises_config_error() -> None:
-    with gw.init() as group, pytest.raises(gw.ConfigError, match="on_divergence is 'ignore': it can be raise, warn"):
+    with gw.init() as group, pytest.raises(gw.ConfigError, match="on_divergence is 'ignore': it must be raise or warn"):
         gw.Elastic({"w": np.zeros(1)}, group, 1, "ignore")  # type: ignore[arg-type]
 
 
@@ -194,19 +196,19 @@ def test_elastic_error_raised_in_a_step_propagates() -> None:
 
 @pytest.mark.parametrize("min_size", [0, -1])
 def test_elastic_min_size_below_one_raises_invalid_size(min_size: int) -> None:
-    with gw.init() as group, pytest.raises(gw.InvalidSize, match="at least one member"):
+    with gw.init() as group, pytest.raises(gw.InvalidSize, match="at least 1"):
         gw.Elastic({"w": np.zeros(1)}, group, min_size)
 
 
 @pytest.mark.parametrize(
     ("version", "counted"),
     [((0, 1), True), ((0, 2), False), ((7, 3), False), ((-1, 1), False)],
-    ids=["as it was", "done again by the others", "long past", "nobody had it"],
+    ids=["unchanged", "repeated by the others", "later steps committed", "lost on all ranks"],
 )
 def test_elastic_step_is_committed_only_if_the_protocol_ends_at_its_version(
     version: tuple[int, int], counted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one that was given up at the vote and has come back, whatever the others have done meanwhile."""
+    """A rank was excluded at the vote and came back. The other ranks may have done any steps in the meantime."""
     run = gw.elastic({"w": np.zeros(1)})
 
     def end(protocol: StepProtocol, step: int) -> Steps:

@@ -15,7 +15,7 @@ STEPS = 6
 
 
 def work(run: gw.Elastic, state: dict[str, Any], dies_at: int | None = None, dies_after: bool = False) -> int:
-    """Add up, in each step, what does not depend on how many ranks there are; the number of bodies begun."""
+    """Run steps whose result does not depend on the number of ranks; return the number of bodies begun."""
     bodies = 0
     for step in run.steps(STEPS):
         with step:
@@ -30,11 +30,11 @@ def work(run: gw.Elastic, state: dict[str, Any], dies_at: int | None = None, die
     return bodies
 
 
-def train(group: gw.Group, **fate: Any) -> dict[str, Any]:
+def train(group: gw.Group, **options: Any) -> dict[str, Any]:
     state = {"w": np.zeros(3)}
     run = gw.Elastic(state, group, 1)
     try:
-        bodies = work(run, state, **fate)
+        bodies = work(run, state, **options)
     except Left:
         run.close()
         return {"left": True}
@@ -63,7 +63,7 @@ def test_elastic_lost_member_the_others_finish_with_the_same_result(victim: int,
     results = run_ranks(gw.local_group(3), live)
     assert results[victim] == {"left": True}
     survivors = [result for result in results if "left" not in result]
-    assert [result["rank"] for result in survivors] == [0, 1]  # in their old order
+    assert [result["rank"] for result in survivors] == [0, 1]  # the survivors keep their order
     for result in survivors:
         assert result["w"] == EXPECTED
         assert (result["committed"], result["size"], result["generation"]) == (STEPS - 1, 2, 2)
@@ -93,7 +93,7 @@ def test_elastic_joiner_receives_the_state_at_a_vote() -> None:
     assert [result["is"] for result in results] == [(3, 2), (3, 2)]
     assert joined["w"] == results[0]["w"] == EXPECTED
     assert joined["rank"] == 2
-    assert joined["bodies"] == STEPS - 4  # it came after step 3
+    assert joined["bodies"] == STEPS - 4  # it joined after step 3
     assert {joined["digest"]} == {result["digest"] for result in results}
 
 
@@ -106,17 +106,17 @@ def test_elastic_vote_broken_while_states_differ_raises_on_the_survivors() -> No
                 with step:
                     state["w"] += run.group.all_reduce(np.full(3, 1 / run.group.size)).round(9)
                     if step.index == 2:
-                        state["b"][:] = group.rank  # on every rank something else
+                        state["b"][:] = group.rank  # a different value on every rank
                         if group.rank == 3:
-                            raise Left  # so there is no vote that could show it
+                            raise Left  # before the vote could detect the difference
         except Left:
             run.close()
             return None
         except gw.ReplicasDiverged as error:
             return error.culprit, error.tensor, error.generation, str(error).partition(" holds")[0]
-        return "went on"
+        return "continued"
 
-    assert run_ranks(gw.local_group(4), live) == [(1, "b", 2, "after step 2 rank 1")] * 3 + [None]
+    assert run_ranks(gw.local_group(4), live) == [(1, "b", 2, "after step 2, rank 1")] * 3 + [None]
 
 
 def test_elastic_on_divergence_warn_gives_a_joiner_the_most_common_state() -> None:
@@ -138,7 +138,7 @@ def test_elastic_on_divergence_warn_gives_a_joiner_the_most_common_state() -> No
 
 
 class Unloadable:
-    """A state that goes out, and does not come in."""
+    """A state that can be sent, but not loaded."""
 
     def __init__(self) -> None:
         self.w = np.zeros(3)
@@ -151,7 +151,7 @@ class Unloadable:
 
 
 def test_elastic_joiner_that_fails_to_load_the_state_does_not_harm_the_others() -> None:
-    """The others change their state before their first collective: not before the joiner is known to have it, too."""
+    """The other ranks change their state only after the joiner has confirmed that it has received it."""
 
     def new(group: gw.Group) -> bool:
         run = gw.Elastic({"model": Unloadable()}, group, 1)
@@ -193,7 +193,7 @@ def test_elastic_state_changed_in_an_interrupted_step_is_pulled_again() -> None:
                     if fated and group.rank == 2:
                         raise Left
                     if fated and group.rank == 0:
-                        state["w"] += 99  # half of the step, then the second collective breaks
+                        state["w"] += 99  # the first half of the step; then the second collective fails
                     run.group.barrier()
                     state["w"] += total.round(9)
         except Left:
@@ -205,7 +205,7 @@ def test_elastic_state_changed_in_an_interrupted_step_is_pulled_again() -> None:
     assert results == [([18.0] * 4, 1), ([18.0] * 4, 1), None]
 
 
-def test_elastic_only_unsound_copies_left_raises_state_lost() -> None:
+def test_elastic_without_an_intact_copy_raises_state_lost() -> None:
     def spoil(group: gw.Group) -> str:
         state = {"w": np.zeros(4)}
         run = gw.Elastic(state, group, 1)
@@ -214,7 +214,7 @@ def test_elastic_only_unsound_copies_left_raises_state_lost() -> None:
                 with step:
                     if step.index == 1 and group.rank == 2:
                         raise Left
-                    state["w"] += 1  # before the collective: whoever breaks there is spoiled
+                    state["w"] += 1  # before the collective, so a rank whose collective fails has a changed state
                     run.group.barrier()
         except Left:
             run.close()
@@ -226,8 +226,8 @@ def test_elastic_only_unsound_copies_left_raises_state_lost() -> None:
     results = run_ranks(gw.local_group(3), spoil)
     assert results[2] == "left"
     for result in results[:2]:
-        assert "step 0 was committed" in result
-        assert "Start the job again, from a checkpoint if the program has written one" in result
+        assert "state of step 0, which was committed" in result
+        assert "Restart the job, from a checkpoint if the program has written one" in result
 
 
 def test_elastic_collective_mismatch_is_raised_on_all_ranks() -> None:

@@ -18,22 +18,22 @@ import pytest
 from support import soak_trainer as trainer
 
 SECONDS = float(os.environ.get("SOAK_SECONDS", "60"))
-PERIOD = 10.0  # of five faults, one every two seconds; leaves are ours, the others chaos's
+PERIOD = 10.0  # seconds with five faults, one every two seconds; this test makes the leaves, `chaos` the others
 CHAOS = (
     "kill random @3s every 10s; freeze random @5s every 10s for 1500ms; join @7s every 10s; "
     "restart coordinator @9s every 10s"
 )
-END_SECONDS = 60.0  # seconds after the last fault in which all must have ended
+END_SECONDS = 60.0  # seconds after the last fault within which all workers must end
 
 
 def living(directory: Path) -> list[int]:
-    """The workers that have begun to train and still run."""
+    """Return the workers that have begun to train and still run."""
     pids = [int(path.stem) for path in directory.glob("*.txt")]
     return sorted(pid for pid in pids if os.path.exists(f"/proc/{pid}"))
 
 
 def committed(directory: Path) -> dict[int, set[str]]:
-    """The digests that workers recorded for each committed step; every line is whole, or the last of one that died."""
+    """Return the digests that workers recorded for each committed step, without the torn last line of a killed one."""
     found = collections.defaultdict(set)
     for path in directory.glob("*.txt"):
         for line in path.read_text().splitlines(keepends=True):
@@ -45,7 +45,7 @@ def committed(directory: Path) -> dict[int, set[str]]:
 
 
 def growth(directory: Path) -> list[tuple[int, int]]:
-    """How many descriptors and threads each worker gained between generations of the same size, from its third on."""
+    """Return how many descriptors and threads each worker gained between generations of one size, after its second."""
     gained = []
     for path in directory.glob("*.txt"):
         rows = [line.split() for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
@@ -62,7 +62,7 @@ def growth(directory: Path) -> list[tuple[int, int]]:
 
 @pytest.mark.soak
 def test_elastic_soak_with_faults_commits_one_history_and_learns(tmp_path: Path) -> None:
-    seed = int(os.environ.get("SOAK_SEED") or random.randrange(10**9))  # of at most nine digits
+    seed = int(os.environ.get("SOAK_SEED") or random.randrange(10**9))  # at most nine digits
     print(f"SOAK_SEED={seed}")
     chance = random.Random(seed)
     end = time.time() + SECONDS
@@ -76,7 +76,9 @@ def test_elastic_soak_with_faults_commits_one_history_and_learns(tmp_path: Path)
         )
         try:
             while time.time() < end and job.poll() is None:
-                time.sleep(PERIOD if not living(records) else PERIOD / 2)  # the fault itself, not a wait for something
+                time.sleep(
+                    PERIOD if not living(records) else PERIOD / 2
+                )  # this pause is part of the fault, not a wait for an event
                 workers = living(records)
                 if len(workers) > 4:
                     with contextlib.suppress(ProcessLookupError):
@@ -100,7 +102,7 @@ def test_elastic_soak_with_faults_commits_one_history_and_learns(tmp_path: Path)
 
 
 def check_accuracy(final: np.lib.npyio.NpzFile) -> None:
-    """Within a point of a run of as many steps in one process, without faults."""
+    """Check that the accuracy is within one point of a run of as many steps in one process without faults."""
     digits = trainer.example()
     (images, labels), test = digits.load()
     weights = digits.random_weights(0, 0)

@@ -79,9 +79,9 @@ def test_run_fence_is_equal_on_all_ranks_and_grows_with_the_generation() -> None
         run.group = group.recover()
         return before, run.fence
 
-    told = run_ranks(gw.local_group(2), train)
-    assert len(set(told)) == 1
-    before, after = told[0]
+    fences = run_ranks(gw.local_group(2), train)
+    assert len(set(fences)) == 1
+    before, after = fences[0]
     assert (before.run, before.generation, after.generation) == (after.run, 1, 2)
     assert before < after
 
@@ -89,7 +89,7 @@ def test_run_fence_is_equal_on_all_ranks_and_grows_with_the_generation() -> None
 def test_replace_with_a_lock_descriptor_inherited_by_a_fork_does_not_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a data loader is, from another thread: it inherits the descriptor of the lock."""
+    """Another thread may fork a data loader, which inherits the descriptor of the lock."""
     fence, path = gw.Fence(new_run(), 1), tmp_path / "checkpoint"
     inherited: list[int] = []
     replace = os.replace

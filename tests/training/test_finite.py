@@ -21,10 +21,10 @@ def test_all_finite_one_non_finite_element_is_found_at_any_position(dtype: str) 
     assert finite.all_finite(array)
     for at in (0, finite.CHUNK - 1, finite.CHUNK, -1):
         for bad in (np.nan, np.inf, -np.inf):
-            spoiled = array.copy()
-            spoiled[at] = bad
-            assert not finite.all_finite(spoiled)
-            assert not finite.copy_finite(array.copy(), spoiled)
+            faulty = array.copy()
+            faulty[at] = bad
+            assert not finite.all_finite(faulty)
+            assert not finite.copy_finite(array.copy(), faulty)
 
 
 def test_finite_empty_array_is_finite_and_copy_may_overlap() -> None:

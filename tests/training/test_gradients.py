@@ -44,7 +44,7 @@ def test_gradient_sync_mean_has_identical_bits_on_all_ranks(
 
     def body(group: gw.Group) -> dict[str, Array]:
         sync = gw.GradientSync(group, like, **sizes)
-        sync.sync(some(9, like))  # what is left of one backward must not be seen in the next
+        sync.sync(some(9, like))  # values of one backward pass must not appear in the next
         return copied(sync.sync(some(group.rank, like)))
 
     results = run_ranks(three, body)
@@ -74,7 +74,7 @@ def test_gradient_sync_result_is_the_memory_of_its_buckets(three: list[gw.Group]
         sync = gw.GradientSync(group, LIKE)
         result = sync.sync(some(group.rank))
         assert all(result[name] is sync.gradients[name] for name in LIKE)
-        again = sync.sync(result)  # its own memory: nothing to copy
+        again = sync.sync(result)  # the sync's own memory, so nothing is copied
         assert bits(again) == bits(result)
         assert GroupInternals(group).is_shared(result["a"]) == group.capabilities.registered
 
@@ -121,7 +121,7 @@ def test_gradient_sync_call_refused_on_one_rank_can_be_repeated(pair: list[gw.Gr
     run_ranks(pair, body)
 
 
-# --- after the reduce
+# --- clipping
 
 
 def test_gradient_sync_clip_by_global_norm_is_identical_on_all_ranks(three: list[gw.Group]) -> None:
@@ -144,21 +144,24 @@ def test_gradient_sync_clip_by_global_norm_is_identical_on_all_ranks(three: list
 
 
 @pytest.mark.parametrize(
-    ("other", "said"),
+    ("other", "text"),
     [
-        ({"a": LIKE["a"], "b": np.zeros(8, np.float32)}, r"number 3 is 'b': float32\[8\] on rank 1, 'b': float32\[7\]"),
-        ({"a": LIKE["a"]}, r"number 3 is nothing more on rank 1, 'b': float32\[7\] on rank 0"),
-        (LIKE, r"number 4 is 'c': float32\[\] on rank 1, nothing more on rank 0"),
-        ({"a": LIKE["a"], "b": np.zeros(7)}, r"number 3 is 'b': float64\[7\] on rank 1"),
+        (
+            {"a": LIKE["a"], "b": np.zeros(8, np.float32)},
+            r"item 3 is 'b': float32\[8\] on rank 1, but 'b': float32\[7\]",
+        ),
+        ({"a": LIKE["a"]}, r"item 3 is missing on rank 1, but 'b': float32\[7\] on rank 0"),
+        (LIKE, r"item 4 is 'c': float32\[\] on rank 1, but missing on rank 0"),
+        ({"a": LIKE["a"], "b": np.zeros(7)}, r"item 3 is 'b': float64\[7\] on rank 1"),
     ],
 )
 def test_gradient_sync_different_tensors_name_the_rank_and_the_group_stays_usable(
-    three: list[gw.Group], other: dict[str, Array], said: str
+    three: list[gw.Group], other: dict[str, Array], text: str
 ) -> None:
     usual = {name: LIKE[name] for name in "ab"}
 
     def body(group: gw.Group) -> str:
-        with pytest.raises(gw.ConfigError, match=said) as caught:
+        with pytest.raises(gw.ConfigError, match=text) as caught:
             gw.GradientSync(group, other if group.rank == 1 else usual).sync({})
         assert caught.value.culprit == 1
         group.barrier()
@@ -183,17 +186,17 @@ def test_gradient_sync_reorder_uses_the_order_of_rank_0(three: list[gw.Group]) -
 
 def test_gradient_sync_reorder_unknown_name_raises_on_all_ranks(pair: list[gw.Group]) -> None:
     def body(group: gw.Group) -> None:
-        with pytest.raises(gw.ConfigError, match="names 'd'"):
+        with pytest.raises(gw.ConfigError, match="name 'd'"):
             gw.GradientSync(group, LIKE).reorder(["d"] if group.rank == 0 else [])
         group.barrier()
 
     run_ranks(pair, body)
 
 
-# --- losses
+# --- lost ranks
 
 
-def test_gradient_sync_rank_lost_before_finish_raises_peer_lost_and_is_waited_for(
+def test_gradient_sync_rank_lost_before_finish_raises_peer_lost_and_leaves_no_work(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def body(group: gw.Group) -> int | None:
@@ -213,7 +216,7 @@ def test_gradient_sync_rank_lost_before_finish_raises_peer_lost_and_is_waited_fo
         assert run_ranks(pair, body) == [1, None]
         for group in pair:
             group.close()
-        gc.collect()  # errors and the frames that raised them refer to each other
+        gc.collect()  # errors and their frames form reference cycles
     assert not [record for record in caplog.records if "nobody waited" in record.message]
 
 
@@ -224,7 +227,7 @@ def test_gradient_sync_rebind_to_another_group_keeps_gradients_and_order() -> No
         sync = gw.GradientSync(group, LIKE, **SMALL)
         before = copied(sync.sync(some(group.rank)))
         sync.reorder("abc")
-        sync.ready("a")  # a backward that was cut short
+        sync.ready("a")  # an interrupted backward pass
         old = sync.gradients["a"]
         sync.rebind(group)
         assert sync.gradients["a"] is old
@@ -243,7 +246,7 @@ def test_gradient_sync_rebind_to_another_group_keeps_gradients_and_order() -> No
 
 
 class Halves:
-    """Moves float16, in the simplest way; keeps what it was asked for."""
+    """A simple compression to float16 that records its calls."""
 
     def __init__(self) -> None:
         self.shares: list[float] = []

@@ -21,7 +21,7 @@ LIKE = {"a": np.zeros(6), "b": np.zeros((2, 2)), "c": np.zeros(())}
 
 
 def train(group: gw.Group, in_step: Callable[[gw.Elastic, gw.Step, gw.GradientSync], None]) -> dict[str, Any]:
-    """Steps whose gradients do not depend on how many ranks there are, if each counts by its samples."""
+    """Run steps whose weighted gradients do not depend on the number of ranks."""
     state = {name: one.copy() for name, one in LIKE.items()}
     run = gw.Elastic(state, group, 1)
     sync = gw.GradientSync(run, state, contract_every=2, **SMALL)
@@ -74,7 +74,7 @@ def test_gradient_sync_after_a_lost_rank_continues_with_the_survivors(victim: in
         def die(run: gw.Elastic, step: gw.Step, sync: gw.GradientSync) -> None:
             if me != victim or step.index != (4 if victim else 3):
                 return
-            if after == "ready":  # in the middle of a backward
+            if after == "ready":  # in the middle of a backward pass
                 sync.begin(weight=1 + me)
                 sync.ready("a")
             raise Left
@@ -101,16 +101,18 @@ def test_gradient_sync_joiner_adopts_the_bucket_order_and_contract_count() -> No
     assert results[0] == results[1]
     assert results[0]["state"] == joined["state"] == EXPECTED
     assert results[0]["is"] == joined["is"] == (3, 2)
-    assert results[0]["buckets"] == joined["buckets"] == [["a"], ["b"], ["c"]]  # which it did not see itself
+    assert (
+        results[0]["buckets"] == joined["buckets"] == [["a"], ["b"], ["c"]]
+    )  # the joiner did not learn this order itself
     assert results[0]["digest"] == joined["digest"]
-    assert (results[0]["checks"], joined["checks"]) == (3, 2)  # one before it came
+    assert (results[0]["checks"], joined["checks"]) == (3, 2)  # one check was before it joined
 
 
 # --- processes
 
 
 def overlaps(here: Here) -> None:
-    """Two processes share memory: buckets are reduced beside the program, and come out right again and again."""
+    """Two processes share memory; buckets are reduced on the progress thread, with correct results in every step."""
     like = {f"w{number}": np.zeros((100, 100), np.float32) for number in range(12)}
     with gw.init() as group:
         sync = gw.GradientSync(group, like, bucket_bytes=100_000, first_bucket_bytes=40_000)

@@ -36,14 +36,14 @@ def test_gradient_sync_nan_names_rank_and_tensor_on_all_ranks(
                 sync.finish()
             else:
                 sync.sync(gradients)
-        assert set(sync.sync(some(group.rank))) == set(LIKE)  # the group goes on
+        assert set(sync.sync(some(group.rank))) == set(LIKE)  # the group stays usable
         error = caught.value
         return str(error), error.culprit, error.tensor, error.operation, error.generation
 
     if pure:
-        run_ranks(three, lambda group: group.barrier())  # links are made as ever
+        run_ranks(three, lambda group: group.barrier())  # make the links before the native core is turned off
         monkeypatch.setenv("GRADWIRE_PURE", "1")
-    text = "the gradient 'b' of rank 1 is not finite: 1 NaN of 7 elements (3 more on ranks 1, 2)"
+    text = "the gradient 'b' of rank 1 is not finite: 1 NaN of 7 elements (3 more such gradients; affected ranks: 1, 2)"
     assert run_ranks(three, body) == [(text, 1, "b", "GradientSync", 1)] * 3
 
 
@@ -51,9 +51,9 @@ def test_gradient_sync_nan_names_rank_and_tensor_on_all_ranks(
 def test_gradient_sync_nan_is_found_for_every_way_of_writing_a_gradient(pair: list[gw.Group], how: str) -> None:
     def body(group: gw.Group) -> None:
         sync = gw.GradientSync(group, LIKE)
-        for spoiled in (False, True):
+        for faulty in (False, True):
             gradient = np.ones((3, 4), np.float32)
-            gradient[2, 1] = np.nan if spoiled and group.rank == 1 else 1
+            gradient[2, 1] = np.nan if faulty and group.rank == 1 else 1
             sync.begin()
             if how == "written":
                 sync.write("a", gradient)
@@ -68,7 +68,7 @@ def test_gradient_sync_nan_is_found_for_every_way_of_writing_a_gradient(pair: li
             else:
                 sync.gradients["a"][...] = gradient
             sync.ready("a")
-            if not spoiled:
+            if not faulty:
                 sync.finish()
                 assert (sync.gradients["a"] == 1).all()
                 continue
@@ -87,14 +87,14 @@ def test_gradient_sync_check_finite_false_returns_the_nan(pair: list[gw.Group]) 
 
 
 @needs_core
-def test_places_take_from_an_address_is_checked_for_finite_values(pair: list[gw.Group]) -> None:
+def test_writer_copy_from_checks_for_finite_values(pair: list[gw.Group]) -> None:
     def body(group: gw.Group) -> tuple[str, float]:
         sync = gw.GradientSync(group, {"a": np.zeros(40_000), "b": np.zeros((2, 3), np.float32)})
         first, second = np.full(40_000, group.rank + 1.0), np.ones((2, 3), np.float32)
         for bad in (np.inf, 1.0):
             second[1, 2] = bad if group.rank == 1 else 1.0
-            assert sync.places.take("a", first.ctypes.data)
-            assert sync.places.take("b", second.ctypes.data)
+            assert sync.writer.copy_from("a", first.ctypes.data)
+            assert sync.writer.copy_from("b", second.ctypes.data)
             for name in sync.gradients:
                 sync.ready(name)
             if bad != 1.0:
@@ -108,38 +108,42 @@ def test_places_take_from_an_address_is_checked_for_finite_values(pair: list[gw.
 
 
 @needs_core
-@pytest.mark.parametrize("bad", [None, 0, 2047, 2048, -1])  # blocks are of 8 KiB: within one, at its ends, in the last
+@pytest.mark.parametrize(
+    "bad", [None, 0, 2047, 2048, -1]
+)  # blocks have 8 KiB: within a block, at its ends, and in the last block
 @pytest.mark.parametrize("count", [8192, 1_000_003])
-def test_places_take_of_a_large_array_copies_exactly_and_finds_a_nan(count: int, bad: int | None) -> None:
+def test_writer_copy_from_a_large_array_copies_exactly_and_finds_a_nan(count: int, bad: int | None) -> None:
     with gw.local_group(1)[0] as group:
         like = {"a": np.zeros(count, np.float32), "rest": np.zeros(9 << 18, np.float32)}
         sync = gw.GradientSync(group, like)
-        places = sync.places
-        lying = np.random.default_rng(count).normal(size=count + 3).astype(np.float32)[3:]  # not at the start of a line
+        places = sync.writer
+        lying = (
+            np.random.default_rng(count).normal(size=count + 3).astype(np.float32)[3:]
+        )  # not aligned to a cache line
         if bad is not None:
             lying[bad] = np.nan
-        assert places.take("a", lying.ctypes.data)
+        assert places.copy_from("a", lying.ctypes.data)
         assert ("a" in places.finite) == (bad is None)
         assert np.array_equal(sync.gradients["a"].view(np.uint32), lying.view(np.uint32))
 
 
 @needs_core
-def test_places_take_from_its_own_memory_is_refused_and_checked_at_finish() -> None:
+def test_writer_copy_from_its_own_memory_is_refused_and_checked_at_finish() -> None:
     with gw.local_group(1)[0] as group:
         sync = gw.GradientSync(group, {"a": np.zeros(4)})
         one = np.ones(4)
-        assert sync.places.take("a", one.ctypes.data)
+        assert sync.writer.copy_from("a", one.ctypes.data)
         place = sync.gradients["a"]
         place[1] = np.nan
-        assert not sync.places.take("a", place.ctypes.data)
+        assert not sync.writer.copy_from("a", place.ctypes.data)
         sync.ready("a")
         with pytest.raises(gw.NotFinite):
             sync.finish()
 
 
-def test_places_take_without_the_native_core_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writer_copy_from_without_the_native_core_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADWIRE_PURE", "1")
     with gw.local_group(1)[0] as group:
         sync = gw.GradientSync(group, {"a": np.zeros(4)})
-        assert not sync.places.take("a", np.ones(4).ctypes.data)
+        assert not sync.writer.copy_from("a", np.ones(4).ctypes.data)
         assert not sync.gradients["a"].any()

@@ -49,7 +49,7 @@ def test_gradient_sync_ready_does_not_wait_for_other_ranks(pair: list[gw.Group])
     run_ranks(pair, body)
 
 
-def test_gradient_sync_ranks_may_differ_in_the_order_of_readiness(three: list[gw.Group]) -> None:
+def test_gradient_sync_different_orders_of_ready_on_ranks_give_the_mean(three: list[gw.Group]) -> None:
     orders = ["abc", "bca", "cab"]
 
     def body(group: gw.Group) -> None:
@@ -120,9 +120,9 @@ def test_gradient_sync_ready_after_its_bucket_started_raises_config_error(pair: 
     def body(group: gw.Group) -> None:
         sync = gw.GradientSync(group, LIKE, **SMALL)
         sync.ready("a")
-        sync.ready("a")  # its bucket waits for others: nothing has happened yet
+        sync.ready("a")  # its bucket is not complete, so nothing is sent yet
         sync.ready("c")
-        with pytest.raises(gw.ConfigError, match="'c' was made ready before"):
+        with pytest.raises(gw.ConfigError, match=r"ready\('c'\) was called again"):
             sync.ready("c")
         with pytest.raises(gw.ConfigError, match="not finished"):
             sync.begin()
@@ -138,7 +138,7 @@ def test_gradient_sync_begin_with_another_weight_raises_config_error(pair: list[
     def body(group: gw.Group) -> None:
         sync = gw.GradientSync(group, LIKE)
         sync.begin()
-        sync.begin()  # nobody has heard of it
+        sync.begin()  # the first backward pass has sent nothing, so it is discarded
         sync.begin(weight=1)
         with pytest.raises(gw.ConfigError, match="not finished"):
             sync.begin(weight=2)

@@ -44,7 +44,7 @@ def test_gradient_sync_equal_weights_give_the_bits_of_the_plain_mean(three: list
     run_ranks(three, body)
     untouched = np.ones(3)
     untouched.flags.writeable = False
-    Weights(0.1, 3).apply(untouched)
+    Weights(0.1, 3).scale_input(untouched)
 
 
 def test_gradient_sync_float16_weighted_mean_does_not_overflow(three: list[gw.Group]) -> None:
@@ -85,5 +85,5 @@ def test_gradient_sync_rank_with_weight_zero_is_ignored_even_with_nan(three: lis
 
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), "many", True])
 def test_gradient_sync_invalid_weight_raises_config_error(weight: Any) -> None:
-    with gw.init() as group, pytest.raises(gw.ConfigError, match="a weight of"):
+    with gw.init() as group, pytest.raises(gw.ConfigError, match="the weight is"):
         gw.GradientSync(group, LIKE).sync({}, weight=weight)

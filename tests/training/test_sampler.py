@@ -17,7 +17,7 @@ from gradwire.training import Sampler
 
 @st.composite
 def shared(draw: st.DrawFn) -> tuple[int, int, int, bool]:
-    """A number of samples, ranks that can share them, a seed, and whether to shuffle."""
+    """Draw a number of samples, a number of ranks, a seed, and whether to shuffle."""
     length = draw(st.integers(1, 300))
     size = draw(st.integers(1, min(length, 40)))
     return length, size, draw(st.integers(0, 2**64 - 1)), draw(st.booleans())
@@ -71,13 +71,13 @@ def test_sampler_batch_depends_on_the_step_alone(job: tuple[int, int, int, bool]
 
 
 def test_sampler_order_is_fixed_across_versions() -> None:
-    """These numbers may never change: ranks of different versions would train on overlapping shares."""
+    """These numbers must never change: ranks with different versions would train on overlapping shares."""
     assert Sampler(8, rank=0, size=1).epoch(0).tolist() == [0, 2, 1, 5, 4, 3, 6, 7]
     assert Sampler(8, rank=0, size=1, seed=2**64 - 1).epoch(3).tolist() == [3, 2, 0, 1, 6, 5, 4, 7]
 
 
 def philox(counter: int, seed: int, epoch: int) -> list[int]:
-    """Philox4x64-10 as published (Salmon et al. 2011), which ties the order to a paper, not to a library."""
+    """Return words of Philox4x64-10 as published (Salmon et al. 2011), to check the order without NumPy's generator."""
     low = 2**64 - 1
     c, k = [counter >> 64 * i & low for i in range(4)], [seed, epoch]
     for _ in range(10):
@@ -116,9 +116,9 @@ def test_sampler_returned_arrays_can_be_changed_by_the_caller() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "says"),
+    ("arguments", "error", "text"),
     [
-        ({"length": 3, "rank": 0, "size": 4}, InvalidSize, "3 samples cannot be shared among 4 ranks"),
+        ({"length": 3, "rank": 0, "size": 4}, InvalidSize, "3 samples are too few for 4 ranks"),
         ({"length": 0, "rank": 0, "size": 1}, InvalidSize, "0 samples"),
         ({"length": 3, "rank": 0, "size": 0}, InvalidSize, "size is 0"),
         ({"length": 3, "rank": 2, "size": 2}, InvalidRank, "rank 2 is not one of the 2 ranks"),
@@ -128,17 +128,17 @@ def test_sampler_returned_arrays_can_be_changed_by_the_caller() -> None:
         ({"length": 3.5, "rank": 0, "size": 2}, ConfigError, "length is 3.5"),
     ],
 )
-def test_sampler_invalid_arguments_are_refused(arguments: dict[str, Any], error: type[Exception], says: str) -> None:
-    with pytest.raises(error, match=says):
+def test_sampler_invalid_arguments_are_refused(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
         Sampler(arguments.pop("length"), **arguments)
 
 
 def test_sampler_invalid_batch_step_or_epoch_is_refused() -> None:
     mine = Sampler(9, rank=0, size=3)
-    with pytest.raises(InvalidSize, match="global batch of 2 cannot be shared among 3 ranks"):
+    with pytest.raises(InvalidSize, match="global batch of 2 is too small for 3 ranks"):
         mine.batch(0, 2)
     with pytest.raises(InvalidSize, match="global batch of 0"):
-        mine.batches(0, 0)  # at the call, not at the first item
+        mine.batches(0, 0)  # raised by the call, not by the first item
     with pytest.raises(ConfigError, match="step is -1"):
         mine.batch(-1, 3)
     with pytest.raises(ConfigError, match="epoch is -1"):
@@ -146,7 +146,7 @@ def test_sampler_invalid_batch_step_or_epoch_is_refused() -> None:
 
 
 def test_sampler_import_does_not_load_grpc() -> None:
-    """A data loader in a process of its own can ask for indices without loading the control plane."""
+    """A data loader in its own process can compute indices without loading the control plane."""
     script = "import sys, gradwire.training.sampler; print('grpc' in sys.modules)"
     assert (
         subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -16,7 +16,7 @@ from gradwire.training.state import State, memory_for
 
 
 class Optimizer:
-    """As frameworks write them: nested, with numbers for keys, tuples, and state that appears later."""
+    """An optimizer like those of frameworks: nested state with integer keys and tuples, some of which appears later."""
 
     def __init__(self, state: Any) -> None:
         self.state = state
@@ -128,7 +128,7 @@ def test_state_digest_changes_with_every_bit_value_shape_and_dtype(change: Any) 
 @pytest.mark.parametrize(
     ("state", "reason"),
     [
-        ([1, 2], "list is neither"),
+        ([1, 2], "got list"),
         ({"w": object()}, r"state\['w'\] cannot be sent"),
         ({"a": {(1, 2): np.ones(1)}}, r"has the key \(1, 2\)"),
         ({"a": [np.array(["text"])]}, r"state\['a'\]\[0\] cannot be sent"),
@@ -161,7 +161,7 @@ def test_memory_for_malformed_skeleton_raises_value_error(skeleton: bytes) -> No
 
 def test_memory_for_more_than_the_machine_has_raises_value_error() -> None:
     skeleton = json.dumps([{"a": ["float64", [1 << 20, 1 << 8], "numpy"]}] * 100_000).encode()
-    with pytest.raises(ValueError, match="more than this machine has"):
+    with pytest.raises(ValueError, match="more than the memory of this machine"):
         memory_for(skeleton)
 
 
@@ -172,9 +172,9 @@ def test_state_put_together_list_in_place_of_a_dict_raises_value_error() -> None
 
 
 def test_state_touch_makes_the_pages_resident_without_changing_values() -> None:
-    """The system promises memory; each page comes when it is first written."""
+    """The system maps a page of memory only when it is first written."""
     state: dict[str, Any] = {
-        "w": np.frombuffer(mmap.mmap(-1, 64 << 20), np.float32).reshape(64, -1),  # np.zeros may use memory again
+        "w": np.frombuffer(mmap.mmap(-1, 64 << 20), np.float32).reshape(64, -1),  # np.zeros may reuse mapped memory
         "n": np.arange(3),
         "none": np.zeros((0, 4)),
         "x": np.float32(1),

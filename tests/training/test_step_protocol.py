@@ -23,7 +23,7 @@ from gradwire.training.step_protocol import (
 
 
 class Ranks:
-    """Ranks of one generation after another, whose state is a text; nobody joins."""
+    """Simulated ranks of successive generations, without new members. The state of a rank is a string."""
 
     def __init__(self, *states: str, min_size: int = 1) -> None:
         self.number = 1
@@ -31,11 +31,11 @@ class Ranks:
         self.asked: list[type[Request]] = []
 
     def together(self, steps: list[Steps], breaking: type[Request] | None = None) -> None:
-        """Let all ranks do these steps; at the first request of a kind, the generation breaks."""
+        """Run these steps on all ranks. At the first request of type `breaking`, the generation breaks."""
         requests = [next(one, None) for one in steps]
         while any(requests):
             for rank, request in enumerate(requests):
-                if isinstance(request, HandOver):  # not all ranks take part in it
+                if isinstance(request, HandOver):  # only the giver and the takers perform it
                     self.hand_over(rank, request)
                     requests[rank] = steps[rank].send(None)
             kinds = {type(request) for request in requests}
@@ -71,7 +71,7 @@ class Ranks:
 
 
 class Rank:
-    """One of them."""
+    """One simulated rank."""
 
     def __init__(self, ranks: Ranks, state: str, min_size: int) -> None:
         self._ranks = ranks
@@ -152,7 +152,7 @@ def begun(*states: str) -> Ranks:
 
 
 def completed(ranks: Ranks, step: int, state: str) -> list[Steps]:
-    """All bodies have ended with this state; what follows is up to the protocol."""
+    """Set the state at the end of a step's body on all ranks, and return the protocol's steps that follow."""
     for one in ranks.members:
         one.state = state
     return [one.protocol.end(step) for one in ranks.members]
@@ -197,8 +197,8 @@ def test_recover_after_an_interrupted_step_restores_the_committed_state() -> Non
 def test_begin_with_partly_overwritten_states_raises_state_lost() -> None:
     ranks = Ranks("0000", "0000")
     for one in ranks.members:
-        one.protocol.overwritten = True  # as it is when the giver is lost half-way
-    with pytest.raises(StateLost, match="nobody has the whole state"):
+        one.protocol.overwritten = True  # as after a giver was lost during the transfer
+    with pytest.raises(StateLost, match="no rank has an intact copy of the initial state"):
         ranks.together([one.protocol.begin() for one in ranks.members])
 
 
@@ -212,7 +212,7 @@ def test_vote_with_different_states_raises_and_commits_nothing() -> None:
     ranks = begun("0000", "0000", "0000")
     steps = completed(ranks, 0, "1111")
     ranks.members[2].state = "2222"
-    with pytest.raises(ReplicasDiverged, match="rank 2 holds another 'state'"):
+    with pytest.raises(ReplicasDiverged, match="rank 2 holds a different 'state'"):
         ranks.together(steps)
     assert ranks.members[0].protocol.committed == -1
 
@@ -220,7 +220,9 @@ def test_vote_with_different_states_raises_and_commits_nothing() -> None:
 def test_begin_in_an_earlier_run_than_the_others_leaves_and_raises() -> None:
     ranks = Ranks("0000", "0000")
     ranks.members[1].runs = 2
-    with pytest.raises(ConfigError, match="this is run 1 of this process, and the others are in their run 2"):
+    with pytest.raises(
+        ConfigError, match="this process is in its elastic run 1, but the other ranks are in their run 2"
+    ):
         ranks.together([one.protocol.begin() for one in ranks.members])
     assert ranks.members[0].events == ["begins", "left"]
 

@@ -13,7 +13,7 @@ from gradwire.training import transfer
 from gradwire.training.state import State
 from support.ranks import run_ranks
 
-LARGE = transfer.CHUNK_FOR_ONE // 4 * 2 + 3  # in several chunks, of which the last is not whole
+LARGE = transfer.CHUNK_FOR_ONE // 4 * 2 + 3  # several chunks, of which the last is shorter
 
 
 def of(rank: int) -> dict[str, Any]:
@@ -21,12 +21,12 @@ def of(rank: int) -> dict[str, Any]:
 
 
 def numbered(rank: int) -> dict[str, Any]:
-    """Not alike on all ranks but for what is in its arrays."""
+    """A state whose plain values differ between ranks too, so that the skeletons differ."""
     return of(rank) | {"n": rank}
 
 
 class Rounding:
-    """Like an optimizer that takes its state in as another type."""
+    """A state that loads its arrays as another dtype, as some optimizers do."""
 
     def __init__(self, rank: int) -> None:
         self.moments = np.full(5, rank / 3, np.float32)
@@ -40,11 +40,11 @@ class Rounding:
 
 def hand_over(states: Sequence[Any], takers: Sequence[int], *, overwrite: bool, digest: str | None = None) -> None:
     """Rank 1 hands its state to the takers."""
-    told = digest or State(states[1]).digest()
+    expected = digest or State(states[1]).digest()
 
     def exchange(group: gw.Group) -> None:
         if group.rank in (1, *takers):
-            transfer.hand_over(group, State(states[group.rank]), 1, takers, told, overwrite=overwrite)
+            transfer.hand_over(group, State(states[group.rank]), 1, takers, expected, overwrite=overwrite)
 
     run_ranks(gw.local_group(len(states)), exchange)
 
@@ -67,11 +67,11 @@ def test_hand_over_takers_receive_the_state_of_the_giver_in_place(
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("make", [of, numbered])
 def test_hand_over_wrong_digest_raises_state_lost(make: Callable[[int], Any], overwrite: bool) -> None:
-    with pytest.raises(gw.StateLost, match=r"from rank 1 has the digest [0-9a-f]{32}, not feed"):
+    with pytest.raises(gw.StateLost, match=r"from rank 1 has digest [0-9a-f]{32}, expected feed"):
         hand_over([make(0), make(1)], [0], overwrite=overwrite, digest="feed")
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_hand_over_state_changed_by_loading_raises_state_lost(overwrite: bool) -> None:
-    with pytest.raises(gw.StateLost, match="from rank 1 has the digest"):
+    with pytest.raises(gw.StateLost, match="from rank 1 has digest"):
         hand_over([Rounding(0), Rounding(1)], [0], overwrite=overwrite)

@@ -19,7 +19,7 @@ SHAPES = {"a": (7, 3), "b": (3,), "c": (40,), "d": (), "e": (2, 2, 2), "f": (0,)
 
 
 class Adam:
-    """An optimizer as users write one."""
+    """An optimizer like those that users write."""
 
     def __init__(self, weights: dict[str, Array]) -> None:
         self.weights = weights
@@ -56,7 +56,7 @@ def train(optimizer: Any, weights: dict[str, Array], steps: int = 5) -> dict[str
 def test_sharded_optimizer_gives_the_weights_of_an_unsharded_one(
     transport: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(zero, "ROUND_BYTES", 300)  # more than one round
+    monkeypatch.setattr(zero, "ROUND_BYTES", 300)  # small, so that there are several rounds
     alone = weights_of(1)
     expected = train(Adam(alone), alone)
 
@@ -113,7 +113,7 @@ def test_elastic_state_with_a_sharded_optimizer_raises_config_error() -> None:
     with gw.init() as group:
         optimizer = ShardedOptimizer(group, weights, Adam)
         for state in (optimizer, {"weights": weights, "optimizer": optimizer}):
-            with pytest.raises(gw.ConfigError, match="each part is kept by one alone"):
+            with pytest.raises(gw.ConfigError, match="is spread over 1 ranks, without copies"):
                 gw.elastic(state)
 
 
@@ -122,7 +122,7 @@ def test_sharded_optimizer_step_after_close_notes_the_lost_state() -> None:
         optimizer = ShardedOptimizer(group, {"w": np.ones(2)}, Adam)
     with pytest.raises(gw.Closed) as caught:
         optimizer.step({"w": np.ones(2)})
-    assert "what a lost one kept is gone" in caught.value.__notes__[0]
+    assert "the part of a lost rank is gone" in caught.value.__notes__[0]
 
 
 def test_sharded_optimizer_read_only_weight_or_unknown_gradient_is_refused() -> None:
@@ -143,5 +143,5 @@ def test_sharded_optimizer_that_replaces_weights_raises_config_error() -> None:
 
     with gw.init() as group:
         optimizer = ShardedOptimizer(group, {"w": np.ones(2)}, Forgets)
-        with pytest.raises(gw.ConfigError, match="in the place of 'w'"):
+        with pytest.raises(gw.ConfigError, match="replaced the array 'w'"):
             optimizer.step({"w": np.ones(2)})

@@ -19,7 +19,7 @@ LIMIT = 5000
 
 
 class Wire:
-    """A link whose bytes come in the pieces that a test says, and which takes as many as it says."""
+    """A link that delivers bytes in given pieces, and accepts a given number of bytes in each send."""
 
     peer, channel = 1, 2
 
@@ -54,8 +54,8 @@ class Wire:
         self.closed = True
 
 
-class Taker:
-    """A sink that believes sizes up to a bound."""
+class BoundedSink:
+    """A sink that accepts payloads up to a limit."""
 
     def __init__(self) -> None:
         self.messages: list[tuple[int, bytes]] = []
@@ -79,7 +79,7 @@ def cut(data: bytes, places: list[int]) -> list[bytes]:
 
 
 def read(pieces: Sequence[bytes], ahead: int = 256) -> list[tuple[int, bytes]]:
-    taker = Taker()
+    taker = BoundedSink()
     reader = FrameReader(Wire(pieces), taker, threading.Lock(), ahead)
     while reader.pump():
         pass
@@ -100,9 +100,9 @@ def test_frame_reader_reads_the_same_frames_however_the_stream_is_cut(
 
 @given(st.lists(st.binary(max_size=700), min_size=1, max_size=6), st.sampled_from([HEADER_BYTES, 100, 4096]))
 def test_frame_reader_more_is_false_only_when_all_was_read(payloads: list[bytes], ahead: int) -> None:
-    """A wire that is read in one go as far as there is room, as a socket is."""
+    """The wire delivers as much as there is room for in one read, like a socket."""
     stream = b"".join(frame(number, payload) for number, payload in enumerate(payloads))
-    taker = Taker()
+    taker = BoundedSink()
     reader = FrameReader(Wire([stream]), taker, threading.Lock(), ahead)
     while reader.pump() and reader.more:
         pass
@@ -116,10 +116,10 @@ def test_frame_reader_random_bytes_raise_an_error(noise: bytes, places: list[int
 
 
 @given(st.binary(max_size=100), st.binary(min_size=HEADER_BYTES, max_size=300), st.lists(st.integers(0, 500)))
-def test_frame_reader_noise_behind_a_message_spoils_only_later_bytes(
+def test_frame_reader_invalid_bytes_after_a_message_do_not_affect_it(
     payload: bytes, noise: bytes, places: list[int]
 ) -> None:
-    taker = Taker()
+    taker = BoundedSink()
     reader = FrameReader(Wire(cut(frame(1, payload) + noise, places)), taker, threading.Lock())
     with pytest.raises(WireError):
         while reader.pump():
@@ -138,7 +138,7 @@ def test_frame_reader_claim_of_8_gib_allocates_nothing() -> None:
 
 
 def test_frame_reader_reports_the_end_of_the_link_after_earlier_frames() -> None:
-    taker, wire = Taker(), Wire([frame(1, b"last words")])
+    taker, wire = BoundedSink(), Wire([frame(1, b"last words")])
     wire.close()
     reader = FrameReader(wire, taker, threading.Lock())
     with pytest.raises(LinkClosed):
@@ -152,7 +152,7 @@ def test_redirect_payload_arrives_in_the_new_memory(filled: int) -> None:
     old, new = memoryview(bytearray(LIMIT)), memoryview(bytearray(LIMIT))
     payload = bytes(range(250)) * 20
 
-    class Redirected(Taker):
+    class Redirected(BoundedSink):
         def begin(self, link: Link, header: Header) -> memoryview:
             return old
 
@@ -161,7 +161,7 @@ def test_redirect_payload_arrives_in_the_new_memory(filled: int) -> None:
     reader = FrameReader(wire, taker, threading.Lock(), 128)
     while reader.pump():
         pass
-    reader.redirect(memoryview(bytearray(3)), memoryview(bytearray(3)))  # of another message: not meant
+    reader.redirect(memoryview(bytearray(3)), memoryview(bytearray(3)))  # the memory of another message: no effect
     reader.redirect(old, new)
     left_behind = bytes(old)
     wire.incoming = [memoryview(data[HEADER_BYTES + filled :])]
@@ -176,9 +176,7 @@ def test_redirect_payload_arrives_in_the_new_memory(filled: int) -> None:
 
 
 @given(st.lists(st.binary(min_size=1, max_size=50), max_size=10), st.lists(st.integers(0, 40), max_size=40))
-def test_outbox_sends_messages_whole_and_in_order_whatever_room_there_is(
-    messages: list[bytes], room: list[int]
-) -> None:
+def test_outbox_with_any_room_sends_messages_complete_and_in_order(messages: list[bytes], room: list[int]) -> None:
     wire = Wire(room=room)
     outbox = Outbox(wire)
     for message in messages:
@@ -196,7 +194,7 @@ def test_outbox_held_link_is_not_written_to_by_others() -> None:
     assert outbox.hold()
     assert not outbox.hold()
     assert outbox.post(b"later")
-    assert not outbox.waiting, "there is nothing to flush while somebody streams"
+    assert not outbox.waiting, "nothing may be flushed while the link is held"
     assert not outbox.flush()
     assert not wire.taken
     outbox.release()
@@ -209,12 +207,12 @@ def test_outbox_hold_waits_for_a_half_sent_message() -> None:
     wire = Wire(room=[3, 0])
     outbox = Outbox(wire)
     assert outbox.post(b"message")
-    assert not outbox.hold(), "it would cut the message in two"
+    assert not outbox.hold(), "holding the link now would split the message"
     assert outbox.hold()
     assert bytes(wire.taken) == b"message"
 
 
-def test_outbox_is_full_when_too_much_waits() -> None:
+def test_outbox_with_too_many_waiting_bytes_is_full() -> None:
     outbox = Outbox(Wire(room=[0] * 1000))
     outbox.post(bytes(Outbox.MAX_WAITING))
     assert not outbox.full

@@ -1,4 +1,4 @@
-"""What every transport owes to those above it, whatever its links are made of."""
+"""The contract of `Transport` and `Link`, which every transport must fulfil."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from support.ranks import eventually
 from support.tls_files import MEMBERS, credentials
 
 LONG = 60.0
-FOREVER = 10_000.0  # seconds: whatever waits for so long hangs
+FOREVER = 10_000.0  # seconds: a wait this long is a hang
 
 
 def local(size: int) -> list[Transport]:
@@ -81,7 +81,7 @@ def test_dial_all_makes_links_to_several_peers(transports: list[Transport]) -> N
 
 
 def receive(transport: Transport, link: Link, count: int) -> bytes:
-    """Exactly so many bytes."""
+    """Receive exactly `count` bytes."""
     data, until, bell = bytearray(count), deadline(), transport.bell()
     got = 0
     while got < count:
@@ -108,7 +108,7 @@ def test_link_bytes_go_both_ways_in_order(transports: list[Transport]) -> None:
     assert two.send([b"you"]) == 3
     assert receive(transports[0], two, 5) == b"hello"
     assert receive(transports[1], one, 3) == b"you"
-    assert one.receive([memoryview(bytearray(5))]) == 0, "nothing more is not the end"
+    assert one.receive([memoryview(bytearray(5))]) == 0, "an empty link must not look closed"
 
 
 def test_receive_fills_several_buffers_in_turn(transports: list[Transport]) -> None:
@@ -133,7 +133,7 @@ def test_wait_for_several_links_returns_the_readable_ones(transports: list[Trans
     while len(ready) < 2 and time.monotonic() < until:
         ready.update(transports[0].wait([link for link in mine if link not in ready], [], bell, 0.1))
     assert ready == {loud[1], closed[1]}
-    assert set(transports[0].wait(mine, [], bell, 0.0)) == ready, "it is told again until it is read"
+    assert set(transports[0].wait(mine, [], bell, 0.0)) == ready, "a readable link must be reported until it is read"
     assert receive(transports[0], loud[1], 1) == b"!"
     assert set(transports[0].wait(mine, [], bell, 0.0)) == {closed[1]}
 
@@ -143,16 +143,16 @@ def test_send_on_a_link_without_a_reader_takes_a_bounded_amount(transports: list
     sent = 0
     while part := one.send([bytes(1 << 20)]):
         sent += part
-        assert sent < 64 << 20, "it would take everything"
+        assert sent < 64 << 20, "the link accepts an unlimited amount"
     bell = transports[1].bell()
     began = time.monotonic()
     transports[1].wait([], [one], bell, 0.05)
-    assert time.monotonic() - began > 0.04, "there is no room to wait for"
-    # Whoever was cut short comes back with the rest, here the next byte.
-    coming_back = threading.Thread(target=lambda: send_all(transports[1], one, bytes(1)))
-    coming_back.start()
+    assert time.monotonic() - began > 0.04, "a link that is full must not be writable"
+    # After a partial send the caller sends the rest, beginning with the next byte.
+    sending_the_rest = threading.Thread(target=lambda: send_all(transports[1], one, bytes(1)))
+    sending_the_rest.start()
     assert receive(transports[0], two, sent + 1) == bytes(sent + 1)
-    coming_back.join(LONG)
+    sending_the_rest.join(LONG)
     transports[1].wait([], [one], bell, LONG)
     assert one.send([b"x"]) == 1
 
@@ -182,9 +182,9 @@ def test_links_of_other_channels_and_peers_are_separate(transports: list[Transpo
 
 
 def test_accept_without_a_dialer_times_out_and_finds_a_later_one(transports: list[Transport]) -> None:
-    with pytest.raises(NoConnection, match="rank 1 did not connect in time") as told:
+    with pytest.raises(NoConnection, match="rank 1 did not connect in time") as caught:
         transports[0].accept(1, 9, time.monotonic() + 0.05)
-    assert told.value.peer == 1
+    assert caught.value.peer == 1
     found: list[Link] = []
     waiting = threading.Thread(target=lambda: found.append(transports[0].accept(1, 9, deadline())))
     waiting.start()
@@ -202,7 +202,7 @@ def test_accept_whose_check_raises_ends(transports: list[Transport]) -> None:
 
 
 def test_adopt_hands_over_earlier_and_later_links(transports: list[Transport]) -> None:
-    transports[1].dial(0, 9, deadline())  # before anybody is there to take it
+    transports[1].dial(0, 9, deadline())  # before `adopt` is called
     taken: list[int] = []
     changed = threading.Condition()
 
@@ -231,7 +231,7 @@ def test_bell_wakes_every_wait_until_it_is_silenced(transports: list[Transport])
     for thread in threads:
         thread.join(LONG)
     assert not any(thread.is_alive() for thread in threads)
-    transports[1].wait([one], [], bell, FOREVER)  # still rung
+    transports[1].wait([one], [], bell, FOREVER)  # the bell is still rung
     bell.silence()
     began = time.monotonic()
     transports[1].wait([one], [], bell, 0.05)

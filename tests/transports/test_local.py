@@ -1,4 +1,4 @@
-"""In-process ranks: how a dead one is told from a silent one."""
+"""In-process ranks: the difference between a dead rank and a silent one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def played_by_a_thread_that_ends(hub: Hub, rank: int) -> None:
+def touch_by_a_thread_that_ends(hub: Hub, rank: int) -> None:
     thread = threading.Thread(target=hub.transports[rank].touch)
     thread.start()
     thread.join()
@@ -40,10 +40,10 @@ def test_gone_rank_that_never_called_is_false(clock: Clock) -> None:
     assert not hub.transports[0].gone(1)
 
 
-def test_gone_rank_without_living_threads_is_true_after_a_while(clock: Clock) -> None:
+def test_gone_rank_without_living_threads_is_true_after_half_a_second(clock: Clock) -> None:
     hub = Hub(2)
-    played_by_a_thread_that_ends(hub, 1)
-    assert not hub.transports[0].gone(1), "another thread may be about to go on"
+    touch_by_a_thread_that_ends(hub, 1)
+    assert not hub.transports[0].gone(1), "another thread may take over soon"
     clock.now += local.DEAD_AFTER * 0.9
     assert not hub.transports[0].gone(1)
     clock.now += local.DEAD_AFTER * 0.2
@@ -54,7 +54,7 @@ def test_gone_rank_without_living_threads_is_true_after_a_while(clock: Clock) ->
 def test_gone_rank_with_a_living_thread_is_false(clock: Clock) -> None:
     hub = Hub(2)
     hub.transports[1].touch()  # this thread
-    played_by_a_thread_that_ends(hub, 1)
+    touch_by_a_thread_that_ends(hub, 1)
     for _ in range(3):
         clock.now += 10
         assert not hub.transports[0].gone(1)
@@ -62,7 +62,7 @@ def test_gone_rank_with_a_living_thread_is_false(clock: Clock) -> None:
 
 def test_gone_rank_taken_over_by_another_thread_in_time_is_false(clock: Clock) -> None:
     hub = Hub(2)
-    played_by_a_thread_that_ends(hub, 1)
+    touch_by_a_thread_that_ends(hub, 1)
     assert not hub.transports[0].gone(1)
     clock.now += local.DEAD_AFTER * 0.9
     hub.transports[1].touch()

@@ -1,23 +1,23 @@
-"""Collectives as data.
+"""Represents collectives as data: schedules that can be built, verified, priced and drawn.
 
-    schedule       slices, operations, rounds: the terms in which every collective is written
-    expressions    ordered expressions over ranks' inputs
-    pricing        what a schedule costs, given the price of rounds, messages and bytes
-    tuning_table   the table of prices in a file, and its encoding
-    claims         properties that a schedule may state, and the rules that prove them
+    schedule       slices, operations and rounds, of which every schedule consists
+    expressions    ordered expressions over the inputs of ranks
+    pricing        predicts the time of a schedule from the costs of rounds, messages and bytes
+    tuning_table   the costs in a file, and their encoding
+    claims         properties that a schedule may claim, and the rules that prove them
     cost           counts the rounds and bytes of a schedule
-    combine        larger phases made of smaller ones
-    verify         proves a schedule right
-    star           everything through one rank
+    combine        combines phases into larger ones
+    verify         proves that a schedule is correct
+    star           all data goes through one rank
     tree           a binomial tree
     ring           each rank sends to the next
-    halving        halving and doubling
-    picture        schedules as text
-    direct         every rank with every other
-    hierarchical   inside hosts, then between them
-    choose         picks an algorithm and builds its schedule
+    halving        recursive halving and doubling
+    picture        draws schedules as text
+    direct         every rank exchanges with every other
+    hierarchical   first inside hosts, then between them
+    choose         chooses an algorithm and builds its schedule
 
-`python -m gradwire.collectives ring 5` draws one.
+`python -m gradwire.collectives ring 5` draws a schedule.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except GradwireError as error:
         parser.error(str(error))
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # arrows on a terminal that has none
+        sys.stdout.reconfigure(errors="replace")  # the picture's arrows must not fail on a terminal without Unicode
     sys.stdout.write(picture)
     return 0
 
@@ -38,9 +38,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog="For example: python -m gradwire.collectives hierarchical 5 --hosts 2,3 --collective broadcast --root 1",
     )
     parser.add_argument("algorithm", choices=(*ALGORITHMS, "oneshot"))
-    parser.add_argument("ranks", type=int, help="how many ranks take part")
+    parser.add_argument("ranks", type=int, help="number of ranks")
     parser.add_argument("--collective", default="all_reduce", choices=COLLECTIVES, help="default: all_reduce")
-    parser.add_argument("--root", type=int, default=0, help="the root, where the collective has one")
+    parser.add_argument("--root", type=int, default=0, help="the root, if the collective has one")
     parser.add_argument("--hosts", type=_counts, help="ranks on each host, such as 2,3; default: all on one")
     parser.add_argument("--width", type=int, help="columns to use; default: the terminal's")
     return parser

@@ -1,7 +1,7 @@
-"""Chooses the algorithm of a collective by price, and builds its schedule.
+"""Chooses the algorithm of a collective by its predicted time, and builds its schedule.
 
-The choice follows from the collective, the bytes, the topology and a table that the ranks have agreed on: it is the
-same on all of them.
+The choice depends on the collective, the bytes, the topology and a table that the ranks have agreed on, so it is the
+same on all ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FLAT: dict[str, dict[str, Builder]] = {
     "oneshot": {"all_reduce": direct.oneshot},
 }
 ALGORITHMS = ("star", "ring", "tree", "halving", "direct", "hierarchical")
-"""The public names. `oneshot` is how `direct` all-reduces small arrays."""
+"""The public names. `oneshot` is not among them: `direct` uses it to all-reduce small arrays."""
 
 CANDIDATES = {
     "all_reduce": ("oneshot", "direct", "tree", "halving", "ring", "star", "hierarchical"),
@@ -33,15 +33,16 @@ CANDIDATES = {
     "all_gather": ("direct", "halving", "ring"),
     "reduce_scatter": ("direct", "halving", "ring"),
 }
-"""What "auto" looks at; of equals the first. One hop is the best way to gather, to scatter and to exchange."""
+"""The algorithms that "auto" compares; among equally fast ones it chooses the first. Collectives that are not listed
+use `direct`: a gather, a scatter or an all-to-all is fastest with one hop."""
 FEW_RANKS = 16
-"""Up to here a message from every rank to every other is bearable: beyond, switches and crowded cores suffer, which no
-price of one rank's work would show."""
+"""With more ranks "auto" avoids messages from every rank to every other. They overload switches and cores, and the
+predicted time does not include this."""
 
 
 @lru_cache
 def algorithms(collective: str) -> tuple[str, ...]:
-    """The algorithms that a collective can be asked for by name."""
+    """Return the names that can be requested as the algorithm of a collective."""
     if collective not in COLLECTIVES:
         raise UnsupportedOp(f"there is no collective {collective!r}; there are: {', '.join(COLLECTIVES)}")
     tables: dict[str, Collection[str]] = {**FLAT, "hierarchical": hierarchical.PHASES}
@@ -49,9 +50,9 @@ def algorithms(collective: str) -> tuple[str, ...]:
 
 
 def build(collective: str, algorithm: str, size: int, *, topology: Topology | None = None, root: int = 0) -> Schedule:
-    """The schedule of a collective; made once and kept. Without a topology all ranks share a host."""
+    """Return the schedule of a collective, which is cached. Without a topology all ranks share a host."""
     if size < 1:
-        raise InvalidSize(f"a collective of {size} ranks")
+        raise InvalidSize(f"a collective needs at least 1 rank, got {size}")
     if topology is not None and topology.size != size:
         raise InvalidSize(f"the topology has {topology.size} ranks, the collective {size}")
     if not 0 <= root < size:
@@ -86,10 +87,10 @@ def choose(
     table: Table = DEFAULTS,
     transport: str = "tcp",
 ) -> str:
-    """The algorithm to build: the requested one, or for "auto" the one that should be fastest.
+    """Return the algorithm to build: the requested one, or for "auto" the one with the smallest predicted time.
 
-    nbytes is the size of the whole array: all that a rank ends with, or for a reduction all that it brings. `transport`
-    is what connects the ranks of a host.
+    `nbytes` is the size of the whole array: the input of a rank for a reduction, otherwise its output. `transport` is
+    the transport between ranks of one host.
     """
     known = algorithms(collective)
     if requested != "auto" and requested not in known:
@@ -110,12 +111,12 @@ def choose(
 
 
 def _candidates(collective: str, topology: Topology) -> tuple[str, ...]:
-    out: set[str] = set()
-    if len(topology.hosts) in (1, topology.size):  # one layer: there is nothing to gain
-        out.add("hierarchical")
+    excluded: set[str] = set()
+    if len(topology.hosts) in (1, topology.size):  # all links are of one kind, so a hierarchy has no advantage
+        excluded.add("hierarchical")
     if topology.size > FEW_RANKS and collective not in ROOTED:
-        out |= {"oneshot", "direct"}
-    return tuple(name for name in CANDIDATES.get(collective, ()) if name not in out) or ("direct",)
+        excluded |= {"oneshot", "direct"}
+    return tuple(name for name in CANDIDATES.get(collective, ()) if name not in excluded) or ("direct",)
 
 
 def _unsupported(collective: str, algorithm: str) -> UnsupportedOp:

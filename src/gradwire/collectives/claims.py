@@ -1,17 +1,21 @@
-"""Properties that a schedule may state beyond being correct, and the rules that prove them.
+"""Defines properties that a schedule may claim besides being correct, and the rules that prove them.
 
-The native executor's memory safety depends on these claims, so they are fields of a schedule and proved like the rest
-of it. The rules are sufficient, not necessary: a schedule that breaks one is refused the claim, whatever else it does.
+The native executor's memory safety depends on these claims. They are therefore fields of a schedule, and the verifier
+proves them. The rules are sufficient but not necessary: a schedule that violates a rule may not make the claim, even if
+the claim is true.
 
-**One shot.** An all-reduce of one segment in one exchange: every rank sends its whole input to every other rank and
-folds all inputs in the order of ranks; only the finishing follows. The executor may do the same without the schedule.
+**One shot.** An all-reduce of one segment in one exchange: every rank sends its whole input to every other rank, folds
+all inputs in rank order, and then finishes the result. The executor may do the same without following the schedule.
 
-**Mirrored.** All ranks' results lie alike, and the sender of a part of the result is the last reader of the place where
-it goes. Two shortcuts depend on that. A sender writes a part of its result straight into the receiver's. And a rank
-goes on to the next round while peers still read what it has exposed to them. Why the rules below suffice: where a rank
-receives segment s from rank q, it has read that place before only to send it to q. So q had taken that message,
-and all readers were done, before q sent its own. And no rank writes a place by itself that it has sent in an earlier
-round, which a peer may still read.
+**Mirrored.** The result has the same layout on all ranks, and the sender of a part of the result is the last reader of
+the memory that the part is written to. Two optimisations depend on this:
+
+- A sender writes a part of its result directly into the receiver's result.
+- A rank continues with the next round while peers still read the memory that it has exposed to them.
+
+The rules below suffice for the following reason. If a rank receives segment s from rank q, it has read the memory of s
+before only to send it to q. So q had received that message, and there was no other reader, before q sent its own. And
+no rank writes by itself to memory that it has sent in an earlier round, because a peer may still read that memory.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from gradwire.collectives.schedule import Copy, Finish, Fold, From, Operation, R
 
 
 class Objection(NamedTuple):
-    """Where a claim does not hold, and why."""
+    """A place where a claim does not hold, with the reason."""
 
     rank: int
     round_number: int
@@ -32,7 +36,7 @@ class Objection(NamedTuple):
 
 
 def objections(schedule: Schedule) -> Iterator[Objection]:
-    """Everything that speaks against what a schedule claims; that it is right otherwise is taken for granted."""
+    """Yield every violation of the claims of a schedule, which is otherwise assumed to be correct."""
     if schedule.one_shot:
         yield from _against_one_shot(schedule)
     if schedule.mirrored:
@@ -44,18 +48,18 @@ def objections(schedule: Schedule) -> Iterator[Objection]:
 
 def _against_one_shot(schedule: Schedule) -> Iterator[Objection]:
     if schedule.collective != "all_reduce" or schedule.segments != 1:
-        yield Objection(0, 0, None, "it claims to be one shot: only an all-reduce of one segment can be")
+        yield Objection(0, 0, None, "it claims to be one shot, but only an all-reduce of one segment can be")
         return
     for rank in range(schedule.size):
         program = schedule.program(rank)
         for number, ops in enumerate(program):
             for op in ops:
-                if not isinstance(op, Finish) and (number > 0 or not _is_shot(op, rank, schedule.size)):
-                    yield Objection(rank, number, op, "it claims to be one shot, and does something else")
+                if not isinstance(op, Finish) and (number > 0 or not _fits_one_shot(op, rank, schedule.size)):
+                    yield Objection(rank, number, op, "it claims to be one shot, but this operation does not fit")
 
 
-def _is_shot(op: Operation, rank: int, size: int) -> bool:
-    """Whether an operation sends this rank's whole input to all others, or folds all inputs in the order of ranks."""
+def _fits_one_shot(op: Operation, rank: int, size: int) -> bool:
+    """Return whether an operation sends this rank's whole input to all others, or folds all inputs in rank order."""
     match op:
         case Send(piece, to):
             return piece.buffer == "in" and sorted(to) == [other for other in range(size) if other != rank]
@@ -72,42 +76,42 @@ def _is_shot(op: Operation, rank: int, size: int) -> bool:
 
 def _against_mirrored(schedule: Schedule) -> Iterator[Objection]:
     if schedule.separate_acc:
-        yield Objection(0, 0, None, "it claims to be mirrored, and needs acc apart")
-    everything, handing_out = tuple(range(schedule.segments)), _messages_of_results(schedule)
+        yield Objection(0, 0, None, "it claims to be mirrored, but needs a separate acc")
+    all_segments, result_messages = tuple(range(schedule.segments)), _messages_of_results(schedule)
     for rank in range(schedule.size):
-        _, owed = placement(schedule.collective, schedule.size, schedule.segments, schedule.root, rank)
-        if owed != everything:
-            yield Objection(rank, 0, None, "it claims to be mirrored, and does not end with all segments")
-        places = _Places()
+        _, outputs = placement(schedule.collective, schedule.size, schedule.segments, schedule.root, rank)
+        if outputs != all_segments:
+            yield Objection(rank, 0, None, "it claims to be mirrored, but does not end with all segments")
+        accesses = _Accesses()
         for number, ops in enumerate(schedule.program(rank)):
             for op in ops:
-                reason = places.against(op) or _against_message(op, rank, handing_out[number])
+                reason = accesses.against(op) or _against_message(op, rank, result_messages[number])
                 if reason:
-                    yield Objection(rank, number, op, f"it claims to be mirrored: {reason}")
-            places.pass_round(ops)
+                    yield Objection(rank, number, op, f"it claims to be mirrored, but {reason}")
+            accesses.add_round(ops)
 
 
-class _Places:
-    """What one rank has done with the places of its segments in earlier rounds; `in`, `out` and `acc` are one place."""
+class _Accesses:
+    """One rank's accesses to its segments in earlier rounds. `in`, `out` and `acc` of a segment share memory."""
 
     def __init__(self) -> None:
-        self.used: set[int] = set()  # read or written by this rank's own operations, or received
-        self.sent: dict[int, set[int]] = {}  # to whom
+        self.used: set[int] = set()  # segments that this rank's own operations have written, or that it received
+        self.sent: dict[int, set[int]] = {}  # by segment, the ranks that it was sent to
 
     def against(self, op: Operation) -> str:
-        """Why an operation may touch what a peer still reads, or what this rank does."""
+        """Return why an operation may write memory that a peer or this rank still reads; empty if it cannot."""
         match op:
             case Recv(dst, source):
                 for segment in dst.segments:
                     if segment in self.used or self.sent.get(segment, {source}) != {source}:
-                        return f"rank {source} is not the only one that had to read segment {segment}"
+                        return f"rank {source} is not the only rank that had to read segment {segment}"
             case Fold(dst) | Finish(dst) | Copy(dst):
                 for segment in dst.segments:
                     if segment in self.sent:
                         return f"ranks that segment {segment} was sent to may still read it"
         return ""
 
-    def pass_round(self, ops: Round) -> None:
+    def add_round(self, ops: Round) -> None:
         for op in ops:
             match op:
                 case Send(piece, to):
@@ -118,7 +122,7 @@ class _Places:
 
 
 def _messages_of_results(schedule: Schedule) -> list[set[tuple[int, int]]]:
-    """By round, the pairs of ranks of which the first sends the second something that may be a part of its result."""
+    """Return, by round, the pairs (sender, receiver) of messages that may be a part of the sender's result."""
     found: list[set[tuple[int, int]]] = [set() for _ in range(schedule.rounds)]
     for rank in range(schedule.size):
         for pairs, ops in zip(found, schedule.program(rank), strict=True):
@@ -128,17 +132,17 @@ def _messages_of_results(schedule: Schedule) -> list[set[tuple[int, int]]]:
     return found
 
 
-def _against_message(op: Operation, rank: int, handing_out: set[tuple[int, int]]) -> str:
-    """Why a message may not be written straight into its receiver's result."""
+def _against_message(op: Operation, rank: int, result_messages: set[tuple[int, int]]) -> str:
+    """Return why a message must not be written directly into its receiver's result; empty if it may be."""
     match op:
         case Send(piece):
             if piece.buffer == "acc":
-                return "a partial result is sent, which may lie where the result does"
+                return "a partial result is sent, which may be in the memory of the result"
         case Recv(dst):
             if dst.buffer != "out":
-                return "it receives something that is no part of the result"
+                return "it receives a message that is not a part of the result"
         case Fold(_, terms):
             for term in terms:
-                if isinstance(term, From) and (term.rank, rank) in handing_out:
-                    return f"rank {term.rank} sends a part of the result, which is folded here"
+                if isinstance(term, From) and (term.rank, rank) in result_messages:
+                    return f"it folds a message of rank {term.rank} that may be a part of the result"
     return ""

@@ -1,6 +1,6 @@
-"""Combines phases of schedules: renamed segments and ranks, one after the other, side by side.
+"""Combines phases of schedules: with renamed ranks and segments, one after the other, or at the same time.
 
-What a phase claims (`one_shot`, `mirrored`) does not pass on to what is made of it.
+A combined phase does not inherit the claims (`one_shot`, `mirrored`) of its parts.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def relabel(
     segments: int | None = None,
     buffers: Mapping[Buffer, Buffer] | None = None,
 ) -> Phase:
-    """The same phase under other names.
+    """Return the same phase with other ranks, segments and buffers.
 
-    Rank i becomes ranks[i]. Segment i becomes the run bounds[i] … bounds[i + 1] - 1 of `segments` ones: runs lie one
-    after the other, so a slice stays a slice. Buffers not named stay. What now would only
-    copy a slice onto itself disappears.
+    Rank i becomes ranks[i]. Segment i becomes the segments bounds[i] … bounds[i + 1] - 1 of `segments` segments. These
+    runs are adjacent, so a slice stays a slice. Buffers that are not in `buffers` stay the same. Operations that would
+    copy a slice onto itself are removed.
     """
     labels = _Labels(ranks, bounds, buffers or {})
     members: Collection[int] = phase.ranks
@@ -86,12 +86,12 @@ class _Labels:
     def term(self, term: Term) -> Term:
         if isinstance(term, Slice):
             return self.slice(term)
-        # What arrives for a fold in type T was sent from `in`; if that now names `acc`, it arrives in type A.
+        # A term that arrives in type T was sent from `in`. If `in` becomes `acc`, the term arrives in type A.
         return From(self.rank(term.rank), term.partial or self.buffers.get("in") == "acc")
 
 
 def then(*phases: Phase) -> Phase:
-    """One phase after the other."""
+    """Return the phases one after the other."""
     rounds = sum(phase.rounds for phase in phases)
 
     def make(rank: int) -> Program:
@@ -101,7 +101,7 @@ def then(*phases: Phase) -> Phase:
 
 
 def beside(*phases: Phase) -> Phase:
-    """Phases at the same time; ranks may be in several if those touch different segments."""
+    """Return the phases at the same time. A rank may take part in several phases if they use different segments."""
     rounds = max(phase.rounds for phase in phases)
 
     def make(rank: int) -> Program:
@@ -116,7 +116,7 @@ def beside(*phases: Phase) -> Phase:
 
 
 def finish(ranks: Collection[int], segments: int, owned: Callable[[int], range]) -> Phase:
-    """One round without messages: each rank finishes the segments it owns."""
+    """Return one round without messages, in which each rank finishes the segments that it owns."""
 
     def make(rank: int) -> Program:
         own = owned(rank)

@@ -1,4 +1,4 @@
-"""Counts what a schedule costs: rounds with messages in them, and bytes, in units of the whole array."""
+"""Counts the cost of a schedule: rounds with messages, and bytes in units of the whole array."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from gradwire.collectives.schedule import Fold, From, Operation, Recv, Schedule,
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes are fractions of the whole array (of one rank's input for all_to_all), all segments being equal."""
+    """The cost of a schedule, if all segments have equal length.
+
+    Bytes are fractions of the whole array (for all_to_all, of one rank's input), by rank.
+    """
 
     rounds: int
     sent: tuple[Fraction, ...]
@@ -26,7 +29,7 @@ class Cost:
 
 
 def cost(schedule: Schedule) -> Cost:
-    """Every rank's bytes; looks at all programs."""
+    """Return the cost of a schedule. This builds the programs of all ranks."""
     whole = schedule.size if schedule.collective == "all_to_all" else schedule.segments
     programs = [schedule.program(rank) for rank in range(schedule.size)]
     busy = {i for program in programs for i, ops in enumerate(program) if any(map(_sent, ops))}
@@ -36,11 +39,12 @@ def cost(schedule: Schedule) -> Cost:
 
 
 def _sent(op: Operation) -> int:
-    """In segments."""
+    """Return how many segments an operation sends."""
     return op.slice.count * len(op.to) if isinstance(op, Send) else 0
 
 
 def _received(op: Operation) -> int:
+    """Return how many segments an operation receives."""
     match op:
         case Recv(piece):
             return piece.count

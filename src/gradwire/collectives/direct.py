@@ -1,8 +1,9 @@
-"""Direct: every rank talks to every other rank.
+"""The direct algorithm: every rank exchanges with every other rank.
 
-Reductions run in two shots: segment s is folded by rank s, in rank order and in one go, and then handed out. The bytes
-of a ring in two rounds, at the price of n² messages: for few ranks, or where links do not share a wire. The one-shot
-all-reduce (`oneshot`) sends all inputs to all ranks, and each rank folds them alike: one round, for tiny arrays.
+A reduction has two exchanges. First rank s receives and folds segment s of all inputs, in rank order. Then it sends the
+result to the other ranks. This needs as many bytes as a ring and only two rounds, but n² messages: it is for few ranks,
+or for links that do not share a network. The one-shot all-reduce (`oneshot`) sends all inputs to all ranks, and each
+rank folds them in the same order: it needs one round and is for tiny arrays.
 
 With n ranks, in units of S, the bytes of the whole array (of one rank's input for all_to_all):
 
@@ -39,18 +40,18 @@ def oneshot(size: int, root: int) -> Phase:
         others = _others(size, rank)
         return ((Send(Slice("in", 0), others), fold) if others else (fold,),)
 
-    # Each rank folds while its own input may still be on its way to others.
+    # Each rank folds while its own input may still be read by others.
     fold = Phase(range(size), 1, 1, make, separate_acc=True)
     return replace(then(fold, finish(range(size), 1, lambda _: range(1))), one_shot=True)
 
 
 def broadcast(size: int, root: int) -> Phase:
-    """The root hands each rank a segment, and each rank its segment to those that lack it."""
-    return then(hand_out(size, root), complete(size, root))
+    """The root sends one segment to each rank, then each rank sends its segment to the other ranks."""
+    return then(scatter_segments(size, root), share_segments(size, root))
 
 
 def reduce(size: int, root: int) -> Phase:
-    """Segment s is folded by rank s; the root collects the sums and finishes them."""
+    """Rank s folds segment s; the root receives the partial results and finishes them."""
 
     def make(rank: int) -> Program:
         if rank != root:
@@ -89,33 +90,33 @@ def all_to_all(size: int, root: int) -> Phase:
 
 
 def fold_own(size: int) -> Phase:
-    """One round: rank r ends with segment r of all inputs folded in rank order, not finished."""
+    """One round, after which rank r has segment r of all inputs folded in rank order, not finished."""
 
     def make(rank: int) -> Program:
-        leaving = (Send(Slice("in", r), (r,)) for r in _others(size, rank))
-        return ((*leaving, Fold(Slice("acc", rank), _in_rank_order(size, rank, Slice("in", rank)))),)
+        sends = (Send(Slice("in", r), (r,)) for r in _others(size, rank))
+        return ((*sends, Fold(Slice("acc", rank), _in_rank_order(size, rank, Slice("in", rank)))),)
 
     return Phase(range(size), size, 1, make)
 
 
-def hand_out(size: int, root: int) -> Phase:
-    """One round: rank r gets segment r of the root's input, and the root has its output."""
+def scatter_segments(size: int, root: int) -> Phase:
+    """One round, after which rank r has segment r of the root's input, and the root has its complete output."""
 
     def make(rank: int) -> Program:
         if rank != root:
             return ((Recv(Slice("out", rank), root),),)
-        leaving = (Send(Slice("in", r), (r,)) for r in _others(size, root))
-        return ((Copy(Slice("out", 0, size), Slice("in", 0, size)), *leaving),)
+        sends = (Send(Slice("in", r), (r,)) for r in _others(size, root))
+        return ((Copy(Slice("out", 0, size), Slice("in", 0, size)), *sends),)
 
     return Phase(range(size), size, 1, make)
 
 
-def complete(size: int, root: int) -> Phase:
-    """One round: rank r, which holds segment r, sends it to all that lack it; the root lacks nothing."""
+def share_segments(size: int, root: int) -> Phase:
+    """One round, in which rank r sends segment r to all other ranks except the root, which has all segments."""
 
     def make(rank: int) -> Program:
-        lacking = tuple(r for r in _others(size, rank) if r != root)
-        ops: list[Operation] = [Send(Slice("out", rank), lacking)] if lacking else []
+        receivers = tuple(r for r in _others(size, rank) if r != root)
+        ops: list[Operation] = [Send(Slice("out", rank), receivers)] if receivers else []
         if rank != root:
             ops += [Recv(Slice("out", r), r) for r in _others(size, rank)]
         return (tuple(ops),)
@@ -124,7 +125,7 @@ def complete(size: int, root: int) -> Phase:
 
 
 def _others(size: int, rank: int) -> tuple[int, ...]:
-    """All other ranks, beginning with the next one: so that not all ranks send to the same one first."""
+    """Return all other ranks, starting with the next one, so that not all ranks send to the same rank first."""
     return (*range(rank + 1, size), *range(rank))
 
 
@@ -138,7 +139,7 @@ PHASES: dict[str, Builder] = {
     "reduce": reduce,
     "all_gather": all_gather,
     "reduce_scatter": reduce_scatter,
-    # With one hop there is only one way to gather and to scatter.
+    # A gather or scatter with one hop is the same in both algorithms.
     "gather": star.gather,
     "scatter": star.scatter,
     "all_to_all": all_to_all,

@@ -1,17 +1,17 @@
-"""Ordered expressions over ranks' inputs, each known by one number: equal numbers mean equal bits."""
+"""Numbers ordered expressions over the inputs of ranks. Equal numbers mean equal expressions, and so equal bits."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 Expression = int | tuple["Expression", "Expression"]
-"""A rank, which stands for its input, or the sum of two expressions: ((1, 2), 0) is (input 1 + input 2) + input 0."""
+"""A rank, for the input of that rank, or the sum of two expressions: ((1, 2), 0) is (input 1 + input 2) + input 0."""
 
 _Key = tuple[Literal["leaf", "sum", "finished"], int, int]
 
 
 class Expressions:
-    """All expressions met so far. The same one always gets the same number."""
+    """A table of expressions. Equal expressions have the same number."""
 
     def __init__(self) -> None:
         self._numbers: dict[_Key, int] = {}
@@ -20,7 +20,7 @@ class Expressions:
         self._shown: list[Expression] = []
 
     def leaf(self, rank: int, segment: int) -> int:
-        """A segment of a rank's input."""
+        """Return the number of a segment of a rank's input."""
         return self._number(("leaf", rank, segment), 1 << rank, rank)
 
     def sum(self, left: int, right: int) -> int:
@@ -34,7 +34,7 @@ class Expressions:
         return self._keys[number][0] == "finished"
 
     def ranks(self, number: int) -> int:
-        """Whose inputs are in it: bit r for rank r."""
+        """Return which inputs an expression contains, as bits: bit r is rank r."""
         return self._ranks[number]
 
     def show(self, number: int) -> Expression:

@@ -1,13 +1,13 @@
-"""Halving and doubling: the bytes of a ring in the rounds of a tree, for any number of ranks.
+"""The halving and doubling algorithm: as many bytes as a ring in as many rounds as a tree, for any number of ranks.
 
-The core is the largest power of two, 2**k, of the n ranks. Each of the n - 2**k ranks too many (an odd one, 2i + 1)
-hands its input to its even neighbour 2i first and is served by it last. The core folds by exchanging halves with
-partners at half the distance each round, and gathers by the same exchanges backwards. A core rank of a pair owns both
-segments of the pair, so what a core rank holds is always one run of segments. For arrays of middling size and many
-ranks.
+The core is 2**k of the n ranks, for the largest possible k. Each of the other n - 2**k ranks is an odd rank 2i + 1. It
+sends its input to its even neighbour 2i in the first round, and receives its result from this neighbour in the last
+round. In between, the core folds by exchanging halves with partners, at half the distance in each round. It gathers by
+the same exchanges in reverse order. A core rank with an odd neighbour owns the segments of both ranks, so the segments
+of a core rank are always one run. This algorithm is for arrays of medium size and many ranks.
 
-With k = ⌊log2 n⌋ and x = 1 if n is not a power of two, else 0, in units of S, the bytes of the whole array (`<=`: exact
-for powers of two, and a bound for others):
+With k = ⌊log2 n⌋ and x = 1 if n is not a power of two, else 0, in units of S, the bytes of the whole array (a value
+with `<=` is exact if n is a power of two, otherwise a bound):
 
 | collective     | rounds        | most sent by a rank            | most received by a rank        |
 |----------------|---------------|--------------------------------|--------------------------------|
@@ -40,7 +40,10 @@ from gradwire.collectives.schedule import (
 
 @dataclass(frozen=True)
 class _Core:
-    """The power of two of ranks that exchange halves; the first `pairs` of them stand for an odd rank as well."""
+    """The 2**steps ranks that exchange halves. Each has a place in the core.
+
+    The first `pairs` places belong to ranks that also act for an odd neighbour.
+    """
 
     size: int
     steps: int
@@ -55,44 +58,44 @@ class _Core:
         return self.start(place)
 
     def start(self, place: int) -> int:
-        """The first segment of a place; its bundle ends where the next one's starts."""
+        """Return the first segment of a place. Its segments end where those of the next place start."""
         return place + min(place, self.pairs)
 
     def place(self, rank: int) -> int | None:
-        """The rank's place in the core; None for an odd rank of a pair."""
+        """Return the rank's place in the core; None for an odd rank of a pair."""
         if rank < 2 * self.pairs:
             return None if rank % 2 else rank // 2
         return rank - self.pairs
 
     def run(self, buffer: Buffer, first: int, places: int) -> Slice:
-        """What so many places own together."""
+        """Return the segments of `places` consecutive places."""
         start = self.start(first)
         return Slice(buffer, start, self.start(first + places) - start)
 
-    def bundle(self, rank: int) -> range:
+    def segments_of(self, rank: int) -> range:
         place = self.place(rank)
         return range(0) if place is None else range(self.start(place), self.start(place + 1))
 
 
 def all_reduce(size: int, root: int) -> Phase:
     core = _Core.of(size)
-    own = finish(range(size), size, core.bundle)
-    return then(_fold_pairs(core), _halve(core), own, _double(core), _serve_odd(core, with_their_own=True))
+    own = finish(range(size), size, core.segments_of)
+    return then(_fold_pairs(core), _halve(core), own, _double(core), _send_result_to_odd(core, include_own=True))
 
 
 def reduce_scatter(size: int, root: int) -> Phase:
     core = _Core.of(size)
     own = finish(range(size), size, lambda rank: range(rank, rank + 1))
-    return then(_fold_pairs(core), _halve(core), _hand_back(core), own)
+    return then(_fold_pairs(core), _halve(core), _send_segment_to_odd(core), own)
 
 
 def all_gather(size: int, root: int) -> Phase:
     core = _Core.of(size)
-    return then(_pool_pairs(core), _double(core), _serve_odd(core, with_their_own=False))
+    return then(_gather_pairs(core), _double(core), _send_result_to_odd(core, include_own=False))
 
 
 def _fold_pairs(core: _Core) -> Phase:
-    """Odd ranks hand their input to the even ones."""
+    """Odd ranks send their input to their even neighbours."""
 
     def make(rank: int) -> Round:
         inputs = Slice("in", 0, core.size)
@@ -100,11 +103,11 @@ def _fold_pairs(core: _Core) -> Phase:
             return (Send(inputs, (rank - 1,)),)
         return (Fold(Slice("acc", 0, core.size), (inputs, From(rank + 1, partial=False))),)
 
-    return _among_pairs(core, make)
+    return _round_of_pairs(core, make)
 
 
 def _halve(core: _Core) -> Phase:
-    """Each step halves the places that a rank is responsible for; the other half goes to its partner."""
+    """Each step halves the segments that a rank folds, and sends the other half to its partner."""
 
     def make(rank: int) -> Program:
         if core.size == 1:
@@ -132,7 +135,7 @@ def _halving_step(core: _Core, place: int, step: int) -> Round:
 
 
 def _double(core: _Core) -> Phase:
-    """The exchanges of `_halve` backwards: each step doubles the places whose results a rank has."""
+    """The exchanges of `_halve` in reverse order: each step doubles the results that a rank has."""
 
     def make(rank: int) -> Program:
         place = core.place(rank)
@@ -148,8 +151,8 @@ def _doubling_step(core: _Core, place: int, step: int) -> Round:
     return send, Recv(core.run("out", partner & -distance, distance), core.rank(partner))
 
 
-def _pool_pairs(core: _Core) -> Phase:
-    """Everybody has its own segment in `out`, and even ranks their neighbour's too."""
+def _gather_pairs(core: _Core) -> Phase:
+    """Each rank copies its own segment to `out`, and even ranks receive the segment of their odd neighbour."""
 
     def make(rank: int) -> Program:
         ops: list[Operation] = [Copy(Slice("out", rank), Slice("in", rank))]
@@ -163,33 +166,33 @@ def _pool_pairs(core: _Core) -> Phase:
     return Phase(range(core.size), core.size, 1, make)
 
 
-def _hand_back(core: _Core) -> Phase:
-    """Odd ranks get the sum of their segment."""
+def _send_segment_to_odd(core: _Core) -> Phase:
+    """Odd ranks receive the partial result of their segment."""
 
     def make(rank: int) -> Round:
         if rank % 2:
             return (Recv(Slice("acc", rank), rank - 1),)
         return (Send(Slice("acc", rank + 1), (rank + 1,)),)
 
-    return _among_pairs(core, make)
+    return _round_of_pairs(core, make)
 
 
-def _serve_odd(core: _Core, *, with_their_own: bool) -> Phase:
-    """Odd ranks get the whole result from the even ones, or all of it but the segment they brought."""
+def _send_result_to_odd(core: _Core, *, include_own: bool) -> Phase:
+    """Odd ranks receive the result from their even neighbours, with or without the segment of their own input."""
 
     def make(rank: int) -> Round:
         odd = rank | 1
-        runs = [range(core.size)] if with_their_own else [range(odd), range(odd + 1, core.size)]
+        runs = [range(core.size)] if include_own else [range(odd), range(odd + 1, core.size)]
         slices = [Slice("out", run.start, len(run)) for run in runs if run]
         if rank % 2:
             return tuple(Recv(piece, rank - 1) for piece in slices)
         return tuple(Send(piece, (rank + 1,)) for piece in slices)
 
-    return _among_pairs(core, make)
+    return _round_of_pairs(core, make)
 
 
-def _among_pairs(core: _Core, make: Callable[[int], Round]) -> Phase:
-    """A round of the pairs, or nothing if there are none."""
+def _round_of_pairs(core: _Core, make: Callable[[int], Round]) -> Phase:
+    """One round of the ranks in pairs; no round if there are no pairs."""
     return Phase(range(2 * core.pairs), core.size, min(core.pairs, 1), lambda rank: (make(rank),))
 
 

@@ -1,10 +1,12 @@
-"""Hierarchical: few bytes between hosts, the rest inside them; hosts may have unequal numbers of ranks.
+"""The hierarchical algorithm: few bytes between hosts, the rest inside hosts. Hosts may have different sizes.
 
-The segments are l columns of h, for h hosts of which the largest has l ranks. Each host deals the columns out to its
-ranks; on a smaller host a rank owns several. A reduction folds each column inside each host (`direct`), then the owners
-of a column on all hosts reduce it among themselves (`ring`, a segment for each host), then hosts gather inside
-(`direct`). A broadcast deals the columns out on the root's host, their owners hand them to the owners on other hosts
-(`direct`), then hosts gather inside. So a host sends to other hosts what one rank would if each host were one rank.
+There are h hosts, and the largest has l ranks. The segments form l columns of h segments. Each host assigns all columns
+to its ranks, so a rank of a smaller host owns several columns.
+
+A reduction has three phases. Each host folds each column (`direct`). The owners of a column on all hosts reduce it
+among themselves (`ring`, one segment for each host). Each host gathers the columns (`direct`). A broadcast first
+scatters the columns on the root's host. Their owners send them to the owners on the other hosts (`direct`), and each
+host gathers. So a host sends as many bytes to other hosts as a single rank would if each host had one rank.
 
 With h hosts of l ranks each, in units of S, the bytes of the whole array:
 
@@ -29,52 +31,53 @@ def all_reduce(topology: Topology, root: int) -> Phase:
     grid = _Grid(topology)
     return then(
         beside(*(grid.inside(host, direct.fold_own(len(ranks))) for host, ranks in enumerate(topology.hosts))),
-        # What is reduced between hosts is the partial results of the fold inside.
+        # The inputs of the reduction between hosts are the partial results of the fold inside hosts.
         grid.across(relabel(ring.all_reduce(len(topology.hosts), 0), buffers={"in": "acc"})),
-        beside(*(grid.inside(host, _gathered(len(ranks))) for host, ranks in enumerate(topology.hosts))),
+        beside(*(grid.inside(host, _gather_results(len(ranks))) for host, ranks in enumerate(topology.hosts))),
     )
 
 
 def broadcast(topology: Topology, root: int) -> Phase:
     grid = _Grid(topology)
-    home = topology.host_of(root)
-    family = topology.hosts[home]
+    root_host = topology.host_of(root)
+    ranks = topology.hosts[root_host]
     return then(
-        grid.inside(home, direct.hand_out(len(family), family.index(root))),
-        grid.across(relabel(direct.broadcast(len(topology.hosts), home), buffers={"in": "out"})),
+        grid.inside(root_host, direct.scatter_segments(len(ranks), ranks.index(root))),
+        grid.across(relabel(direct.broadcast(len(topology.hosts), root_host), buffers={"in": "out"})),
         beside(
-            grid.inside(home, direct.complete(len(family), family.index(root))),
-            *(grid.inside(host, _gathered(len(r))) for host, r in enumerate(topology.hosts) if host != home),
+            grid.inside(root_host, direct.share_segments(len(ranks), ranks.index(root))),
+            *(grid.inside(host, _gather_results(len(r))) for host, r in enumerate(topology.hosts) if host != root_host),
         ),
     )
 
 
-def _gathered(size: int) -> Phase:
+def _gather_results(size: int) -> Phase:
     return relabel(direct.all_gather(size, 0), buffers={"in": "out"})
 
 
 class _Grid:
-    """The columns of segments and who owns them: column c is segments c * h … c * h + h - 1."""
+    """The columns of segments and their owners: column c is the segments c * h … c * h + h - 1."""
 
     def __init__(self, topology: Topology) -> None:
         self.hosts = topology.hosts
         self.columns = max(map(len, topology.hosts))
         self.segments = self.columns * len(topology.hosts)
-        # The columns of the i-th rank of host h are deals[h][i] … deals[h][i + 1] - 1.
-        self.deals = [[i * self.columns // len(r) for i in range(len(r) + 1)] for r in topology.hosts]
+        # The columns of the i-th rank of host h are bounds[h][i] … bounds[h][i + 1] - 1.
+        self.bounds = [[i * self.columns // len(r) for i in range(len(r) + 1)] for r in topology.hosts]
 
     def inside(self, host: int, phase: Phase) -> Phase:
-        """A phase of a host's ranks, in which each rank's segment is all the columns that it owns."""
-        bounds = [column * len(self.hosts) for column in self.deals[host]]
+        """Return a phase of a host's ranks, in which the segment of a rank is all columns that it owns."""
+        bounds = [column * len(self.hosts) for column in self.bounds[host]]
         return relabel(phase, ranks=self.hosts[host], bounds=bounds, segments=self.segments)
 
     def across(self, phase: Phase) -> Phase:
-        """A phase of one rank per host and one segment per host, for each column at the same time."""
+        """Return a phase of one rank and one segment per host, for all columns at the same time."""
         return beside(*(self._across(column, phase) for column in range(self.columns)))
 
     def _across(self, column: int, phase: Phase) -> Phase:
         height = len(self.hosts)
-        owners = [ranks[bisect_right(deal, column) - 1] for ranks, deal in zip(self.hosts, self.deals, strict=True)]
+        hosts = zip(self.hosts, self.bounds, strict=True)
+        owners = [ranks[bisect_right(starts, column) - 1] for ranks, starts in hosts]
         bounds = range(column * height, (column + 1) * height + 1)
         return relabel(phase, ranks=owners, bounds=bounds, segments=self.segments)
 

@@ -1,4 +1,4 @@
-"""Schedules as text: a row for each round, a column for each rank."""
+"""Draws schedules as text, with a row for each round and a column for each rank."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _SHOWN_RESULTS = 8
 _LEGEND = (
     "in, out, acc   input, output and partial results, by segment",
     "x → r          sent to rank r",
-    "x ← r          received from rank r; ←r: so is a term of a sum",
-    "x ⇐ y          finished: divided if it is a mean, and rounded",
+    "x ← r          received from rank r; ←r in a sum is a term received from rank r",
+    "x ⇐ y          finished: divided for a mean, and rounded",
 )
 
 
 def draw(schedule: Schedule, width: int = 120) -> str:
-    """The whole picture, verified: raises InvalidSchedule if the schedule is wrong."""
+    """Verify a schedule and return its picture; raise InvalidSchedule if it is wrong."""
     results = verify(schedule)
     lines = [_title(schedule), ""]
     for ranks in _blocks(schedule, width):
@@ -40,7 +40,7 @@ def _title(schedule: Schedule) -> str:
 
 
 def _blocks(schedule: Schedule, width: int) -> Iterator[range]:
-    """As many ranks side by side as fit."""
+    """Yield blocks of ranks that fit side by side."""
     first, used = 0, _MARGIN
     for rank in range(schedule.size):
         needed = _column(schedule, rank) + 3
@@ -76,7 +76,7 @@ def _row(label: str, cells: list[str], widths: list[int]) -> str:
 
 
 def _cell(ops: Round) -> list[str]:
-    """Sends first, then what arrives, then what is done with it."""
+    """Return the operations as text: first the sends, then the receives, then the others."""
     return [
         str(op) for op in sorted(ops, key=lambda op: 0 if isinstance(op, Send) else 1 if isinstance(op, Recv) else 2)
     ]
@@ -94,7 +94,7 @@ def _results(results: dict[int, Expression]) -> Iterator[str]:
 
 
 def _sum(expression: Expression) -> str:
-    """Sums run from the left, so only those on the right of a + are in brackets."""
+    """Return a sum as text. Sums associate to the left, so only sums on the right of a + are in brackets."""
     terms: list[str] = []
     while isinstance(expression, tuple):
         expression, right = expression

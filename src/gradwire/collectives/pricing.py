@@ -1,8 +1,9 @@
-"""Predicts the seconds that a schedule takes, from the cost of a round, a message and a byte on the links it uses.
+"""Predicts the seconds that a schedule takes, from the cost of a round, a message and a byte on the links that it uses.
 
-The model is plain on purpose: it has to rank algorithms, not to foretell times. Rounds follow one another, a round
-lasts as long as its busiest rank or wire, and the ranks of a host share one wire to other hosts. A round that uses two
-kinds of links waits for the slower one. Ranks that outnumber the cores, and tiles that overlap, are not in it.
+The model is simple on purpose: it has to order algorithms by speed, not to predict exact times. Rounds do not overlap.
+A round takes as long as its busiest rank or network link, and the ranks of a host share one link to other hosts. A
+round that uses two kinds of links waits for the slower one. The model ignores that there may be more ranks than cores,
+and that the tiles of a call overlap.
 """
 
 from __future__ import annotations
@@ -17,37 +18,37 @@ from gradwire.collectives.schedule import Fold, From, Recv, Round, Schedule, Sen
 from gradwire.topology import Topology
 
 SAMPLE = 8
-"""So many ranks of a host are looked at: those in between do what their neighbours do."""
+"""The number of ranks of a host whose programs are counted. The other ranks do the same as their neighbours."""
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What things cost on one kind of link, in seconds."""
+    """The costs of one kind of link, in seconds."""
 
     round: float
-    """Until what was sent arrives, however small."""
+    """The latency of a message of any size."""
     message: float
-    """Each message that a rank sends or receives."""
+    """For each message that a rank sends or receives."""
     staged: float
-    """Each byte that a rank sends, however many ranks it is for."""
+    """For each byte that a rank sends, counted once for any number of receivers."""
     sent: float
-    """Each byte for each rank that it is sent to."""
+    """For each byte that a rank sends, counted for each receiver."""
     received: float
-    """Each byte that arrives."""
+    """For each byte that a rank receives."""
     folded: float
-    """Each byte that is folded as it arrives, besides."""
+    """For each received byte that is folded, in addition to `received`."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Constants by kind of link: memory that ranks of a host share, sockets inside a host, sockets between hosts."""
+    """Costs by kind of link: shared memory inside a host, sockets inside a host, sockets between hosts."""
 
     shm: Constants
     tcp: Constants
     net: Constants
 
     def inside(self, transport: str) -> Constants:
-        """Those of the links that a transport makes inside a host."""
+        """Return the costs of links inside a host, for this transport."""
         return self.shm if transport == "shm" else self.tcp
 
 
@@ -56,11 +57,11 @@ DEFAULTS = Table(
     tcp=Constants(round=12e-6, message=1e-6, staged=0.0, sent=0.35e-9, received=0.3e-9, folded=0.1e-9),
     net=Constants(round=25e-6, message=1e-6, staged=0.0, sent=0.8e-9, received=0.3e-9, folded=0.1e-9),
 )
-"""Of the native core with spinning ranks; `net` is a network of 10 Gbit/s."""
+"""Costs of the native core with ranks that spin while they wait; `net` is a network of 10 Gbit/s."""
 
 
 class Load(NamedTuple):
-    """What one rank has to do in one round on one kind of link; bytes are in units of the whole array."""
+    """The messages and bytes of one rank in one round on one kind of link. Bytes are in units of the whole array."""
 
     messages: float = 0
     staged: float = 0
@@ -79,18 +80,18 @@ class Load(NamedTuple):
 
 
 class Loads(NamedTuple):
-    """A rank's round: on the links inside its host, and on those to other hosts."""
+    """The loads of one rank in one round: on the links inside its host, and on the links to other hosts."""
 
     inside: Load
     between: Load
 
 
-Bill = tuple[tuple[int, tuple[Loads, ...]], ...]
-"""Different rounds, how often each occurs, and what the ranks that were looked at have to do in it."""
+RoundLoads = tuple[tuple[int, tuple[Loads, ...]], ...]
+"""The distinct rounds of a schedule: how often each occurs, and the loads of the counted ranks in it."""
 
 
 def price(schedule: Schedule, topology: Topology, nbytes: int, inside: Constants, between: Constants) -> float:
-    """Seconds for an array of so many bytes.
+    """Return the predicted seconds of a schedule for an array of `nbytes`.
 
     >>> from gradwire.collectives import build
     >>> oneshot = build("all_reduce", "oneshot", 2)
@@ -98,7 +99,8 @@ def price(schedule: Schedule, topology: Topology, nbytes: int, inside: Constants
     >>> round(seconds * 1e9)  # 300 for the round, 200 for a message each way, 190 for the bytes
     690
     """
-    return sum(times * _round_price(loads, nbytes, inside, between) for times, loads in bill(schedule, topology))
+    rounds = round_loads(schedule, topology)
+    return sum(times * _round_price(loads, nbytes, inside, between) for times, loads in rounds)
 
 
 def _round_price(loads: tuple[Loads, ...], nbytes: int, inside: Constants, between: Constants) -> float:
@@ -110,41 +112,44 @@ def _round_price(loads: tuple[Loads, ...], nbytes: int, inside: Constants, betwe
 
 
 @lru_cache(maxsize=512)
-def bill(schedule: Schedule, topology: Topology) -> Bill:
-    """Counted once for each schedule, from the programs of a few ranks: those of the hosts that may have most to do."""
+def round_loads(schedule: Schedule, topology: Topology) -> RoundLoads:
+    """Count the loads of a schedule, once for each schedule, from a few ranks of the hosts that may be the busiest."""
     rounds: list[set[Loads]] = [set() for _ in range(schedule.rounds)]
-    for host in _telling_hosts(topology):
+    for host in _representative_hosts(topology):
         for i, loads in enumerate(_host_loads(schedule, topology, host)):
             rounds[i].update(loads)
     busy = Counter(tuple(sorted(loads)) for loads in rounds if any(any(load.inside + load.between) for load in loads))
     return tuple((times, loads) for loads, times in busy.items())
 
 
-def _telling_hosts(topology: Topology) -> set[int]:
-    """The first, which has the root, the last, the smallest and the largest."""
+def _representative_hosts(topology: Topology) -> set[int]:
+    """Return the first host, which has the root, the last, the smallest and the largest."""
     sizes = [len(ranks) for ranks in topology.hosts]
     return {0, len(sizes) - 1, sizes.index(min(sizes)), sizes.index(max(sizes))}
 
 
 def _host_loads(schedule: Schedule, topology: Topology, host: int) -> Iterator[list[Loads]]:
-    """What the ranks of a host do, round by round, and what its wire to other hosts does."""
+    """Yield, for each round, the loads of the ranks of a host and of its network link to other hosts."""
     whole = schedule.size if schedule.collective == "all_to_all" else schedule.segments
-    family = frozenset(topology.hosts[host])
+    host_ranks = frozenset(topology.hosts[host])
     sample = _sample(topology.hosts[host])
-    # Not `schedule.program`, which would keep them all.
+    # Not `schedule.program`, which would cache all of them.
     programs = [schedule.phase.program(rank) for rank in sample]
     for ops_by_rank in zip(*programs, strict=True):
-        inside = [_load(ops, family.__contains__, whole) for ops in ops_by_rank]
+        inside = [_load(ops, host_ranks.__contains__, whole) for ops in ops_by_rank]
         if len(topology.hosts) == 1:
             yield [Loads(load, Load()) for load in inside]
             continue
-        between = [_load(ops, lambda peer: peer not in family, whole) for ops in ops_by_rank]
-        wire = sum(load.sent * weight for load, weight in zip(between, sample.values(), strict=True))
-        yield [*map(Loads, inside, between), Loads(Load(), Load(sent=wire))]
+        between = [_load(ops, lambda peer: peer not in host_ranks, whole) for ops in ops_by_rank]
+        network = sum(load.sent * weight for load, weight in zip(between, sample.values(), strict=True))
+        yield [*map(Loads, inside, between), Loads(Load(), Load(sent=network))]
 
 
 def _sample(ranks: tuple[int, ...]) -> dict[int, float]:
-    """Ranks, and for how many each of them stands. The first and the last, who may be special, stand for themselves."""
+    """Return sample ranks, with the number of ranks that each represents.
+
+    The first and the last rank may have special programs, so they represent only themselves.
+    """
     if len(ranks) <= SAMPLE:
         return dict.fromkeys(ranks, 1.0)
     chosen = [ranks[i * (len(ranks) - 1) // (SAMPLE - 1)] for i in range(SAMPLE)]
@@ -153,7 +158,7 @@ def _sample(ranks: tuple[int, ...]) -> dict[int, float]:
 
 
 def _load(ops: Round, counted: Callable[[int], bool], whole: int) -> Load:
-    """What is exchanged with the peers that count."""
+    """Return the load of a round with those peers for which `counted` is true."""
     messages = staged = sent = received = folded = 0
     for op in ops:
         match op:

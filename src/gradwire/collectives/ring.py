@@ -1,6 +1,7 @@
-"""Ring: each rank sends to the next one only, a segment at a time.
+"""The ring algorithm: each rank sends only to the next rank, one segment in each round.
 
-The fewest bytes that any algorithm can do with, spread evenly over ranks and links; the most rounds. For large arrays.
+It needs the fewest bytes of all algorithms, spread evenly over ranks and links, but the most rounds. It is for large
+arrays.
 
 With n ranks, in units of S, the bytes of the whole array:
 
@@ -22,13 +23,13 @@ def all_reduce(size: int, root: int) -> Phase:
 
 
 def reduce_scatter(size: int, root: int) -> Phase:
-    return then(fold_around(size), finish(range(size), size, lambda rank: range(rank, rank + 1)))
+    return then(fold_along_ring(size), finish(range(size), size, lambda rank: range(rank, rank + 1)))
 
 
-def fold_around(size: int) -> Phase:
+def fold_along_ring(size: int) -> Phase:
     """Rank r ends with segment r folded over all ranks, not finished.
 
-    Segment s sets out at rank s + 1 and gains a term at each rank until it has come round to rank s.
+    The fold of segment s starts at rank s + 1, each rank adds its input, and rank s adds the last.
     """
 
     def make(rank: int) -> Program:
@@ -47,7 +48,7 @@ def fold_around(size: int) -> Phase:
 
 
 def all_gather(size: int, root: int) -> Phase:
-    """Each rank passes on what it got in the round before, beginning with its own segment."""
+    """Each rank first sends its own segment, and in each later round the segment that it received in the last round."""
 
     def make(rank: int) -> Program:
         own = Copy(Slice("out", rank), Slice("in", rank))

@@ -1,17 +1,18 @@
-"""The terms in which every collective is written: slices, operations, rounds, programs, schedules.
+"""Defines schedules and their parts: slices, operations, rounds and programs.
 
-A schedule gives each rank a program: a sequence of rounds, each a handful of operations on slices of segments. It
-knows nothing of counts, dtypes or transports, so what is proved of it once holds for all of them.
+A schedule has a program for each rank. A program is a sequence of rounds, and a round has a few operations on slices of
+segments. A schedule does not depend on counts, dtypes or transports, so a proof of it holds for all of them.
 
-**Buffers.** `in` and `out` hold elements of the array's type T; `acc` holds partial results in the type A that is
-accumulated in (f32 for half types, else T). An executor may lay `acc` over `out` and `out` over `in`: a schedule
-therefore treats the three of one segment as one place, and never reads one of them after writing another. A schedule
-that needs `acc` apart from the other two says so (`separate_acc`). The collectives that only move data use `acc` as
-scratch of type T.
+**Buffers.** `in` and `out` hold elements of the array's type T. `acc` holds partial results in the accumulator type A
+(float32 for 16-bit floats, otherwise T). An executor may use the same memory for `acc` and `out`, and for `out` and
+`in`. A schedule therefore treats the three buffers of a segment as one memory location, and never reads one of them
+after writing another. A schedule that needs separate memory for `acc` sets `separate_acc`. Collectives that only move
+data use `acc` as scratch memory of type T.
 
-**Rounds.** All ranks have equally many. A message is sent and received in the same round; messages of one pair of ranks
-match in the order in which the operations list them, and cover the same segments. Within a round no operation reads
-or writes a place that another writes; only `Copy(out[s], in[s])` may stand beside readers of `in[s]`.
+**Rounds.** All ranks have the same number of rounds. A message is sent and received in the same round. The messages
+between two ranks match in the order of their operations, and cover the same segments. Within a round no operation reads
+or writes a location that another operation writes. The only exception: `Copy(out[s], in[s])` may be in the same round
+as readers of `in[s]`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Segments first … first + count - 1 of a buffer."""
+    """The segments first … first + count - 1 of a buffer."""
 
     buffer: Buffer
     first: int
@@ -57,7 +58,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """The same segments to each of some ranks."""
+    """Send the segments of `slice` to each rank of `to`."""
 
     slice: Slice
     to: tuple[int, ...]
@@ -68,7 +69,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Recv:
-    """What `source` sends, into a slice."""
+    """Receive a message of rank `source` into `slice`."""
 
     slice: Slice
     source: int
@@ -79,7 +80,7 @@ class Recv:
 
 @dataclass(frozen=True, slots=True)
 class From:
-    """A term of a fold that arrives from a rank; a partial one is of type A (sent from `acc`), else of type T."""
+    """A term of a fold that `rank` sends. A partial term has type A (sent from `acc`), another term has type T."""
 
     rank: int
     partial: bool
@@ -93,7 +94,7 @@ Term = Slice | From
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """dst, in `acc`, = the terms reduced from left to right in type A; all of them cover the segments of dst."""
+    """Reduce the terms from left to right in type A into `dst`, in `acc`. Each term covers the segments of dst."""
 
     dst: Slice
     terms: tuple[Term, ...]
@@ -104,7 +105,7 @@ class Fold:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """dst = the complete result: divided if it is a mean, and rounded to T, here and nowhere else."""
+    """Compute the final result `dst` from `src`: divide for a mean, and round to T. Only this operation rounds."""
 
     dst: Slice
     src: Slice
@@ -115,7 +116,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """dst = src, of the same type."""
+    """Copy `src` to `dst`, which has the same type."""
 
     dst: Slice
     src: Slice
@@ -131,7 +132,7 @@ Program = tuple[Round, ...]
 
 @dataclass(frozen=True, eq=False)
 class Phase:
-    """Rounds for some ranks over some segments: a whole collective or a piece of one, to be composed."""
+    """The rounds of a whole collective, or of a part of one that is combined with others."""
 
     ranks: Collection[int]
     segments: int
@@ -142,17 +143,17 @@ class Phase:
     mirrored: bool = False
 
     def program(self, rank: int) -> Program:
-        """The rounds of one rank: empty ones for a rank that has no part in this phase."""
+        """Return the rounds of one rank. They are empty for a rank that does not take part in this phase."""
         return self.make(rank) if rank in self.ranks else ((),) * self.rounds
 
 
 Builder = Callable[[int, int], Phase]
-"""From the number of ranks and the root (any rank where the collective has none) to the phase that does it."""
+"""Builds the phase of a collective from the number of ranks and the root (any rank if the collective has none)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """A collective spelled out for `size` ranks; programs are made when first asked for."""
+    """The programs of a collective for `size` ranks. Each program is built on first use."""
 
     collective: str
     algorithm: str
@@ -167,22 +168,22 @@ class Schedule:
 
     @property
     def separate_acc(self) -> bool:
-        """Whether `acc` must have memory of its own, because it is written while `in` is still being sent."""
+        """Whether `acc` needs its own memory, because it is written while `in` is still being sent."""
         return self.phase.separate_acc
 
     @property
     def one_shot(self) -> bool:
-        """Claims that all ranks send their whole input to all others and fold alike: see `claims`."""
+        """Claims that all ranks send their whole input to all others and fold in the same order: see `claims`."""
         return self.phase.one_shot
 
     @property
     def mirrored(self) -> bool:
-        """Claims that parts of the result may be written straight into the receiver's: see `claims`."""
+        """Claims that parts of the result may be written directly into the receiver's result: see `claims`."""
         return self.phase.mirrored
 
     @property
     def rounds(self) -> int:
-        """How many rounds every program has, those without messages included."""
+        """The number of rounds of every program, including those without messages."""
         return self.phase.rounds
 
     def program(self, rank: int) -> Program:
@@ -197,30 +198,30 @@ class Schedule:
 def placement(
     collective: str, size: int, segments: int, root: int | None, rank: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Which segments a rank brings in `in`, and which it must end with in `out`."""
-    if collective == "all_to_all":  # segment i * size + j travels from rank i to rank j
+    """Return the segments of a rank's input, in `in`, and the segments of its result, in `out`."""
+    if collective == "all_to_all":  # segment i * size + j is sent from rank i to rank j
         return tuple(range(rank * size, (rank + 1) * size)), tuple(range(rank, segments, size))
-    everything, own = tuple(range(segments)), (rank,)
+    whole, own = tuple(range(segments)), (rank,)
     match collective:
         case "all_reduce":
-            return everything, everything
+            return whole, whole
         case "broadcast":
-            return everything if rank == root else (), everything
+            return whole if rank == root else (), whole
         case "reduce":
-            return everything, everything if rank == root else ()
+            return whole, whole if rank == root else ()
         case "all_gather":
-            return own, everything
+            return own, whole
         case "reduce_scatter":
-            return everything, own
+            return whole, own
         case "gather":
-            return own, everything if rank == root else ()
+            return own, whole if rank == root else ()
         case "scatter":
-            return everything if rank == root else (), own
+            return whole if rank == root else (), own
     raise UnsupportedOp(f"there is no collective {collective!r}; there are: {', '.join(COLLECTIVES)}")
 
 
 def origin(collective: str, size: int, root: int | None, segment: int) -> int | None:
-    """The rank whose input a segment of the result is; None where it is reduced from all ranks."""
+    """Return the rank whose input becomes a segment of the result; None if all inputs are reduced to it."""
     match collective:
         case "broadcast" | "scatter":
             return root

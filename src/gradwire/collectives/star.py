@@ -1,6 +1,7 @@
-"""Star: everything through one rank, the root (rank 0 where there is none).
+"""The star algorithm: all data goes through one rank, the hub. The hub is the root, or rank 0 if there is no root.
 
-One hop each way and the fewest messages, but the hub carries all of the traffic: for small arrays, few ranks.
+It needs one hop in each direction and the fewest messages, but the hub carries all of the traffic. It is for small
+arrays and few ranks.
 
 With n ranks, in units of S, the bytes of the whole array (of one rank's input for all_to_all):
 
@@ -23,7 +24,7 @@ from gradwire.collectives.schedule import Builder, Copy, Fold, From, Operation, 
 
 
 def all_reduce(size: int, root: int) -> Phase:
-    """All inputs to the hub, folded there in rank order, and the result back to all."""
+    """All ranks send their inputs to the hub, which folds them in rank order and sends the result to all ranks."""
     return then(reduce(size, root), relabel(broadcast(size, root), buffers={"in": "out"}))
 
 
@@ -53,8 +54,8 @@ def gather(size: int, root: int) -> Phase:
     def make(rank: int) -> Program:
         if rank != root:
             return ((Send(Slice("in", rank), (root,)),),)
-        arriving = (Recv(Slice("out", r), r) for r in range(size) if r != root)
-        return ((Copy(Slice("out", root), Slice("in", root)), *arriving),)
+        receives = (Recv(Slice("out", r), r) for r in range(size) if r != root)
+        return ((Copy(Slice("out", root), Slice("in", root)), *receives),)
 
     return Phase(range(size), size, 1, make)
 
@@ -63,37 +64,40 @@ def scatter(size: int, root: int) -> Phase:
     def make(rank: int) -> Program:
         if rank != root:
             return ((Recv(Slice("out", rank), root),),)
-        leaving = (Send(Slice("in", r), (r,)) for r in range(size) if r != root)
-        return ((Copy(Slice("out", root), Slice("in", root)), *leaving),)
+        sends = (Send(Slice("in", r), (r,)) for r in range(size) if r != root)
+        return ((Copy(Slice("out", root), Slice("in", root)), *sends),)
 
     return Phase(range(size), size, 1, make)
 
 
 def all_to_all(size: int, root: int) -> Phase:
-    """Each rank hands the hub all it has for others, and the hub hands it on; what is for the hub goes to `out`."""
+    """Each rank sends the hub all segments for other ranks, and the hub forwards them.
+
+    The hub receives the segments that are for itself in `out` and the others in `acc`.
+    """
 
     def make(rank: int) -> Program:
-        return _hub_of_all_to_all(size, root) if rank == root else _rim_of_all_to_all(size, root, rank)
+        return _all_to_all_of_hub(size, root) if rank == root else _all_to_all_of_other(size, root, rank)
 
     return Phase(range(size), size * size, 2, make)
 
 
-def _rim_of_all_to_all(size: int, root: int, rank: int) -> Program:
+def _all_to_all_of_other(size: int, root: int, rank: int) -> Program:
     own = rank * size + rank
     collect: list[Operation] = [Copy(Slice("out", own), Slice("in", own))]
-    collect += [Send(Slice("in", first, count), (root,)) for first, count in _for_the_hub(size, root, rank)]
+    collect += [Send(Slice("in", first, count), (root,)) for first, count in _runs_for_the_hub(size, root, rank)]
     deliver: Round = tuple(Recv(Slice("out", i * size + rank), root) for i in range(size) if i != rank)
     return tuple(collect), deliver
 
 
-def _hub_of_all_to_all(size: int, root: int) -> Program:
+def _all_to_all_of_hub(size: int, root: int) -> Program:
     own = root * size + root
     collect: list[Operation] = [Copy(Slice("out", own), Slice("in", own))]
     deliver: list[Operation] = []
     for rank in range(size):
         if rank == root:
             continue
-        for first, count in _for_the_hub(size, root, rank):
+        for first, count in _runs_for_the_hub(size, root, rank):
             collect.append(Recv(Slice("out" if first == rank * size + root else "acc", first, count), rank))
         for i in range(size):
             if i != rank:
@@ -101,8 +105,8 @@ def _hub_of_all_to_all(size: int, root: int) -> Program:
     return tuple(collect), tuple(deliver)
 
 
-def _for_the_hub(size: int, root: int, rank: int) -> list[tuple[int, int]]:
-    """Runs of the segments that a rank gives the hub: all but its own, the hub's in a run of its own."""
+def _runs_for_the_hub(size: int, root: int, rank: int) -> list[tuple[int, int]]:
+    """Return runs of the segments that a rank sends to the hub: all but its own. The segment for the hub is one run."""
     cuts = sorted({0, rank, rank + 1, root, root + 1, size})
     runs = ((first, stop - first) for first, stop in pairwise(cuts) if first != rank)
     return [(rank * size + first, count) for first, count in runs]

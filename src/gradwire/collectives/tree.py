@@ -1,6 +1,7 @@
-"""Tree: a binomial tree, for any number of ranks and any root.
+"""The tree algorithm: a binomial tree, for any number of ranks and any root.
 
-Few rounds and few messages, but whole arrays in each: for small arrays and many ranks.
+It needs few rounds and few messages, but each message is a whole array. It is for small arrays and many ranks. The tree
+is built over places: place p is rank (p + root) % n, so the root has place 0.
 
 With n ranks and k = ⌈log2 n⌉, in units of S, the bytes of the whole array:
 
@@ -22,7 +23,10 @@ def all_reduce(size: int, root: int) -> Phase:
 
 
 def reduce(size: int, root: int) -> Phase:
-    """In round k a rank whose place has k as its lowest bit set sends what it has to the place without that bit."""
+    """In round k, a rank sends its partial result if k is the lowest set bit of its place.
+
+    The receiver is the place without that bit.
+    """
 
     def make(place: int) -> Program:
         if size == 1:
@@ -46,12 +50,12 @@ def _towards_the_root(size: int, place: int, k: int) -> Round:
 
 
 def _has_children(size: int, place: int, k: int) -> bool:
-    """Whether a place that is a multiple of 2**k has folded anything before round k."""
+    """Return whether a place that is a multiple of 2**k has folded a message before round k."""
     return k > 0 and place + 1 < size
 
 
 def broadcast(size: int, root: int) -> Phase:
-    """The tree of `reduce` the other way round; the largest subtree is served first."""
+    """The tree of `reduce` in the other direction; a rank sends to its largest subtree first."""
 
     def make(place: int) -> Program:
         rounds: list[Round] = []
@@ -71,7 +75,7 @@ def broadcast(size: int, root: int) -> Phase:
 
 
 def _from_places(phase: Phase, root: int) -> Phase:
-    """Place 0 is the root's, and the others follow in rank order."""
+    """Return a phase over ranks for a phase over places. Place 0 is the root, and the others follow in rank order."""
     size = len(phase.ranks)
     return relabel(phase, ranks=[(place + root) % size for place in range(size)])
 

@@ -1,6 +1,6 @@
-"""The tuning table: link costs by which algorithms are chosen, in the file that `gradwire tune` writes.
+"""Reads and writes the tuning table: the link costs for choosing algorithms, in the file that `gradwire tune` writes.
 
-Anything may be in that file. What is not exactly a table is refused with a reason, and the defaults serve instead.
+The file may have any content. If it is not a valid table, the reason is reported and the defaults are used instead.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from gradwire.wire import parse_json
 FILE = "GRADWIRE_TUNING"
 MISSING = "there is no such file"
 VERSION = 1
-LARGEST = 64 << 10
+MAX_BYTES = 64 << 10
 _NAMES = {field.name for field in fields(Constants)}
 _KINDS = {field.name for field in fields(Table)}
-_MOST_SECONDS = 1.0  # of a round, a message or a byte
+_MAX_SECONDS = 1.0  # of a round, a message or a byte
 
 log = logging.getLogger("gradwire")
 
 
 def path(environ: Mapping[str, str]) -> Path:
-    """Where the table is kept.
+    """Return the path of the table's file.
 
     >>> str(path({"XDG_CONFIG_HOME": "/etc/xdg"}))
     '/etc/xdg/gradwire/tuning.json'
@@ -45,34 +45,34 @@ def path(environ: Mapping[str, str]) -> Path:
 
 
 def load(environ: Mapping[str, str]) -> Table:
-    """The table in force: the file's, or the defaults if there is none, or with a warning if it is broken."""
+    """Return the table in the file. Return the defaults if there is no file, or, with a warning, if it is invalid."""
     table, problem = find(environ)
     if problem and (environ.get(FILE) or problem != MISSING):
-        log.warning("algorithms are chosen by the defaults, not by %s: %s", path(environ), problem)
+        log.warning("cannot use the tuning table %s, using the defaults instead: %s", path(environ), problem)
     return table
 
 
 def find(environ: Mapping[str, str]) -> tuple[Table, str]:
-    """The table in force, and why it is not the file's, if it is not."""
+    """Return the table to use, and the reason if it is not the file's; otherwise the reason is empty."""
     try:
         return read(path(environ)), ""
     except FileNotFoundError:
         return DEFAULTS, MISSING
     except OSError as error:
         return DEFAULTS, error.strerror or str(error)
-    except ValueError as error:  # also a name that no file can have
+    except ValueError as error:  # also raised by `os.open` for a path with a null character
         return DEFAULTS, str(error)
 
 
 def read(file: Path) -> Table:
-    """What a file says; `ValueError` if that is no table."""
-    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe without a writer must not hold us
+    """Read a table from a file; raise `ValueError` if it is invalid."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # must not block on a pipe without a writer
     with open(descriptor, "rb") as opened:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise ValueError("it is not a regular file")
-        data = opened.read(LARGEST + 1)
-    if len(data) > LARGEST:
-        raise ValueError(f"it is larger than {LARGEST} bytes")
+        data = opened.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"it is larger than {MAX_BYTES} bytes")
     try:
         value = parse_json(data)
     except ValueError as error:
@@ -81,7 +81,7 @@ def read(file: Path) -> Table:
 
 
 def store(table: Table, file: Path) -> None:
-    """Write the whole table or nothing; whoever reads meanwhile sees the old one or the new one."""
+    """Write the table atomically: a concurrent reader sees the old table or the new one."""
     draft = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -94,16 +94,18 @@ def store(table: Table, file: Path) -> None:
         finally:
             draft.unlink(missing_ok=True)
     except OSError as error:
-        raise TransportError(f"cannot write {file}: {error.strerror}; {FILE} names another place") from error
+        raise TransportError(f"cannot write {file}: {error.strerror}; set {FILE} to another path") from error
 
 
 def encode(table: Table) -> dict[str, Any]:
-    """The table as a JSON-like value."""
+    """Return the table as a JSON-like value."""
     return {"version": VERSION, "seconds": asdict(table)}
 
 
 def decode(value: object) -> Table:
-    """A table from a JSON-like value of anybody's; `ValueError` says what is wrong. Kinds left out keep the defaults.
+    """Return the table of an untrusted JSON-like value; raise `ValueError` with the reason if it is invalid.
+
+    A kind of link that is missing has the default costs.
 
     >>> decode({"version": 1, "seconds": {}}) == DEFAULTS
     True
@@ -113,10 +115,10 @@ def decode(value: object) -> Table:
     if value.get("version") != VERSION:
         raise ValueError(f"its version is {str(value.get('version'))[:40]!r}, not {VERSION}")
     if value.keys() != {"version", "seconds"} or not isinstance(value["seconds"], dict):
-        raise ValueError("it needs 'version' and 'seconds', an object, and nothing else")
+        raise ValueError("it needs 'version' and 'seconds' (an object), and nothing else")
     kinds = value["seconds"]
     if not kinds.keys() <= _KINDS:
-        raise ValueError(f"it knows kinds of links other than {', '.join(sorted(_KINDS))}")
+        raise ValueError(f"it has kinds of links other than {', '.join(sorted(_KINDS))}")
     return replace(DEFAULTS, **{kind: _constants(kind, costs) for kind, costs in kinds.items()})
 
 
@@ -124,8 +126,8 @@ def _constants(kind: str, costs: object) -> Constants:
     if not isinstance(costs, dict) or costs.keys() != _NAMES:
         raise ValueError(f"{kind!r} needs exactly {', '.join(sorted(_NAMES))}")
     for name, seconds in costs.items():
-        # Comparing, unlike converting, is safe with integers of any size, and false for NaN.
+        # The comparison works for integers of any size, which a conversion to float does not, and is false for NaN.
         is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-        if not is_number or not 0 <= seconds <= _MOST_SECONDS:
-            raise ValueError(f"{name!r} of {kind!r} is not a number of seconds from 0 to {_MOST_SECONDS:g}")
+        if not is_number or not 0 <= seconds <= _MAX_SECONDS:
+            raise ValueError(f"{name!r} of {kind!r} is not a number of seconds from 0 to {_MAX_SECONDS:g}")
     return Constants(**{name: float(seconds) for name, seconds in costs.items()})

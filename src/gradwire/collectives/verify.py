@@ -1,14 +1,15 @@
 """Proves that a schedule is correct, for all counts, dtypes and links.
 
-All ranks' programs are run on symbols: a place holds the ordered expression of what would be there. What is proved:
+The verifier executes the programs of all ranks symbolically: instead of a value, a buffer holds the ordered expression
+for this value. It proves that:
 
 - every message is sent and received in the same round, with the same segments and type, and no rank sends to itself;
-- nothing reads what was never written, or what an executor that lays the buffers over each other has overwritten;
-- no operation of a round reads or writes what another of that round writes;
-- no input is folded twice; what is finished is complete, and nothing is folded after that;
-- every rank ends with what the collective promises: the right input moved, or one expression, the same on all ranks;
-- nothing is done in vain: no value is written that nobody uses, or that was there already;
-- what the schedule claims about itself (`one_shot`, `mirrored`) holds, by the rules in `claims`.
+- no operation reads a segment that was never written, or that was overwritten because buffers share memory;
+- no operation of a round reads or writes a segment that another operation of that round writes;
+- no input is folded twice, only complete results are finished, and no finished result is folded;
+- every rank ends with the result of the collective: the right input, or an expression that is equal on all ranks;
+- there is no useless work: no value is written that is never read or that the buffer already holds;
+- the claims of the schedule (`one_shot`, `mirrored`) hold, by the rules in `claims`.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ from gradwire.collectives.schedule import (
 from gradwire.errors import GradwireError
 
 PROVED_RANKS = 16
-"""Up to here a whole proof takes at most about 10 ms; the work grows with the square of the ranks."""
+"""Schedules of up to this many ranks are proved completely, in 10 ms or less. The work grows with ranks squared."""
 
 _BUFFERS: tuple[Buffer, ...] = ("in", "out", "acc")
 _OVERWRITTEN = -1
 
 
 class InvalidSchedule(GradwireError, ValueError):
-    """A schedule that would not do what it promises: `rank`, `round_number` and `operation` say where, `reason` why."""
+    """A schedule is wrong: `rank`, `round_number` and `operation` say where, `reason` says why."""
 
     def __init__(self, message: str = "", *, round_number: int | None = None, reason: str = "", **facts: Any) -> None:
         super().__init__(message, **facts)
@@ -55,7 +56,7 @@ class InvalidSchedule(GradwireError, ValueError):
 
 
 def verify(schedule: Schedule) -> dict[int, Expression]:
-    """The expression of each segment of the result; raises InvalidSchedule if the schedule is wrong anywhere."""
+    """Return the expression of each segment of the result; raise InvalidSchedule if the schedule is wrong."""
     result = _Run(schedule).prove()
     _prove_claims(schedule)
     return result
@@ -65,7 +66,10 @@ _proved: WeakSet[Schedule] = WeakSet()
 
 
 def prove_once(schedule: Schedule) -> None:
-    """Before a schedule is first used in this process: prove it, or of a large one what memory safety depends on."""
+    """Prove a schedule before its first use in this process. Of a large schedule, prove only the claims.
+
+    The memory safety of the native executor depends on the claims.
+    """
     if schedule in _proved:
         return
     if schedule.size <= PROVED_RANKS:
@@ -92,7 +96,7 @@ def _invalid(schedule: Schedule, rank: int, number: int, op: Operation | None, r
 
 
 class _Message(NamedTuple):
-    """A message of a pair of ranks, as its sender or its receiver sees it."""
+    """A message, as its sender or its receiver describes it."""
 
     op: Operation
     slice: Slice
@@ -107,22 +111,22 @@ class _Write(NamedTuple):
 
 
 class _Run:
-    """The symbolic execution of all ranks, a round at a time: what is read is what stood there before the round."""
+    """The symbolic execution of all ranks, round by round. Operations read the values from before their round."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.reducing = schedule.collective in REDUCING
         self.terms = Expressions()
-        self.everyone = (1 << schedule.size) - 1
+        self.all_ranks = (1 << schedule.size) - 1
         self.round = 0
-        self.owed: list[frozenset[int]] = []
+        self.outputs: list[frozenset[int]] = []  # by rank, the segments of its result
         self.values: list[dict[Buffer, dict[int, int]]] = []
-        # What was written and not read since, by rank: (buffer, segment) -> (round, operation).
+        # By rank, the writes that were not read yet: (buffer, segment) -> (round, operation).
         self.unread: list[dict[tuple[Buffer, int], tuple[int, Operation]]] = []
         for rank in range(schedule.size):
-            brought, owed = placement(schedule.collective, schedule.size, schedule.segments, schedule.root, rank)
-            self.owed.append(frozenset(owed))
-            self.values.append({"in": {s: self.terms.leaf(rank, s) for s in brought}, "out": {}, "acc": {}})
+            inputs, outputs = placement(schedule.collective, schedule.size, schedule.segments, schedule.root, rank)
+            self.outputs.append(frozenset(outputs))
+            self.values.append({"in": {s: self.terms.leaf(rank, s) for s in inputs}, "out": {}, "acc": {}})
             self.unread.append({})
 
     def prove(self) -> dict[int, Expression]:
@@ -138,7 +142,7 @@ class _Run:
     def step(self, rounds: list[Round]) -> None:
         for rank, ops in enumerate(rounds):
             for op in ops:
-                self.check_alone(rank, op)
+                self.check_operation(rank, op)
             self.check_hazards(rank, ops)
         arriving = self.deliver(rounds)
         writes = []
@@ -153,9 +157,9 @@ class _Run:
         for write in writes:
             self.write(write)
 
-    # What can be said of an operation alone.
+    # -- checks of a single operation ---------------------------------------------------------------------------------
 
-    def check_alone(self, rank: int, op: Operation) -> None:
+    def check_operation(self, rank: int, op: Operation) -> None:
         dst = _written(op)
         for piece in (*_read(op), *([dst] if dst else [])):
             if piece.count < 1 or piece.first < 0 or piece.first + piece.count > self.schedule.segments:
@@ -166,27 +170,27 @@ class _Run:
             if peer == rank or not 0 <= peer < self.schedule.size:
                 raise self.wrong(rank, op, f"rank {peer} is not another rank")
         if (isinstance(op, Send) and not op.to) or (isinstance(op, Fold) and not op.terms):
-            raise self.wrong(rank, op, "it has nothing to do")
+            raise self.wrong(rank, op, "it has no receivers or no terms")
 
     def check_written(self, rank: int, op: Operation, dst: Slice) -> None:
         for piece in _read(op):
             if piece.segments != dst.segments:
                 raise self.wrong(rank, op, f"{piece} and {dst} are not the same segments")
         if dst.buffer == "in":
-            raise self.wrong(rank, op, "inputs are not written")
-        if dst.buffer == "out" and not self.owed[rank].issuperset(dst.segments):
+            raise self.wrong(rank, op, "it must not write inputs")
+        if dst.buffer == "out" and not self.outputs[rank].issuperset(dst.segments):
             raise self.wrong(rank, op, f"rank {rank} has no output {dst}")
         match op:
             case Fold() | Finish() if not self.reducing:
-                raise self.wrong(rank, op, f"{self.schedule.collective} reduces nothing")
+                raise self.wrong(rank, op, f"{self.schedule.collective} does not reduce")
             case Fold() if dst.buffer != "acc":
-                raise self.wrong(rank, op, "a fold is into acc")
+                raise self.wrong(rank, op, "a fold must write acc")
             case Finish(src=src) if (dst.buffer, src.buffer) != ("out", "acc"):
-                raise self.wrong(rank, op, "a finish is from acc to out")
+                raise self.wrong(rank, op, "a finish must read acc and write out")
             case Copy(src=src) if self.partial(src) != self.partial(dst):
-                raise self.wrong(rank, op, "a copy does not change the type")
+                raise self.wrong(rank, op, "a copy must not change the type")
 
-    # What can be said of the operations of one rank in one round.
+    # -- checks of the operations of one rank in one round ------------------------------------------------------------
 
     def check_hazards(self, rank: int, ops: Round) -> None:
         writers: dict[tuple[Buffer, int], Operation] = {}
@@ -194,25 +198,25 @@ class _Run:
             if (dst := _written(op)) is None:
                 continue
             for segment in dst.segments:
-                place = self.place(dst.buffer), segment
-                if place in writers:
-                    raise self.wrong(rank, op, f"{writers[place]} writes segment {segment} in the same round")
-                writers[place] = op
+                location = self.memory(dst.buffer), segment
+                if location in writers:
+                    raise self.wrong(rank, op, f"{writers[location]} writes segment {segment} in the same round")
+                writers[location] = op
         for op in ops:
             for piece in _read(op):
                 for segment in piece.segments:
-                    writer = writers.get((self.place(piece.buffer), segment), op)
+                    writer = writers.get((self.memory(piece.buffer), segment), op)
                     if writer is not op and not (piece.buffer == "in" and _is_identity(writer)):
                         raise self.wrong(rank, op, f"{writer} writes segment {segment} in the same round")
 
-    def place(self, buffer: Buffer) -> Buffer:
-        """Buffers that an executor may lay over each other are one place, which goes by one name."""
+    def memory(self, buffer: Buffer) -> Buffer:
+        """Return one name for all buffers that may share memory in an executor."""
         return "acc" if buffer == "acc" and self.schedule.separate_acc else "out"
 
-    # Messages.
+    # -- messages -----------------------------------------------------------------------------------------------------
 
     def deliver(self, rounds: list[Round]) -> list[Iterator[list[int]]]:
-        """Match all messages of a round: by receiver, what arrives, in the order in which it takes them."""
+        """Match all messages of a round; return, by receiver, the messages in the order in which it receives them."""
         sent: dict[tuple[int, int], deque[_Message]] = {}
         for rank, ops in enumerate(rounds):
             for op in ops:
@@ -250,13 +254,13 @@ class _Run:
         return self.read(source, message.op, message.slice)
 
     def partial(self, piece: Slice) -> bool:
-        """Whether it is of type A, and not of type T."""
+        """Return whether a slice has type A, and not type T."""
         return self.reducing and piece.buffer == "acc"
 
-    # Values.
+    # -- values -------------------------------------------------------------------------------------------------------
 
     def result(self, rank: int, op: Operation, arriving: Iterator[list[int]]) -> list[int]:
-        """The expressions that an operation writes, by segment."""
+        """Return the expressions that an operation writes, by segment."""
         match op:
             case Copy(src=src):
                 return self.read(rank, op, src)
@@ -292,39 +296,39 @@ class _Run:
     def finish(self, rank: int, op: Operation, number: int) -> int:
         if self.terms.is_finished(number):
             raise self.wrong(rank, op, "it finishes a finished result")
-        if missing := self.everyone & ~self.terms.ranks(number):
+        if missing := self.all_ranks & ~self.terms.ranks(number):
             raise self.wrong(rank, op, f"the input of {_ranks(missing)} is missing")
         return self.terms.finished(number)
 
     def write(self, write: _Write) -> None:
         rank, op, dst, numbers = write
         buffers, unread = self.values[rank], self.unread[rank]
-        over = [buffers[buffer] for buffer in _BUFFERS if self.place(buffer) == self.place(dst.buffer)]
+        sharing = [buffers[buffer] for buffer in _BUFFERS if self.memory(buffer) == self.memory(dst.buffer)]
         for segment, number in zip(dst.segments, numbers, strict=True):
             if buffers[dst.buffer].get(segment) == number:
-                raise self.wrong(rank, op, f"{dst.buffer}[{segment}] holds that already")
+                raise self.wrong(rank, op, f"{dst.buffer}[{segment}] already holds this value")
             if (dst.buffer, segment) in unread:
-                raise self.wrong(rank, op, f"nobody has read what was in {dst.buffer}[{segment}]")
-            for held in over:
+                raise self.wrong(rank, op, f"the previous value of {dst.buffer}[{segment}] was never read")
+            for held in sharing:
                 if held.get(segment, number) != number:
                     held[segment] = _OVERWRITTEN
             buffers[dst.buffer][segment] = number
             unread[dst.buffer, segment] = self.round, op
 
-    # The end.
+    # -- results ------------------------------------------------------------------------------------------------------
 
     def conclude(self) -> dict[int, Expression]:
-        promised: dict[int, int] = {}
-        for rank, owed in enumerate(self.owed):
-            for segment in sorted(owed):
+        results: dict[int, int] = {}
+        for rank, outputs in enumerate(self.outputs):
+            for segment in sorted(outputs):
                 number = self.check_result(rank, segment)
-                if promised.setdefault(segment, number) != number:
-                    raise self.wrong(rank, None, f"out[{segment}] is folded in another order than elsewhere")
+                if results.setdefault(segment, number) != number:
+                    raise self.wrong(rank, None, f"out[{segment}] is folded in another order than on other ranks")
             for (buffer, segment), (written, op) in self.unread[rank].items():
                 if buffer != "out":
                     self.round = written
-                    raise self.wrong(rank, op, f"nobody reads {buffer}[{segment}]")
-        return {segment: self.terms.show(number) for segment, number in sorted(promised.items())}
+                    raise self.wrong(rank, op, f"{buffer}[{segment}] is never read")
+        return {segment: self.terms.show(number) for segment, number in sorted(results.items())}
 
     def check_result(self, rank: int, segment: int) -> int:
         s = self.schedule
@@ -372,7 +376,10 @@ def _peers(op: Operation) -> tuple[int, ...]:
 
 
 def _is_identity(op: Operation) -> bool:
-    """A copy that does nothing if the executor lays `out` over `in`, and so disturbs no reader of `in`."""
+    """Return whether an operation is a copy from `in` to `out`.
+
+    Such a copy does nothing if `in` and `out` share memory, so it does not disturb readers of `in`.
+    """
     return isinstance(op, Copy) and op.dst.buffer == "out" and op.src.buffer == "in"
 
 

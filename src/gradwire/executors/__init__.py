@@ -1,8 +1,8 @@
-"""Executors: carry out a schedule.
+"""Runs schedules, in Python or in the native core.
 
-plan        a schedule bound to counts and a dtype: the plan of one rank
-numerics    the numeric rules that make equal expressions equal bits
+plan        binds a schedule to counts and a dtype: the plan of one rank
+numerics    the numeric rules that give equal expressions equal bits
 python      the reference executor, over any transport
-native      the fast executor: the same plans in the C++ core, without the GIL
-fast_path   repeated calls with arrays of the same kind, made entirely in the C++ core
+native      the fast executor: runs the same plans in the C++ core, without the GIL
+fast_path   runs repeated calls with arrays of the same kind entirely in the C++ core
 """

@@ -1,9 +1,10 @@
-"""The fast path: the native core makes repeated calls entirely by itself.
+"""Implements the fast path: the native core runs repeated calls without Python code.
 
-For arguments of a known kind (dtype, op, root, number of elements) everything but the exchange is known. The core then
-inspects the array, takes the group's turn, records the call with its place in the user's program, and runs the cached
-plan. A call that it does not handle (a strided array, queued works, a subscriber of events, a broken group, arguments
-that are new) returns None before anything has happened, and takes the general path: `CollectiveRunner`.
+A call that repeats the dtype, op, root and number of elements of an earlier call needs only the exchange. The core
+inspects the array, waits for the call's turn in the group's order, records the call with its line in the user's
+program, and runs the cached plan. For a call that the core does not handle (a strided array, queued works, a subscriber
+of events, a broken group, new arguments) it returns None before it has any effect. The call then takes the general
+path, `CollectiveRunner`.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ ResultLayout = Literal["NO_ARRAY", "ELEMENTWISE", "SPLIT_ROWS", "JOINED_ROWS"]
 """How the result of a fast call relates to its array: a member of the core's `ResultLayout`."""
 
 FastCall = Callable[[Any, Any, Any, Any, Any, Any], Any]
-"""(x, op, root, out, algorithm, timeout) → the result, True where there is none, or None: take the general path."""
+"""(x, op, root, out, algorithm, timeout) → the result, True if there is none, or None: take the general path."""
 
 
 class FastPath:
-    """The fast calls of one group, each an attribute by the name of the collective.
+    """The fast calls of one group. Each is an attribute with the name of its collective.
 
-    Before the core is started, and after the end, every call takes the general path.
+    Before `start` and after `end`, every call takes the general path.
     """
 
     if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class FastPath:
         def __getattr__(self, collective: str) -> FastCall: ...
 
     def __init__(self, layouts: Mapping[str, ResultLayout]) -> None:
-        """`layouts`: the collectives that have a fast path, and how their results are laid out."""
+        """`layouts` are the collectives that have a fast path, with the layouts of their results."""
         self._layouts = layouts
         self._core: _native.FastPath | None = None
         self._collectives: dict[str, _native.FastCollective] = {}
@@ -48,7 +49,7 @@ class FastPath:
             setattr(self, name, _general_path)
 
     def start(self, core: _native.FastPath) -> None:
-        """From now on the core tries each call first."""
+        """Let the core try each call first."""
         self._core = core
         for name, layout in self._layouts.items():
             result = _native_core.ResultLayout[layout]
@@ -56,7 +57,7 @@ class FastPath:
             setattr(self, name, collective.run)
 
     def end(self) -> None:
-        """Halt, and let go of the core, which refers to the group."""
+        """Halt, and drop the reference to the core, which refers to the group."""
         self.halt()
         self._take_general_path()
         self._core, self._collectives = None, {}
@@ -71,8 +72,10 @@ class FastPath:
         row_shape: tuple[int, ...],
         plan: Plan,
     ) -> None:
-        """From now on calls with these arguments run this plan. `counts`: the elements of the array; all ranks' rows,
-        where the plan joins them."""
+        """Run this plan for later calls with these arguments.
+
+        `counts` is the number of elements of the array, or, if the plan joins rows, the number of rows of each rank.
+        """
         fast = self._collectives.get(collective)
         if fast is None:
             return
@@ -89,7 +92,7 @@ class FastPath:
         )
 
     def halt(self) -> None:
-        """Send every call to the general path from now on: the group is broken or closed."""
+        """Send all later calls to the general path, because the group is broken or closed."""
         core = self._core
         if core is not None:
             core.halt()

@@ -1,7 +1,7 @@
-"""The native executor: runs plans in the core, without the interpreter.
+"""Implements the native executor, which runs plans in the C++ core without the interpreter.
 
-Messages over sockets have the common wire format, so native and pure ranks can be mixed. Ranks that share memory
-exchange messages through lanes and staging (native/memory.hpp), in one region per rank and group.
+Messages over sockets have the common wire format, so ranks with and without the core can work together. Ranks that
+share memory exchange messages through lanes and staging (native/memory.hpp), in one region per rank and group.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from gradwire.host.native_core import native as _native
 from gradwire.transports.shm.arena import Arena, OwnArena
 from gradwire.wire import Kind
 
-SHARED_TILE_BYTES = 256 << 10  # where all ranks share memory: fits the cache
-FIRST_SECONDS = 0.01  # for which the core waits before Python starts the deadline and checks for Ctrl-C
+SHARED_TILE_BYTES = 256 << 10  # if all ranks share memory; chosen to fit the cache
+FIRST_SECONDS = 0.01  # the core's first wait, without a deadline; Python then starts one and checks for Ctrl-C
 
-_BUFFERS = {"in": "INPUT", "out": "OUTPUT", "acc": "ACCUMULATOR"}  # the schedule's name → the core's
+_BUFFERS = {"in": "INPUT", "out": "OUTPUT", "acc": "ACCUMULATOR"}  # from the schedule's name to the core's
 
 
 @runtime_checkable
@@ -48,20 +48,20 @@ class NativeExecutor:
         self._world: dict[int, int] = {}
         self._own: OwnArena | None = None
         self._region = (0, 0)
-        self._program: _native.Program | None = None  # the engine refers to it, and does not own it
+        self._program: _native.Program | None = None  # kept alive here: the engine refers to it without owning it
 
     def connect(self, rank: int, world: int, link: Descriptor) -> None:
-        """Exchange messages with a rank of the group, whose world rank is `world`, over a socket."""
+        """Exchange messages with a rank of the group over a socket. Its world rank is `world`."""
         self._world[rank] = world
         self.engine.connect(rank, link.fileno())
 
     def share(self, own: OwnArena, arenas: dict[int, Arena]) -> None:
-        """Exchange messages with these ranks through memory: each rank writes into its own arena."""
+        """Exchange messages with these ranks through shared memory. Each rank writes to its own arena."""
         own.sweep()
         self._own = own
         staging = staging_bytes(self._size, SHARED_TILE_BYTES if len(arenas) + 1 == self._size else TILE_BYTES)
         nbytes = _native.Engine.region_bytes(self._size, staging)
-        self._region = own.carve(nbytes), nbytes
+        self._region = own.allocate(nbytes), nbytes
         if not self.engine.open(arena=own.address, nbytes=own.nbytes, region=self._region[0], staging=staging):
             raise InvalidSize("too many groups share memory: close some of them")
         for rank, arena in arenas.items():
@@ -87,7 +87,7 @@ class NativeExecutor:
         wait_strategy: Callable[[], WaitStrategy],
         spin_seconds: float,
     ) -> None:
-        """Run the plan: read x, leave the result in out (which may be x)."""
+        """Run the plan: read x and write the result to out, which may be x."""
         self._program = program = plan.native or lower(plan)
         status = self.engine.run(program, x, out, call.sequence, call.fingerprint, spin_seconds, FIRST_SECONDS)
         if status is not _native.Status.DONE:
@@ -100,24 +100,26 @@ class NativeExecutor:
                 raise waits.lost(self._world[self.engine.culprit])
             if status is _native.Status.MISMATCH:
                 raise waits.mismatch(self._world[self.engine.culprit], self.engine.received_header)
-            status = self.engine.advance(waits.look())
+            status = self.engine.advance(waits.poll())
 
 
 def staging_bytes(size: int, tile_bytes: int) -> int:
-    """Enough for the messages of one wave, each of which is contiguous; with less, ranks would wait for each other
-    forever. Partial results of half types take twice a tile's bytes."""
+    """Return the size of the staging memory. It must hold all messages of one wave, otherwise ranks would deadlock.
+
+    The factor 2 is for partial results of 16-bit floats, which take twice the bytes of a tile.
+    """
     return 2 * IN_FLIGHT * max(tile_bytes, size * SMALLEST_TILE)
 
 
 def lower(plan: Plan) -> _native.Program:
-    """The plan in the core's terms; cached in the plan."""
+    """Return the plan as a program of the core, and cache it in the plan."""
     segments = range(plan.schedule.segments)
     plan.native = program = _native.Program(
         rounds=[[_operation(operation) for operation in one] for one in plan.program],
         segments=_native.Segments(
             lengths=plan.lengths,
-            in_offset=[plan.in_home.get(segment, -1) for segment in segments],
-            out_offset=[plan.out_home.get(segment, -1) for segment in segments],
+            in_offset=[plan.in_offset.get(segment, -1) for segment in segments],
+            out_offset=[plan.out_offset.get(segment, -1) for segment in segments],
             scratch_index=[plan.scratch.get(segment, -1) for segment in segments],
         ),
         tiling=_native.Tiling(tile=plan.tile, tiles=plan.tiles, stride=plan.stride, in_flight=plan.in_flight),
@@ -132,7 +134,7 @@ def lower(plan: Plan) -> _native.Program:
 
 
 def _reduction(plan: Plan) -> _native.Reduction | None:
-    """A mean is a sum that is divided at the end."""
+    """Return the reduction of a plan; None if it does not reduce. A mean is a sum that is divided at the end."""
     if plan.op is None:
         return None
     op = _native.ReduceOp["sum" if plan.op == "mean" else plan.op]
@@ -155,7 +157,7 @@ def _operation(operation: object) -> _native.Operation:
             return _native.Operation.finish(_slice(dst), _slice(src))
         case Copy(dst, src):
             return _native.Operation.copy(_slice(dst), _slice(src))
-    raise TypeError(f"{operation!r} is no operation of a schedule")
+    raise TypeError(f"{operation!r} is not an operation of a schedule")
 
 
 def _term(term: Slice | From) -> _native.FoldTerm:

@@ -1,8 +1,8 @@
-"""The numeric rules that make equal expressions equal bits, in NumPy.
+"""Implements the numeric rules that give equal expressions equal bits, in NumPy.
 
-Terms are folded from the left in the order listed, in the accumulator's type. Integers wrap. In min and max a NaN wins
-and −0 is less than +0. A mean is a true division by the number of ranks in the accumulator's type, and then the only
-rounding happens. Payloads of NaNs are outside the contract.
+Terms are folded from left to right in the accumulator's type. Integers wrap around. In min and max the result is NaN if
+an operand is NaN, and −0 is less than +0. A mean is a true division by the number of ranks in the accumulator's type.
+The result is rounded to the element type once, at the end. The payload bits of NaNs are not specified.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Combine = Callable[[Array, Array, Array], None]
 
 
 def combiner(op: str, accumulator: np.dtype[Any]) -> Combine:
-    """The function that folds two operands of the accumulator's type."""
+    """Return the function that folds two operands of the accumulator's type."""
     if op in ("sum", "mean"):
         return _ufunc(np.add)
     if op == "prod":
@@ -38,7 +38,10 @@ def _ufunc(ufunc: Any) -> Combine:
 
 
 def _complex_product(a: Array, b: Array, out: Array) -> None:
-    """By parts: NumPy's own product fuses multiply and add where it finds room for a vector, and not elsewhere."""
+    """Multiply by parts. NumPy's complex product uses fused multiply-add only for elements that fill a vector register.
+
+    So the bits of its result would depend on the length of the array.
+    """
     real, imaginary = a.real * b.real, a.real * b.imag
     real -= a.imag * b.imag
     imaginary += a.imag * b.real
@@ -46,7 +49,7 @@ def _complex_product(a: Array, b: Array, out: Array) -> None:
 
 
 def _signed_zero_extremum(ufunc: Any, *, least: bool) -> Combine:
-    """NumPy returns either zero of an equal pair; the order −0 < +0 makes the result independent of the CPU."""
+    """Return min or max with −0 < +0. NumPy may return either of two zeros, depending on the CPU."""
 
     def combine(a: Array, b: Array, out: Array) -> None:
         zeros = np.flatnonzero((a == 0) & (b == 0))
@@ -62,17 +65,17 @@ def _signed_zero_extremum(ufunc: Any, *, least: bool) -> Combine:
 
 
 def quiet() -> Any:
-    """Overflow and invalid results are results here, not warnings."""
+    """Return a context without NumPy's floating-point warnings: overflow and NaN are valid results of a reduction."""
     return np.errstate(all="ignore")
 
 
 def finish(dst: Array, src: Array, divisor: int | None) -> None:
-    """Round the complete result to the element type, after dividing it where it is a mean."""
+    """Round the complete result to the element type, after the division for a mean."""
     if divisor is None:
         if not same_memory(dst, src):
             np.copyto(dst, src, casting="same_kind")
         return
-    if src.dtype.kind == "c":  # dividing the parts is exact where complex division would not be
+    if src.dtype.kind == "c":  # dividing the real and imaginary parts is more exact than complex division
         src, dst = _parts(src), _parts(dst)
     number = src.dtype.type(divisor)
     if src.dtype == dst.dtype:
@@ -87,5 +90,5 @@ def _parts(array: Array) -> Array:
 
 
 def same_memory(a: Array, b: Array) -> bool:
-    """Whether two arrays of equal size are one and the same memory."""
+    """Return whether two arrays of equal size have the same memory and dtype."""
     return bool(a.dtype == b.dtype and a.__array_interface__["data"][0] == b.__array_interface__["data"][0])

@@ -1,12 +1,12 @@
-"""A schedule bound to counts and a dtype: the plan of one rank.
+"""Binds a schedule to counts and a dtype: the plan of one rank.
 
-Segments get bounds in elements, slices become ranges of memory, and the program is repeated for each tile: tile t is
-elements [t·B, (t+1)·B) of every segment. Tiles are independent, so they overlap: `IN_FLIGHT` of them run at once, each
-one round behind its predecessor. What runs side by side (tile t in round r, tile t+1 in round r−1 …) is called a
-wave; it obeys the rules of a round, and both ends of a link list its messages in the same order.
+A plan gives segments bounds in elements and slices ranges of memory. It repeats the program for each tile: tile t is
+the elements [t·B, (t+1)·B) of every segment. Tiles are independent, so `IN_FLIGHT` of them run at the same time, each
+one round behind its predecessor. The rounds that run at the same time (tile t in round r, tile t+1 in round r−1 …) form
+a wave. A wave follows the rules of a round, and both ends of a link list its messages in the same order.
 
-Memory beyond the user's: scratch for partial results that have no place in `out` and staging for terms that arrive,
-both bounded by IN_FLIGHT · TILE_BYTES · (segments or terms of a round), whatever the count.
+A plan needs two kinds of memory besides the user's: scratch for partial results that cannot be in `out`, and staging
+for received terms of folds. Both are bounded by IN_FLIGHT · TILE_BYTES · (segments or terms of a round), for any count.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gradwire.errors import InvalidSize
 from gradwire.liveness.call_log import CallDescription
 from gradwire.wire import HEADER_BYTES
 
-TILE_BYTES = 4 << 20  # of all segments together, so that many ranks do not need much staging
+TILE_BYTES = 4 << 20  # of all segments together, which limits the staging memory for many ranks
 SMALLEST_TILE = 64 << 10
 IN_FLIGHT = 3
 ALIGNMENT = 64
@@ -29,7 +29,7 @@ IN, OUT, SCRATCH = 0, 1, 2
 
 
 class Piece(NamedTuple):
-    """Elements start … stop of one of the plan's memories."""
+    """The elements start … stop - 1 of a memory of the plan (IN, OUT or SCRATCH)."""
 
     memory: int
     start: int
@@ -40,7 +40,7 @@ Pieces = tuple[Piece, ...]
 
 
 class Outgoing(NamedTuple):
-    """A message to some ranks."""
+    """A message to one or several ranks."""
 
     peers: tuple[int, ...]
     pieces: Pieces
@@ -50,7 +50,10 @@ class Outgoing(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """A message from a rank, into its place or, for a term of a fold, into staging at a byte offset."""
+    """A message from a rank. It is received into `pieces`, or, as a term of a fold, into staging.
+
+    `staged` is the byte offset in staging; -1 if the message is received into pieces.
+    """
 
     peer: int
     pieces: Pieces
@@ -69,7 +72,7 @@ class Term(NamedTuple):
 
 
 class Folding(NamedTuple):
-    """A fold of one wave; `waits_for` lists the messages it needs."""
+    """A fold of one wave. `waits_for` lists the messages that it needs."""
 
     dst: Pieces
     terms: tuple[Term, ...]
@@ -77,7 +80,7 @@ class Folding(NamedTuple):
 
 
 class Moving(NamedTuple):
-    """A copy, or the finishing of a result."""
+    """A copy, or the finish of a result."""
 
     dst: Pieces
     src: Pieces
@@ -86,7 +89,7 @@ class Moving(NamedTuple):
 
 @dataclass(slots=True)
 class Wave:
-    """What runs side by side."""
+    """The messages, folds and moves of rounds that run at the same time."""
 
     sends: list[Outgoing] = field(default_factory=list)
     receives: list[Incoming] = field(default_factory=list)
@@ -100,7 +103,7 @@ class Wave:
 
 
 def even_bounds(count: int, segments: int, itemsize: int) -> tuple[int, ...]:
-    """Split a count into segments at aligned bounds; the last ones may be short or empty."""
+    """Return aligned bounds that split a count into segments. The last segments may be short or empty."""
     step = -(-count // segments)
     grain = max(1, ALIGNMENT // itemsize)
     step = -(-step // grain) * grain
@@ -108,7 +111,7 @@ def even_bounds(count: int, segments: int, itemsize: int) -> tuple[int, ...]:
 
 
 def ragged_bounds(counts: Sequence[int]) -> tuple[int, ...]:
-    """Bounds of segments with these lengths."""
+    """Return the bounds of segments with these lengths."""
     bounds = [0]
     for count in counts:
         bounds.append(bounds[-1] + count)
@@ -116,7 +119,7 @@ def ragged_bounds(counts: Sequence[int]) -> tuple[int, ...]:
 
 
 class Plan:
-    """One rank's part in a collective, ready to run as often as needed."""
+    """One rank's part in a collective. It can run any number of times."""
 
     def __init__(
         self,
@@ -135,16 +138,17 @@ class Plan:
         self.dtype = dtype
         self.op = op
         self.description = description
-        self.native: Any = None  # the same in the native core's terms, once it was needed
+        self.native: Any = None  # the plan as a program of the native core; made on first use
         self.divisor = schedule.size if op == "mean" else None
         self.reduces = op is not None
-        # Where a fold's result may lie on what the same round still sends, the executor folds when all is sent.
+        # The result of a fold may be in the memory of an input that the same round sends. The executor then folds
+        # after all messages are sent.
         self.folds_last = schedule.separate_acc
         self.lengths = [bounds[i + 1] - bounds[i] for i in range(schedule.segments)]
         self.program = schedule.program(rank)
         inputs, outputs = placement(schedule.collective, schedule.size, schedule.segments, schedule.root, rank)
-        self.in_home, self.in_count = self._lay_out(inputs)
-        self.out_home, self.out_count = self._lay_out(outputs)
+        self.in_offset, self.in_count = self._lay_out(inputs)
+        self.out_offset, self.out_count = self._lay_out(outputs)
         self._find_tile(tile_bytes or TILE_BYTES)
         self._find_scratch()
         self._single: list[Wave] | None = None
@@ -152,11 +156,11 @@ class Plan:
             self._single = list(self._make_waves())
 
     def _lay_out(self, segments: Sequence[int]) -> tuple[dict[int, int], int]:
-        places, at = {}, 0
+        offsets, end = {}, 0
         for segment in segments:
-            places[segment] = at
-            at += self.lengths[segment]
-        return places, at
+            offsets[segment] = end
+            end += self.lengths[segment]
+        return offsets, end
 
     def _find_tile(self, tile_bytes: int) -> None:
         longest = max(self.lengths, default=0)
@@ -167,32 +171,33 @@ class Plan:
         self.stride = min(self.tile, -(-max(1, longest) // grain) * grain)
 
     def _find_scratch(self) -> None:
-        """Partial results live in `out` where it has the segment and the type fits, else in scratch."""
-        homeless: dict[int, int] = {}
+        """Find the segments that need scratch: a partial result is in `out` only if `out` has its segment and type."""
+        scratch: dict[int, int] = {}
         for program_round in self.program:
             for operation in program_round:
                 for part in _slices(operation):
                     for segment in part.segments:
-                        if self._home(part.buffer, segment) is None:
-                            homeless.setdefault(segment, len(homeless))
-                            # Scratch has one type: partial results of half types leave no room for elements.
+                        if self._user_memory(part.buffer, segment) is None:
+                            scratch.setdefault(segment, len(scratch))
+                            # Scratch has one type. If partial results have another type than elements, it has theirs.
                             if self._separate_acc and part.buffer != "acc":
-                                raise InvalidSize(f"{part} has no place on rank {self.rank} of {self.schedule}")
-        self.scratch = homeless
+                                raise InvalidSize(f"{part} has no memory on rank {self.rank} of {self.schedule}")
+        self.scratch = scratch
         self.in_flight = min(IN_FLIGHT, self.tiles, max(1, len(self.program)))
-        self.scratch_count = len(homeless) * self.stride * self.in_flight
+        self.scratch_count = len(scratch) * self.stride * self.in_flight
 
     @property
     def _separate_acc(self) -> bool:
         return self.reduces and self.dtype.widens
 
-    def _home(self, buffer: str, segment: int) -> tuple[int, int] | None:
-        if buffer == "in" and segment in self.in_home:
-            return IN, self.in_home[segment]
+    def _user_memory(self, buffer: str, segment: int) -> tuple[int, int] | None:
+        """Return where a segment is in the user's memory: IN or OUT, and its offset; None if it needs scratch."""
+        if buffer == "in" and segment in self.in_offset:
+            return IN, self.in_offset[segment]
         if buffer == "acc" and self._separate_acc:
             return None
-        if buffer in ("out", "acc") and segment in self.out_home:
-            return OUT, self.out_home[segment]
+        if buffer in ("out", "acc") and segment in self.out_offset:
+            return OUT, self.out_offset[segment]
         return None
 
     def _pieces(self, part: Slice, tile: int) -> Pieces:
@@ -202,9 +207,9 @@ class Plan:
             length = min(self.tile, self.lengths[segment] - begin)
             if length <= 0:
                 continue
-            home = self._home(part.buffer, segment)
-            if home is not None:
-                memory, start = home[0], home[1] + begin
+            found = self._user_memory(part.buffer, segment)
+            if found is not None:
+                memory, start = found[0], found[1] + begin
             else:
                 index = self.scratch[segment]
                 slot = tile % self.in_flight
@@ -217,7 +222,7 @@ class Plan:
         return tuple(pieces)
 
     def waves(self) -> Iterator[Wave]:
-        """The waves in order; those of small plans are made once."""
+        """Yield the waves in order. The waves of a plan with one tile are cached."""
         return iter(self._single) if self._single is not None else self._make_waves()
 
     def _make_waves(self) -> Iterator[Wave]:

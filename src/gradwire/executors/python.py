@@ -1,7 +1,7 @@
-"""The reference executor: runs plans over any transport, in readable Python.
+"""Implements the reference executor, which runs plans over any transport in readable Python.
 
-Within a wave all messages progress together and none waits for another, so no message size can lock ranks against each
-other. Bytes go from and to the user's memory by `sendmsg` and `recvmsg_into`; only terms of a fold are staged.
+Within a wave all messages progress independently of each other, so ranks cannot deadlock, whatever the sizes of their
+messages. Links send from and receive into the user's memory directly; only received terms of a fold are staged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gradwire.executors.plan import IN, Folding, Incoming, Moving, Pieces, Plan,
 from gradwire.transports.base import Link, LinkClosed
 from gradwire.wire import HEADER_BYTES, MAGIC, Kind, pack_collective
 
-SPIN_SECONDS = 100e-6  # how long a wait polls before it sleeps: about two wake-ups' worth
+SPIN_SECONDS = 100e-6  # how long a wait polls before it sleeps: about as long as two wake-ups of a thread
 
 _COLLECTIVE = int(Kind.COLLECTIVE)
 _NOTHING = np.empty(0, np.uint8)
@@ -27,23 +27,26 @@ _NO_CONTEXT = contextlib.nullcontext()
 
 
 class WaitStrategy(Protocol):
-    """How an executor waits while it cannot progress, and which errors it raises."""
+    """How an executor waits while it cannot progress, and the errors that it raises."""
 
     def wait(self, reads: Iterable[Link], writes: Iterable[Link]) -> None:
-        """Return when there may be something to do; raise when the group broke or the time is over."""
+        """Return when a link may be ready. Raise if the group broke or the deadline passed."""
 
-    def look(self) -> float:
+    def poll(self) -> float:
         """Check what `wait` checks, without waiting; returns the seconds after which to check again."""
 
     def lost(self, peer: int) -> BaseException:
-        """The link to a world rank ended: the error to raise."""
+        """Return the error to raise if the link to a world rank is closed."""
 
     def mismatch(self, peer: int, header: bytes) -> BaseException:
-        """A world rank sent something else than was expected: the error to raise."""
+        """Return the error to raise if a world rank sent a header other than the expected one."""
 
 
 class Idle(NamedTuple):
-    """Nothing can be done until one of these links can be read or written; `passes` counts the looks in vain so far."""
+    """No progress is possible until one of these links can be read or written.
+
+    `passes` counts the passes over all links since the last progress.
+    """
 
     reads: Collection[Link]
     writes: Collection[Link]
@@ -80,7 +83,7 @@ class CallHeader:
 
 
 class _Arrival:
-    """A message that is being received; `views` shrinks as it comes in."""
+    """A message that is being received. `views` are the parts of it that are still missing."""
 
     __slots__ = ("expected", "got", "head", "index", "nbytes", "views")
 
@@ -98,7 +101,7 @@ class PythonExecutor:
 
     def __init__(self, link: Callable[[int], Link]) -> None:
         self._link = link
-        self.sent = 0  # bytes that went to peers so far
+        self.sent = 0  # bytes sent to peers
         self._staging = memoryview(bytearray(0))
         self._scratch = _NOTHING
 
@@ -111,8 +114,10 @@ class PythonExecutor:
         wait_strategy: Callable[[], WaitStrategy],
         spin_seconds: float,
     ) -> None:
-        """Run the plan: read x, leave the result in out (which may be x). A wait polls for `spin_seconds` at most
-        before it sleeps."""
+        """Run the plan: read x and write the result to out, which may be x.
+
+        A wait polls for at most `spin_seconds` before it sleeps.
+        """
         waits, spin, spin_until = wait_strategy(), min(SPIN_SECONDS, spin_seconds), 0.0
         with numerics.quiet() if plan.reduces else _NO_CONTEXT:
             for idle in self.steps(plan, x, out, call, waits):
@@ -123,7 +128,7 @@ class PythonExecutor:
                     waits.wait(idle.reads, idle.writes)
 
     def steps(self, plan: Plan, x: Array, out: Array, call: CallHeader, waits: WaitStrategy) -> Iterator[Idle]:
-        """The same for a caller that waits in its own way: runs until nothing can progress, then yields."""
+        """Run the plan for a caller that waits in its own way: yield whenever no progress is possible."""
         run = _Run(self, plan, x, out, call, waits)
         for wave in plan.waves():
             yield from run.wave(wave)
@@ -275,7 +280,7 @@ class _Run:
             self._fold_arrays(dst, parts)
 
     def _fold_arrays(self, dst: Array, terms: list[Array]) -> None:
-        """Left to right. The running value may live in dst only once no later term reads dst's memory."""
+        """Fold from left to right. The running value must not be in dst while a later term has dst's memory."""
         accumulator, combine = self._plan.dtype.accumulator, self._combine
         assert combine is not None
         value = _widened(terms[0], accumulator)
@@ -290,7 +295,7 @@ class _Run:
             np.copyto(dst, value)
 
     def _may_overwrite(self, value: Array) -> bool:
-        """Staged terms are ours to change; the user's input is not."""
+        """Return whether a value may be changed: a staged term may be, the user's input must not be."""
         return not np.may_share_memory(value, self._memories[IN]) and value.flags.writeable
 
     def _term(self, term: Term, wave: Wave, staging: memoryview) -> list[Array]:
@@ -318,18 +323,18 @@ def _widened(array: Array, accumulator: np.dtype[Any]) -> Array:
 
 
 def after(views: list[Any], nbytes: int) -> list[Any]:
-    """What is left of some views behind their first nbytes."""
-    for index, one in enumerate(views):
-        if nbytes < len(one):
-            rest = [memoryview(one)[nbytes:] if nbytes else one]
+    """Return the views without their first nbytes."""
+    for index, view in enumerate(views):
+        if nbytes < len(view):
+            rest = [memoryview(view)[nbytes:] if nbytes else view]
             rest.extend(views[index + 1 :])
             return rest
-        nbytes -= len(one)
+        nbytes -= len(view)
     return []
 
 
 def aligned(sides: list[list[Array]]) -> Iterable[list[Array]]:
-    """Cut lists of arrays of equal total length at each other's bounds, so that they can be walked together."""
+    """Split lists of arrays of equal total length at each other's bounds; yield rows of arrays of equal length."""
     if all(len(side) == 1 for side in sides):
         yield [side[0] for side in sides]
         return

@@ -1,8 +1,8 @@
-"""All ranks of a generation exchange small values outside of any group: who they are, and where they stand.
+"""Exchanges small values between all ranks of a generation, outside of any group.
 
-Each rank's value goes to all others over the control links, which are there before anything else is; so this needs no
-links of its own, no memory and no schedule. Rounds are numbered, and one is over when all values are there. They are in
-a log of calls: a rank that does not come is named, and so are ranks that exchange different things.
+Each rank sends its value to all others over the control links. These links are the first to open, so a gather needs no
+other links, no shared memory and no schedule. Rounds are numbered, and a round ends when all values have arrived. A
+call log records them, so that errors can name a missing rank, and ranks that gather for different purposes.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import Any
 
 from gradwire.errors import Broken, Closed, InvalidSize
 from gradwire.generation.failure_path import FailurePath
-from gradwire.generation.waiting import LAST_WORDS_SECONDS, OperationWait
+from gradwire.generation.waiting import DRAIN_SECONDS, OperationWait
 from gradwire.liveness.call_log import CallDescription, CallLog, call_site
 from gradwire.liveness.verdict import disagreement
 from gradwire.wire import MAX_CONTROL, fingerprint
 
-GATHERS = 2  # as a group; the first one is the world
-ENVELOPE_BYTES = 256  # of a control message, around a value
+GATHERS = 2  # the group number of the gathers' call log; the world is group 1
+ENVELOPE_BYTES = 256  # of a control message, without the value
 
 Contribution = tuple[str, Any]  # the operation, and the value
 
 
 class GatherRounds:
-    """The values that have arrived, by round and rank; any thread may add and await them."""
+    """The values that have arrived, by round and rank. Thread-safe."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -38,8 +38,9 @@ class GatherRounds:
         self._arrived: dict[int, dict[int, Contribution]] = {}
 
     def begin(self, rank: int, operation: str, value: Any) -> tuple[int, dict[int, Contribution]]:
-        """Begin the next round with this rank's value: its number, and the values as they arrive."""
-        meaning = CallDescription(operation, f"{operation}()", fingerprint("parley", operation))  # as the wire has it
+        """Begin the next round with this rank's value. Return its number, and a dict that fills as values arrive."""
+        # "parley" is part of the wire format: ranks of other versions compute the same fingerprint.
+        meaning = CallDescription(operation, f"{operation}()", fingerprint("parley", operation))
         with self.changed:
             number = self.calls.record(meaning, call_site())
             arrived = self._arrived.setdefault(number, {})
@@ -47,31 +48,34 @@ class GatherRounds:
         return number, arrived
 
     def receive(self, peer: int, number: int, operation: str, value: Any) -> None:
-        """A rank has sent its value: of this round, or, if it has everybody's, of the next; ValueError otherwise."""
+        """Store a peer's value, of this round or of the next one; raise ValueError for any other round.
+
+        A peer that has all values of this round may already send its value of the next one.
+        """
         with self.changed:
             begun = self.calls.sequence
             expected = max(begun, self.calls.finished + 1) <= number <= begun + 1
             if not expected or peer in self._arrived.get(number, {}):
-                raise ValueError(f"it sends a value of round {number} out of turn, this is round {begun}")
+                raise ValueError(f"unexpected value of round {number}; the current round is {begun}")
             arrived = self._arrived.setdefault(number, {})
             arrived[peer] = operation, value
-            if len(arrived) == self.size:  # nobody waits for less
+            if len(arrived) == self.size:  # waiting threads need all values
                 self.changed.notify_all()
 
     def end(self, number: int) -> None:
-        """A round is over on this rank."""
+        """End a round on this rank."""
         self.calls.finished = number
         with self.changed:
             del self._arrived[number]
 
     def wake(self) -> None:
-        """Let threads that wait look around: the generation has broken or ended."""
+        """Wake the waiting threads, because the generation has broken or ended."""
         with self.changed:
             self.changed.notify_all()
 
 
 class ControlGather:
-    """This rank's part in the rounds; one at a time."""
+    """This rank's side of the gathers, one round at a time."""
 
     def __init__(self, failure: FailurePath, rounds: GatherRounds) -> None:
         self._failure = failure
@@ -80,23 +84,26 @@ class ControlGather:
 
     @property
     def rounds(self) -> int:
-        """How many have begun; the same on all ranks that have come as far."""
+        """The number of rounds that have begun. Ranks in the same round have the same number."""
         return self._rounds.calls.sequence
 
-    def tell_all(self, value: Any, operation: str, timeout: float) -> list[Any]:
-        """Everybody's value, by rank; all call it together. `operation` is what errors call it."""
-        return self.tell(value, operation, timeout)()
+    def gather(self, value: Any, operation: str, timeout: float) -> list[Any]:
+        """Return the values of all ranks, in rank order. All ranks call it together.
 
-    def tell(self, value: Any, operation: str, timeout: float) -> Callable[[], list[Any]]:
-        """The same, for a caller that has something to do meanwhile: what this returns waits for the others."""
+        `operation` is the name of this gather in errors.
+        """
+        return self.begin_gather(value, operation, timeout)()
+
+    def begin_gather(self, value: Any, operation: str, timeout: float) -> Callable[[], list[Any]]:
+        """Send this rank's value, and return a function that waits for the values of all ranks and returns them."""
         failure, control = self._failure, self._failure.control
-        if failure.closed:  # before any lock: in a forked child nobody may be there to release it
+        if failure.closed:  # before any lock: in a forked child its holder may not exist
             failure.check(operation)
         if len(json.dumps(value)) > MAX_CONTROL - ENVELOPE_BYTES:
-            raise InvalidSize(f"{operation} cannot tell all ranks so much: more than {MAX_CONTROL} bytes")
+            raise InvalidSize(f"the value of {operation} is too large for a control message of {MAX_CONTROL} bytes")
         number, arrived = self._rounds.begin(failure.identity.rank, operation, value)
         with self._or_break(operation):
-            if not control.sound:
+            if not control.intact:
                 control.called(time.monotonic())
                 failure.check(operation)
             control.share(number, operation, value)
@@ -105,7 +112,7 @@ class ControlGather:
 
     @contextlib.contextmanager
     def _or_break(self, operation: str) -> Iterator[None]:
-        """Whatever goes wrong in a round, others wait for this rank: then no rank can go on."""
+        """Break the generation if an exception ends a round here: the other ranks wait for this rank's value."""
         try:
             yield
         except (Broken, Closed):
@@ -133,10 +140,10 @@ class ControlGather:
                 return
             if lost := left.intersection(missing):
                 raise wait.lost(min(lost))
-            pause = wait.look()
+            pause = wait.poll()
             gone = {peer for peer in missing if failure.transport.gone(peer)}
             with changed:
                 changed.wait_for(
-                    lambda: len(arrived) == size or failure.closed or not failure.control.sound,
-                    LAST_WORDS_SECONDS if gone else pause,
+                    lambda: len(arrived) == size or failure.closed or not failure.control.intact,
+                    DRAIN_SECONDS if gone else pause,
                 )

@@ -1,4 +1,4 @@
-"""A member of an elastic job, in one generation: how it gets to the next one, and what it tells the coordinator."""
+"""One generation of a member of an elastic job: how it gets to the next one, and what the coordinator learns."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class ElasticMembership:
-    """Made by the job that the member is in; a generation of a job with fixed membership has none."""
+    """The link from a generation to its job. A generation of a job with fixed membership has none."""
 
     def __init__(
         self,
@@ -18,53 +18,57 @@ class ElasticMembership:
         news: Callable[[], Any] = lambda: None,
         cuts: Callable[[], frozenset[str]] = frozenset,
     ) -> None:
-        """`succeed` makes the next generation's group from this generation, within some seconds; `leave` tells the
-        coordinator that the member has left for good, and whether all work is done. `joined`: the member was not in the
-        generation before. `cuts` are the ids of members with which links are to be cut on purpose."""
+        """Store the callbacks of the job.
+
+        `succeed(generation, seconds)` returns the group of the next generation. `leave(finished)` reports to the
+        coordinator that the member has left for good, and whether all work is done. `joined`: the member was not in
+        the previous generation. `news` returns the coordinator's latest report. `cuts` returns the ids of the members
+        whose links fault injection cuts.
+        """
         self._succeed = succeed
         self._leave = leave
         self.joined = joined
-        self.news = news  # the coordinator's latest: how many members wait to join
+        self.news = news
         self.cuts = cuts
         self.unreachable: frozenset[int] = frozenset()  # world ranks, if the generation could not be set up
-        self._lacks_state = self._finished = self._goes_on = False
+        self._lacks_state = self._finished = self._continues = False
 
-    # -- going on -----------------------------------------------------------------------------------------------------
+    # -- the next generation ------------------------------------------------------------------------------------------
 
     def next_group(self, generation: Any, timeout: float) -> Any:
-        """The group of the next generation; this one ends."""
+        """End this generation, and return the group of the next one."""
         return self._succeed(generation, timeout)
 
     def go_on(self) -> None:
-        """The member goes on to the next generation: the end of this one does not mean that it leaves the job."""
-        self._goes_on = True
+        """Note that the member continues in the next generation. Closing this one then does not leave the job."""
+        self._continues = True
 
     def set_up_failed(self, unreachable: Iterable[int]) -> None:
-        """The generation did not come about, and this rank could not reach these world ranks."""
+        """Note that the generation could not be set up because this rank could not reach these world ranks."""
         self.unreachable = frozenset(unreachable)
-        self._goes_on = True
+        self._continues = True
 
-    # -- the state of the training ------------------------------------------------------------------------------------
+    # -- training state -----------------------------------------------------------------------------------------------
 
     @property
     def lacks_state(self) -> bool:
-        """Whether this member still has to receive the state of the training."""
+        """Whether this member has not received the training state yet."""
         return self._lacks_state
 
     def mark_without_state(self, without: bool) -> None:
-        """Note whether this member still has to receive the state of the training."""
+        """Note whether this member still needs the training state."""
         self._lacks_state = without
 
     def mark_finished(self, finished: bool) -> None:
-        """Note whether all work of the job is done: a member that joined now would begin it anew."""
+        """Note whether all work of the job is done. A member that joined after that would start the work again."""
         self._finished = finished
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """The generation has ended here."""
-        if not self._goes_on:
+        """Leave the job, unless the member continues in the next generation."""
+        if not self._continues:
             self._leave(self._finished)
 
     def abandon(self) -> None:
-        """A forked child has no part in the job."""
+        """Do nothing: a forked child is not a member of the job."""

@@ -1,4 +1,4 @@
-"""`establish` connects ranks and returns complete generations: for processes, threads, pairs and single ranks alike."""
+"""`establish`: connects the ranks of this process with all others, and returns their generations."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Endpoint:
     identity: Identity
     transport: Transport
     member_ids: tuple[str, ...] = ()  # by rank, for the coordinator
-    membership: ElasticMembership | None = None  # None: it is fixed
-    resources: tuple[Resource, ...] = ()  # that end with the generation, with the transport
+    membership: ElasticMembership | None = None  # None: the membership is fixed
+    resources: tuple[Resource, ...] = ()  # closed with the generation
 
     def cut_off(self) -> list[int]:
-        """The world ranks of the members with which links are to be cut on purpose."""
+        """Return the world ranks of the members whose links fault injection cuts."""
         cuts = self.membership.cuts() if self.membership is not None else ()
         peers = [self.member_ids.index(member) for member in cuts if member in self.member_ids]
         return [peer for peer in peers if peer != self.identity.rank]
@@ -47,14 +47,21 @@ def establish(
 ) -> list[Generation]:
     """Connect ranks of this process with all others, and return their generations.
 
-    `table` is the tuning table of ranks that are all in this process: they share no memory and need no heartbeats, so
-    there is nothing to agree on. Without one, ranks agree on these things over their control links; each of them
-    establishes its generation on its own thread then. `world_channel` is the channel of the group of all ranks, whose
-    links are dialled meanwhile. `peer_timeout` is how long ranks on other hosts may be silent. `begun` gets each
-    generation's lifetime before it has any link. If this fails, everything is closed, and the other ranks are told why.
+    If it fails, everything is closed, and the other ranks learn the reason.
+
+    Args:
+        endpoints: The ranks of this process.
+        world_channel: The channel of the group of all ranks. Its links are dialled here too.
+        deadline: The `time.monotonic()` by which all ranks must be connected.
+        table: The tuning table, if all ranks are in this process. Such ranks do not share memory and need no
+            heartbeats, so there is nothing to agree on. Without a table, the ranks agree on the table, shared memory
+            and heartbeats over their control links, and each rank needs a call of its own on its own thread.
+        wanted_transport: The transport that the user asked for.
+        peer_timeout: How many seconds ranks on other hosts may be silent.
+        begun: Called with each generation's lifetime before any link is opened.
     """
     if table is None and len(endpoints) != 1:
-        raise ValueError("ranks that have to agree on a tuning table are established one by one")
+        raise ValueError("without a tuning table, each rank needs a call of its own")
     connections = [Connection(one.identity, one.transport, one.cut_off, one.resources) for one in endpoints]
     world_links: list[list[Link]] = [[] for _ in endpoints]
 
@@ -86,7 +93,7 @@ def _generation(
     connection: Connection, agreement: Agreement, endpoint: Endpoint, world_links: Sequence[Link]
 ) -> Generation:
     membership = endpoint.membership
-    if membership is not None:  # not before: a generation that does not come about is no reason to leave the job
+    if membership is not None:  # not earlier: closing a generation that could not be set up must not leave the job
         connection.lifetime.add_resource(membership)
     return Generation(connection, agreement, endpoint.member_ids, membership, world_links)
 
@@ -101,6 +108,9 @@ def _give_up(connection: Connection, membership: ElasticMembership | None, error
 
 
 def is_known_to_others(error: BaseException, *, elastic: bool) -> bool:
-    """Whether the other ranks find out for themselves why a set-up failed here: such errors are raised on every rank,
-    or by the rank that is to blame while the others go on without it."""
+    """Whether the other ranks know why the set-up failed here, without a report of this rank.
+
+    `UnsupportedOp` is raised on every rank. In an elastic job `ConfigError` is raised on every rank too, or only on the
+    rank at fault, and the other ranks continue without it.
+    """
     return isinstance(error, UnsupportedOp) or (elastic and isinstance(error, ConfigError))

@@ -1,7 +1,7 @@
-"""One numbered membership at work: what its groups use, connected and agreed on when it is made.
+"""`Generation`: the objects that the groups of one numbered membership use.
 
-A generation connects this rank with all others, and knows whether it is sound. Groups belong to it; when it breaks they
-all do, on all ranks, with one error. `establish` makes it.
+`establish` makes it, with all links open and the set-up agreed on. All groups of a generation break together, on all
+ranks, with one error.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gradwire.transports.base import Link
 
 
 class Generation:
-    """This rank's part in one membership."""
+    """One rank's side of one numbered membership."""
 
     def __init__(
         self,
@@ -35,17 +35,17 @@ class Generation:
         self.control_gather = connection.control_gather
         self.lifeline = connection.service.lifeline
         self.mailbox = connection.service.mailbox
-        self.table = agreement.table  # by which algorithms are chosen
-        self.shared = agreement.shared  # memory, with the other ranks on this rank's host
+        self.table = agreement.table  # the tuning table, which decides the algorithms
+        self.shared = agreement.shared  # the memory shared by the ranks of this host, or None
         self.sharing = agreement.sharing  # by world rank: whether it shares memory with the others on its host
         self.member_ids = member_ids  # by rank, for the coordinator
-        self.membership = membership  # None: it is fixed, and no generation follows
-        self.world_links = tuple(world_links)  # to the ranks below, for the group of all ranks
+        self.membership = membership  # None: the membership is fixed, and no generation follows
+        self.world_links = tuple(world_links)  # to the lower ranks, for the group of all ranks
 
     def shares(self, world: int) -> bool:
         """Whether a world rank shares memory with all others on its host."""
         return self.sharing[world]
 
     def close(self) -> None:
-        """Say goodbye and let go of everything; idempotent."""
+        """Say goodbye to the other ranks and close everything. Calling it again has no effect."""
         self.lifetime.close()

@@ -1,4 +1,4 @@
-"""What ends with a generation on this rank: its groups, and the transport, memory and threads that it uses."""
+"""Closes everything that ends with a generation on this rank: groups, transport, memory and threads."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ log = logging.getLogger("gradwire")
 
 
 class Closable(Protocol):
-    """A group, as far as it ends with its generation."""
+    """An object that closes with its generation, such as a group."""
 
     def close(self) -> None: ...
 
 
 class Lifetime:
-    """Closes, or in a forked child abandons, everything that belongs to a generation."""
+    """Closes everything that belongs to a generation, or abandons it in a forked child."""
 
     def __init__(self, service: ServiceThread, resources: Iterable[Resource]) -> None:
         self._service = service
@@ -34,24 +34,27 @@ class Lifetime:
         self._observers: list[Callable[[Lifetime], None]] = []
 
     def add_group(self, group: Closable) -> None:
-        """This group ends with the generation, if it lives as long."""
+        """Close this group with the generation. It is held by a weak reference."""
         self._groups.add(group)
 
     def add_resource(self, resource: Resource) -> None:
-        """This ends with the generation, before the resources that were there earlier."""
+        """Close this resource with the generation, before the resources that were added earlier."""
         self._resources.append(resource)
 
     def on_close(self, observer: Callable[[Lifetime], None]) -> None:
-        """Call this when the generation has been closed."""
+        """Call `observer` when the generation was closed."""
         self._observers.append(observer)
 
     def close(self, finding: Finding | None = None) -> None:
-        """Say goodbye (or, with a finding, why not) and close everything; idempotent."""
+        """Close everything. Calling it again has no effect.
+
+        The other ranks get a goodbye or, with a finding, the reason why this rank breaks the generation.
+        """
         failure = self._failure
         if failure.inherited or not failure.close():
             return
         if (unseen := failure.take_unseen_mismatch()) is not None:
-            log.error("the group is closed, and nobody has been told: %s", unseen)
+            log.error("the group was closed after an error that no call has raised: %s", unseen)
         failure.halt()
         if finding is not None:
             failure.control.report(finding, time.monotonic())
@@ -64,13 +67,13 @@ class Lifetime:
             observer(self)
 
     def give_up(self, error: BaseException) -> None:
-        """Close everything because of an error, and tell the other ranks, unless they know why."""
-        known = isinstance(error, (Broken, Closed)) or not self._failure.control.sound
+        """Close everything because of an error, and report the error to the other ranks unless they know it."""
+        known = isinstance(error, (Broken, Closed)) or not self._failure.control.intact
         reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         self.close(None if known else Finding("aborted", reason[:2000], self._failure.identity.rank))
 
     def abandon(self) -> None:
-        """In a forked child: this process is not the rank, and lets go of its links without a word to the peers."""
+        """Close this process's copies of all descriptors, in a forked child, without sending anything."""
         self._failure.abandon()
         for resource in self._resources:
             resource.abandon()

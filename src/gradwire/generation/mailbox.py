@@ -1,9 +1,9 @@
-"""Point-to-point messages, matched by sender and tag, outside every group's order.
+"""Matches point-to-point messages with requests by sender and tag, outside of every group's order.
 
-Up to `wire.MAX_EAGER` bytes travel at once and are kept at the receiver until somebody asks for them. Longer ones are
-offered first and sent when a `recv` has given them a buffer, so nothing is allocated from what a peer claims. A `recv`
-that gives up leaves everything in its place: an unmatched message stays queued, a half-arrived one goes on arriving
-in private memory and is the first to be found by the next `recv`.
+Messages of up to `wire.MAX_EAGER` bytes are sent at once and stored at the receiver until a `recv` requests them.
+Longer messages are offered first, and sent when a `recv` has a buffer for them: the receiver never allocates memory for
+a size that a peer only claims. A `recv` that is cancelled loses nothing. An unmatched message stays queued. A message
+that has arrived in part continues to arrive in private memory, and the next matching `recv` gets it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from gradwire.transports.base import Link
 
 COPY_TAG = -1
-MAX_KEPT = 64 << 20  # bytes of unasked messages from one peer, before its link is no longer read
-_OVERHEAD = 256
+MAX_UNMATCHED_BYTES = 64 << 20  # of one peer; above this its message link is not read
+_OVERHEAD = 256  # bytes that an unmatched message counts beyond its payload
 
 
 @dataclass(slots=True, eq=False)
 class IncomingMessage:
-    """A message that is here, or offered; `payload` is None while it only is offered."""
+    """A message that has arrived or was offered. `payload` is None until it has arrived."""
 
     world: int  # the sender's world rank; `source` is its rank in the group
     group: int
@@ -38,22 +38,22 @@ class IncomingMessage:
     identity: int = 0
     payload: memoryview | None = None
     number: int = 0  # in the order of arrival
-    dtype: int = 0  # as of a request
+    dtype: int = 0  # of a copy: the code of its dtype; 0 for other messages
 
     @property
     def sender(self) -> tuple[int, int]:
-        """Who sent it: the rank in the group as it says, and in the world as its link says."""
+        """The sender: its rank in the group as the header claims, and its world rank as the link proves."""
         return self.source, self.world
 
     @property
     def weight(self) -> int:
-        """What an unasked letter counts against its sender."""
+        """The bytes that this message counts while it is unmatched."""
         return _OVERHEAD + (self.nbytes if self.identity == 0 else 0)
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A `recv` that waits. It ends with `sender` set, or with an error."""
+    """A waiting `recv`. It is done when `sender` or `error` is set."""
 
     group: int
     source: int | None
@@ -61,22 +61,22 @@ class Request:
     target: memoryview
     sender: int | None = None
     error: GradwireError | None = None
-    dtype: int = 0  # of a copy: its elements' code; other messages are only bytes
-    members: Sequence[int] | None = None  # the group's world ranks; None: those of all ranks
+    dtype: int = 0  # of a copy: the code of its dtype; 0 for other messages
+    members: Sequence[int] | None = None  # the group's world ranks; None: all ranks
 
     @property
     def done(self) -> bool:
         return self.sender is not None or self.error is not None
 
-    def fits(self, letter: IncomingMessage) -> bool:
-        return self.group == letter.group and self.tag == letter.tag and self.wants(letter.source, letter.world)
+    def fits(self, message: IncomingMessage) -> bool:
+        return self.group == message.group and self.tag == message.tag and self.wants(message.source, message.world)
 
     def wants(self, source: int, world: int) -> bool:
-        """Whether a message of this rank is meant, and whoever sent it is that rank."""
+        """Whether this rank of the group may answer the request, and `world` is really its world rank."""
         return self.source in (None, source) and self.world(source) == world
 
     def world(self, source: int) -> int:
-        """The world rank of a rank of the group; -1 if it has no such rank."""
+        """Return the world rank of a rank of the group; -1 if the group has no such rank."""
         if self.members is None:
             return source
         return self.members[source] if source < len(self.members) else -1
@@ -84,7 +84,7 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Offer:
-    """A `send` that waits for its buffer."""
+    """A waiting `send`. It is accepted when the receiver has a buffer."""
 
     identity: int
     accepted: bool = False
@@ -92,103 +92,103 @@ class Offer:
 
 @dataclass(slots=True)
 class Transfer:
-    """A payload on its way in, for a request or, once that gave up, for the next one."""
+    """A payload that was accepted and is arriving. `request` is None after its request was cancelled."""
 
-    letter: IncomingMessage
+    message: IncomingMessage
     request: Request | None
     target: memoryview
-    arriving: bool = False  # on one of the peer's links; on another it must not
+    arriving: bool = False  # a link has begun to receive it; a second link must not
 
 
 class UnmatchedMessages:
-    """Letters that nobody has asked for yet, in the order of arrival among those that one `recv` could mean."""
+    """Messages that no `recv` has requested yet. Among those that match one `recv`, the oldest comes first."""
 
     def __init__(self) -> None:
-        # By group and tag, then by the rank that is said to have sent it, and the one that has.
-        self._places: dict[tuple[int, int], dict[tuple[int, int], deque[IncomingMessage]]] = {}
-        self.arrived = 0  # messages, so far
+        # By group and tag, then by sender: the claimed rank in the group and the proven world rank.
+        self._queues: dict[tuple[int, int], dict[tuple[int, int], deque[IncomingMessage]]] = {}
+        self.arrived = 0  # the number of messages so far
 
-    def add(self, letter: IncomingMessage) -> None:
-        if not letter.number:
+    def add(self, message: IncomingMessage) -> None:
+        if not message.number:
             self.arrived += 1
-            letter.number = self.arrived
-        queue = self._places.setdefault((letter.group, letter.tag), {}).setdefault(letter.sender, deque())
-        later = (position for position, other in enumerate(queue) if letter.number < other.number)
-        if queue and letter.number < queue[-1].number:  # one that was taken and is put back
-            queue.insert(next(later), letter)
+            message.number = self.arrived
+        queue = self._queues.setdefault((message.group, message.tag), {}).setdefault(message.sender, deque())
+        later = (position for position, other in enumerate(queue) if message.number < other.number)
+        if queue and message.number < queue[-1].number:  # it was removed before and returns
+            queue.insert(next(later), message)
         else:
-            queue.append(letter)
+            queue.append(message)
 
     @property
     def queues(self) -> int:
-        """How many groups and tags have messages: nothing is kept of others."""
-        return len(self._places)
+        """The number of (group, tag) pairs that have messages. Empty ones are removed."""
+        return len(self._queues)
 
     def find(self, request: Request) -> IncomingMessage | None:
-        """The eldest letter that a request means."""
-        queues = self._places.get((request.group, request.tag))
+        """Return the oldest message that matches a request, or None."""
+        queues = self._queues.get((request.group, request.tag))
         if not queues:
             return None
         if request.source is not None:
             queue = queues.get((request.source, request.world(request.source)))
             return queue[0] if queue else None
-        eldest = (queue[0] for sender, queue in queues.items() if request.wants(*sender))
-        return min(eldest, key=lambda letter: letter.number, default=None)
+        oldest = (queue[0] for sender, queue in queues.items() if request.wants(*sender))
+        return min(oldest, key=lambda message: message.number, default=None)
 
-    def take(self, letter: IncomingMessage) -> None:
-        """Remove a letter: the first of its queue, unless it is withdrawn."""
-        key = letter.group, letter.tag
-        queue = self._places[key][letter.sender]
-        if queue[0] is letter:
+    def remove(self, message: IncomingMessage) -> None:
+        """Remove a message. It is the first of its queue, unless its sender withdrew it."""
+        key = message.group, message.tag
+        queue = self._queues[key][message.sender]
+        if queue[0] is message:
             queue.popleft()
         else:
-            queue.remove(letter)
-        if not queue:  # nothing is kept of tags that are used once
-            del self._places[key][letter.sender]
-            if not self._places[key]:
-                del self._places[key]
+            queue.remove(message)
+        if not queue:  # tags that are used only once must not use memory for ever
+            del self._queues[key][message.sender]
+            if not self._queues[key]:
+                del self._queues[key]
 
 
 class Mailbox:
-    """Everything that has arrived or is asked for on one rank. `changed` guards it and tells those who wait."""
+    """All messages and requests of one rank. `changed` is its lock, and is notified of every change."""
 
-    def __init__(self, accept: Callable[[int, IncomingMessage], None], relieved: Callable[[], None]) -> None:
+    def __init__(self, accept: Callable[[int, IncomingMessage], None], has_room: Callable[[], None]) -> None:
         self.changed = threading.Condition(threading.RLock())
-        self._accept = accept  # tells the sender of an offer (a world rank) to go on
-        self._relieved = relieved  # told when a peer that was overfull no longer is
+        self._accept = accept  # sends the acceptance of an offer to its sender, a world rank
+        self._has_room = has_room  # called when a peer that was over the limit no longer is
         self.unmatched = UnmatchedMessages()
         self._requests: list[Request] = []
         self._offers: dict[int, Offer] = {}
-        self._offered: dict[tuple[int, int], IncomingMessage] = {}  # by sender and identity, until the payload is here
+        self._offered: dict[tuple[int, int], IncomingMessage] = {}  # by sender and identity, until the payload arrived
         self._transfers: dict[tuple[int, int], Transfer] = {}
         self._identity = 0
-        self._kept: dict[int, int] = {}
+        self._unmatched_bytes: dict[int, int] = {}
 
-    def wake_waits(self) -> None:
-        """Let those who wait look around: something changed that they cannot see here."""
+    def wake_waiters(self) -> None:
+        """Wake the waiting threads, because something outside of the mailbox changed."""
         with self.changed:
             self.changed.notify_all()
 
-    # -- asking -------------------------------------------------------------------------------------------------------
+    # -- requests -----------------------------------------------------------------------------------------------------
 
     @property
     def waiting(self) -> int:
-        """How many requests have no message yet."""
+        """The number of requests without a message."""
         return len(self._requests)
 
-    def ask(self, request: Request) -> None:
-        """Post a `recv`; it may be done at once."""
+    def post_request(self, request: Request) -> None:
+        """Add the request of a `recv`. It is done at once if its message has arrived."""
         with self.changed:
-            letter = self.unmatched.find(request)
-            if letter is None:
+            message = self.unmatched.find(request)
+            if message is None:
                 self._requests.append(request)
             else:
-                self._match(letter, request)
+                self._match(message, request)
 
-    def give_up(self, request: Request, redirect: Callable[[int, memoryview, memoryview], None]) -> bool:
-        """End a `recv` early; False if it was done after all. What it had accepted keeps its place in the queue.
+    def cancel_request(self, request: Request, redirect: Callable[[int, memoryview, memoryview], None]) -> bool:
+        """Cancel a request; False if it was done already. A message that it had accepted stays for the next request.
 
-        redirect(world rank, old, new) stops a payload that is arriving in `old` from being written there any more.
+        `redirect(world rank, old, new)` makes a payload that is arriving in `old` continue to arrive in `new`.
         """
         with self.changed:
             if request.done:
@@ -200,66 +200,66 @@ class Mailbox:
                 if transfer.request is request:
                     transfer.request = None
                     if transfer.target is request.target:
-                        transfer.target = memoryview(bytearray(transfer.letter.nbytes))
+                        transfer.target = memoryview(bytearray(transfer.message.nbytes))
                         redirect(world, request.target, transfer.target)
-                    self._keep(transfer.letter)
+                    self._add_unmatched(transfer.message)
                     return True
             return True
 
-    def _match(self, letter: IncomingMessage, request: Request) -> None:
-        """Give a letter of the shelf to a request, or the request its error."""
-        request.error = _unfitting(letter, request)
+    def _match(self, message: IncomingMessage, request: Request) -> None:
+        """Assign an unmatched message to a request, or set the request's error if they do not fit."""
+        request.error = _misfit(message, request)
         if request.error is not None:
             self.changed.notify_all()
             return
-        self._unkeep(letter)
-        transfer = self._transfers.get((letter.world, letter.identity))
-        if letter.payload is not None:
-            request.target[:] = letter.payload
-            request.sender = letter.source
+        self._remove_unmatched(message)
+        transfer = self._transfers.get((message.world, message.identity))
+        if message.payload is not None:
+            request.target[:] = message.payload
+            request.sender = message.source
         elif transfer is not None:
-            transfer.request = request  # half-arrived, and its first asker gave up: it ends up here when it is whole
+            transfer.request = request  # it is arriving, and its first request was cancelled
         else:
-            self._transfers[letter.world, letter.identity] = Transfer(letter, request, request.target)
-            self._accept(letter.world, letter)
+            self._transfers[message.world, message.identity] = Transfer(message, request, request.target)
+            self._accept(message.world, message)
         self.changed.notify_all()
 
-    def _keep(self, letter: IncomingMessage) -> None:
-        self.unmatched.add(letter)
-        self._kept[letter.world] = self._kept.get(letter.world, 0) + letter.weight
+    def _add_unmatched(self, message: IncomingMessage) -> None:
+        self.unmatched.add(message)
+        self._unmatched_bytes[message.world] = self._unmatched_bytes.get(message.world, 0) + message.weight
 
-    def _unkeep(self, letter: IncomingMessage) -> None:
-        self.unmatched.take(letter)
-        was_overfull = self.overfull(letter.world)
-        self._kept[letter.world] -= letter.weight
-        if was_overfull and not self.overfull(letter.world):
-            self._relieved()
+    def _remove_unmatched(self, message: IncomingMessage) -> None:
+        self.unmatched.remove(message)
+        was_overfull = self.overfull(message.world)
+        self._unmatched_bytes[message.world] -= message.weight
+        if was_overfull and not self.overfull(message.world):
+            self._has_room()
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
     def offer(self) -> Offer:
-        """Announce a long message; its identity goes into the header."""
+        """Make an offer for a long message. Its identity goes into the header."""
         with self.changed:
             self._identity += 1
             offer = self._offers[self._identity] = Offer(self._identity)
             return offer
 
     def withdraw(self, offer: Offer) -> bool:
-        """Take an offer back; False if it was accepted after all."""
+        """Withdraw an offer; False if it was accepted already."""
         with self.changed:
             return self._offers.pop(offer.identity, None) is not None
 
-    # -- arriving (the reading thread) --------------------------------------------------------------------------------
+    # -- arrivals (called by the thread that reads) -------------------------------------------------------------------
 
     def overfull(self, world: int) -> bool:
-        return self.kept_bytes(world) > MAX_KEPT
+        return self.unmatched_bytes(world) > MAX_UNMATCHED_BYTES
 
-    def kept_bytes(self, world: int) -> int:
-        """Bytes that messages of this peer take up while no `recv` has asked for them."""
-        return self._kept.get(world, 0)
+    def unmatched_bytes(self, world: int) -> int:
+        """Return the bytes of this peer's messages that no `recv` has requested yet."""
+        return self._unmatched_bytes.get(world, 0)
 
     def begin(self, world: int, header: Header) -> memoryview:
-        """Memory for a payload that is about to arrive; `WireError` for one that nobody expects."""
+        """Return memory for a payload that is about to arrive; raise `WireError` if it is not expected."""
         if header.kind == Kind.EAGER:
             if header.nbytes > MAX_EAGER:
                 raise WireError(f"an eager message of {header.nbytes} bytes")
@@ -267,7 +267,7 @@ class Mailbox:
         if header.kind == Kind.PAYLOAD:
             with self.changed:
                 transfer = self._transfers.get((world, header.sequence))
-                if transfer is None or transfer.letter.nbytes != header.nbytes:
+                if transfer is None or transfer.message.nbytes != header.nbytes:
                     raise WireError(f"a payload of {header.nbytes} bytes that was not accepted")
                 if transfer.arriving:
                     raise WireError("a payload on two links at once")
@@ -278,17 +278,17 @@ class Mailbox:
         return memoryview(b"")
 
     def finish(self, world: int, header: Header, payload: memoryview) -> None:
-        """A whole message is here."""
+        """Process a message that has arrived completely."""
         with self.changed:
             match header.kind:
                 case Kind.EAGER:
-                    self._arrive(_letter(world, header, payload))
+                    self._arrive(_message(world, header, payload))
                 case Kind.OFFER:
-                    letter = _letter(world, header, None)
-                    if not letter.identity or (world, letter.identity) in self._offered:
-                        raise WireError(f"an offer with the identity {letter.identity}, of none or of another")
-                    self._offered[world, letter.identity] = letter
-                    self._arrive(letter)
+                    message = _message(world, header, None)
+                    if not message.identity or (world, message.identity) in self._offered:
+                        raise WireError(f"an offer with the identity {message.identity}, which is 0 or in use")
+                    self._offered[world, message.identity] = message
+                    self._arrive(message)
                 case Kind.PAYLOAD:
                     self._complete(world, header.sequence, payload)
                 case Kind.ACCEPT:
@@ -299,64 +299,64 @@ class Mailbox:
                     self._withdrawn(world, header.sequence)
             self.changed.notify_all()
 
-    def _arrive(self, letter: IncomingMessage) -> None:
-        self._keep(letter)
-        for request in [request for request in self._requests if request.fits(letter)]:
+    def _arrive(self, message: IncomingMessage) -> None:
+        self._add_unmatched(message)
+        for request in [request for request in self._requests if request.fits(message)]:
             self._requests.remove(request)
-            self._match(letter, request)
+            self._match(message, request)
             if request.error is None:
                 return
 
     def _withdrawn(self, world: int, identity: int) -> None:
-        letter, transfer = self._offered.get((world, identity)), self._transfers.get((world, identity))
-        if letter is None:
+        message, transfer = self._offered.get((world, identity)), self._transfers.get((world, identity))
+        if message is None:
             return
         if transfer is not None and transfer.arriving:
             raise WireError("a message that is withdrawn while it arrives")
         del self._offered[world, identity]
         if transfer is None or transfer.request is None:
-            self._unkeep(letter)
+            self._remove_unmatched(message)
         if transfer is not None:
             del self._transfers[world, identity]
             if transfer.request is not None:
-                self.ask(transfer.request)  # accepted just as the sender gave up
+                self.post_request(transfer.request)  # its acceptance and the withdrawal crossed
 
     def _complete(self, world: int, identity: int, payload: memoryview) -> None:
         transfer = self._transfers.pop((world, identity))
         del self._offered[world, identity]
-        letter, request = transfer.letter, transfer.request
-        letter.payload = payload
+        message, request = transfer.message, transfer.request
+        message.payload = payload
         if request is not None:
             if transfer.target is not request.target:
                 request.target[:] = payload
-            request.sender = letter.source
+            request.sender = message.source
 
 
-def _letter(world: int, header: Header, payload: memoryview | None) -> IncomingMessage:
+def _message(world: int, header: Header, payload: memoryview | None) -> IncomingMessage:
     identity = 0 if payload is not None else header.sequence
     tag = header.fingerprint if header.fingerprint < 1 << 63 else header.fingerprint - (1 << 64)
     nbytes = header.nbytes if payload is not None else header.tile | header.round << 32
-    dtype = max(0, -tag)  # users' tags are not negative: the others are copies' types
+    dtype = max(0, -tag)  # the tags of users are not negative; a negative tag is the dtype code of a copy
     return IncomingMessage(
         world, header.group, header.source, max(tag, COPY_TAG), nbytes, identity, payload, dtype=dtype
     )
 
 
-def _unfitting(letter: IncomingMessage, request: Request) -> GradwireError | None:
-    """Why a message cannot be taken into the buffer that was offered for it."""
-    if letter.dtype != request.dtype:
-        theirs, mine = dtype_named(letter.dtype), dtype_named(request.dtype)
-        text = f"rank {letter.source} copies {theirs}, but y is {mine}; the copy is kept"
-        return ArrayError(text, operation="copy", peer=letter.source)
-    if letter.nbytes == len(request.target):
+def _misfit(message: IncomingMessage, request: Request) -> GradwireError | None:
+    """Return the error if a message does not fit the buffer of a request; None if it fits."""
+    if message.dtype != request.dtype:
+        theirs, mine = dtype_named(message.dtype), dtype_named(request.dtype)
+        text = f"rank {message.source} copies {theirs}, but y is {mine}; the copy is kept"
+        return ArrayError(text, operation="copy", peer=message.source)
+    if message.nbytes == len(request.target):
         return None
-    what = f"copies {letter.nbytes} bytes" if letter.dtype else f"sent {letter.nbytes} bytes with tag {letter.tag}"
-    text = f"rank {letter.source} {what}, the buffer has {len(request.target)}; the message is kept"
-    return SizeMismatch(text, operation="copy" if letter.dtype else "recv", peer=letter.source)
+    what = f"copies {message.nbytes} bytes" if message.dtype else f"sent {message.nbytes} bytes with tag {message.tag}"
+    text = f"rank {message.source} {what}, the buffer has {len(request.target)}; the message is kept"
+    return SizeMismatch(text, operation="copy" if message.dtype else "recv", peer=message.source)
 
 
 class MessageSink:
-    """Point-to-point messages, as they are read, go to the mailbox; `check` knows whose they may be."""
+    """Passes point-to-point messages to the mailbox as they are read. `check` refuses those of another generation."""
 
     def __init__(self, mailbox: Mailbox, check: Callable[[Header], None]) -> None:
         self._mailbox = mailbox

@@ -1,7 +1,8 @@
-"""The links that one thread serves for everybody: control and point-to-point messages, and those of the lifeline.
+"""The service thread: it serves a rank's control, point-to-point and lifeline links.
 
-Any thread may post a message; what finds no room at once is flushed by the service thread, which also reads all links
-and gives control and lifeline their turns. What the end of a link means is decided by the failure path.
+Any thread may post a message. If the link has no room, the service thread sends the rest later. The service thread also
+reads all links, and runs the control protocol and the lifeline when they are due. The failure path decides what the end
+of a link means.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from collections.abc import Callable, Iterable
 from gradwire.generation.control_gather import GatherRounds
 from gradwire.generation.failure_path import FailurePath
 from gradwire.generation.mailbox import IncomingMessage, Mailbox, MessageSink
-from gradwire.generation.waiting import LAST_WORDS_SECONDS
+from gradwire.generation.waiting import DRAIN_SECONDS
 from gradwire.identity import Identity
-from gradwire.liveness.beat_messages import BeatSink
 from gradwire.liveness.control import Control, ControlSink
+from gradwire.liveness.heartbeat_messages import HeartbeatSink
 from gradwire.liveness.lifeline import Lifeline
 from gradwire.liveness.verdict import Finding
 from gradwire.transports.base import CONTROL_CHANNEL, MESSAGE_CHANNEL, Link, LinkClosed, Transport
@@ -28,19 +29,19 @@ from gradwire.wire import Kind
 
 log = logging.getLogger("gradwire")
 
-GOODBYE_SECONDS = 2.0
-CUT_SECONDS = 0.05  # between two looks whether this rank is to be cut off from others
-MAX_PASSES = 64  # over one link in a turn: a peer that sends without end must not hold up the others and the clock
-CONTROL_READ_AHEAD = 4096  # control messages are small and few, but there is a reader for each peer
+GOODBYE_SECONDS = 2.0  # longest time to send the goodbye
+CUT_SECONDS = 0.05  # between checks for links that fault injection cuts
+MAX_PASSES = 64  # reads of one link in a turn: a peer that sends without pause must not delay other links and timers
+CONTROL_READ_AHEAD = 4096  # small, because there is one reader for each peer, and control messages are small and few
 
 
 class ServiceThread:
-    """This rank's served links, and whom their messages go to."""
+    """The links that the service thread of this rank serves, and the objects that handle their messages."""
 
     def __init__(
         self, identity: Identity, transport: Transport, rounds: GatherRounds, cut_off: Callable[[], Iterable[int]]
     ) -> None:
-        """`cut_off` are the world ranks with which links are to end on purpose."""
+        """`cut_off` returns the world ranks whose links fault injection cuts."""
         self._identity = identity
         self._transport = transport
         self._cut_off = cut_off
@@ -50,30 +51,30 @@ class ServiceThread:
         self._control_sink = ControlSink(self.control, identity.check_header)
         host = identity.topology.host_of(identity.rank)
         remote = [peer for peer in range(identity.size) if identity.topology.host_of(peer) != host]
-        beats = BeatSink(identity.check_header)
+        beats = HeartbeatSink(identity.check_header)
         self.lifeline = Lifeline(self.control, identity.frame(Kind.BEAT), beats, self._pump, remote)
         self.mailbox = Mailbox(self._accept_offer, self.wake)
-        wake_waits = (rounds.wake, self.mailbox.wake_waits)
-        self.failure = FailurePath(identity, transport, self.control, self.lifeline.alive, self.wake, wake_waits)
+        wake_waiters = (rounds.wake, self.mailbox.wake_waiters)
+        self.failure = FailurePath(identity, transport, self.control, self.lifeline.alive, self.wake, wake_waiters)
         self._mail_sink = MessageSink(self.mailbox, identity.check_header)
         self._bell = transport.bell()
         self._lock = threading.Lock()
-        self._outboxes: dict[tuple[int, int], Outbox] = {}  # by world rank and channel: links this rank writes to
+        self._outboxes: dict[tuple[int, int], Outbox] = {}  # by world rank and channel
         self._readers: list[FrameReader] = []
         self._message_links: dict[int, threading.Lock] = {}
-        self._clogged: set[int] = set()  # world ranks that take no messages off their links
-        self._met = threading.Condition()
+        self._unread: set[int] = set()  # world ranks that do not read their messages
+        self._connected = threading.Condition()
         self._ending = False
         self._thread = threading.Thread(target=self._run, name="gradwire-service", daemon=True)
 
     def start(self) -> None:
-        """Begin to serve, and take the links that others dial."""
+        """Start the thread, and accept the control and message links that other ranks dial."""
         self._transport.adopt(MESSAGE_CHANNEL, self._adopt_message_link)
         self._transport.adopt(CONTROL_CHANNEL, self.add_control_link)
         self._thread.start()
 
     def close(self) -> None:
-        """Say goodbye, and end when it is sent."""
+        """Send a goodbye to all ranks, and end the thread when it is sent."""
         if self.serving:
             self.control.goodbye()
             self._ending = True
@@ -82,7 +83,7 @@ class ServiceThread:
                 self._thread.join(GOODBYE_SECONDS + 1)
 
     def wake(self) -> None:
-        """Let the service thread look around: something waits to be sent or decided."""
+        """Wake the service thread, because something waits to be sent or decided."""
         self._bell.ring()
 
     def _broke(self) -> None:
@@ -90,44 +91,44 @@ class ServiceThread:
 
     @property
     def serving(self) -> bool:
-        """Whether the thread runs."""
+        """Whether the thread is running."""
         return self._thread.is_alive()
 
     # -- links --------------------------------------------------------------------------------------------------------
 
     def add_control_link(self, link: Link) -> None:
-        """Serve the control link with a rank: one that this rank has dialled, or the other."""
-        if (link.peer, CONTROL_CHANNEL) in self._outboxes:  # a rank below has no business to dial one
+        """Serve the control link with a rank. Either of the two ranks may have dialled it."""
+        if (link.peer, CONTROL_CHANNEL) in self._outboxes:  # lower ranks must not dial a second one
             link.close()
             return
         reader = FrameReader(link, self._control_sink, threading.Lock(), CONTROL_READ_AHEAD)
         self._serve_link(link, CONTROL_CHANNEL, reader)
-        self.control.introduce(link.peer)
-        with self._met:
-            self._met.notify_all()
+        self.control.linked(link.peer)
+        with self._connected:
+            self._connected.notify_all()
 
     def outbox(self, peer: int, channel: int) -> Outbox | None:
-        """Where messages to a world rank wait for their turn, if there is a link that this rank writes to."""
+        """Return the outbox of the link to a world rank on a channel, or None."""
         return self._outboxes.get((peer, channel))
 
-    def not_met(self, peers: Iterable[int]) -> list[int]:
-        """Those of these world ranks with which there is no control link."""
+    def unconnected(self, peers: Iterable[int]) -> list[int]:
+        """Return those of these world ranks that have no control link with this rank."""
         return [peer for peer in peers if (peer, CONTROL_CHANNEL) not in self._outboxes]
 
-    def await_met(self, peers: Iterable[int], seconds: float) -> None:
-        """Return when there are control links with all these world ranks, or the time is over."""
-        with self._met:
-            self._met.wait_for(lambda: not self.not_met(peers), seconds)
+    def await_connected(self, peers: Iterable[int], seconds: float) -> None:
+        """Wait until there are control links with all these world ranks, or the time is over."""
+        with self._connected:
+            self._connected.wait_for(lambda: not self.unconnected(peers), seconds)
 
-    def add_lives(self, shared: SharedMemory) -> None:
-        """Watch the processes of those this rank shares memory with, as links on which nothing comes but the end."""
-        lives = [FrameReader(PidfdLink(peer, shared), self._control_sink, self._lock, 1) for peer in shared.pidfds]
+    def watch_processes(self, shared: SharedMemory) -> None:
+        """Watch the processes of the ranks that share memory with this one. Each one is read like a link."""
+        watched = [FrameReader(PidfdLink(peer, shared), self._control_sink, self._lock, 1) for peer in shared.pidfds]
         with self._lock:
-            self._readers = [*self._readers, *lives]
+            self._readers = [*self._readers, *watched]
         self._bell.ring()
 
     def message_outbox(self, peer: int, dial: Callable[[], Link]) -> Outbox:
-        """The way for point-to-point messages to a world rank; its link is dialled when first needed."""
+        """Return the outbox for point-to-point messages to a world rank. The first call dials its link."""
         with self._lock:
             dialling = self._message_links.setdefault(peer, threading.Lock())
         with dialling:
@@ -137,13 +138,13 @@ class ServiceThread:
             return outbox
 
     def _adopt_message_link(self, link: Link) -> None:
-        self._serve_messages(link, -MESSAGE_CHANNEL)  # the peer dialled it to send on; this rank only answers on it
+        self._serve_messages(link, -MESSAGE_CHANNEL)  # the peer sends messages on it; this rank sends only acceptances
 
     def _serve_messages(self, link: Link, channel: int) -> Outbox:
         return self._serve_link(link, channel, FrameReader(link, self._mail_sink, self.mailbox.changed))
 
     def _serve_link(self, link: Link, channel: int, reader: FrameReader) -> Outbox:
-        """Let the service thread read a link, and write what is posted to it under this peer and channel."""
+        """Let the service thread read a link, and write the messages posted to this peer and channel."""
         outbox = Outbox(link)
         with self._lock:
             self._outboxes[link.peer, channel] = outbox
@@ -157,43 +158,43 @@ class ServiceThread:
             for key, outbox in list(self._outboxes.items()):
                 if outbox.link is link:
                     del self._outboxes[key]
-        self.lifeline.end_of(link)
+        self.lifeline.link_ended(link)
         link.close()
         self.failure.link_ended(link)
-        self.mailbox.wake_waits()
+        self.mailbox.wake_waiters()
 
     def departed(self, peer: int) -> bool:
-        """Whether a world rank has left and nothing more can come from it."""
+        """Whether a world rank has left, and all of its messages have been read."""
         if self._transport.gone(peer):
             return True
         left = self.control.left_at(peer)
-        if left is None or time.monotonic() - left < LAST_WORDS_SECONDS:
+        if left is None or time.monotonic() - left < DRAIN_SECONDS:
             return False
         return not any(reader.link.channel == MESSAGE_CHANNEL and reader.link.peer == peer for reader in self._readers)
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
     def post_control(self, peer: int, payload: bytes) -> None:
-        """Send a control message to a world rank, in its turn."""
+        """Send a control message to a world rank, after earlier messages to it."""
         self._post(peer, CONTROL_CHANNEL, self._identity.frame(Kind.CONTROL, payload))
 
-    def _accept_offer(self, world: int, letter: IncomingMessage) -> None:
-        self._post(world, -MESSAGE_CHANNEL, self._identity.frame(Kind.ACCEPT, sequence=letter.identity))
+    def _accept_offer(self, world: int, message: IncomingMessage) -> None:
+        self._post(world, -MESSAGE_CHANNEL, self._identity.frame(Kind.ACCEPT, sequence=message.identity))
 
     def _post(self, peer: int, channel: int, message: bytes) -> None:
         outbox = self.outbox(peer, channel)
-        if outbox is not None and outbox.full:  # who asks without end and hears no answer must not fill our memory
-            # The service thread reports it: a thread that posts may hold the mailbox's lock, and the control takes it
-            # while it holds its own.
-            self._clogged.add(peer)
+        if outbox is not None and outbox.full:  # a peer that sends requests but reads no answers must not fill memory
+            # The service thread reports the loss. This thread may hold the mailbox's lock, and `Control` acquires that
+            # lock while it holds its own: reporting here could deadlock.
+            self._unread.add(peer)
             self._bell.ring()
         elif outbox is not None:
-            with contextlib.suppress(LinkClosed, OSError):  # the reading side learns of it, and decides
+            with contextlib.suppress(LinkClosed, OSError):  # the reader of the link notices too, and handles it
                 if outbox.post(message):
                     self._bell.ring()
 
     def redirect(self, world: int, old: memoryview, new: memoryview) -> None:
-        """Let what is arriving from a world rank in `old` go on arriving in `new`; under the mailbox's lock."""
+        """Make a payload that is arriving from a world rank in `old` continue in `new`. Holds the mailbox's lock."""
         for reader in self._readers:
             if reader.link.peer == world:
                 reader.redirect(old, new)
@@ -204,7 +205,7 @@ class ServiceThread:
         try:
             self._serve()
         except BaseException as error:
-            # Without this thread no loss would be noticed any more: better to break than to hang.
+            # Without this thread no loss would be noticed: break the generation instead of hanging later.
             log.exception("the service thread of rank %d failed", self._identity.rank)
             reason = f"its service thread failed: {type(error).__name__}: {error}"[:1000]
             self.control.report(Finding("aborted", reason, self._identity.rank), time.monotonic())
@@ -214,15 +215,15 @@ class ServiceThread:
         cut_at = 0.0
         while True:
             now = time.monotonic()
-            while self._clogged:
-                self.control.lost(self._clogged.pop(), now, "takes no messages off its links")
+            while self._unread:
+                self.control.lost(self._unread.pop(), now, "does not read its messages")
             pause = min(self.control.tick(now), self.lifeline.tick(now))
             if now >= cut_at:
                 self._cut_links()
                 cut_at = now + CUT_SECONDS
             if self._ending:
                 give_up_at = give_up_at or now + GOODBYE_SECONDS
-                lost = self.control.complaints  # and would not hear a goodbye
+                lost = self.control.unreachable_peers  # their goodbyes cannot be delivered
                 if now >= give_up_at or not any(box.waiting for box in self._served() if box.link.peer not in lost):
                     return
                 pause = min(pause, give_up_at - now)
@@ -248,7 +249,10 @@ class ServiceThread:
             return list(self._outboxes.values())
 
     def _may_read(self, reader: Reader) -> bool:
-        """Whoever sends more than is asked for has to wait; but not with answers, which come on links dialled here."""
+        """Whether a link may be read now. A peer with too many unmatched messages has to wait.
+
+        Acceptances must not wait: they arrive on message links that this rank dialled.
+        """
         link = reader.link
         dialled = self.outbox(link.peer, MESSAGE_CHANNEL)
         answers = dialled is not None and dialled.link is link
@@ -261,7 +265,7 @@ class ServiceThread:
             self._end_of_link(outbox.link)
             return
         if done:
-            self.mailbox.wake_waits()
+            self.mailbox.wake_waiters()
 
     def _pump(self, reader: Reader) -> None:
         try:
@@ -273,8 +277,8 @@ class ServiceThread:
         except OSError as error:
             log.warning("the link to rank %d failed: %s", reader.link.peer, error)
             self._end_of_link(reader.link)
-        except Exception as error:  # whatever bytes can make a parser do
-            log.warning("rank %d sent nonsense (%r): its link is closed", reader.link.peer, error)
-            # The peer hears it before its link ends, so that it does not take this rank for the lost one.
-            self.control.lost(reader.link.peer, time.monotonic(), "sent nonsense")
+        except Exception as error:  # any exception that malformed bytes can cause in a parser
+            log.warning("rank %d sent invalid data (%r): its link is closed", reader.link.peer, error)
+            # Report it before the link is closed: otherwise the peer would take this rank for the lost one.
+            self.control.lost(reader.link.peer, time.monotonic(), "sent invalid data")
             self._end_of_link(reader.link)

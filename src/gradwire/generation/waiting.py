@@ -1,4 +1,4 @@
-"""How one operation of a group waits: it reports long waits, ends at its timeout, and finds the error to raise."""
+"""How an operation of a group waits: it logs slow waits, ends at its timeout, and finds the error to raise."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from gradwire.wire import WireError, parse
 log = logging.getLogger("gradwire")
 
 SLOW_SECONDS = 5.0
-LAST_WORDS_SECONDS = 0.2  # in which messages that a rank sent before its end may still arrive
-POLL_SECONDS = 0.25  # between looks at what rings no bell: the end of an in-process rank's thread
+DRAIN_SECONDS = 0.2  # after a rank's goodbye, in which its last messages may still arrive
+POLL_SECONDS = 0.25  # between checks for events that ring no bell, such as the end of an in-process rank's thread
 
 
-class Slowness:
-    """When a wait is long enough to be told: at 5, 10, 20 … seconds."""
+class SlowWait:
+    """Computes when a long wait is logged: after 5, 10, 20 … seconds."""
 
     def __init__(self, began: float) -> None:
         self.began = began
         self.due = began + SLOW_SECONDS
 
-    def told(self, now: float) -> None:
+    def reported(self, now: float) -> None:
         self.due = now + (now - self.began)
 
 
 class OperationWait:
-    """What an executor asks while it can do nothing."""
+    """The wait strategy of one operation, which an executor calls while it cannot progress."""
 
     def __init__(self, failure: FailurePath, calls: CallLog, operation: str, sequence: int, timeout: float) -> None:
         self._failure = failure
@@ -41,98 +41,100 @@ class OperationWait:
         self.operation = operation
         self.sequence = sequence
         self.timeout = timeout
-        self._slowness: Slowness | None = None  # begins when the operation first has to wait
+        self._slow_wait: SlowWait | None = None  # made when the operation waits for the first time
         self._deadline = 0.0
-        self._last_look = False
+        self._last_poll = False
 
     def during(self) -> str:
+        """Return the part of an error message that names this call: ` during all_reduce #812, train.py:88`."""
         call = self._calls.call(self.sequence)
         site = f", {call.site}" if call else ""
         return f" during {self.operation} #{self.sequence}{site}"
 
     def wait(self, reads: Iterable[Link], writes: Iterable[Link]) -> None:
-        """Return when there may be something to do; raise when the group broke or the time is over."""
+        """Wait until there may be something to do. Raise if the group is broken or the time is over."""
         failure = self._failure
         failure.transport.wait(reads, writes, failure.alarm, self._pause(time.monotonic()))
-        self.look(reads, writes)
+        self.poll(reads, writes)
 
-    def look(self, reads: Iterable[Link] = (), writes: Iterable[Link] = ()) -> float:
-        """As `wait`, by one that has waited already: the seconds until it should ask again."""
+    def poll(self, reads: Iterable[Link] = (), writes: Iterable[Link] = ()) -> float:
+        """Check what `wait` checks, without waiting. Return the seconds after which to check again."""
         failure = self._failure
         if self._calls.closed or failure.closed:
             raise self.broken()
-        if not failure.control.sound:
-            # What has arrived is still taken: the call that others dispute may be the next one.
-            if self._last_look:
+        if not failure.control.intact:
+            # Let the executor process data that has arrived: other ranks may need this rank's next call to explain a
+            # mismatch.
+            if self._last_poll:
                 raise self.broken()
-            self._last_look = True
+            self._last_poll = True
             return 0.0
         now = time.monotonic()
-        slowness = self._begun(now)
+        slow_wait = self._begun(now)
         for link in {*reads, *writes}:
             if failure.transport.gone(link.peer):
                 failure.control.lost(link.peer, now, "ended its thread")
                 raise self.broken()
         if now >= self._deadline:
             raise self._timed_out()
-        if now >= slowness.due:
-            slowness.told(now)
-            waited = now - slowness.began
+        if now >= slow_wait.due:
+            slow_wait.reported(now)
+            waited = now - slow_wait.began
             rank = failure.identity.rank
             log.warning("rank %d has waited %.0f s%s: %s", rank, waited, self.during(), self._describe(self.late()))
         return self._pause(time.monotonic())
 
-    def _begun(self, now: float) -> Slowness:
-        if self._slowness is None:
-            self._slowness = Slowness(now)
+    def _begun(self, now: float) -> SlowWait:
+        if self._slow_wait is None:
+            self._slow_wait = SlowWait(now)
             self._deadline = now + self.timeout
-        return self._slowness
+        return self._slow_wait
 
     def _pause(self, now: float) -> float:
         due = self._begun(now).due
         return max(0.0, min(self._deadline, due, now + POLL_SECONDS) - now)
 
     def broken(self) -> GradwireError:
-        """The error to raise when the group can no longer be used."""
-        if self._failure.closed or (self._calls.closed and self._failure.control.sound):
+        """Return the error to raise when the group cannot be used any more."""
+        if self._failure.closed or (self._calls.closed and self._failure.control.intact):
             return Closed("the group was closed", operation=self.operation)
         return self._failure.error(self.operation, self.during())
 
     def lost(self, peer: int) -> GradwireError:
-        """The link to a world rank ended: the error to raise."""
+        """Return the error to raise after the link to a world rank ended."""
         if self._calls.closed:
             return self.broken()
         return self._failure.lost(peer, self.operation, self.during())
 
     def mismatch(self, peer: int, header: bytes) -> GradwireError:
-        """A world rank sent something else than was expected: the error to raise."""
+        """Return the error to raise after a world rank sent an unexpected header."""
         now = time.monotonic()
         sequence = self._disputed(peer, header)
         if sequence is None:
-            self._failure.control.lost(peer, now, "sent nonsense")
+            self._failure.control.lost(peer, now, "sent invalid data")
         else:
             self._failure.control.report(disagreement(self._calls, sequence), now)
         self._failure.wake()
         return self.broken()
 
     def _disputed(self, peer: int, header: bytes) -> int | None:
-        """The call on which a peer's header shows that it means something else; None if it is no header of ours."""
+        """Return the number of the call on which a peer's header disagrees; None if the header is invalid."""
         try:
             seen = parse(header)
         except WireError as error:
-            log.warning("rank %d sent nonsense: %s", peer, error)
+            log.warning("rank %d sent an invalid header: %s", peer, error)
             return None
         identity = self._failure.identity
         mine = self._calls.call(self.sequence)
         belongs = (seen.job, seen.generation, seen.group) == (identity.job, identity.number, self._calls.group)
         same_call = seen.sequence == self.sequence and mine is not None and seen.fingerprint == mine.fingerprint
         if not belongs or same_call:
-            log.warning("rank %d sent nonsense: %s", peer, seen)
+            log.warning("rank %d sent an invalid header: %s", peer, seen)
             return None
         return min(self.sequence, max(1, seen.sequence))
 
     def late(self) -> list[tuple[int, Position | None]]:
-        """Ranks that have not reached this call, as far as they answer; lowest first."""
+        """Return the ranks that have not reached this call or do not answer, with their positions, lowest first."""
         positions = self._failure.control.positions(self._calls, ANSWER_SECONDS)
         peers = [rank for rank in self._calls.members if rank != self._failure.identity.rank]
         silent = [(rank, None) for rank in peers if rank not in positions]
@@ -150,19 +152,19 @@ class OperationWait:
         return self.broken()
 
     def _describe(self, late: Sequence[tuple[int, Position | None]]) -> str:
-        """Who keeps the others waiting, in words."""
+        """Return a description of the ranks that the others wait for."""
         if not late:
-            return "all ranks have arrived, but their messages have not"
+            return "all ranks have made this call, but their messages have not arrived"
         return "; ".join(self._describe_one(rank, place) for rank, place in late)
 
     def _describe_one(self, rank: int, place: Position | None) -> str:
         if place is not None:
             if place.finished < place.sequence:
                 return f"rank {rank} is alive but stuck in {place.last}"
-            return f"rank {rank} is alive but stuck outside of any call, its last call was {place.last}"
+            return f"rank {rank} is alive but stuck outside of any gradwire call, its last call was {place.last}"
         if not self._failure.alive(rank):
             return f"rank {rank} does not answer"
-        known = self._failure.control.last_heard(self._calls, rank)
-        last = f"{known.what} #{known.sequence}" if known is not None else "not told"
-        why = "its interpreter does not run, as if a call into C held its lock"
+        known = self._failure.control.last_known_call(self._calls, rank)
+        last = f"{known.what} #{known.sequence}" if known is not None else "unknown"
+        why = "its Python interpreter does not run (a C extension may hold the GIL)"
         return f"rank {rank} is alive but stuck: {why}; its last call was {last}"

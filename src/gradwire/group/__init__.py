@@ -1,17 +1,17 @@
-"""`Group`: what users call, and how its operations run in one order.
+"""`Group`: the calls that users make, and how they run one at a time in one order.
 
-work                `Work`, the handle of a queued operation
-plan_cache          schedules chosen by price and bound to this rank, the last ones used
-call_order          tickets: the one order of a group's calls
-progress_queue      queued operations and the thread that does them
+work                `Work`: the handle of a queued operation
+plan_cache          the plans used most recently: schedules chosen by cost and bound to this rank
+call_order          tickets that define the order of a group's calls
+progress_queue      queued operations, and the thread that runs them
 group_links         the links between a group's ranks, and the executor that uses them
-schedule_runner     carries out the schedules of a call
+schedule_runner     runs the schedules of a call
 runner              runs a group's operations one at a time, in the program's order
-point_to_point      send, recv, sendrecv and copy, outside that order
-collective_calls    the collectives of a group, each declared once
+point_to_point      send, recv, sendrecv and copy, outside of that order
+collective_calls    the collectives of a group
 stream              `Stream`: the same collectives, queued
 group               `Group`
-internals           `GroupInternals`: what other packages use of a group beyond its public calls
+internals           `GroupInternals`: access for gradwire's other packages
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The order of a group's calls: each call takes a ticket when it is made, and the tickets are served one at a time."""
+"""The order of a group's calls: each call takes a ticket when it is made, and tickets are served one at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gradwire.host import native_core
 
 
 class Turns:
-    """Which ticket is served: what the core's class of this name does, without it. Used with the order's lock held."""
+    """Counts the tickets. The Python version of the native class of the same name. Callers hold the order's lock."""
 
     def __init__(self) -> None:
         self.issued = self.serving = 0
@@ -23,7 +23,7 @@ class Turns:
 
 
 class CallOrder:
-    """The tickets of one group. `changed` is the lock of everything here, and is notified when another is served."""
+    """The tickets of one group. `changed` is the lock of all state here; it is notified when the next one is served."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition(threading.Lock())
@@ -33,22 +33,22 @@ class CallOrder:
 
     @property
     def is_idle(self) -> bool:
-        """Whether every call that was made is done."""
+        """Whether all calls that took a ticket have ended."""
         return self.turns.issued == self.turns.serving
 
     def skip(self, ticket: int) -> None:
-        """With the lock held: the call with this ticket will not be made, but others may already wait for it."""
+        """Pass over a ticket whose call was cancelled, when its turn comes. The caller holds the lock."""
         self._skipped.add(ticket)
         self._pass_skipped()
 
     def pass_on(self) -> None:
-        """The call that was served is done: serve the next one."""
+        """End the call that was served, and serve the next ticket."""
         with self.changed:
             self.turns.pass_on()
             self._pass_skipped()
 
-    def passed_on(self) -> None:
-        """The core has passed a turn on."""
+    def after_native_call(self) -> None:
+        """Wake the waiting threads after the native core has ended a call and served the next ticket."""
         with self.changed:
             self._pass_skipped()
 
@@ -61,7 +61,7 @@ class CallOrder:
             self.changed.notify_all()
 
     def close(self) -> bool:
-        """End the waiting of those that only wait for calls; whether it was open until now."""
+        """Close the order and wake the threads that wait for queued calls; False if it was closed before."""
         with self.changed:
             if self.closed:
                 return False
@@ -70,5 +70,5 @@ class CallOrder:
             return True
 
     def abandon(self) -> None:
-        """In a forked child: nobody may be there to release the lock, and nobody waits."""
+        """Close the order in a forked child, without the lock: the thread that held it may not exist there."""
         self.closed = True

@@ -1,4 +1,4 @@
-"""The collectives of a group as users call them: each one tries the fast path, or builds its operation and runs it."""
+"""The collectives of `Group`: each method tries the fast path first, and otherwise builds its operation and runs it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from gradwire.operations.types import settled
 
 
 class CollectiveCalls:
-    """The part of a group that all ranks use together.
+    """The methods of `Group` that all ranks call together.
 
-    A fast call gets (x, op, root, out, algorithm, timeout), and returns None where it has done nothing.
+    Every fast-path function takes (x, op, root, out, algorithm, timeout). It returns None if it did nothing; the call
+    then takes the general path.
     """
 
     def __init__(self, runner: CollectiveRunner) -> None:
@@ -24,7 +25,7 @@ class CollectiveCalls:
         self._position = runner.position
 
     def _seconds(self, timeout: float | None) -> float:
-        """The timeout of a call, or the group's if it has none."""
+        """Return the timeout of a call, or the group's timeout if the call has none."""
         return bounded(timeout) or self._runner.timeout
 
     def _now(self, operation: Operation, timeout: float | None) -> Any:
@@ -33,10 +34,26 @@ class CollectiveCalls:
     def all_reduce(
         self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto", timeout: float | None = None
     ) -> Any:
-        """Reduce x over all ranks, in place unless `out` is given; returns the result, the same bits on every rank.
+        """Reduce x over all ranks. Every rank gets the result, with exactly the same bits.
 
-        op is sum, mean, min, max or prod. Half types accumulate in float32; integers wrap, Python's too (at 64 bits);
-        of booleans sum is "or" and prod "and". A Python number returns a number.
+        Half-precision types (float16, bfloat16) accumulate in float32. Integers wrap on overflow, and so do Python
+        integers, at 64 bits. For booleans, sum is a logical or and prod a logical and.
+
+        Args:
+            x: An array, with the same number of elements and dtype on every rank, or a number. Strided arrays are
+                allowed. The result replaces the contents of x, unless `out` is given.
+            op: "sum", "mean", "min", "max" or "prod".
+            out: An array for the result, with the dtype and number of elements of x; x then keeps its contents.
+            algorithm: "auto", or a name from `group.capabilities.algorithms["all_reduce"]`.
+            timeout: Seconds that this call may take. None means the group's timeout.
+
+        Returns:
+            x, or `out` if it was given. For a number: the reduced number.
+
+        Raises:
+            ArrayError: x cannot be used (read-only, not in CPU memory, unknown dtype), or `out` does not fit it.
+            UnsupportedOp: The dtype has no such op (for example the mean of integers), or the algorithm does not exist.
+            Broken: Another rank failed or called something else. See `Group`.
 
         >>> import gradwire as gw
         >>> with gw.init() as group: group.all_reduce(2.5)
@@ -48,7 +65,21 @@ class CollectiveCalls:
         return self._now(elementwise.all_reduce(self._position, x, op, out=out, algorithm=algorithm), timeout)
 
     def broadcast(self, x: Any, root: int = 0, *, algorithm: str = "auto", timeout: float | None = None) -> Any:
-        """Copy the root's x into every rank's x; returns x.
+        """Copy the root's x into x on every other rank.
+
+        Args:
+            x: An array, with the same number of elements and dtype on every rank.
+            root: The rank whose x is copied.
+            algorithm: "auto", or a name from `group.capabilities.algorithms["broadcast"]`.
+            timeout: Seconds that this call may take. None means the group's timeout.
+
+        Returns:
+            x.
+
+        Raises:
+            ArrayError: x cannot be used (read-only on a rank that receives, not in CPU memory, unknown dtype).
+            InvalidRank: The group has no rank `root`.
+            Broken: Another rank failed or called something else. See `Group`.
 
         >>> import gradwire as gw, numpy as np
         >>> with gw.init() as group: group.broadcast(np.ones(2), root=0)
@@ -69,7 +100,24 @@ class CollectiveCalls:
         algorithm: str = "auto",
         timeout: float | None = None,
     ) -> Any:
-        """Reduce x over all ranks into a new array (or `out`) on the root; None elsewhere. x stays as it is.
+        """Reduce x over all ranks into an array on the root. x keeps its contents.
+
+        Args:
+            x: An array, with the same number of elements and dtype on every rank.
+            op: "sum", "mean", "min", "max" or "prod"; `all_reduce` explains them.
+            root: The rank that gets the result.
+            out: On the root, an array for the result, with the dtype and number of elements of x.
+            algorithm: "auto", or a name from `group.capabilities.algorithms["reduce"]`.
+            timeout: Seconds that this call may take. None means the group's timeout.
+
+        Returns:
+            On the root, a new array, or `out` if it was given. None on the other ranks.
+
+        Raises:
+            ArrayError: x cannot be used (not in CPU memory, unknown dtype), or `out` does not fit it.
+            InvalidRank: The group has no rank `root`.
+            UnsupportedOp: The dtype has no such op, or the algorithm does not exist.
+            Broken: Another rank failed or called something else. See `Group`.
 
         >>> import gradwire as gw, numpy as np
         >>> with gw.init() as group: group.reduce(np.ones(2), op="max", root=0)
@@ -78,9 +126,22 @@ class CollectiveCalls:
         return self._now(elementwise.reduce(self._position, x, op, root, out=out, algorithm=algorithm), timeout)
 
     def all_gather(self, x: Any, *, out: Any = None, algorithm: str = "auto", timeout: float | None = None) -> Any:
-        """Every rank's x joined along the first axis, in rank order; first axes may differ in length.
+        """Join every rank's x along the first axis, in rank order. Every rank gets the result.
 
-        The result is a new array, or `out`, which must have room for exactly as many elements.
+        Args:
+            x: An array. The length of the first axis may differ between ranks, the other axes may not.
+            out: An array for the result, with the dtype of x and exactly as many elements as all ranks' x together.
+            algorithm: "auto", or a name from `group.capabilities.algorithms["all_gather"]`.
+            timeout: Seconds that this call may take. None means the group's timeout.
+
+        Returns:
+            A new array, or `out` if it was given.
+
+        Raises:
+            ArrayError: x cannot be used (not in CPU memory, unknown dtype), or `out` does not fit the result. An `out`
+                of the wrong size fails this rank's call only: the other ranks get their results.
+            UnsupportedOp: The algorithm does not exist.
+            Broken: Another rank failed or called something else. See `Group`.
 
         >>> import gradwire as gw, numpy as np
         >>> with gw.init() as group: group.all_gather(np.zeros((2, 3))).shape
@@ -92,7 +153,22 @@ class CollectiveCalls:
         return self._now(split_join.all_gather(self._position, x, out=out, algorithm=algorithm), timeout)
 
     def gather(self, x: Any, root: int = 0, *, algorithm: str = "auto", timeout: float | None = None) -> Array | None:
-        """As `all_gather`, but only the root gets the result; None elsewhere.
+        """Join every rank's x along the first axis, in rank order, on the root.
+
+        Args:
+            x: An array. The length of the first axis may differ between ranks, the other axes may not.
+            root: The rank that gets the result.
+            algorithm: "auto", or a name from `group.capabilities.algorithms["gather"]`.
+            timeout: Seconds that this call may take. None means the group's timeout.
+
+        Returns:
+            On the root, a new array. None on the other ranks.
+
+        Raises:
+            ArrayError: x cannot be used (not in CPU memory, unknown dtype).
+            InvalidRank: The group has no rank `root`.
+            UnsupportedOp: The algorithm does not exist.
+            Broken: Another rank failed or called something else. See `Group`.
 
         >>> import gradwire as gw, numpy as np
         >>> with gw.init() as group: group.gather(np.zeros((2, 3)), root=0).shape
@@ -112,9 +188,24 @@ class CollectiveCalls:
         algorithm: str = "auto",
         timeout: float | None = None,
     ) -> Any:
-        """Reduce x over all ranks and return this rank's part of the first axis: an equal one, or as `counts` says.
+        """Reduce x over all ranks and split the result along the first axis. Rank i gets part i.
 
-        The result is a new array, or `out`, which must have room for exactly as many elements.
+        Args:
+            x: An array, with the same shape and dtype on every rank. It keeps its contents.
+            op: "sum", "mean", "min", "max" or "prod"; `all_reduce` explains them.
+            counts: The number of rows of each rank's part. None means equal parts.
+            out: An array for the result, with the dtype of x and exactly as many elements as this rank's part.
+            algorithm: "auto", or a name from `group.capabilities.algorithms["reduce_scatter"]`.
+            timeout: Seconds that this call may take. None means the group's timeout.
+
+        Returns:
+            This rank's part: a new array, or `out` if it was given.
+
+        Raises:
+            ArrayError: x cannot be used (not in CPU memory, unknown dtype), or `out` does not fit this rank's part.
+            InvalidSize: `counts` do not add up to the rows of x, or without `counts` the rows cannot be split evenly.
+            UnsupportedOp: The dtype has no such op, or the algorithm does not exist.
+            Broken: Another rank failed or called something else. See `Group`.
 
         >>> import gradwire as gw, numpy as np
         >>> with gw.init() as group: group.reduce_scatter(np.arange(3), counts=[3])
@@ -136,7 +227,26 @@ class CollectiveCalls:
         algorithm: str = "auto",
         timeout: float | None = None,
     ) -> Array:
-        """This rank's part of the root's x along the first axis; x may be None on the others.
+        """Split the root's x along the first axis. Rank i gets part i.
+
+        Args:
+            x: On the root, an array. Other ranks may pass None; what they pass is ignored.
+            root: The rank whose x is split.
+            counts: The number of rows of each rank's part. None means equal parts on the root, and no check elsewhere.
+            algorithm: "auto", or a name from `group.capabilities.algorithms["scatter"]`.
+            timeout: Seconds that this call may take. None means the group's timeout.
+
+        Returns:
+            This rank's part, as a new array.
+
+        Raises:
+            ArrayError: The root passed no array, or one that cannot be used. Raised on every rank; the group stays
+                usable.
+            InvalidSize: The root's `counts` do not add up to the rows of x, or without `counts` the rows cannot be
+                split evenly. Raised on every rank; the group stays usable.
+            InvalidRank: The group has no rank `root`.
+            UnsupportedOp: The algorithm does not exist.
+            Broken: Another rank failed, called something else, or passed other `counts`. See `Group`.
 
         >>> import gradwire as gw, numpy as np
         >>> with gw.init() as group: group.scatter(np.arange(3), root=0)
@@ -155,7 +265,24 @@ class CollectiveCalls:
         algorithm: str = "auto",
         timeout: float | None = None,
     ) -> Array:
-        """Send part j of x's first axis to rank j, and return what all ranks sent here, joined in rank order.
+        """Send part j of x to rank j, and return the parts that all ranks sent to this one, joined in rank order.
+
+        Args:
+            x: An array, split along its first axis.
+            send_counts: The number of rows for each rank. None means equal parts.
+            recv_counts: The number of rows that this rank expects from each rank. A difference is an error. None means
+                that the numbers are not checked. If one rank passes any counts, every rank must pass some.
+            algorithm: "auto", or a name from `group.capabilities.algorithms["all_to_all"]`.
+            timeout: Seconds that this call may take. None means the group's timeout.
+
+        Returns:
+            The received parts, as a new array.
+
+        Raises:
+            ArrayError: x cannot be used (not in CPU memory, unknown dtype).
+            InvalidSize: `send_counts` do not add up to the rows of x, or without them the rows cannot be split evenly.
+            UnsupportedOp: The algorithm does not exist.
+            Broken: Another rank failed, called something else, or sends other counts than `recv_counts`. See `Group`.
 
         >>> import gradwire as gw, numpy as np
         >>> with gw.init() as group: group.all_to_all(np.arange(3), send_counts=[3])
@@ -168,7 +295,25 @@ class CollectiveCalls:
     def all_reduce_named(
         self, tensors: dict[str, Any], op: str = "sum", *, algorithm: str = "auto", timeout: float | None = None
     ) -> dict[str, Any]:
-        """Reduce a dict of arrays in place, in one go; names and shapes that differ between ranks are named.
+        """Reduce a dict of arrays over all ranks, in place and as one call.
+
+        Small arrays of one dtype travel together. If names, shapes or dtypes differ between ranks, the error names the
+        entries that differ. An array may appear under several names (tied weights).
+
+        Args:
+            tensors: Arrays by name, with the same names, shapes and dtypes on every rank. The order does not matter.
+            op: "sum", "mean", "min", "max" or "prod"; `all_reduce` explains them.
+            algorithm: "auto", or a name from `group.capabilities.algorithms["all_reduce"]`.
+            timeout: Seconds that this call may take. None means the group's timeout.
+
+        Returns:
+            `tensors`.
+
+        Raises:
+            ArrayError: `tensors` is not a dict with string keys, or an array cannot be used (read-only, not in CPU
+                memory, unknown dtype).
+            UnsupportedOp: A dtype has no such op, or the algorithm does not exist.
+            Broken: Another rank failed or called something else. See `Group`.
 
         >>> import gradwire as gw, numpy as np
         >>> with gw.init() as group: group.all_reduce_named({"w": np.ones(2), "b": np.zeros(1)}, op="mean")
@@ -178,7 +323,15 @@ class CollectiveCalls:
         return tensors
 
     def barrier(self, *, algorithm: str = "auto", timeout: float | None = None) -> None:
-        """Return when every rank has called it.
+        """Wait until every rank has called this.
+
+        Args:
+            algorithm: "auto", or a name from `group.capabilities.algorithms["all_reduce"]`.
+            timeout: Seconds that this call may take. None means the group's timeout.
+
+        Raises:
+            UnsupportedOp: The algorithm does not exist.
+            Broken: Another rank failed or called something else. See `Group`.
 
         >>> import gradwire as gw
         >>> with gw.init() as group: group.barrier()
@@ -187,7 +340,19 @@ class CollectiveCalls:
             self._now(elementwise.barrier(self._position, algorithm=algorithm), timeout)
 
     def broadcast_value(self, value: Any = None, root: int = 0, *, timeout: float | None = None) -> Any:
-        """The root's JSON-like value, on every rank. One that cannot be sent is an error on all; the group goes on.
+        """Return the root's value on every rank.
+
+        Args:
+            value: On the root, a JSON-like value: numbers, strings, booleans, None, lists and dicts with string keys.
+                Tuples arrive as lists. Other ranks may omit it.
+            root: The rank whose value is sent.
+            timeout: Seconds that this call may take. None means the group's timeout.
+
+        Raises:
+            ArrayError: The value is not JSON-like. Raised on every rank; the group stays usable.
+            InvalidSize: The value takes more than 256 MiB. Raised on every rank; the group stays usable.
+            InvalidRank: The group has no rank `root`.
+            Broken: Another rank failed or called something else. See `Group`.
 
         >>> import gradwire as gw
         >>> with gw.init() as group: group.broadcast_value({"epoch": 3})
@@ -196,7 +361,17 @@ class CollectiveCalls:
         return self._now(values.broadcast_value(self._position, value, root), timeout)
 
     def all_gather_values(self, value: Any, *, timeout: float | None = None) -> list[Any]:
-        """Every rank's JSON-like value, in rank order. One that cannot be sent is an error on all; the group goes on.
+        """Return the values of all ranks, as a list in rank order.
+
+        Args:
+            value: A JSON-like value: numbers, strings, booleans, None, lists and dicts with string keys. Tuples arrive
+                as lists. Its type may differ between ranks.
+            timeout: Seconds that this call may take. None means the group's timeout.
+
+        Raises:
+            ArrayError: A rank's value is not JSON-like. Raised on every rank; the group stays usable.
+            InvalidSize: A rank's value takes more than 256 MiB. Raised on every rank; the group stays usable.
+            Broken: Another rank failed or called something else. See `Group`.
 
         >>> import gradwire as gw
         >>> with gw.init() as group: group.all_gather_values({"loss": 0.5})

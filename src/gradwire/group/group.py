@@ -1,4 +1,4 @@
-"""Group: the ranks that talk, and everything they can say to each other."""
+"""`Group`: the ranks that communicate, with the collectives and the point-to-point calls between them."""
 
 from __future__ import annotations
 
@@ -28,26 +28,43 @@ from gradwire.transports.base import Link
 from gradwire.transports.shm.shared_memory import SharedMemory
 from gradwire.wire import fingerprint, group_identity
 
-CONFER_SECONDS = 0.25  # that leaving `with group` may take to learn whether the last calls agreed
+COMPARE_SECONDS = 0.25  # longest delay at the end of `with group`, to compare the last calls of all ranks
 WORLD = 1
-_NOTHING = np.dtype([])  # elements without a byte: NumPy says what it thinks of a shape, and takes no memory
+_NOTHING = np.dtype([])  # its elements have 0 bytes: NumPy validates a shape without allocating memory
 
 
 def collective_channel(identity: int) -> int:
-    """The channel of a group's collectives."""
+    """Return the channel on which a group's collectives run."""
     return fingerprint("collective", identity)
 
 
 class Group(CollectiveCalls, PointToPointCalls):
-    """Some ranks of a job that call collectives together; each has one order of calls, the program's.
+    """The ranks of a job, or some of them, that communicate with each other.
 
-    All collectives take `algorithm="auto"` (or star, ring, tree, halving, direct, hierarchical, where they exist) and
-    `timeout=None` (the group's). What cannot be is refused before anything is sent, and the group goes on. An error
-    that breaks the group (`PeerLost`, `CollectiveMismatch`, `Aborted`, a collective's `Timeout`) is raised on every
-    rank and names the rank that caused it.
+    `gw.init` returns the group of all ranks; `subgroup` makes smaller ones. Leaving `with group:` closes the group. If
+    an exception leaves the block, the group is aborted first, so that no other rank waits for this one.
+
+    Collectives (`all_reduce`, `broadcast`, `barrier` …) must be called by all ranks of the group, in the same order and
+    with matching arguments. A group has one order of calls, the order of the program: calls made here and calls queued
+    on a `Stream` run one at a time in that order. Point-to-point calls (`send`, `recv`, `sendrecv`, `copy`) are outside
+    of that order, and are matched by peer and tag. Any thread may make calls.
+
+    Arrays can be NumPy arrays, CPU tensors of any library that supports DLPack (torch, JAX …), and objects with the
+    buffer protocol. They may be strided.
+
+    Two kinds of errors are raised:
+
+    - Wrong arguments (`ConfigError`, `ArrayError`, `UnsupportedOp`) are found before anything is sent. The group stays
+      usable.
+    - `Broken` and its subclasses break the group on every rank: `PeerLost` (a rank died or cannot be reached),
+      `CollectiveMismatch` (ranks called different things), `Aborted` (a rank gave up), and `Timeout` of a collective.
+      Every rank raises the same error, and `error.culprit` is the rank that caused it. In an elastic job `recover`
+      returns a new group. A `Timeout` of `send`, `recv`, `Work.wait` or `Stream.synchronize` does not break the group.
+
+    After `close`, calls raise `Closed`.
 
     >>> import gradwire as gw, numpy as np
-    >>> with gw.init() as group:           # alone here; with RANK, WORLD_SIZE … one of many
+    >>> with gw.init() as group:           # a job of one rank, unless RANK, WORLD_SIZE … say otherwise
     ...     group.rank, group.size, group.generation, group.topology.hosts
     ...     group.all_reduce(np.arange(3.0), op="mean")
     (0, 1, 1, ((0,),))
@@ -74,31 +91,31 @@ class Group(CollectiveCalls, PointToPointCalls):
         self._instances: dict[tuple[int, ...], int] = {}
         self._lock = threading.Lock()
 
-    # -- who ----------------------------------------------------------------------------------------------------------
+    # -- identity -----------------------------------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
-        """This process's number in the group, from 0."""
+        """The number of this process in the group, from 0 to `size - 1`."""
         return self._rank
 
     @property
     def size(self) -> int:
-        """How many ranks the group has."""
+        """The number of ranks in the group."""
         return self._size
 
     @property
     def generation(self) -> int:
-        """The number of the membership that this group belongs to; the first is 1."""
+        """The number of the membership that this group belongs to. It starts at 1 and grows with each recovery."""
         return self._generation.identity.number
 
     @property
     def topology(self) -> Topology:
-        """Which of the group's ranks share a host."""
+        """Which ranks of the group share a host, as a `Topology`."""
         return self._topology
 
     @property
     def capabilities(self) -> Capabilities:
-        """What this group can do."""
+        """What this group can do: transport, algorithms, dtypes, recovery. See `Capabilities`."""
         table = {name: algorithms(name) for name in COLLECTIVES}
         generation = self._generation
         sharing = self.size > 1 and len(self.topology.hosts) == 1 and all(map(generation.shares, self._members))
@@ -113,14 +130,14 @@ class Group(CollectiveCalls, PointToPointCalls):
 
     @property
     def bytes_sent(self) -> int:
-        """How many bytes this rank has sent to others in this group's collectives so far.
+        """The number of bytes that this rank has sent to other ranks in this group's collectives so far.
 
-        What goes over sockets counts with its headers, what goes through memory as it is, each as often as it has
-        receivers.
+        Data sent over sockets counts with its headers. Data sent through shared memory counts without headers, once
+        for each receiver.
 
         >>> import gradwire as gw, numpy as np
         >>> with gw.init() as group:
-        ...     group.all_reduce(np.ones(1000)).size, group.bytes_sent   # nobody else is here
+        ...     group.all_reduce(np.ones(1000)).size, group.bytes_sent   # a job of one rank sends nothing
         (1000, 0)
         """
         return self._runner.bytes_sent
@@ -141,19 +158,20 @@ class Group(CollectiveCalls, PointToPointCalls):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         unseen = None
-        if error is not None and self._generation.control.sound and not self._closed:
+        if error is not None and self._generation.control.intact and not self._closed:
             self.abort(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
         elif error is None and self.size > 1 and not self._closed:
-            self._generation.control.confer(self._runner.calls, time.monotonic(), CONFER_SECONDS)
+            self._generation.control.compare_calls(self._runner.calls, time.monotonic(), COMPARE_SECONDS)
             unseen = self._generation.failure.take_unseen_mismatch()
         self.close()
         if unseen is not None:
             raise unseen
 
     def close(self) -> None:
-        """Say goodbye and let go of all links; idempotent. Others learn of it only if they still need this rank.
+        """Close the links of this group and of its subgroups. Calling it again has no effect.
 
-        Works that still wait end with `Closed`. Its subgroups end with the group.
+        Works that have not run yet fail with `Closed`. Another rank notices the closing only if it still needs this
+        rank: its call then raises `PeerLost`. A process that exits normally closes its groups automatically.
 
         >>> import gradwire as gw
         >>> group = gw.init()
@@ -169,7 +187,12 @@ class Group(CollectiveCalls, PointToPointCalls):
             subgroup.close()
 
     def abort(self, reason: str) -> None:
-        """Break the group on every rank of the job with `Aborted`, giving the reason; idempotent.
+        """Break this group, and all groups of the job, on every rank. Later and waiting calls raise `Aborted`.
+
+        Aborting a group that is closed or broken has no effect.
+
+        Args:
+            reason: The text that the error shows on every rank. Text beyond 2000 characters is cut off.
 
         >>> import gradwire as gw
         >>> one, two = gw.loopback_pair()
@@ -179,18 +202,27 @@ class Group(CollectiveCalls, PointToPointCalls):
         0
         >>> one.close(); two.close()
         """
-        if self._closed or not self._generation.control.sound:
+        if self._closed or not self._generation.control.intact:
             return
         finding = Finding("aborted", str(reason)[:2000], self._generation.identity.rank)
         self._generation.control.report(finding, time.monotonic())
         self._generation.service.wake()
 
     def recover(self, timeout: float | None = None) -> Group:
-        """The next generation's group, after a break: of all members that are left, and those that wait to join.
+        """Return the group of the next generation: the members that are left, and those that are waiting to join.
 
-        Needs an elastic job: `gradwire run --min … --max …`, or a coordinator of one's own. Where nothing is broken,
-        all members call it together, to let others join. This group, its subgroups and streams end. While fewer
-        members are there than the job needs it waits, and says so in the log.
+        Every surviving member calls this after the group broke. Members can also call it together while the group
+        works, to let waiting members join. This group, its subgroups and its streams are closed. While the job has
+        fewer members than it needs, the call waits and logs the reason.
+
+        Recovery needs an elastic job: `gradwire run --min … --max …`, or `gradwire coordinator` and GRADWIRE_ELASTIC=1.
+
+        Args:
+            timeout: Seconds that the call may take. None means the group's timeout.
+
+        Raises:
+            UnsupportedOp: The membership of this job is fixed; `capabilities.recovers` is False.
+            NoConnection: No next generation was formed in time, or the coordinator cannot be reached.
 
         >>> import gradwire as gw
         >>> with gw.init() as group: group.capabilities.recovers
@@ -199,18 +231,18 @@ class Group(CollectiveCalls, PointToPointCalls):
         generation = self._generation
         if generation.membership is None:
             raise UnsupportedOp(
-                "this job's membership is fixed, so it cannot go on without a lost rank: start it again, with "
-                "`gradwire run --min … --max …` (or `gradwire coordinator` and GRADWIRE_ELASTIC=1)",
+                "this job has a fixed membership, so it cannot continue without a lost rank: start it again as an "
+                "elastic job, with `gradwire run --min … --max …` (or `gradwire coordinator` and GRADWIRE_ELASTIC=1)",
                 operation="recover",
             )
         self._end_subgroups()
         successor: Group = generation.membership.next_group(generation, self._seconds(timeout))
         return successor
 
-    # -- more -------------------------------------------------------------------------------------------------------
+    # -- streams, subgroups, memory -----------------------------------------------------------------------------------
 
     def stream(self) -> Stream:
-        """A queue of collectives that run beside the program, in the order they were called.
+        """Return a new `Stream`: a queue of collectives that run while the program continues.
 
         >>> import gradwire as gw, numpy as np
         >>> with gw.init() as group: group.stream().all_reduce(np.ones(2)).wait()
@@ -219,7 +251,18 @@ class Group(CollectiveCalls, PointToPointCalls):
         return Stream(self._runner)
 
     def subgroup(self, ranks: Iterable[int]) -> Group:
-        """The group of some of these ranks, numbered anew in ascending order; only they call it. Made once and kept.
+        """Return the group of some ranks of this group. Only these ranks call it, all of them.
+
+        In the subgroup, ranks are numbered from 0 in ascending order. A second call with the same ranks returns the
+        same group, unless it was closed. The subgroup closes with this group, and breaks with it.
+
+        Args:
+            ranks: Ranks of this group, without duplicates, in any order. They must include the calling rank.
+
+        Raises:
+            InvalidRank: A rank does not exist, appears twice, or the calling rank is missing.
+            InvalidSize: `ranks` is empty.
+            Broken: A rank of the job failed. See `Group`.
 
         >>> import gradwire as gw
         >>> with gw.init() as group: group.subgroup([0]) is group.subgroup([0])
@@ -236,7 +279,7 @@ class Group(CollectiveCalls, PointToPointCalls):
             return group
 
     def _form(self, ranks: Sequence[int], instance: int, timeout: float) -> Group:
-        """A group of these ranks in this order, told by its instance from others of the same ranks."""
+        """Return a group of these ranks, in this order. `instance` distinguishes groups of the same ranks."""
         self._runner.check("subgroup")
         identity = group_identity(self._identity, ranks, instance)
         group = Group(self._generation, [self._members[rank] for rank in ranks], identity, timeout)
@@ -248,7 +291,7 @@ class Group(CollectiveCalls, PointToPointCalls):
         return group
 
     def _chosen(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """The ranks of a subgroup, sorted, if they can be one of which this rank is a member."""
+        """Return the ranks of a subgroup, sorted, after checking that they can form one with this rank."""
         try:
             wanted = tuple(sorted(check_rank(rank, self.size) for rank in ranks))
         except TypeError:
@@ -256,15 +299,24 @@ class Group(CollectiveCalls, PointToPointCalls):
         if not wanted:
             raise InvalidSize("a subgroup needs at least one rank")
         if len(set(wanted)) != len(wanted):
-            raise InvalidRank(f"ranks {list(wanted)} name a rank twice")
+            raise InvalidRank(f"ranks {list(wanted)} contain a rank twice")
         if self.rank not in wanted:
             raise InvalidRank(f"rank {self.rank} is not a member of the subgroup {list(wanted)}", rank=self.rank)
         return wanted
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any = "float32") -> Array:
-        """An uninitialised array that this group exchanges best: in memory that its ranks share, if they share any.
+        """Return a new uninitialised array that collectives of this group exchange fastest.
 
-        It is an array like any other, and its memory is free again when the last view of it is gone.
+        If ranks on this host share memory, the array lies in that memory, so that it is reduced without a copy.
+        Otherwise, and when the shared memory is full, it is an ordinary array. Its memory is freed with the last view.
+
+        Args:
+            shape: An int or a tuple of ints.
+            dtype: A name ("float32", "bfloat16" …) or a NumPy dtype.
+
+        Raises:
+            InvalidSize: There is no array of this shape, or not enough memory.
+            ArrayError: The dtype is unknown.
 
         >>> import gradwire as gw
         >>> with gw.init() as group: group.empty((2, 3), "bfloat16").nbytes
@@ -278,15 +330,15 @@ def _restricted(topology: Topology, members: Sequence[int]) -> Topology:
 
 
 def _empty(shape: int | tuple[int, ...], dtype: Any, shared: SharedMemory | None) -> Array:
-    """An uninitialised array, in shared memory if there is any."""
+    """Return an uninitialised array, in shared memory if there is any."""
     row = parse_dtype(dtype)
-    if shape is None:  # which NumPy used to take for ()
+    if shape is None:  # older versions of NumPy treat it as ()
         raise InvalidSize("no array of shape None")
     try:
         lengths = np.empty(shape, _NOTHING).shape
         nbytes = math.prod(lengths) * row.storage.itemsize
         if shared is not None and nbytes:
-            with contextlib.suppress(MemoryError):  # the arena is full: any memory will do
+            with contextlib.suppress(MemoryError):  # the arena is full: use ordinary memory
                 return shared.own.array(nbytes).view(row.storage).reshape(lengths)
         return np.empty(shape, row.storage)
     except (TypeError, ValueError, OverflowError, MemoryError) as error:

@@ -17,7 +17,7 @@ from gradwire.transports.base import Link
 
 
 class GroupLinks:
-    """The links of one rank to the others of a group: it dials those below it and accepts those above."""
+    """The links of one rank to the other ranks of a group. It dials lower ranks and accepts links from higher ranks."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class GroupLinks:
         topology: Topology,
         links: Iterable[Link],
     ) -> None:
-        """`links` to lower ranks were dialled already, on this channel."""
+        """`links` are links to lower ranks that are already dialled, on this channel."""
         self.topology = topology
         self.rank = members.index(generation.identity.rank)
         self._generation = generation
@@ -37,20 +37,23 @@ class GroupLinks:
 
     @property
     def is_native(self) -> bool:
-        """Whether the native core carries out this group's schedules. It does not speak TLS."""
+        """Whether the native core runs this group's schedules. The core does not support TLS."""
         alarm = self._generation.failure.alarm
-        plain = not self._speaks_tls
+        plain = not self._uses_tls
         return len(self._members) > 1 and plain and native_core.available() and isinstance(alarm, Descriptor)
 
     @property
-    def _speaks_tls(self) -> bool:
-        """Whether messages of this group are encrypted: not if all of them go through memory. Alike on all ranks."""
+    def _uses_tls(self) -> bool:
+        """Whether messages of this group are encrypted. They are not if all of them go through shared memory.
+
+        The answer is the same on all ranks.
+        """
         in_memory = len(self.topology.hosts) == 1 and self._generation.shares(self._members[0])
         return self._generation.transport.encrypted and not in_memory
 
     @property
     def shares_memory(self) -> bool:
-        """Whether some of this group's messages to this rank go through memory."""
+        """Whether some of this group's messages to this rank go through shared memory."""
         shared = self._generation.shared
         return shared is not None and self.is_native and any(world in shared.peers for world in self._members)
 
@@ -58,11 +61,12 @@ class GroupLinks:
     def hosts_share(self) -> bool:
         """Whether ranks of the same host share memory, on all hosts.
 
-        All ranks must see this alike; they do, since they have agreed on who shares memory.
+        The answer must be the same on all ranks. It is, because the ranks agreed during set-up which of them share
+        memory.
         """
-        families = [ranks for ranks in self.topology.hosts if len(ranks) > 1]
-        shares = [self._generation.shares(self._members[rank]) for ranks in families for rank in ranks]
-        return bool(shares) and all(shares) and not self._speaks_tls
+        neighbours = [ranks for ranks in self.topology.hosts if len(ranks) > 1]
+        shares = [self._generation.shares(self._members[rank]) for ranks in neighbours for rank in ranks]
+        return bool(shares) and all(shares) and not self._uses_tls
 
     @property
     def all_share(self) -> bool:
@@ -70,7 +74,7 @@ class GroupLinks:
         return self.hosts_share and len(self.topology.hosts) == 1
 
     def dial(self, deadline: float) -> None:
-        """Open the links to the lower ranks; those of the higher ones come by themselves."""
+        """Dial the links to the lower ranks. The higher ranks dial the others; `accept` waits for them."""
         below = self._members[: self.rank]
         self._generation.connection.connect_all(below, self._channel, deadline, "subgroup", self._add)
 
@@ -78,7 +82,7 @@ class GroupLinks:
         self._links[self._members.index(link.peer)] = link
 
     def accept(self, wait: OperationWait) -> None:
-        """Wait until the higher ranks have opened theirs."""
+        """Wait until all higher ranks have dialled their links."""
         for rank in range(self.rank + 1, len(self._members)):
             while rank not in self._links:
                 try:
@@ -90,7 +94,7 @@ class GroupLinks:
                     wait.wait((), ())
 
     def executor(self, call: CallHeader) -> PythonExecutor | NativeExecutor:
-        """What carries out schedules over these links; with the core, through memory where that is shared."""
+        """Return an executor that runs schedules over these links, through shared memory where the core can use it."""
         if not self.is_native:
             return PythonExecutor(self._links.__getitem__)
         generation, shared = self._generation, self._generation.shared
@@ -103,7 +107,7 @@ class GroupLinks:
         return executor
 
     def close(self) -> None:
-        """Close all links, and those of higher ranks that nobody has accepted yet, or that come later."""
+        """Close all links, including links from higher ranks that are not accepted yet or arrive later."""
         for link in list(self._links.values()):
             link.close()
         self._generation.transport.adopt(self._channel, lambda link: link.close())

@@ -1,7 +1,7 @@
-"""What gradwire's own packages need of a group beyond its public calls: `GroupInternals`, the one way in.
+"""`GroupInternals`: the only access of gradwire's other packages to a group beyond its public methods.
 
-Training code, the adapters for torch and JAX, job set-up and the simulator use this and no private attribute of
-`Group`. What a user's program can call is on `Group` itself, and these packages call it there too.
+The training code, the torch and JAX adapters, job set-up and the simulator use this class and no private attribute of
+`Group`. For everything that a user's program can call, they use `Group` itself.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from gradwire.operations.types import settled
 
 
 class GroupParts(NamedTuple):
-    """The objects that a group is made of: for tests, which look at them or make them fail."""
+    """The objects that a group consists of, for tests that inspect them or make them fail."""
 
     generation: Generation
     runner: CollectiveRunner
 
 
 def parts_of(group: Group) -> GroupParts:
-    """The objects behind a group. The packages themselves use `GroupInternals` instead."""
+    """Return the objects behind a group, for tests. Other packages use `GroupInternals`."""
     return GroupParts(group._generation, group._runner)
 
 
 def queue_on(stream: Stream, operation: Operation, timeout: float | None = None) -> Work:
-    """Queue an operation on a stream, whose `synchronize` then waits for it too."""
+    """Queue an operation on a stream. The stream's `synchronize` waits for it too."""
     return stream._queue(operation, timeout)
 
 
 class GroupInternals:
-    """One group, seen by gradwire's own packages."""
+    """Access to one group for gradwire's own packages."""
 
     __slots__ = ("_generation", "_group", "_runner")
 
@@ -52,18 +52,21 @@ class GroupInternals:
     # -- operations in the group's order ------------------------------------------------------------------------------
 
     def run(self, operation: Operation, timeout: float | None = None, site: Site | None = None) -> Any:
-        """Run an operation on this thread, as the group's next call. `site` is the user's line, unless it is above."""
+        """Run an operation on this thread, as the group's next call, and return its result.
+
+        `site` is the user's line that errors show. None means the innermost frame outside of gradwire.
+        """
         runner = self._runner
         return settled(runner.now(operation, bounded(timeout) or runner.timeout, site or call_site()))
 
     def queue(self, operation: Operation, timeout: float | None = None) -> Work:
-        """Queue an operation for the group's progress thread. Unlike a stream, nothing here waits for it later."""
+        """Queue an operation for the group's progress thread. It belongs to no stream."""
         runner = self._runner
         return runner.later(operation, bounded(timeout) or runner.timeout, call_site())
 
     @property
     def position(self) -> Position:
-        """What the builders of collectives need to know of the group."""
+        """This rank's number and the size of the group, as the builders of operations need them."""
         return self._runner.position
 
     def check(self, operation: str | None = None) -> None:
@@ -72,92 +75,96 @@ class GroupInternals:
 
     @property
     def calls_made(self) -> int:
-        """How many collectives of this group have begun; the same on all ranks that have come as far."""
+        """The number of collectives of this group that have begun. Ranks at the same call have the same number."""
         return self._runner.calls.sequence
 
     @property
     def timeout(self) -> float:
-        """Seconds that a call may take if it names no timeout of its own."""
+        """The timeout, in seconds, of calls that pass no timeout."""
         return self._runner.timeout
 
     def set_timeout(self, seconds: float) -> None:
-        """Change that, for calls from now on."""
+        """Change the timeout of later calls that pass no timeout."""
         self._runner.timeout = seconds
 
     # -- its links and memory -----------------------------------------------------------------------------------------
 
     @property
     def point_to_point(self) -> PointToPoint:
-        """Messages in halves: begin to send or receive here, and finish later."""
+        """The point-to-point layer, with calls that begin to send or receive and calls that finish it."""
         return self._group._point_to_point
 
     def form(self, ranks: Sequence[int], instance: int, timeout: float | None = None) -> Group:
-        """A group of these ranks, in this order; only they call it, with an instance number that is not used twice."""
+        """Return a group of these ranks, in this order. Only these ranks call it.
+
+        All of them pass the same `instance`, a number that was not used before for the same ranks.
+        """
         return self._group._form(ranks, instance, timeout or self.timeout)
 
     def is_shared(self, array: Array) -> bool:
-        """Whether an array lies in memory that this rank shares with others."""
+        """Whether an array lies in memory that this rank shares with other ranks."""
         shared = self._generation.shared
         return shared is not None and shared.own.offset_of(array.ctypes.data, array.nbytes) is not None
 
-    # -- the generation that it belongs to ----------------------------------------------------------------------------
+    # -- the group's generation ---------------------------------------------------------------------------------------
 
     @property
     def is_closed(self) -> bool:
-        """Whether the group, or its generation, was closed here."""
+        """Whether this process closed the group or its generation."""
         return self._group._closed
 
     @property
     def is_broken(self) -> bool:
-        """Whether the generation has broken."""
-        return not self._generation.control.sound
+        """Whether the generation is broken."""
+        return not self._generation.control.intact
 
     @property
     def is_left_behind(self) -> bool:
-        """Whether the generation broke because the others gave this rank up, and go on without it."""
-        return self._generation.control.given_up
+        """Whether the generation broke because the other ranks declared this rank lost and continue without it."""
+        return self._generation.control.declared_lost
 
     @property
     def identity(self) -> Identity:
-        """Job, run, generation number and this rank's number in the world."""
+        """The run, the generation number and this rank's number in the world."""
         return self._generation.identity
 
     @property
     def member_id(self) -> str:
-        """The id of this member of the job; in a job without ids, what the rank is called."""
+        """The id of this member of the job, or the name of the rank in a job without member ids."""
         identity = self._generation.identity
         return (self._generation.member_ids or identity.names)[identity.rank]
 
     def gather(self, value: Any, purpose: str) -> list[Any]:
-        """Every rank's small JSON-like value, over the control links; all ranks of the world call it together.
+        """Return every rank's small JSON-like value, in rank order. All ranks of the world call it together.
 
-        It needs none of the group's own links. `purpose` is what errors call it.
+        The values travel over the control links, not over the group's own links. `purpose` is the name of this call in
+        errors.
         """
-        return self._generation.control_gather.tell_all(value, purpose, self.timeout)
+        return self._generation.control_gather.gather(value, purpose, self.timeout)
 
     @property
     def gathers(self) -> int:
-        """How many `gather` calls have begun in this generation; the same on all ranks that have come as far."""
+        """The number of `gather` calls begun in this generation. Ranks at the same call have the same number."""
         return self._generation.control_gather.rounds
 
     # -- elastic membership -------------------------------------------------------------------------------------------
 
     def news(self) -> Any:
-        """What the coordinator reported last, for example that members wait to join; None if there is none."""
+        """Return the coordinator's latest report (for example that members wait to join), or None."""
         membership = self._generation.membership
         return membership.news() if membership is not None else None
 
-    def begin_settling(self) -> None:
-        """The members are about to agree on a step to go on from; one that has joined needs its state first."""
+    def begin_state_agreement(self) -> None:
+        """Note that the members are about to agree on a step and its state. A member that just joined has no state."""
         if (membership := self._generation.membership) is not None:
             membership.mark_without_state(membership.joined)
 
-    def settled(self) -> None:
-        """This member has the state that all agreed on."""
+    def end_state_agreement(self) -> None:
+        """Note that this member has the state that all members agreed on."""
         if (membership := self._generation.membership) is not None:
             membership.mark_without_state(False)
 
     def mark_finished(self, finished: bool) -> None:
-        """Note whether the work of the job is done: a member that joined then would begin it anew."""
+        """Note whether the work of the job is done. A member that joined after that would start the work again."""
         if (membership := self._generation.membership) is not None:
             membership.mark_finished(finished)

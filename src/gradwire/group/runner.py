@@ -1,7 +1,7 @@
 """Runs the operations of one group, one at a time, in the group's order.
 
-Every call draws a ticket in the order of the program. A call on the group runs on the calling thread, a call queued
-on a `Stream` on the group's progress thread.
+Every call takes a ticket, in the order of the program. A call on the group runs on the calling thread. A call queued
+on a `Stream` runs on the group's progress thread, or on a thread that waits for it.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from gradwire.operations.types import settled
 from gradwire.topology import Topology
 from gradwire.transports.base import Link
 
-HELD_BACK = 0.1  # seconds at most that queued work is held back until a thread waits for its result
+MAX_HOLD_SECONDS = 0.1  # for queued work that is held back until a thread waits for its result
 # Seconds that a waiting thread spins, if there is a core for it, before it sleeps. The calling thread can do nothing
-# else with the core, and in training it waits about so long for the slowest rank. The progress thread takes the core
+# else with the core, and in training it waits about this long for the slowest rank. The progress thread takes the core
 # from the program.
-AWAKE, AWAKE_BESIDE = 50e-3, 1e-3
+CALLER_SPIN_SECONDS, PROGRESS_SPIN_SECONDS = 50e-3, 1e-3
 
 
 class CollectiveRunner:
-    """Runs operations of a group at once or later: the order of calls, the queue, the links and the schedules."""
+    """Runs operations of a group now or later. It owns the order of calls, the queue, the links and the schedules."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class CollectiveRunner:
         timeout: float,
         links: Iterable[Link] = (),
     ) -> None:
-        """`links` to lower ranks were dialled already, on this channel."""
+        """`links` are links to lower ranks that are already dialled, on this channel."""
         self.generation = generation
         self._failure = generation.failure
         self.calls = CallLog(identity, members)
@@ -64,38 +64,38 @@ class CollectiveRunner:
         self._order = CallOrder()
         self._queue = ProgressQueue(self._order, self._failure)
         self.position = Position(self.links.rank, len(members))
-        self._schedules: ScheduleRunner | None = None  # from the first call on
+        self._schedules: ScheduleRunner | None = None  # made by the first call
         generation.control.watch(self.calls)
         generation.lifetime.add_group(self)
 
     def __str__(self) -> str:
-        """The group as its `repr` shows it."""
+        """Return the text that the group's `repr` shows."""
         failure, position = self._failure, self.position
-        state = "closed" if self.closed or failure.closed else "open" if failure.control.sound else "broken"
+        state = "closed" if self.closed or failure.closed else "open" if failure.control.intact else "broken"
         return f"rank {position.rank} of {position.size}, generation {failure.identity.number}, {state}"
 
     @property
     def closed(self) -> bool:
-        """Whether this group was closed; its generation may go on."""
+        """Whether this group was closed. Its generation may still be open."""
         return self._order.closed
 
     @property
     def bytes_sent(self) -> int:
-        """What this rank has sent in this group's collectives so far."""
+        """The number of bytes that this rank has sent in this group's collectives so far."""
         return self._schedules.executor.sent if self._schedules is not None else 0
 
     def now(self, operation: Operation, timeout: float, site: Site) -> Any:
-        """Run an operation on this thread, after everything that was called before it."""
-        self._check_open(operation.name)  # before the lock: in a forked child nobody may be there to release it
+        """Run an operation on this thread, after all calls that were made before it."""
+        self._check_open(operation.name)  # before the lock: in a forked child its holder may not exist
         order = self._order
         with order.changed:
-            self._queue.step_aside()
+            self._queue.replace_thread()
             ticket = order.turns.take()
             try:
                 while order.turns.serving != ticket:
-                    self._queue.begin_all()
+                    self._queue.release_all()
                     order.changed.wait()
-            except BaseException as error:  # Ctrl-C: this call will not be made
+            except BaseException as error:  # Ctrl-C: this call is cancelled
                 order.skip(ticket)
                 self._failure.interrupt(operation.name, error)
                 raise
@@ -110,23 +110,26 @@ class CollectiveRunner:
         return self._queue.add(operation.name, partial(self._run, operation, timeout, site), owner=self)
 
     def check(self, operation: str | None = None) -> None:
-        """Raise if nothing can be called on this group any more."""
+        """Raise the error of a closed or broken group."""
         if self.closed and not self._failure.closed:
             raise Closed("the group is closed", operation=operation)
         self._failure.check(operation)
 
     def _check_open(self, operation: str) -> None:
-        """Raise if the group is closed; whether it is broken is asked when the call is on record, for others to see."""
+        """Raise if the group is closed.
+
+        Whether it is broken is checked later, when the call is in the call log, so that other ranks can see the call.
+        """
         if self.closed or self._failure.closed:
             self.check(operation)
 
-    def _run(self, operation: Operation, timeout: float, site: Site, *, beside: bool = False) -> Any:
-        """Run an operation whose turn has come; `beside` the program, on the progress thread."""
+    def _run(self, operation: Operation, timeout: float, site: Site, *, on_progress_thread: bool = False) -> Any:
+        """Run an operation whose ticket is served."""
         self._check_open(operation.name)
         transport = self.generation.transport
         transport.touch()
-        awake, needed = (AWAKE_BESIDE, 2) if beside else (AWAKE, 1)
-        call = Call(operation.name, timeout, site, awake if transport.cores >= needed else 0.0)
+        spin, cores_needed = (PROGRESS_SPIN_SECONDS, 2) if on_progress_thread else (CALLER_SPIN_SECONDS, 1)
+        call = Call(operation.name, timeout, site, spin if transport.cores >= cores_needed else 0.0)
         exchange = _CallExchange(self, call)
         try:
             if events.watched():
@@ -136,25 +139,25 @@ class CollectiveRunner:
         except (Broken, Closed):
             raise
         except BaseException as error:
-            # Whatever it was, this rank stopped in the middle of something that others still wait for.
+            # This rank stopped in the middle of a call that other ranks still wait for.
             self._failure.interrupt(operation.name, error)
             raise
 
     # -- schedules ----------------------------------------------------------------------------------------------------
 
     def schedules(self, call: Call) -> ScheduleRunner:
-        """For a call whose turn has come; the first one waits until all links are there."""
+        """Return the schedule runner, for a call whose ticket is served. The first call waits for all links."""
         if self._schedules is None:
             self.links.accept(self._wait(call.operation, self.calls.sequence + 1, call.timeout))
             self._schedules = ScheduleRunner(self.generation, self.calls, self.links, self.position, self.fast_path)
             if self.links.all_share and self.generation.transport.cores < 2:
-                self._queue.hold_back(HELD_BACK)
+                self._queue.hold_back(MAX_HOLD_SECONDS)
             if isinstance(self._schedules.executor, NativeExecutor):
                 self._start_fast_path(self._schedules.executor)
         return self._schedules
 
     def disagree(self, reason: str, call: Call) -> GradwireError:
-        """Ranks turn out to have meant different things: break the group, and the error to raise."""
+        """Break the group because the ranks' arguments do not match, and return the error to raise."""
         sequence = self.calls.sequence
         self.generation.control.report(disagreement(self.calls, sequence, reason), time.monotonic())
         self.generation.service.wake()
@@ -169,21 +172,21 @@ class CollectiveRunner:
         self.fast_path.start(
             native_core.native.FastPath(
                 engine=executor.engine,
-                turns=cast(Any, self._order.turns),  # the core's, as the ring is, since it is available
+                turns=cast(Any, self._order.turns),  # native, like the ring: the core is available here
                 calls=cast(Any, self.calls.ring),
                 size=self.position.size,
                 resume=self._resume,
                 complete_gather=self._complete_gather,
-                wake=self._order.passed_on,
+                wake=self._order.after_native_call,
                 subscribers=events.subscribers,
                 library_paths=call_log.inside,
-                spin_seconds=AWAKE if self.generation.transport.cores >= 1 else 0.0,
+                spin_seconds=CALLER_SPIN_SECONDS if self.generation.transport.cores >= 1 else 0.0,
             )
         )
         self._failure.on_halt(self.fast_path.halt)
 
     def _resume(self, status: Any, operation: str, sequence: int) -> None:
-        """Continue a call of the fast path that is not done yet; `status` is the core's."""
+        """Continue a fast-path call that is not done yet. `status` is the status that the core returned."""
         assert self._schedules is not None
         try:
             self._schedules.finish(status, self._wait(operation, sequence, self.timeout))
@@ -194,7 +197,7 @@ class CollectiveRunner:
             raise
 
     def _complete_gather(self, x: Any, rows: list[int], out: Any, sequence: int) -> Any:
-        """Exchange the rows of an all_gather whose first half, the numbers of rows, ran on the fast path."""
+        """Exchange the rows of an all_gather, after the fast path has exchanged the numbers of rows."""
         called = self.calls.ring.call(sequence)
         assert called is not None
         return settled(self._run(all_gather_rows(x, rows, out), self.timeout, called[2:]))
@@ -202,8 +205,8 @@ class CollectiveRunner:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End this group's links and thread; the generation goes on."""
-        if self._failure.inherited:  # a forked child has neither
+        """End this group's links and its progress thread. The generation stays open."""
+        if self._failure.inherited:  # a forked child has no links and no thread to end
             self._order.abandon()
             self.calls.closed = True
             return
@@ -219,7 +222,7 @@ class CollectiveRunner:
 
 
 class _CallExchange:
-    """The `Exchange` that one operation runs with."""
+    """The `Exchange` of one operation."""
 
     __slots__ = ("_call", "_runner", "rank", "size")
 
@@ -228,8 +231,8 @@ class _CallExchange:
         self._runner = runner
         self._call = call
 
-    def __call__(self, shape: Shape, x: Array, out: Array, form: CallKey | None = None) -> None:
-        self._runner.schedules(self._call).run(shape, x, out, form, self._call)
+    def __call__(self, shape: Shape, x: Array, out: Array, key: CallKey | None = None) -> None:
+        self._runner.schedules(self._call).run(shape, x, out, key, self._call)
 
     def disagree(self, reason: str) -> GradwireError:
         return self._runner.disagree(reason, self._call)

@@ -1,4 +1,4 @@
-"""Carries out the schedules of a group's calls over its links: one at a time, each with the next sequence number."""
+"""Runs the schedules of a group's calls over its links, one at a time, each with the next sequence number."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ Site = tuple[CodeType, int]
 
 
 class Call(NamedTuple):
-    """What all schedules of one call have in common."""
+    """The facts that all schedules of one call share."""
 
     operation: str
     timeout: float
     site: Site
-    spin_seconds: float  # a waiting thread keeps its core busy for so long before it sleeps
+    spin_seconds: float  # a waiting thread spins this long before it sleeps
 
 
 class ScheduleRunner:
-    """Runs one schedule at a time, in a group whose links are complete."""
+    """Runs one schedule at a time, in a group that has all of its links."""
 
     def __init__(
         self, generation: Generation, calls: CallLog, links: GroupLinks, at: Position, fast_path: FastPath
@@ -50,16 +50,16 @@ class ScheduleRunner:
         self._plans = PlanCache(generation, links.topology, at, links.hosts_share, tile_bytes)
 
     def run(self, shape: Shape, x: Array, out: Array, key: CallKey | None, call: Call) -> None:
-        """Run the schedule of this shape; later calls with the same key, if there is one, take the fast path."""
+        """Run the schedule of this shape. Later calls with the same key, if there is one, take the fast path."""
         name = call.operation
         known = self._plans.find(shape)
         plan = known or self._plans.make(shape)
-        if x.size < plan.in_count or out.size < plan.out_count:  # the core would read and write beyond their ends
+        if x.size < plan.in_count or out.size < plan.out_count:  # the core would read or write out of bounds
             raise InvalidSize(
                 f"{name} of {x.size} elements into {out.size}: {plan.in_count} and {plan.out_count} needed"
             )
         sequence = self._calls.record(plan.description, call.site)
-        if not self._control.sound:
+        if not self._control.intact:
             self._control.called(time.monotonic())
             self._failure.check(name)
         header = self._header
@@ -72,11 +72,11 @@ class ScheduleRunner:
             self._fast_path.add_plan(*key, plan)
 
     def finish(self, status: Any, wait: OperationWait) -> None:
-        """Continue a call of the fast path that is not done yet; `status` is the core's."""
+        """Continue a fast-path call that is not done yet. `status` is the status that the core returned."""
         assert isinstance(self.executor, NativeExecutor)
         self.executor.finish(status, wait)
 
     def close(self, idle: Callable[[], bool]) -> None:
-        """Free the memory of messages as soon as `idle()` is true."""
+        """Free the message memory as soon as `idle()` is true."""
         if isinstance(self.executor, NativeExecutor):
             self.executor.close(idle)

@@ -1,8 +1,9 @@
-"""Streams: queues of a group's collectives that run beside the program."""
+"""`Stream`: a queue of a group's collectives that run while the program continues."""
 
 from __future__ import annotations
 
 import inspect
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -16,13 +17,14 @@ from gradwire.liveness.call_log import call_site
 from gradwire.operations import COLLECTIVES, Operation
 
 Parameters = ParamSpec("Parameters")
-CROWDED = 64  # works that a stream keeps before it looks which of them are done
+CLEANUP_SIZE = 64  # a stream with this many works drops those that are done
 
 
 def queued(
     method: Callable[Concatenate[CollectiveCalls, Parameters], Any],
 ) -> Callable[Concatenate[Stream, Parameters], Work]:
-    """The method of a stream that queues what this method of a group runs: the same parameters, and a `Work`."""
+    """Return the `Stream` method for a method of `Group`: it has the same parameters, queues the call and returns a
+    `Work`."""
     name = method.__name__
     build = COLLECTIVES[name].build
 
@@ -31,15 +33,25 @@ def queued(
         return self._queue(build(self._position, *args, **keywords), timeout)
 
     queue.__name__, queue.__qualname__ = name, f"Stream.{name}"
-    queue.__doc__ = f"Queue `Group.{name}` and return its `Work`. What it does:\n\n        {method.__doc__}"
+    # The group's documentation, with an example that calls the stream.
+    described = inspect.cleandoc(method.__doc__ or "")
+    described = re.sub(rf"\bgroup\.{name}\((.*)\)", rf"group.stream().{name}(\1).result", described)
+    queue.__doc__ = (
+        f"Queue `Group.{name}` and return its `Work` at once.\n\n"
+        "The arguments are those of the group's method. Wrong arguments raise here, and nothing is queued.\n"
+        "`Work.wait` returns the result and raises the errors of the call itself.\n\n"
+        f"What `Group.{name}` does:\n\n{described}"
+    )
     queue.__signature__ = inspect.signature(method).replace(return_annotation="Work")  # type: ignore[attr-defined]
     return queue
 
 
 class Stream:
-    """A queue of a group's collectives. Each call returns a `Work`; errors come out of `wait()` and `synchronize()`.
+    """A queue of a group's collectives that run while the program continues. `Group.stream` makes it.
 
-    The methods are those of `Group`, with the same arguments; arrays belong to the stream until their work is done.
+    A stream has the array collectives of `Group`, with the same arguments. Each call returns a `Work` at once. The
+    collectives run in the order of the program's calls on the group and on all of its streams. Do not change or read
+    the arrays of a call until its work is done. `Work.wait` and `synchronize` raise the errors.
 
     >>> import gradwire as gw, numpy as np
     >>> with gw.init() as group:
@@ -51,12 +63,12 @@ class Stream:
     """
 
     def __init__(self, runner: CollectiveRunner) -> None:
-        """For `Group.stream`, which makes streams."""
+        """Use `Group.stream` to make a stream."""
         self._runner = runner
         self._position = runner.position
         self._lock = threading.Lock()
-        self._works: list[Work] = []  # those that synchronize() still has to look at
-        self._crowded = CROWDED
+        self._works: list[Work] = []  # works that synchronize() has not checked yet
+        self._cleanup_size = CLEANUP_SIZE
 
     def __repr__(self) -> str:
         pending = sum(not work.done for work in self._works)
@@ -67,15 +79,20 @@ class Stream:
         work = runner.later(operation, bounded(timeout) or runner.timeout, call_site())
         with self._lock:
             self._works.append(work)
-            if len(self._works) >= self._crowded:  # of those that went well there is nothing more to say
+            if len(self._works) >= self._cleanup_size:  # synchronize() needs only pending and failed works
                 self._works = [one for one in self._works if not one.done or one._error is not None]
-                self._crowded = max(CROWDED, 2 * len(self._works))
+                self._cleanup_size = max(CLEANUP_SIZE, 2 * len(self._works))
         return work
 
     def synchronize(self, timeout: float | None = None) -> None:
-        """Return when everything queued so far has run; raises the first error among it.
+        """Wait until everything queued on this stream so far has run.
 
-        Without a timeout it waits for as long as the collectives themselves may take; `Timeout` leaves them running.
+        Args:
+            timeout: Seconds to wait. None means no limit, but each collective still ends at its own timeout.
+
+        Raises:
+            Timeout: Some works were not done in time. They keep running, and the group stays usable.
+            GradwireError: The first error among the works, if one failed.
 
         >>> import gradwire as gw
         >>> with gw.init() as group: group.stream().synchronize()
@@ -85,18 +102,18 @@ class Stream:
         with self._lock:
             works = list(self._works)
         if works:
-            works[-1].hurry(here=deadline is None)
-        late = next((work for work in works if not work._done.wait(_left(deadline))), None)
+            works[-1].expedite(on_this_thread=deadline is None)
+        late = next((work for work in works if not work._done.wait(_remaining(deadline))), None)
         ended = {work for work in works if work.done}
         first = next((work._error for work in works if work in ended and work._error is not None), None)
         if late is not None and first is None:
             raise Timeout(
-                f"{len(works) - len(ended)} of {len(works)} works were not done in {timeout:g} s; they go on",
+                f"{len(works) - len(ended)} of {len(works)} works were not done in {timeout:g} s; they keep running",
                 operation=late.operation,
                 seconds=timeout,
             )
         for work in ended:
-            work.heed()
+            work.acknowledge_error()
         with self._lock:
             self._works = [work for work in self._works if work not in ended]
         if first is not None:
@@ -114,5 +131,5 @@ class Stream:
     barrier = queued(CollectiveCalls.barrier)
 
 
-def _left(deadline: float | None) -> float | None:
+def _remaining(deadline: float | None) -> float | None:
     return None if deadline is None else max(0.0, deadline - time.monotonic())

@@ -1,4 +1,4 @@
-"""Work: the handle of a collective that runs beside the program."""
+"""`Work`: the handle of a queued collective."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ log = logging.getLogger("gradwire")
 
 
 class Work:
-    """A collective that was queued. Its result is there after `wait()`; an error it met is raised by `wait()`.
+    """The handle of a collective that was queued on a `Stream`.
 
-    An error that nobody waits for is logged when the handle goes away.
+    `wait` returns the result of the collective, or raises its error. If a work fails and the program never waits for
+    it, the error is logged when the handle is garbage-collected.
+
+    Attributes:
+        operation: The name of the collective, for example "all_reduce".
 
     >>> import gradwire as gw
     >>> with gw.init() as group:
@@ -26,45 +30,55 @@ class Work:
     2.5
     """
 
-    def __init__(self, operation: str, hurry: Callable[[Work, bool], None] | None = None) -> None:
-        """`hurry` is told that somebody waits for this work, and whether that thread has nothing else to do."""
+    def __init__(self, operation: str, expedite: Callable[[Work, bool], None] | None = None) -> None:
+        """Streams make works. `expedite(work, on_this_thread)` is called when a thread waits for this work."""
         self.operation = operation
-        self._hurry = hurry
+        self._expedite = expedite
         self._done = threading.Event()
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[Work], object]] = []
         self._result: Any = None
         self._error: BaseException | None = None
-        self._heeded = True
+        self._error_seen = True
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Block until the work is done and return its result; `Timeout` leaves work and group as they are.
+        """Wait until the work is done, and return the result of the collective.
 
-        Without a timeout it waits for as long as the collective itself may take, which has one.
+        Args:
+            timeout: Seconds to wait. None means no limit, but the collective still ends at its own timeout.
+
+        Raises:
+            Timeout: The work was not done in time. It keeps running, and the group stays usable.
+            GradwireError: The error of the collective, if it failed.
 
         >>> import gradwire as gw, numpy as np
         >>> with gw.init() as group: group.stream().all_reduce(np.ones(2)).wait(timeout=60)
         array([1., 1.])
         """
         seconds = bounded(timeout)
-        self.hurry(here=seconds is None)
+        self.expedite(on_this_thread=seconds is None)
         if not self._done.wait(seconds):
             raise Timeout(
-                f"{self.operation} was not done in {seconds:g} s; it goes on", operation=self.operation, seconds=seconds
+                f"{self.operation} was not done in {seconds:g} s; it keeps running",
+                operation=self.operation,
+                seconds=seconds,
             )
         if self._error is not None:
-            self._heeded = True
+            self._error_seen = True
             raise self._error
         return self._result
 
-    def hurry(self, *, here: bool) -> None:
-        """Somebody waits for it; `here`, on a thread that has nothing else to do, and until it is done."""
-        if self._hurry is not None and not self._done.is_set():
-            self._hurry(self, here)
+    def expedite(self, *, on_this_thread: bool) -> None:
+        """Run the work soon, because the calling thread waits for it. For gradwire's own packages.
+
+        With `on_this_thread` the calling thread waits until the work is done, so it may run the work itself.
+        """
+        if self._expedite is not None and not self._done.is_set():
+            self._expedite(self, on_this_thread)
 
     @property
     def done(self) -> bool:
-        """Whether it has run, well or badly.
+        """Whether the work has ended, with a result or with an error.
 
         >>> import gradwire as gw
         >>> with gw.init() as group:
@@ -77,7 +91,7 @@ class Work:
 
     @property
     def result(self) -> Any:
-        """What the collective returned; waits for it.
+        """The result of the collective. Reading it waits for the work, like `wait()`, and raises the same errors.
 
         >>> import gradwire as gw
         >>> with gw.init() as group: group.stream().all_reduce(3).result
@@ -86,10 +100,13 @@ class Work:
         return self.wait()
 
     def add_done_callback(self, callback: Callable[[Work], object]) -> None:
-        """Call this with the work when it is done, on the thread that does it; at once if it is done already.
+        """Call a function when the work is done. If it is done already, the function is called at once.
 
-        It may call the group, and wait for other works; what is queued goes on when it has ended, or waits. What it
-        raises is logged.
+        The function runs on the thread that ran the work. It may call the group and wait for other works. Queued works
+        continue when it returns, or when it waits itself. If it raises an exception, the exception is logged.
+
+        Args:
+            callback: A function that takes the work as its only argument.
 
         >>> import gradwire as gw
         >>> with gw.init() as group:
@@ -108,32 +125,35 @@ class Work:
     def _call(self, callback: Callable[[Work], object]) -> None:
         try:
             callback(self)
-        except BaseException as error:  # SystemExit too: it would end the thread that others rely on
+        except BaseException as error:  # SystemExit too: it would end the progress thread, which other works need
             if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
                 raise
-            log.exception("a callback of %s failed", self.operation)
+            log.exception("a done-callback of %s raised an exception", self.operation)
 
-    def heed(self) -> BaseException | None:
-        """The error, if there is one; from now on somebody knows of it."""
-        self._heeded = True
+    def acknowledge_error(self) -> BaseException | None:
+        """Return the error, or None, and do not log it later as unseen. For gradwire's own packages."""
+        self._error_seen = True
         return self._error
 
     def run(self, body: Callable[[], Any], *, first_error: bool) -> bool:
-        """Do the work; True if the group goes on. Of a chain of failures only the first is worth a line in the log."""
-        goes_on = True
+        """Run the work; False if the group cannot be used any more.
+
+        `first_error`: no earlier work of the group failed. Only the first failure is logged if no thread waits for it.
+        """
+        usable = True
         try:
             self._result = body()
         except BaseException as error:
-            self._error, self._heeded = error, not first_error
-            goes_on = False
+            self._error, self._error_seen = error, not first_error
+            usable = False
         if isinstance(self._result, Declined):
-            self._error, self._heeded, self._result = self._result.error, False, None
+            self._error, self._error_seen, self._result = self._result.error, False, None
         with self._lock:
             self._done.set()
-        return goes_on
+        return usable
 
     def call_back(self) -> None:
-        """Call the callbacks of a work that is done, each once."""
+        """Call each callback of a work that is done, once."""
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             self._call(callback)
@@ -143,15 +163,15 @@ class Work:
         return f"<gradwire.Work {self.operation}, {state}>"
 
     def __del__(self) -> None:
-        if not self._heeded and self._error is not None:
-            log.error("%s failed and nobody waited for it: %s", self.operation, self._error)
+        if not self._error_seen and self._error is not None:
+            log.error("%s failed, and the program never waited for its result: %s", self.operation, self._error)
 
 
 def bounded(timeout: Any) -> float | None:
-    """A timeout as threads accept it; `InvalidSize` for one that is none."""
+    """Return a timeout in the range that threads accept; raise `InvalidSize` if it is not a number above 0."""
     if timeout is None:
         return None
     number: Any = timeout if isinstance(timeout, numbers.Real) and not isinstance(timeout, bool) else 0
     if not number > 0:
-        raise InvalidSize(f"a timeout of {timeout!r} s: it must be a number above 0")
+        raise InvalidSize(f"timeout is {timeout!r}: it must be a number of seconds above 0")
     return float(min(number, threading.TIMEOUT_MAX))

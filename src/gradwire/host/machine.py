@@ -1,4 +1,4 @@
-"""This machine: its identity, the CPUs and memory that this process may use, and the states of other processes."""
+"""Reports the machine's identity, the CPUs and memory that this process may use, and the states of other processes."""
 
 from __future__ import annotations
 
@@ -12,48 +12,48 @@ from typing import NamedTuple
 
 
 def identity() -> str:
-    """What two processes have in common exactly if they run on one machine."""
+    """Return the identity of this machine. It is equal in two processes if and only if they run on one machine."""
     return f"{socket.gethostname()}/{boot()}"
 
 
 @functools.cache
 def boot() -> str:
-    """The id of this start of the machine; empty if that cannot be known."""
+    """Return the id of the machine's current boot; empty if it cannot be read."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""
 
 
 class ProcessStatus(NamedTuple):
-    """What the kernel tells of a process or thread."""
+    """The kernel's status of a process or thread."""
 
-    state: str  # one letter: R runs or could, S sleeps, D sleeps uninterruptibly, T is stopped, Z has ended
-    started: int  # in clock ticks since the machine started; with the pid, this names one process and no later one
+    state: str  # one letter: R running or runnable, S sleeping, D uninterruptible sleep, T stopped, Z zombie
+    started: int  # in clock ticks since boot; with the pid it identifies the process, even if the pid is used again
 
 
 def process_status(pid: int | str) -> ProcessStatus | None:
-    """The status of a process by its pid, or of a thread by "PID/task/TID"; None if there is none."""
+    """Return the status of a process by its pid, or of a thread by "PID/task/TID"; None if it does not exist."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()  # the name before may hold anything
+            fields = file.read().rpartition(b")")[2].split()  # the name in parentheses may contain spaces and ")"
         return ProcessStatus(fields[0].decode(), int(fields[19]))
     except (OSError, IndexError, ValueError):
         return None
 
 
 def process_started(pid: int | str = "self") -> int:
-    """When a process started, in clock ticks since the machine started; 0 if that cannot be known."""
+    """Return when a process started, in clock ticks since boot; 0 if it cannot be read."""
     status = process_status(pid)
     return 0 if status is None else status.started
 
 
 def memory() -> int:
-    """The bytes of memory that this machine has."""
+    """Return the machine's memory in bytes."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def usable_cores() -> float:
-    """Cores that this process may use: those it may run on, or the share of them that its container is given."""
+    """Return the number of cores that this process may use: its CPU affinity, or its cgroup quota if that is less."""
     try:
         cores = len(os.sched_getaffinity(0))
     except AttributeError:  # not Linux
@@ -61,22 +61,22 @@ def usable_cores() -> float:
     return min(cores, core_quota())
 
 
-@functools.cache  # files are read; a container's limit that is changed counts for processes that start later
+@functools.cache  # because this reads files; a limit that is changed later is used by new processes only
 def core_quota(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
-    """The smallest limit of this process's control groups, in cores; infinite where there is none."""
+    """Return the smallest limit of this process's control groups, in cores; infinity if there is none."""
     quota = math.inf
     with contextlib.suppress(OSError, ValueError):
         for line in own.read_text().splitlines():
-            _, controllers, place = line.split(":", 2)
+            _, controllers, group = line.split(":", 2)
             if controllers == "":
-                quota = min(quota, *(_limit_v2(path) for path in _and_above(root, place)))
+                quota = min(quota, *(_limit_v2(path) for path in _with_parents(root, group)))
             elif "cpu" in controllers.split(","):
-                quota = min(quota, *(_limit_v1(path) for path in _and_above(root / "cpu", place)))
+                quota = min(quota, *(_limit_v1(path) for path in _with_parents(root / "cpu", group)))
     return quota
 
 
-def _and_above(root: Path, place: str) -> list[Path]:
-    inner = root / place.lstrip("/")
+def _with_parents(root: Path, group: str) -> list[Path]:
+    inner = root / group.lstrip("/")
     return [inner, *(path for path in inner.parents if path.is_relative_to(root))]
 
 

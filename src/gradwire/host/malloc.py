@@ -1,13 +1,13 @@
-"""Settings of malloc that keep the memory a training step frees for the next step.
+"""Configures malloc so that memory freed by one training step stays in the process for the next step.
 
-Left to itself glibc gives large blocks back to the system, which clears them page by page when they are taken again:
-with gradients of 100 MB that can be a third of a step. All ranks of a host together keep an eighth of its memory at
-most. Who has told malloc anything is not overruled.
+By default glibc returns large blocks to the system. The system clears every page when it is allocated again: with
+gradients of 100 MB this can take a third of a step. All ranks of a host together keep at most an eighth of its memory.
+If the user has set any malloc option, these settings are not applied.
 
-What is kept must be found again. Tensors are aligned, and before glibc 2.39 the fragments that alignment leaves
-beside a block went to a cache of small pieces: other allocations used them, and the hole was too small for the next
-block of that size. That cache can be turned off only as a process starts. In processes that run already it is emptied
-when a large block is about to be freed.
+A kept block must also be usable again. Tensors are aligned, and alignment leaves small fragments beside a block. Before
+glibc 2.39 these fragments went to malloc's per-thread cache (tcache), where other allocations used them. The gap was
+then too small for the next block of the same size. The cache can be turned off only when a process starts. In a running
+process it is emptied before a large block is freed.
 """
 
 from __future__ import annotations
@@ -19,64 +19,68 @@ from collections.abc import Mapping
 from gradwire.host import machine, native_core
 from gradwire.topology import Topology
 
-_MOST = 4 << 30  # bytes that one process keeps
-_LARGEST_OPTION = (1 << 31) - 1  # mallopt takes an int
-_MERGES_SLIVERS = (2, 39)  # glibc
+_MAX_KEPT = 4 << 30  # bytes that one process keeps
+_MAX_OPTION = (1 << 31) - 1  # mallopt takes an int
+_FRAGMENTS_FIXED = (2, 39)  # the first glibc that merges the fragments with their neighbours
 _TUNABLES, _NO_CACHE = "GLIBC_TUNABLES", "glibc.malloc.tcache_count=0"
-_LARGE = 32 << 10  # bytes of a block whose hole matters
-_FRAGMENT, _PIECE = 120, 1032  # bytes: the largest that alignment cuts off, the largest in the cache
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>: who sets one turns off glibc's adjustment of the other
+_LARGE_BLOCK = 32 << 10  # bytes; before a block of at least this size is freed, the cache is emptied
+_MAX_FRAGMENT, _MAX_CACHED = 120, 1032  # bytes: the largest fragment that alignment leaves, the largest cached chunk
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from <malloc.h>; setting one stops glibc from adjusting the other
 
 
 def variables(environ: Mapping[str, str], ranks: int) -> dict[str, str]:
-    """For processes to be started: what tells malloc to keep memory, where so many share this machine."""
-    kept = _kept(environ, ranks)
-    told = dict.fromkeys(("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"), str(kept)) if kept else {}
+    """Return the environment variables that make malloc keep memory, for the `ranks` processes started on this host."""
+    kept = _kept_bytes(environ, ranks)
+    added = dict.fromkeys(("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"), str(kept)) if kept else {}
     if kept and _TUNABLES not in environ and _leaves_fragments():
-        told[_TUNABLES] = _NO_CACHE
-    return told
+        added[_TUNABLES] = _NO_CACHE
+    return added
 
 
-_flushes_tcache = False  # whether this process, once it keeps memory, has fragments cached that must be joined
+_flushes_tcache = False  # whether this process must empty malloc's cache before it frees large blocks
 
 
 def keep(topology: Topology, rank: int) -> None:
-    """From now on, in this process, which is that rank; again is harmless."""
+    """Make malloc keep memory in this process, which has this rank. Further calls are harmless."""
     global _flushes_tcache
     _flushes_tcache = native_core.available() and _leaves_fragments() and _NO_CACHE not in os.environ.get(_TUNABLES, "")
-    neighbours = topology.hosts[topology.host_of(rank)]
-    kept = min(_kept(os.environ, len(neighbours)), _LARGEST_OPTION)
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's; others have none, or one that does nothing
+    ranks_of_host = topology.hosts[topology.host_of(rank)]
+    kept = min(_kept_bytes(os.environ, len(ranks_of_host)), _MAX_OPTION)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none, or one that does nothing
     if kept and mallopt is not None:
         mallopt(_M_TRIM_THRESHOLD, kept)
         mallopt(_M_MMAP_THRESHOLD, kept)
 
 
 def about_to_free(nbytes: int) -> None:
-    """An aligned block of so many bytes, in this thread: its hole should be as large as it was."""
-    if nbytes >= _LARGE and _flushes_tcache:
-        native_core.native.flush_tcache(_FRAGMENT)
+    """Prepare the current thread to free an aligned block of `nbytes`.
+
+    The fragments beside the block are taken out of the cache, so that they merge with the freed block.
+    """
+    if nbytes >= _LARGE_BLOCK and _flushes_tcache:
+        native_core.native.flush_tcache(_MAX_FRAGMENT)
 
 
 def between_passes() -> None:
-    """A forward or a backward pass is over: no piece of memory that it left in the cache should part larger ones."""
+    """Empty malloc's cache after a forward or backward pass, so that no cached chunk separates free larger ones."""
     if _flushes_tcache:
-        native_core.native.flush_tcache(_PIECE)
+        native_core.native.flush_tcache(_MAX_CACHED)
 
 
-def _kept(environ: Mapping[str, str], ranks: int) -> int:
-    tunables = environ.get(_TUNABLES, "").replace(_NO_CACHE, "")  # which says nothing of what is kept
+def _kept_bytes(environ: Mapping[str, str], ranks: int) -> int:
+    """Return how many bytes one process keeps; 0 if the user has set an option of malloc."""
+    tunables = environ.get(_TUNABLES, "").replace(_NO_CACHE, "")  # gradwire sets this one itself
     if any(name.startswith("MALLOC_") for name in environ) or "glibc.malloc" in tunables:
         return 0
-    return min(_MOST, machine.memory() // (8 * ranks))
+    return min(_MAX_KEPT, machine.memory() // (8 * ranks))
 
 
 def _leaves_fragments() -> bool:
-    return () < _glibc() < _MERGES_SLIVERS
+    return () < _glibc_version() < _FRAGMENTS_FIXED
 
 
-def _glibc() -> tuple[int, ...]:
-    """Its version; nothing if the C library is another one."""
+def _glibc_version() -> tuple[int, ...]:
+    """Return the version of glibc; () if the C library is another one."""
     try:
         _, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition("glibc ")
         return tuple(map(int, version.split("."))) if version else ()

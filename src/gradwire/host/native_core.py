@@ -1,6 +1,6 @@
-"""Loads the native core, or says for users why it is missing, from what the installation recorded.
+"""Loads the native core. If it is missing, reports why, from the record that the installation wrote.
 
-`gradwire --version` prints it.
+`gradwire --version` prints the reason.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _RECORD = Path(__file__).parent / "_build.json"  # written by build_backend/grad
 
 
 def available() -> bool:
-    """Whether the core is installed and wanted."""
+    """Return whether the core is installed and GRADWIRE_PURE does not turn it off."""
     return native is not None and not is_unwanted()
 
 
 def is_unwanted() -> bool:
-    """Whether the environment asks to do without it."""
+    """Return whether GRADWIRE_PURE turns the core off."""
     return os.environ.get(PURE, "") not in ("", "0")
 
 
 def why_pure() -> str | None:
-    """Why collectives run in Python here; None where they run in the native core."""
+    """Return why collectives run in Python in this process; None if they run in the native core."""
     if is_unwanted():
         return f"{PURE} is set"
     try:
@@ -43,18 +43,18 @@ def why_pure() -> str | None:
 
 
 def state() -> str:
-    """Whether the core is there, in words."""
+    """Return whether the core is available, as text for users."""
     reason = why_pure()
     return "with its native core" if reason is None else f"without its native core: {reason}"
 
 
 def why_missing(record: Path, error: ImportError) -> str:
-    """Why the core cannot be imported, going by the record of the build."""
+    """Return why the core cannot be imported, from the record of the build."""
     try:
         built = json.loads(record.read_text("utf-8"))
     except (OSError, ValueError):
-        return "gradwire was not installed from here: pip install --editable ."
+        return "gradwire was not installed from this source tree: pip install --editable ."
     if built["native"]:
-        return f"it was built, but does not load: {error}"
+        return f"it was built, but cannot be loaded: {error}"
     reason: str = built["reason"]
     return reason

@@ -1,17 +1,19 @@
-"""gradwire for JAX: trees of arrays, in plain Python and in compiled programs. Loaded when `gw.jax` is first used.
+"""gradwire for JAX: collectives on trees of arrays, in plain Python and in compiled programs.
 
-failures     errors on their way out of a compiled program
-trees        trees as named arrays, and back
-reduction    the exchange itself
-tree_state   trees as the state of an elastic run
-traced       the all-reduce as JAX sees it: lowered, differentiated, batched
-api          what users call
+This package is imported when `gw.jax` is first used.
+
+failures     raises the errors of a group from compiled programs with their original types
+trees        converts trees to named NumPy arrays, and back
+reduction    the all-reduce of named arrays
+tree_state   `State`: trees as the state of an elastic run
+traced       the all-reduce as a JAX primitive: lowering, differentiation, batching
+api          the functions that users call
 """
 
 from __future__ import annotations
 
 try:
-    import jax as _jax  # noqa: F401 — is it there at all?
+    import jax as _jax  # noqa: F401 — only to find out whether JAX is installed
 except ModuleNotFoundError as missing:
     if missing.name != "jax":
         raise

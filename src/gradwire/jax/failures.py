@@ -1,4 +1,8 @@
-"""Carries typed errors out of compiled JAX programs, which turn them into text."""
+"""Raises the errors of compiled JAX programs with their original types.
+
+XLA turns the exception of a callback into text. So the callback stores the exception under a number, and puts that
+number into the text. `typed_errors` finds the exception by its number and raises it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from collections.abc import Iterator
 
 import jax
 
-KEPT = 64  # errors that nobody has asked for yet
+KEPT = 64  # the number of stored errors; the oldest ones are dropped
 _MARK = re.compile(r"\[gradwire error (\d+)\]")
 
 _numbers = itertools.count(1)
@@ -19,13 +23,13 @@ _lock = threading.Lock()
 _raised: OrderedDict[int, BaseException] = OrderedDict()
 
 
-class Carried(Exception):
-    """What a compiled program is told: the text of an error, and the number under which it is kept."""
+class CallbackFailed(Exception):
+    """The error that XLA sees: the text of the original error, and the number under which it is stored."""
 
 
 @contextlib.contextmanager
-def carried() -> Iterator[None]:
-    """Around a callback: keep what is raised, for `typed_errors` to find."""
+def stored_errors() -> Iterator[None]:
+    """Store the error of a callback for `typed_errors`, and raise `CallbackFailed` in its place."""
     try:
         yield
     except BaseException as error:
@@ -34,15 +38,16 @@ def carried() -> Iterator[None]:
             _raised[number] = error
             while len(_raised) > KEPT:
                 _raised.popitem(last=False)
-        raise Carried(f"{type(error).__name__}: {error} [gradwire error {number}]") from None
+        raise CallbackFailed(f"{type(error).__name__}: {error} [gradwire error {number}]") from None
 
 
 @contextlib.contextmanager
 def typed_errors() -> Iterator[None]:
-    """Let errors of a group out of compiled programs as what they are: `PeerLost`, `NotFinite` …
+    """Raise the errors of a group from compiled programs with their original types: `PeerLost`, `NotFinite` and so on.
 
-    XLA turns an exception of a callback into text, and JAX raises a `JaxRuntimeError` with it when the program is
-    called or, as programs run beside Python, when somebody waits for a result: so wait inside.
+    Without this context manager, JAX raises a `JaxRuntimeError` with the text of the error. JAX runs programs
+    asynchronously, so it raises the error when the program is called or when the result is awaited. Therefore wait for
+    the result inside the `with` block. `gw.jax.jit` does both.
 
     >>> import gradwire as gw, jax, jax.numpy as jnp
     >>> group = gw.init()
@@ -59,7 +64,7 @@ def typed_errors() -> Iterator[None]:
         original = _original(error)
         if original is None:
             raise
-        _forget()
+        _discard_failed_program()
         raise original from error
 
 
@@ -69,12 +74,12 @@ def _original(error: BaseException) -> BaseException | None:
         return _raised.get(int(mark[1])) if mark else None
 
 
-def _forget() -> None:
-    """Let nothing that comes next in this thread wait for the program that failed: JAX would fail it as well."""
+def _discard_failed_program() -> None:
+    """Remove the failed program from JAX's ordered effects: otherwise the next program of this thread fails too."""
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         jax.effects_barrier()
         return
-    # The barrier ends before it forgets where a program has failed, and JAX has no public word for it.
+    # The barrier raised the error and kept the tokens of the failed program. JAX has no public call to clear them.
     with contextlib.suppress(ImportError, AttributeError):
         from jax._src import dispatch
 

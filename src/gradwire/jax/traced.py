@@ -1,9 +1,9 @@
-"""The all-reduce as a JAX primitive: what `jit`, `grad` and `vmap` see of it.
+"""The all-reduce as a JAX primitive, for `jit`, `grad` and `vmap`.
 
-A compiled program calls back into Python, in the order of the program: it is an ordered effect, and JAX keeps the
-order from one program to the next, too. Operands come as NumPy views of XLA's own memory. `io_callback` would copy
-them to a device first. That copy may need a thread of the pool whose threads wait here: a deadlock. So the callback is
-emitted by hand, and `io_callback` is used only to get its ordering effect.
+A compiled program calls back into Python. The callback is an ordered effect, so JAX keeps the order of calls within a
+program and from one program to the next. The operands are NumPy views of XLA's own memory. `io_callback` would copy
+them to a device first; that copy may need a thread of the same pool whose threads wait here, which is a deadlock. So
+this module emits the callback itself, and uses `io_callback` only to get its ordering effect.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ all_reduce_p.multiple_results = True
 
 @cache
 def _order() -> Any:
-    """JAX's effect of what must happen in the order of the program."""
+    """Return JAX's effect for operations that must run in program order."""
     (effect,) = jax.make_jaxpr(partial(io_callback, lambda: None, None, ordered=True))().effects
     return effect
 
 
-def _at_once(*leaves: Any, names: tuple[str, ...], source: Any, op: str, check_finite: bool, site: Site) -> list[Any]:
-    """The primitive outside of compiled programs: in plain Python, or in `grad` there."""
+def _eager(*leaves: Any, names: tuple[str, ...], source: Any, op: str, check_finite: bool, site: Site) -> list[Any]:
+    """Run the primitive outside of compiled programs: in plain Python, or in `grad` without `jit`."""
     results = reduction.reduced(source, names, reduction.values(leaves), op, check_finite, site)
     return trees.as_jax(results, leaves)
 
@@ -48,7 +48,7 @@ def _lower(
     ctx: Any, *operands: Any, names: tuple[str, ...], source: Any, op: str, check_finite: bool, site: Site
 ) -> Any:
     def callback(*arrays: Array) -> Sequence[Array]:
-        with failures.carried():
+        with failures.stored_errors():
             return reduction.reduced(source, names, [np.asarray(array) for array in arrays], op, check_finite, site)
 
     results, token, _ = mlir.emit_python_callback(
@@ -65,7 +65,7 @@ def _lower(
 
 
 def _of_nonzero(values: Sequence[Any], names: tuple[str, ...], **how: Any) -> list[Any]:
-    """The all-reduce of those values that are not known to be zero; all ranks know it alike, as they trace alike."""
+    """All-reduce the values that are not symbolic zeros, which are the same on all ranks: all trace one program."""
     results = list(values)
     live = [at for at, value in enumerate(values) if type(value) is not ad.Zero]
     if live:
@@ -79,7 +79,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **how: Any) -> tuple[l
     op = how["op"]
     if op not in ("sum", "mean") and any(type(tangent) is not ad.Zero for tangent in tangents):
         raise UnsupportedOp(
-            f"all_reduce(op={op!r}) has no gradient, only sum and mean have; where none is needed, pass "
+            f"all_reduce(op={op!r}) has no gradient; only sum and mean have one. If no gradient is needed, pass "
             "jax.lax.stop_gradient(x)",
             operation="all_reduce",
         )
@@ -87,7 +87,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **how: Any) -> tuple[l
 
 
 def _transpose(cotangents: Sequence[Any], *leaves: Any, **how: Any) -> list[Any]:
-    """The loss is the sum of all ranks' losses, and each rank's result is in all of them."""
+    """All-reduce the cotangents: the loss is the sum of all ranks' losses, and each operand is part of every result."""
     return _of_nonzero(cotangents, **how)
 
 
@@ -95,7 +95,7 @@ def _batch(leaves: Sequence[Any], axes: Sequence[Any], **how: Any) -> tuple[list
     return all_reduce_p.bind(*leaves, **how), axes
 
 
-all_reduce_p.def_impl(_at_once)
+all_reduce_p.def_impl(_eager)
 all_reduce_p.def_effectful_abstract_eval(_shapes)
 mlir.register_lowering(all_reduce_p, _lower)
 ad.primitive_jvps[all_reduce_p] = _jvp

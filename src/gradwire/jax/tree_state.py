@@ -1,4 +1,4 @@
-"""`gw.jax.State`: trees as the state of an elastic run."""
+"""`gw.jax.State`: holds trees of arrays as the state of an elastic run."""
 
 from __future__ import annotations
 
@@ -13,10 +13,17 @@ from gradwire.jax import trees
 
 
 class State:
-    """Trees of arrays that replicas keep alike, by name: what `gw.elastic` takes for JAX.
+    """Holds trees of arrays by name, as the state for `gw.elastic`.
 
-    Jax arrays never change, so a step gives an attribute its new tree: `state.params = …`. A rank that joins gets the
-    leaves of another, and keeps its own kinds of nodes (named tuples of optax, dataclasses of flax) and its devices.
+    JAX arrays are immutable, so a step assigns new trees to the attributes: `state.params = …`. A rank that joins
+    receives only the leaves. It keeps its own node types (such as named tuples of optax and dataclasses of flax) and
+    its own devices, so its trees must have the same structure.
+
+    Args:
+        named: The trees, as keyword arguments. Each becomes an attribute.
+
+    Raises:
+        AttributeError: A name begins with an underscore, or is that of a method.
 
     >>> import gradwire as gw, jax.numpy as jnp
     >>> state = gw.jax.State(params={"w": jnp.zeros(2)}, seen=0)
@@ -30,7 +37,7 @@ class State:
     >>> run.close()
     """
 
-    if TYPE_CHECKING:  # attributes are what the user calls them
+    if TYPE_CHECKING:  # users choose the names of the attributes
 
         def __getattr__(self, name: str) -> Any: ...
 
@@ -40,23 +47,23 @@ class State:
 
     def __setattr__(self, name: str, tree: Any) -> None:
         if name.startswith("_") or hasattr(type(self), name):
-            raise AttributeError(f"a tree cannot be called {name!r}")
+            raise AttributeError(f"a tree cannot be named {name!r}")
         super().__setattr__(name, tree)
 
     def __repr__(self) -> str:
         return f"gradwire.jax.State({', '.join(vars(self))})"
 
     def state_dict(self) -> dict[str, Any]:
-        """All leaves by their names."""
+        """Return all leaves by name."""
         paths, _ = jax.tree_util.tree_flatten_with_path(vars(self))
         return {jax.tree_util.keystr(path): _plain(leaf) for path, leaf in paths}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over leaves of the same names, shapes and dtypes; `ArrayError` names one that differs."""
+        """Replace all leaves by those of `state`; raise `ArrayError` if a name, shape or dtype differs."""
         paths, structure = jax.tree_util.tree_flatten_with_path(vars(self))
         names = [jax.tree_util.keystr(path) for path, _ in paths]
         if odd := sorted(set(names) ^ set(state)):
-            side = "is not in the state that came" if odd[0] in names else "came, and is not in this state"
+            side = "is missing in the received state" if odd[0] in names else "was received, but is not in this state"
             raise ArrayError(f"{odd[0]} {side}")
         leaves = [_like(name, leaf, state[name]) for name, (_, leaf) in zip(names, paths, strict=True)]
         for name, tree in jax.tree_util.tree_unflatten(structure, leaves).items():
@@ -64,19 +71,20 @@ class State:
 
 
 def _plain(leaf: Any) -> Any:
-    """A leaf as it travels: a random key by its bits, numbers as they are."""
+    """Return the leaf in the form that is exchanged: a random key as its bits, other leaves unchanged."""
     return jax.random.key_data(leaf) if trees.is_key(leaf) else leaf
 
 
-def _like(name: str, own: Any, came: Any) -> Any:
-    if not isinstance(own, jax.Array) or not isinstance(came, jax.Array):
-        return came
-    array = jnp.asarray(came)
+def _like(name: str, own: Any, received: Any) -> Any:
+    """Convert a received leaf to the kind and the devices of this rank's own leaf."""
+    if not isinstance(own, jax.Array) or not isinstance(received, jax.Array):
+        return received
+    array = jnp.asarray(received)
     expected = jax.random.key_data(own) if trees.is_key(own) else own
     if (array.shape, array.dtype) != (expected.shape, expected.dtype):
-        raise ArrayError(f"{name}: {arrays.describe(array)} came where {arrays.describe(expected)} is kept")
+        raise ArrayError(f"{name}: received {arrays.describe(array)}, expected {arrays.describe(expected)}")
     if trees.is_key(own):
         return jax.random.wrap_key_data(array, impl=jax.random.key_impl(own))
-    if own.weak_type and not array.ndim:  # what its type is, others decide: a number becomes such an array
+    if own.weak_type and not array.ndim:  # only a Python number becomes a weakly typed array
         array = jnp.asarray(array.item())
     return jax.device_put(array, own.sharding)

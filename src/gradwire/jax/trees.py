@@ -1,4 +1,4 @@
-"""Between JAX trees and the named NumPy arrays that gradwire exchanges."""
+"""Converts JAX trees to the named NumPy arrays that gradwire exchanges, and back."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from gradwire.errors import ArrayError, UnsupportedOp
 from gradwire.group import Group
 
 ALIGNED = 64
-"""Bytes. An array that begins at a multiple of it is taken over by XLA as it is, any other is copied."""
+"""Bytes. XLA uses the memory of an array without a copy if its address is a multiple of this."""
 
 BARE = "the array"
 """The name of a leaf that is the whole tree."""
 
 
-def take_apart(tree: Any) -> tuple[tuple[str, ...], list[Any], Any]:
-    """The names, leaves and structure of a tree; names are paths: "encoder.0.weight"."""
+def flatten(tree: Any) -> tuple[tuple[str, ...], list[Any], Any]:
+    """Return the names, leaves and structure of a tree. Names are paths, such as "encoder.0.weight"."""
     paths, structure = jax.tree_util.tree_flatten_with_path(tree)
     names = tuple(jax.tree_util.keystr(path, simple=True, separator=".") or BARE for path, _ in paths)
-    if len(set(names)) != len(names):  # {"a.b": …} beside {"a": {"b": …}}
+    if len(set(names)) != len(names):  # for example {"a.b": …, "a": {"b": …}}
         names = tuple(jax.tree_util.keystr(path) for path, _ in paths)
     return names, [_leaf(name, leaf) for name, (_, leaf) in zip(names, paths, strict=True)], structure
 
 
 def _leaf(name: str, leaf: Any) -> Any:
-    """A leaf as jax has it: of 32 bits unless 64 are enabled, outside of `jit` as inside."""
+    """Convert a leaf to a jax array, with 32 bits unless 64 are enabled: the same dtype as inside `jit`."""
     if not isinstance(leaf, jax.Array):
         try:
             leaf = jnp.asarray(leaf, jnp.result_type(leaf))
         except TypeError as error:
             raise ArrayError(f"{name!r}: a {type(leaf).__name__} is not an array") from error
     if is_key(leaf):
-        raise ArrayError(f"{name!r}: a random key cannot be exchanged; its bits can: jax.random.key_data(key)")
+        raise ArrayError(f"{name!r}: a random key cannot be exchanged; pass its bits, jax.random.key_data(key)")
     try:
         arrays.parse_dtype(leaf.dtype)
     except ArrayError as error:
@@ -47,22 +47,22 @@ def _leaf(name: str, leaf: Any) -> Any:
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether this is a random key, whose bits JAX hides."""
+    """Return whether this is a JAX random key."""
     return isinstance(leaf, jax.Array) and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
 def is_inexact(dtype: Any) -> bool:
-    """Whether elements can be NaN: bfloat16 too, of which NumPy does not know."""
+    """Return whether elements can be NaN. Unlike NumPy's test, this one knows bfloat16."""
     return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 def is_traced(leaves: Sequence[Any]) -> bool:
-    """Whether values are not there yet: inside of `jit`, `grad` and the like."""
+    """Return whether a leaf is a tracer: inside `jit`, `grad` and so on, where there are no values yet."""
     return any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
 
 
 def check_op(names: Sequence[str], leaves: Sequence[Any], op: str) -> None:
-    """Refuse what has no meaning before anything is sent or compiled."""
+    """Raise `UnsupportedOp` if the op is not defined for a leaf's dtype, before anything is sent or compiled."""
     for name, leaf in zip(names, leaves, strict=True):
         try:
             arrays.check_reduction(op, arrays.parse_dtype(leaf.dtype))
@@ -72,12 +72,12 @@ def check_op(names: Sequence[str], leaves: Sequence[Any], op: str) -> None:
 
 
 def contiguous(array: Array) -> Array:
-    """The array itself, or a copy in one piece; unlike NumPy's, of a lone number too."""
+    """Return the array, or a contiguous copy. Unlike `np.ascontiguousarray`, this keeps 0-d arrays."""
     return array if array.flags.c_contiguous else array.copy(order="C")
 
 
 def copied(group: Group, leaves: Sequence[Array]) -> list[Array]:
-    """Writable copies side by side in fresh memory that the group exchanges best."""
+    """Return writable copies in one new block of memory, shared memory if the group has it."""
     starts, end = [], 0
     for leaf in leaves:
         starts.append(end)
@@ -93,5 +93,5 @@ def copied(group: Group, leaves: Sequence[Array]) -> list[Array]:
 
 
 def as_jax(copies: Sequence[Array], likes: Sequence[Any]) -> list[Any]:
-    """Jax arrays where `likes` are. On the CPU the memory is taken over, not copied: nobody else holds it."""
+    """Return jax arrays on the devices of `likes`. On the CPU they use the memory of `copies` without a copy."""
     return [jax.device_put(copy, like.sharding) for copy, like in zip(copies, likes, strict=True)]

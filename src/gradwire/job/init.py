@@ -18,6 +18,7 @@ from gradwire.identity import Identity, new_run
 from gradwire.job import process_hooks
 from gradwire.job.config import DEFAULT_TIMEOUT, JobConfig, resolve
 from gradwire.job.member_session import Agree, MemberSession
+from gradwire.liveness.call_log import call_site
 from gradwire.topology import Topology
 from gradwire.transports.tcp.transport import TcpTransport
 
@@ -44,18 +45,23 @@ def init(
     blocking call that names none. Ranks of one host share memory where they can; with transport "tcp" they do not, and
     "shm" insists that all do. Addresses beyond this machine need certificates, or `insecure=True`.
 
+    A process is in one job at a time: `init` raises `ConfigError` while the group of an earlier `init` is open. The
+    error gives the file and line of that earlier call.
+
     >>> import gradwire as gw
     >>> with gw.init() as group:
     ...     group.rank, group.size
     (0, 1)
     """
+    process_hooks.check_not_initialised()
+    site = call_site()
     config = resolve(rank, size, address, transport=transport, timeout=timeout, insecure=insecure)
     if config.size == 1 and config.address is None and not config.elastic:
-        return process_hooks.keep(alone(config.timeout))
+        return process_hooks.keep(alone(config.timeout), site)
     deadline = time.monotonic() + config.timeout
     if native_core.native is None and (reason := native_core.why_pure()) and not native_core.is_unwanted():
         log.warning("collectives run in Python, which is slower: gradwire has no native core here, %s", reason)
-    return member_session(config).take(deadline)
+    return MemberSession(config, connect_member, initialised_at=site).take(deadline)
 
 
 def alone(timeout: float) -> Group:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from types import CodeType
 from typing import TYPE_CHECKING
 
 from gradwire.drive import drive
@@ -60,11 +61,21 @@ Connect = Callable[[Endpoint, JobConfig, float], Group]
 class MemberSession:
     """What stays the same from one generation to the next: the member's id, the coordinator, the secret."""
 
-    def __init__(self, config: JobConfig, connect: Connect, agree: Agree | None = None) -> None:
-        """`agree` is how ranks tell each other where to meet, where the address in the configuration is taken."""
+    def __init__(
+        self,
+        config: JobConfig,
+        connect: Connect,
+        agree: Agree | None = None,
+        initialised_at: tuple[CodeType, int] | None = None,
+    ) -> None:
+        """`agree` is how ranks tell each other where to meet, where the address in the configuration is taken.
+
+        `initialised_at` is the user's call of `gw.init`; None if the session was not made by `gw.init`.
+        """
         assert config.address is not None
         self.config = config
         self._connect = connect
+        self._initialised_at = initialised_at
         self._address = config.address
         self._agree = agree or self._agree_under_torchrun
         if config.address_taken:  # by torchrun's store, through which the ranks agree on another port
@@ -89,14 +100,14 @@ class MemberSession:
                 "`gradwire certs` and set GRADWIRE_TLS_CA, GRADWIRE_TLS_CERT and GRADWIRE_TLS_KEY, or pass "
                 "insecure=True (GRADWIRE_INSECURE=1) if you trust the network in between"
             )
-        return tokens.held(os.environ, loopback)
+        return tokens.secret_or_token(os.environ, loopback)
 
     def take(self, deadline: float) -> Group:
         """The group of the next generation. In an elastic job members that are lost meanwhile are done without."""
         joining = _Joining(self, deadline)
         drive(self._protocol.next_generation(), joining.perform)
         assert joining.group is not None
-        return process_hooks.keep(joining.group)
+        return process_hooks.keep(joining.group, self._initialised_at)
 
     def next(self, generation: Generation, timeout: float) -> Group:
         """Leave a generation, broken or not, and take part in the next; who asks late gets the present one."""
@@ -105,7 +116,7 @@ class MemberSession:
             if generation.identity.number < self._protocol.generation and present is not None:
                 return present
             deadline = time.monotonic() + timeout
-            broken = not generation.control.sound
+            broken = not generation.control.intact
             leave = self._leave(generation)
             del generation
             if not broken:  # then this can be done while the next one comes together

@@ -7,22 +7,35 @@ import contextlib
 import os
 import sys
 import threading
+from types import CodeType
 
+from gradwire.errors import ConfigError
 from gradwire.generation.lifetime import Lifetime
 from gradwire.group import Group
 from gradwire.group.internals import GroupInternals
+from gradwire.liveness.call_log import place
 
 _live: set[Lifetime] = set()
 _hooked = threading.Lock()
 _hooks_set = False
 _current: Group | None = None  # of this process's job
+_initialised_at: tuple[CodeType, int] | None = None  # the call of `gw.init` that led to that group
 
 
-def keep(group: Group) -> Group:
-    """Remember the group of this process's job; the one of an earlier generation is forgotten."""
-    global _current
-    _current = group
+def keep(group: Group, initialised_at: tuple[CodeType, int] | None = None) -> Group:
+    """Make this the current group of this process, in place of an earlier one, and return it."""
+    global _current, _initialised_at
+    _current, _initialised_at = group, initialised_at
     return group
+
+
+def check_not_initialised() -> None:
+    """Raise `ConfigError` if the group of an earlier `gw.init()` is still open; the error gives that call's line."""
+    if (group := current()) is not None and _initialised_at is not None:
+        raise ConfigError(
+            f"this process is already initialised: gw.init() was called at {place(*_initialised_at)}, and {group} is "
+            "not closed. Use that group, or close it before you call gw.init() again"
+        )
 
 
 def current() -> Group | None:

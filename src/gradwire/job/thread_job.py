@@ -181,7 +181,7 @@ class ThreadJob:
     def news(self) -> News:
         """What a coordinator would report: how many members there are, and how many wait to join."""
         with self._changed:
-            return self._membership.beat((), time.monotonic())
+            return self._membership.heartbeat((), time.monotonic())
 
 
 def _member(identity: str, rank: int | None) -> Member:

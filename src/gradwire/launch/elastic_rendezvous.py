@@ -54,7 +54,7 @@ def elsewhere(count: int, address: str, token_file: Path | None) -> ElasticSetup
     place = Address.parse(address)
     credentials = Credentials.from_environ(environ)
     given = _with_token(environ, token_file)
-    secret = tokens.held(given, place.is_loopback())
+    secret = tokens.secret_or_token(given, place.is_loopback())
     return ElasticSetup(count, _meeting(place, secret, given.get(TOKEN), environ.get(config.JOB), None, credentials))
 
 

@@ -125,13 +125,13 @@ class ElasticSetup:
         pipe = self._pipes[number] = NewsWriter(member)
         wish = (number, size) if size is not None and number < size else None
         environ = worker_setup.of_member(self._shared, member, local_rank, news=pipe.variable, wish=wish)
-        return WorkerEnvironment(environ, (pipe.theirs,))
+        return WorkerEnvironment(environ, (pipe.read_end,))
 
     def started(self, worker: Worker) -> None:
         pipe = self._pipes[worker.number]
-        pipe.handed_over()
+        pipe.close_read_end()
         if self._news is not None:
-            pipe.tell(self._news)
+            pipe.send(self._news)
         if self._heartbeats is not None:
             self._heartbeats.watch([self._member(worker.number)])
 
@@ -187,7 +187,7 @@ class ElasticSetup:
             self._the_hands.restarts.done |= news.finished
             self._count_others(news)
             for pipe in self._pipes.values():
-                pipe.tell(news)
+                pipe.send(news)
 
     def _count_others(self, news: News) -> None:
         """Members that are not ours. Of those that have just ended the coordinator may not have heard."""

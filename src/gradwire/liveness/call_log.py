@@ -1,8 +1,8 @@
-"""The log of this rank's calls: enough to name a disagreement between ranks, cheap enough to be always on.
+"""The log of a group's calls on this rank. It finds calls on which ranks disagree, and is cheap enough to be always on.
 
-Each group has one log. A call has a sequence number, a fingerprint of its meaning, and the place in the user's code it
-came from, kept as (code object, instruction) and turned into file:line only when an error needs it. `chain` folds
-all fingerprints so far into one number: two ranks whose chains agree at a sequence number have called the same things.
+Each group has one log. A call has a sequence number, a fingerprint of its meaning, and its place in the user's code.
+The place is stored as (code object, instruction) and turned into file:line only for an error. `chain` combines all
+fingerprints so far into one number: if two ranks have the same chain at a sequence number, they made the same calls.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any
 
 from gradwire.host import native_core
 
-KEPT = 1024  # calls; a rank that is further ahead than this is compared at its next call
-SHOWN = 32  # calls sent to the peers when something is disputed
+MAX_CALLS = 1024  # a peer whose last reported call is older is compared at its next report
+CALLS_SHOWN = 32  # calls sent to the peers to explain a mismatch
 
-# The folders whose code is not the user's. A framework that calls us adds its own.
+# The folders whose code is not the user's. A framework that calls gradwire adds its own.
 inside: tuple[str, ...] = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,)
 _MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call as others are told of it; `items` lists a named map's entries."""
+    """One call, as it is sent to other ranks. `items` are the entries of a named map."""
 
     sequence: int
     fingerprint: int
@@ -39,7 +39,7 @@ class Call:
 
     @classmethod
     def from_wire(cls, fields: object) -> Call:
-        """Believe a peer's call as far as it is well-formed; ValueError otherwise."""
+        """Return a peer's call; raise ValueError if it is malformed."""
         match fields:
             case {
                 "sequence": int(sequence),
@@ -54,7 +54,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class CallDescription:
-    """What a call means, shared by all calls of the same kind: its fingerprint and how it reads."""
+    """The meaning of a call, shared by all calls with the same arguments: its fingerprint and its text."""
 
     operation: str
     what: str
@@ -63,7 +63,7 @@ class CallDescription:
 
 
 class CallRing:
-    """The last calls: what the core's class of this name does, without it."""
+    """The latest calls. The Python version of the native class of the same name."""
 
     def __init__(self, kept: int) -> None:
         self.sequence = self.finished = self.chain = 0
@@ -82,22 +82,22 @@ class CallRing:
 
 
 class CallLog:
-    """The calls of one group on this rank, oldest forgotten."""
+    """The latest calls of one group on this rank."""
 
     def __init__(self, group: int, members: Sequence[int]) -> None:
         self.group = group
         self.members = tuple(members)  # world ranks
-        self.closed = False  # the group was closed here
-        self.ring = native_core.native.CallRing(KEPT) if native_core.available() else CallRing(KEPT)
+        self.closed = False  # whether this rank closed the group
+        self.ring = native_core.native.CallRing(MAX_CALLS) if native_core.available() else CallRing(MAX_CALLS)
 
     @property
     def sequence(self) -> int:
-        """Of the last call; 0: none yet."""
+        """The number of the last call; 0 before the first one."""
         return self.ring.sequence
 
     @property
     def finished(self) -> int:
-        """The last call whose work is done."""
+        """The number of the last call that has ended."""
         return self.ring.finished
 
     @finished.setter
@@ -105,7 +105,7 @@ class CallLog:
         self.ring.finished = sequence
 
     def record(self, description: CallDescription, site: tuple[CodeType, int]) -> int:
-        """Note a call and return its sequence number; the caller holds the group's order."""
+        """Record a call and return its sequence number. The caller's ticket is being served."""
         return self.ring.record(description, description.fingerprint, *site)
 
     @property
@@ -113,7 +113,7 @@ class CallLog:
         return self.ring.chain
 
     def chain_at(self, sequence: int) -> int | None:
-        """The chain after the call with this number; None if it is not known (any more, or yet)."""
+        """Return the chain after the call with this number; None if the call is too old or was not made yet."""
         entry = self.ring.call(sequence)
         return entry[0] if entry is not None else None
 
@@ -128,14 +128,14 @@ class CallLog:
         return self.call(self.sequence)
 
     def recent(self, until: int) -> list[Call]:
-        """The last few calls up to a sequence number, oldest first."""
+        """Return the last `CALLS_SHOWN` calls up to a sequence number, oldest first."""
         newest = min(until, self.sequence)
-        calls = (self.call(sequence) for sequence in range(max(1, newest - SHOWN + 1), newest + 1))
+        calls = (self.call(sequence) for sequence in range(max(1, newest - CALLS_SHOWN + 1), newest + 1))
         return [call for call in calls if call is not None]
 
 
 def call_site() -> tuple[CodeType, int]:
-    """Where in the user's code we are: the innermost frame outside this package and the framework that calls it."""
+    """Return the place in the user's code: the innermost frame outside of gradwire and of frameworks that call it."""
     frame = sys._getframe(1)
     while frame.f_code.co_filename.startswith(inside) and frame.f_back is not None:
         frame = frame.f_back
@@ -143,7 +143,7 @@ def call_site() -> tuple[CodeType, int]:
 
 
 def count_as_inside(path: str) -> None:
-    """Do not take the code in this folder, or file, for the user's."""
+    """Treat the code in this folder, or file, as not the user's."""
     global inside
     beginning = path + os.sep if os.path.isdir(path) else path
     if beginning not in inside:
@@ -151,7 +151,7 @@ def count_as_inside(path: str) -> None:
 
 
 def place(code: CodeType, instruction: int) -> str:
-    """file:line of an instruction."""
+    """Return the file:line of an instruction."""
     line = code.co_firstlineno
     for start, end, number in code.co_lines():
         if start <= instruction < end and number is not None:

@@ -1,13 +1,14 @@
-"""Control messages: what ranks send each other about the state of their generation, as types and as JSON.
+"""The control messages between ranks about the state of their generation, as types and as JSON.
 
-finding   a reason to break the generation                      FindingReport, passed on to all
-verdict   what a rank has decided on                            VerdictReport, joined by ranks that have not decided
-calls     what a rank last called, when calls are disputed      CallsReport, for the verdict
-bye       a rank closed or ended as it should                   Goodbye
-at        how far a rank has got in a group, with its chain     Progress, compared with the receiver's own calls
-where     a question: how far have you got?                     PositionQuery
-here      its answer                                            Position
-tell      a rank's value in a round in which all send to all    GatherValue
+JSON "t"   type             meaning
+finding    FindingReport    a reason to break the generation; each receiver forwards it to all ranks
+verdict    VerdictReport    the decision of a rank; ranks that have not decided yet adopt it
+calls      CallsReport      the latest calls of a rank, to explain a mismatch
+bye        Goodbye          a rank closed the generation or ended normally
+at         Progress         the last call of a rank in a group, with its chain; receivers compare their own calls
+where      PositionQuery    asks for the receiver's position in a group
+here       Position         the answer
+tell       GatherValue      a rank's value in a gather
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gradwire.liveness.call_log import SHOWN, Call
+from gradwire.liveness.call_log import CALLS_SHOWN, Call
 from gradwire.liveness.verdict import MAX_TEXT, Finding
 from gradwire.wire import parse_json
 
-MOST_CALLS = 1 << 63
+MAX_SEQUENCE = 1 << 63
 KINDS = frozenset(("finding", "verdict", "calls", "bye", "at", "where", "here", "tell"))
 
 
@@ -63,8 +64,8 @@ class PositionQuery:
 class Position:
     group: int
     sequence: int  # of the last call
-    finished: int  # the last call whose work is done
-    last: str  # the last call, in words
+    finished: int  # the last call that has ended
+    last: str  # the text of the last call
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ Message = FindingReport | VerdictReport | CallsReport | Goodbye | Progress | Pos
 
 
 def encode(message: Message) -> bytes:
-    """A message as bytes."""
+    """Return a message as bytes."""
     return json.dumps(_fields(message), separators=(",", ":")).encode()
 
 
@@ -103,9 +104,9 @@ def _fields(message: Message) -> dict[str, Any]:
 
 
 def decode(payload: bytes, size: int) -> Message | None:
-    """The message in these bytes, from a peer among `size` ranks; None for a kind of a later version.
+    """Return the message in these bytes, from a peer among `size` ranks; None for a type of a later version.
 
-    ValueError if it makes no sense.
+    Raise ValueError if it is malformed.
     """
     fields = parse_json(payload)
     match fields:
@@ -114,11 +115,11 @@ def decode(payload: bytes, size: int) -> Message | None:
         case {"t": "verdict", "finding": dict(finding)}:
             return VerdictReport(Finding.from_wire(finding, size))
         case {"t": "calls", "g": int(group), "among": list(members), "calls": list(calls)}:
-            shown = tuple(Call.from_wire(call) for call in calls[:SHOWN])
+            shown = tuple(Call.from_wire(call) for call in calls[:CALLS_SHOWN])
             return CallsReport(group, _ranks(members, size), shown)
         case {"t": "bye"}:
             return Goodbye()
-        case {"t": "at", "g": int(group), "s": int(sequence), "c": int(chain)} if 0 < sequence < MOST_CALLS:
+        case {"t": "at", "g": int(group), "s": int(sequence), "c": int(chain)} if 0 < sequence < MAX_SEQUENCE:
             return Progress(group, sequence, chain)
         case {"t": "where", "g": int(group)}:
             return PositionQuery(group)
@@ -129,12 +130,12 @@ def decode(payload: bytes, size: int) -> Message | None:
         case {"t": str(kind)} if kind in KINDS:
             raise ValueError(f"malformed control message {str(fields)[:200]}")
         case _ if not isinstance(fields, dict):
-            raise ValueError("a control message is an object")
+            raise ValueError("a control message must be a JSON object")
     return None
 
 
 def _ranks(members: Sequence[Any], size: int) -> tuple[int, ...]:
     known = {rank for rank in members[:size] if type(rank) is int and 0 <= rank < size}
     if len(known) != len(members):
-        raise ValueError("a group of ranks that do not exist, or are in it twice")
+        raise ValueError("a group whose ranks do not exist or appear twice")
     return tuple(members)

@@ -1,8 +1,8 @@
-"""The control protocol: how an abort, a loss, a goodbye or a disagreement on one rank reaches all of them.
+"""The control protocol: it spreads an abort, a loss, a goodbye or a mismatch from one rank to all ranks.
 
-Pure: `handle` takes an event and the time, and returns instructions. It has no links, threads, locks or clock;
-`Control` and the simulator carry its instructions out. The logs of calls that it watches grow between events: it reads
-how far this rank has got whenever it handles one.
+`handle` takes an event and the time, and returns instructions. The protocol has no links, threads, locks or clock.
+`Control` and the simulator carry out its instructions. The call logs that it watches grow between events; it reads them
+whenever it handles an event.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from gradwire.liveness.control_messages import (
 from gradwire.liveness.verdict import MAX_TEXT, Finding, Verdict, disagreement
 from gradwire.wire import MAX_CONTROL
 
-ANNOUNCE_SECONDS = 0.5  # between two messages on how far this rank has got: reading them costs the receiver time
-TICK_SECONDS = 0.3  # at most between two ticks
-BEHIND_SECONDS = 0.3  # how long a rank that has not made a disputed call waits for its program to make it
+ANNOUNCE_SECONDS = 0.5  # between progress messages: reading them costs the receiver time
+TICK_SECONDS = 0.3  # longest time between two ticks
+BEHIND_SECONDS = 0.3  # after a mismatch, how long a rank waits for its own program to make the disputed call
 MAX_GROUPS = 4096
 MAX_DISPUTES = 16
 MAX_ITEM_BYTES = MAX_CONTROL // 2
@@ -55,7 +55,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A peer's control link ended, or it is silent; without a goodbye that is a loss."""
+    """A peer's control link ended, or the peer is silent. Without a goodbye it is lost."""
 
     peer: int
     why: str = "closed its link"
@@ -63,21 +63,21 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Missed:
-    """An operation of this rank waits for a peer: if it has left, that matters now."""
+    """An operation of this rank waits for a peer. If the peer has left, it now counts as lost."""
 
     peer: int
 
 
 @dataclass(frozen=True, slots=True)
 class Linked:
-    """A link to a peer was made just now: if the generation broke meanwhile, the peer has not been told."""
+    """A control link was opened. If the generation broke before, the peer does not know the reasons yet."""
 
     peer: int
 
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """A group was opened: compare its calls with those of the others, if `announced`, and show them when asked."""
+    """A group was opened. Its calls are shown when a peer asks. If `announced`, its progress is also reported."""
 
     calls: CallLog
     announced: bool = True
@@ -92,24 +92,24 @@ class Unwatched:
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """A call was recorded although the generation is broken: it may be the one that others want to see."""
+    """A call was recorded after the generation broke. The peers may need it to explain a mismatch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compare:
-    """Exchange now how far this rank and its peers have got."""
+    """Report this rank's progress now, and compare it with the peers' progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class AskPositions:
-    """Ask the members of a group how far they are; earlier answers are forgotten."""
+    """Ask the members of a group for their positions. Earlier answers are dropped."""
 
     calls: CallLog
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Send this rank's value of a round to all."""
+    """Send this rank's value of a gather to all ranks."""
 
     value: GatherValue
 
@@ -121,7 +121,7 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True)
 class Decide:
-    """A thread waits for the verdict: decide, if it is time."""
+    """A thread waits for the verdict. Decide if the time has come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,54 +160,54 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Break:
-    """The generation is broken, or there is one more reason: threads that wait must look at it."""
+    """The generation is broken, or has one more reason to be. Wake the waiting threads."""
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
-    """The verdict is in."""
+class Decided:
+    """There is a verdict."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A peer has told how far it is, or has left: threads that wait for that must look."""
+    """A peer has reported its progress or its position, or has left. Wake the threads that wait for that."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """A peer's value of a round has arrived."""
+    """Deliver a peer's value of a gather."""
 
     peer: int
     value: GatherValue
 
 
-Instruction = Send | Break | Settled | Answered | Deliver
+Instruction = Send | Break | Decided | Answered | Deliver
 
 
 class ControlProtocol:
     """This rank's side of the protocol."""
 
     def __init__(self, rank: int, names: Iterable[str], generation: int) -> None:
-        """`names` are those of all ranks, as errors show them."""
+        """`names` are the names of all ranks, as errors show them."""
         self.rank = rank
-        self.given_up = False  # the others go on without this rank
+        self.declared_lost = False  # the other ranks continue without this one
         self._names = list(names)
         self._others = tuple(peer for peer in range(len(self._names)) if peer != rank)
         self._verdict = Verdict(len(self._names), generation)
         self._lost: set[int] = set()
-        self._logs: dict[int, CallLog] = {}  # by group, as all dictionaries here
+        self._logs: dict[int, CallLog] = {}  # by group, or by (group, peer), like all dictionaries here
         self._announced: dict[int, bool] = {}
-        self._sent: dict[int, int] = {}  # the sequence number that was last announced
-        self._announce_at = -math.inf  # not before
+        self._sent: dict[int, int] = {}  # the last sequence number that was reported to the peers
+        self._announce_at = -math.inf  # earliest time of the next progress messages
         self._reached: dict[tuple[int, int], int] = {}
         self._ahead: dict[tuple[int, int], Progress] = {}
         self._positions: dict[tuple[int, int], Position] = {}
-        self._shown: set[int] = set()  # disputed groups of which this rank has shown its calls
+        self._shown: set[int] = set()  # disputed groups for which this rank has sent its calls
         self._disputed: set[int] = set()
         self._instructions: list[Instruction] = []
 
     def handle(self, event: Event, now: float) -> Sequence[Instruction]:
-        """What to do about an event, in this order."""
+        """Handle an event, and return the instructions to carry out, in order."""
         match event:
             case Tick():
                 self._tick(now)
@@ -247,60 +247,60 @@ class ControlProtocol:
         instructions, self._instructions = self._instructions, []
         return instructions
 
-    # -- what is known ------------------------------------------------------------------------------------------------
+    # -- state --------------------------------------------------------------------------------------------------------
 
     @property
-    def sound(self) -> bool:
-        return self._verdict.sound
+    def intact(self) -> bool:
+        return self._verdict.intact
 
     @property
-    def settled(self) -> bool:
-        """Whether the verdict is in."""
+    def decided(self) -> bool:
+        """Whether there is a verdict."""
         return self._verdict.decided is not None
 
     @property
-    def complaints(self) -> tuple[int, ...]:
-        """The ranks that this rank itself could not reach, whatever the verdict."""
+    def unreachable_peers(self) -> tuple[int, ...]:
+        """The ranks that this rank itself could not reach, independent of the verdict."""
         return tuple(sorted(self._lost))
 
     def has_left(self, peer: int) -> bool:
         return self._verdict.left_at(peer) is not None
 
     def left_at(self, peer: int) -> float | None:
-        """When a peer said goodbye, if it did."""
+        """Return the time of a peer's goodbye, or None."""
         return self._verdict.left_at(peer)
 
     def watches(self, group: int) -> CallLog | None:
-        """The calls of a group that is in use here: neither closed nor unknown."""
+        """Return the calls of a group; None if this rank does not have the group or has closed it."""
         return self._logs.get(group)
 
     def reached(self, group: int, peer: int) -> int:
-        """The last call in a group that a peer told of; 0: none."""
+        """Return the last call in a group that a peer has reported; 0 if there was none."""
         return self._reached.get((group, peer), 0)
 
     def position(self, group: int, peer: int) -> Position | None:
-        """How far a peer has got in a group, if it has answered."""
+        """Return a peer's position in a group, if it has answered; or None."""
         return self._positions.get((group, peer))
 
     def error(self, operation: str | None, during: str) -> Broken:
-        """The verdict as an error; only after it is settled."""
+        """Return the verdict as an error. Call it only when there is a verdict."""
         finding = self._verdict.decided
         assert finding is not None
         who = self._names[finding.culprit] if finding.culprit is not None else "a rank"
         return self._verdict.error(operation=operation, during=during, who=who)
 
     def decide_at(self) -> float | None:
-        """When a thread that waits for the verdict should ask for it, at the latest."""
+        """Return the time at which a thread that waits for the verdict should send `Decide`; None if none is due."""
         return self._verdict.due()
 
     def pause(self, now: float) -> float:
-        """The seconds until the next tick is due."""
+        """Return the seconds until the next tick is due."""
         due = self._verdict.due()
         if due is not None:
             return max(0.0, min(due, max(self._verdict.since + BEHIND_SECONDS, now + 0.01)) - now)
         return min(TICK_SECONDS, self._announce_at - now) if now < self._announce_at else TICK_SECONDS
 
-    # -- what peers send ----------------------------------------------------------------------------------------------
+    # -- messages from peers ------------------------------------------------------------------------------------------
 
     def _receive(self, peer: int, message: Message, now: float) -> None:
         match message:
@@ -312,7 +312,7 @@ class ControlProtocol:
                     self._verdict.add_calls(group, members, peer, calls)
                 self._decide(now)
             case Goodbye():
-                self._verdict.leave(peer, now)
+                self._verdict.mark_left(peer, now)
                 self._decide(now)
                 self._instructions.append(Answered())
             case Progress():
@@ -328,11 +328,11 @@ class ControlProtocol:
 
     def _receive_finding(self, finding: Finding, decided: bool, now: float) -> None:
         if finding.culprit == self.rank and finding.kind == "lost":
-            # Others have given this rank up: what it finds from here on would only mislead them.
-            self.given_up = True
-            self._join(Finding("given up", f"was given up by its peers: it {finding.reason}", self.rank), now)
+            # The peers declared this rank lost. Its own findings from now on would only mislead them.
+            self.declared_lost = True
+            self._adopt(Finding("given up", f"was declared lost by its peers: it {finding.reason}", self.rank), now)
         elif decided:
-            self._join(finding, now)
+            self._adopt(finding, now)
         else:
             self._find(finding, now)
 
@@ -352,7 +352,7 @@ class ControlProtocol:
     # -- comparing calls ----------------------------------------------------------------------------------------------
 
     def _compare(self, peer: int, progress: Progress, now: float) -> None:
-        """Compare the chain of a peer's calls with this rank's, now or when this rank has got there."""
+        """Compare the chain of a peer's calls with this rank's, now or when this rank has made as many calls."""
         group, sequence = progress.group, progress.sequence
         calls = self._logs.get(group)
         if calls is None:
@@ -367,7 +367,7 @@ class ControlProtocol:
             self._find(disagreement(calls, sequence), now)
 
     def _catch_up(self, now: float) -> None:
-        """Compare with peers that were ahead, as far as this rank has got there."""
+        """Compare with the peers that were ahead, if this rank has made as many calls by now."""
         for (group, peer), progress in list(self._ahead.items()):
             calls = self._logs.get(group)
             if calls is None or calls.sequence >= progress.sequence:
@@ -376,9 +376,9 @@ class ControlProtocol:
                     self._compare(peer, progress, now)
 
     def _announce(self) -> bool:
-        """Tell each group how far this rank has got, if it has moved."""
+        """Report this rank's progress to the members of each group in which it made calls. Return whether it did."""
         moved = False
-        if not self._verdict.sound:
+        if not self._verdict.intact:
             return False
         for group, calls in self._logs.items():
             sequence = calls.sequence
@@ -390,7 +390,7 @@ class ControlProtocol:
         return moved
 
     def _unwatch(self, calls: CallLog) -> None:
-        self._announce()  # the others compare its last calls with theirs
+        self._announce()  # the peers compare the group's last calls with theirs
         self._logs.pop(calls.group, None)
         self._announced.pop(calls.group, None)
         self._sent.pop(calls.group, None)
@@ -407,15 +407,17 @@ class ControlProtocol:
         self._decide(now)
 
     def _find(self, finding: Finding, now: float) -> None:
-        if self._verdict.find(finding, now):
+        if self._verdict.add(finding, now):
             self._send(FindingReport(finding))
             self._instructions.append(Break())
         self._dispute(now)
         self._decide(now)
 
     def _dispute(self, now: float) -> None:
-        """Calls are disputed: show this rank's own to all, once. A rank that is about to make the disputed one makes it
-        first."""
+        """If there is a mismatch, send this rank's calls to all ranks, once.
+
+        A rank that has not made the disputed call yet waits for it, up to `BEHIND_SECONDS`.
+        """
         dispute = self._verdict.dispute()
         calls = self._logs.get(dispute.group) if dispute is not None else None
         if dispute is None or calls is None or calls.group in self._shown:
@@ -429,31 +431,31 @@ class ControlProtocol:
 
     def _decide(self, now: float) -> None:
         if self._verdict.open and self._verdict.decide(now):
-            self._settle()
+            self._announce_verdict()
 
-    def _join(self, finding: Finding, now: float) -> None:
-        """Settle on a verdict that others have reached."""
+    def _adopt(self, finding: Finding, now: float) -> None:
+        """Adopt a verdict that a peer has reached."""
         if self._verdict.adopt(finding, now):
-            self._settle()
+            self._announce_verdict()
             self._instructions.append(Break())
 
-    def _settle(self) -> None:
+    def _announce_verdict(self) -> None:
         decided = self._verdict.decided
         assert decided is not None
-        known = decided.culprit == self.rank and decided.kind in ("aborted", "given up")  # by everybody
-        if decided.kind != "mismatch" and not known:  # a mismatch each rank explains by itself, from all the calls
+        known = decided.culprit == self.rank and decided.kind in ("aborted", "given up")  # the peers know it already
+        if decided.kind != "mismatch" and not known:  # each rank explains a mismatch itself, from the calls of all
             self._send(VerdictReport(decided))
-        self._instructions.append(Settled())
+        self._instructions.append(Decided())
 
     def _send(self, message: Message, peers: Sequence[int] | None = None) -> None:
-        """To these peers; None: to all."""
+        """Send a message to these peers; None means to all."""
         chosen = self._others if peers is None else tuple(peer for peer in peers if peer != self.rank)
         self._instructions.append(Send(chosen, message))
 
 
 def _bounded(calls: Sequence[Call]) -> tuple[Call, ...]:
-    """Calls cut to what fits into a control message; the newest keep most of their items."""
-    room, kept = MAX_ITEM_BYTES, []
+    """Return the calls, with items dropped until they fit into a control message. Items of old calls go first."""
+    room, shortened = MAX_ITEM_BYTES, []
     for call in reversed(calls):
         items: list[str] = []
         for item in call.items:
@@ -461,5 +463,5 @@ def _bounded(calls: Sequence[Call]) -> tuple[Call, ...]:
             if room < 0:
                 break
             items.append(item)
-        kept.append(Call(call.sequence, call.fingerprint, call.what[:500], call.site[:200], tuple(items)))
-    return tuple(kept[::-1])
+        shortened.append(Call(call.sequence, call.fingerprint, call.what[:500], call.site[:200], tuple(items)))
+    return tuple(shortened[::-1])

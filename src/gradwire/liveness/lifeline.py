@@ -1,14 +1,16 @@
-"""The lifeline: sends this rank's heartbeats and receives those of the others.
+"""The lifeline: sends this rank's heartbeats and receives those of the other ranks.
 
-    ranks that share memory     beat in it: a word behind the directory of their arena
-    other ranks                 beat over a link of their own: each pair of up to 32 ranks, beyond that ring neighbours
+    ranks that share memory    send heartbeats through it: they count up a word behind the directory of their arena
+    other ranks                send heartbeats over lifeline links: between all pairs of up to 32 ranks; in larger jobs
+                               between neighbours in a ring
 
-A native thread beats (native/lifeline.hpp): it shows that the process runs, whatever its interpreter does.
-`beat_messages` has the form of beats under TLS. Without the core the service thread beats, slowly, and such a rank
-may be silent for 10 s. Who beats but does not come is stuck, not lost. The service thread looks every 0.1 s whom it
-heard; `Detector` decides who is silent for too long. On one host the end of a process is seen as well (a pidfd, as a
-link on which nothing comes but the end), in milliseconds. Between hosts silence may be the network's: the deadline is
-longer there, and all ranks of a job use the longest that any of them has in `GRADWIRE_PEER_TIMEOUT`.
+A native thread sends the heartbeats (native/lifeline.hpp). They show that the process runs, even while its interpreter
+is blocked. `heartbeat_messages` defines the heartbeats under TLS. Without the native core the service thread sends
+them, less often, and such a rank may be silent for 10 s. A rank that sends heartbeats but makes no progress is stuck,
+not lost. The service thread reads heartbeats every 0.1 s, and `Detector` decides which ranks are lost. On one host the
+service thread also watches a pidfd of each process, and sees the end of the process within milliseconds. Between hosts
+the network may be the reason for a silence, so the deadline is longer: all ranks of a job use the longest
+`GRADWIRE_PEER_TIMEOUT` among them.
 """
 
 from __future__ import annotations
@@ -24,18 +26,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradwire.host import machine, native_core
-from gradwire.liveness import beat_messages
-from gradwire.liveness.beat_messages import TOKEN_BYTES, BeatSink, TokenReader, Tokens
+from gradwire.liveness import heartbeat_messages
 from gradwire.liveness.control import Control
 from gradwire.liveness.detector import (
-    BEAT_SECONDS,
+    HEARTBEAT_SECONDS,
     LINK_SECONDS,
-    PAGE_SECONDS,
     PEER_SECONDS,
-    SLOW_SECONDS,
-    Sight,
+    SHARED_MEMORY_SECONDS,
+    SLOW_HEARTBEAT_SECONDS,
+    Observation,
     Standstill,
 )
+from gradwire.liveness.heartbeat_messages import TOKEN_BYTES, HeartbeatSink, TokenReader, Tokens
 from gradwire.transports.base import (
     LIFE_CHANNEL,
     LIFELINE_CHANNEL,
@@ -49,31 +51,31 @@ from gradwire.transports.frames import FrameReader, Outbox, Reader
 from gradwire.transports.shm.shared_memory import OwnArena, SharedMemory
 from gradwire.wire import HEADER_BYTES
 
-DEATH_SECONDS = 0.05  # in which the last messages of a process that has ended are read
-PURE_SECONDS = 10.0  # of silence of a rank whose beats need its interpreter
-ALIVE_SECONDS = 1.0  # who was heard within that time is called alive
-ALL_PAIRS = 32  # ranks
-FEED_BLOCKS = 8  # of tokens, at most, that are made for a link in one turn of the service thread
+DEATH_SECONDS = 0.05  # after the end of a process, in which its last messages are read
+PURE_SECONDS = 10.0  # allowed silence of a rank whose heartbeats need its interpreter
+ALIVE_SECONDS = 1.0  # errors call a rank alive if it sent a heartbeat within this time
+ALL_PAIRS = 32  # ranks; in larger jobs lifeline links form a ring
+FEED_BLOCKS = 8  # blocks of tokens made for a link in one turn of the service thread, at most
 READ_AHEAD = 64 * HEADER_BYTES
-BEAT_THREAD = b"gradwire-beat"  # as native/lifeline.cpp calls it
-STOPPED = "TtZX"  # states of a process that does not run, as /proc names them
-WAITING = "RD"  # states of a thread that goes on as soon as it has a core, or the kernel an answer
+HEARTBEAT_THREAD = b"gradwire-beat"  # the name of the thread in native/lifeline.cpp
+STOPPED = "TtZX"  # states in /proc of a process that does not run
+WAITING = "RD"  # states in /proc of a thread that waits for a core or for the kernel
 LEAST_TIMEOUT = 0.5  # between hosts: TCP sends a lost packet again after 0.2 s
-MOST_TIMEOUT = 600.0  # connections give up a little later, whatever is waited for
+MOST_TIMEOUT = 600.0  # TCP keepalive closes a connection a little later than this
 
 
 @dataclass(frozen=True, slots=True)
-class BeatCapability:
-    """What others have to know of a rank to judge its silence."""
+class HeartbeatProfile:
+    """The facts about a rank that other ranks need to judge its silence."""
 
-    native: bool  # its beats do not need its interpreter
+    native: bool  # its heartbeats do not need its interpreter
     pid: int
-    namespace: str  # within which the pid means something
-    started: int = 0  # when its process did: the pid may be another's later
-    timeout: float = PEER_SECONDS  # how long a rank on another host may be silent, as far as it is asked
+    namespace: str  # the pid namespace, in which the pid is valid
+    started: int = 0  # start time of the process: another process may get the same pid later
+    timeout: float = PEER_SECONDS  # the rank's GRADWIRE_PEER_TIMEOUT
 
     @classmethod
-    def own(cls, timeout: float = PEER_SECONDS) -> BeatCapability:
+    def own(cls, timeout: float = PEER_SECONDS) -> HeartbeatProfile:
         namespace = ""
         with contextlib.suppress(OSError):
             namespace = f"{machine.identity()}/{os.stat('/proc/self/ns/pid').st_ino}"
@@ -84,71 +86,75 @@ class BeatCapability:
         return [self.native, self.pid, self.namespace, self.started, self.timeout]
 
     @classmethod
-    def from_wire(cls, told: object) -> BeatCapability:
-        match told:
+    def from_wire(cls, fields: object) -> HeartbeatProfile:
+        match fields:
             case [bool(native), int(pid), str(namespace), int(started), int(timeout) | float(timeout)] if (
                 LEAST_TIMEOUT <= timeout <= MOST_TIMEOUT
             ):
                 return cls(native, pid, namespace, started, float(timeout))
         return cls(False, 0, "")
 
-    def sight(self) -> Sight:
-        """What is seen of its process now, on the machine that it runs on."""
+    def observe(self) -> Observation:
+        """Return the state of the process now. Call it on the machine of the process."""
         status = machine.process_status(self.pid)
         if status is None or status.started != self.started or status.state in STOPPED:
-            return Sight.STOPPED
-        return Sight.STARVED if status.state == "D" or beat_waits(self.pid) else Sight.OTHER
+            return Observation.STOPPED
+        return Observation.STARVED if status.state == "D" or heartbeat_thread_waits(self.pid) else Observation.OTHER
 
 
 Dial = Callable[[int], Link]
 
 
 class Lifeline:
-    """One rank's lifeline. Only `tick` is the service thread's own; everything else is for any thread."""
+    """One rank's lifeline. The service thread calls `tick`; any thread may call the other methods."""
 
     def __init__(
         self,
         control: Control,
         record: bytes,
-        sink: BeatSink,
+        sink: HeartbeatSink,
         pump: Callable[[Reader], None],
         remote: Collection[int] = (),
     ) -> None:
-        """`remote` are the ranks on other hosts."""
+        """Make a lifeline that sends nothing yet.
+
+        `record` is a heartbeat as a frame. `pump` reads a link and handles its errors. `remote` are the ranks on other
+        hosts.
+        """
         self._control = control
         self._remote = frozenset(remote)
-        self._record = record  # what a beat is, on a link
+        self._record = record
         self._sink = sink
-        self._pump = pump  # reads a link, and sees to it if that fails
+        self._pump = pump
         self._detector = sink.detector
         self.standstill = Standstill()
         self._lock = threading.Lock()
         self._begun = self._closed = False
-        self._thread: Any = None  # that beats; the core's
+        self._thread: Any = None  # the native thread that sends heartbeats
         self._arena: OwnArena | None = None
         self._shared: SharedMemory | None = None
-        self._linked: set[int] = set()  # ranks with which there is a link
-        self._missing: set[int] = set()  # of these, until there is
+        self._linked: set[int] = set()  # ranks with a lifeline link to this one
+        self._missing: set[int] = set()  # those of them whose link is not open yet
         self._readers: list[Reader] = []
-        self._outboxes: dict[int, Outbox] = {}  # for beats that this class makes itself; by id of the link
-        self._tokens: dict[int, tuple[int, Tokens]] = {}  # for links that leave TLS: the descriptor, and what to send
-        self._awaited: deque[tuple[int, BeatCapability]] = deque()  # whom to watch, for the service thread to see
+        self._outboxes: dict[int, Outbox] = {}  # by id of the link; used without the native thread
+        self._tokens: dict[int, tuple[int, Tokens]] = {}  # by id of the link: descriptor and tokens, for token links
+        self._to_watch: deque[tuple[int, HeartbeatProfile]] = deque()  # ranks that `tick` begins to watch
         self._timeout = PEER_SECONDS
-        self._seen: dict[int, BeatCapability] = {}  # ranks whose processes can be looked at
-        self._dead: dict[int, float] = {}  # ranks whose process ended, and until when their goodbye may come
-        self._beat_at = -math.inf
+        self._observable: dict[int, HeartbeatProfile] = {}  # ranks whose processes this one can observe
+        self._dead: dict[int, float] = {}  # ranks whose process ended, and until when their goodbye may arrive
+        self._next_heartbeat = -math.inf
 
     def begin(self, native: bool, arena: OwnArena | None) -> None:
-        """Beat, in memory that ranks of this host may come to share; without the core only where there are links."""
-        self._arena = arena  # which must be there as long as the thread writes to it
+        """Start to send heartbeats through this arena. Without the native core only links carry heartbeats."""
+        self._arena = arena  # keeps the arena alive while the thread writes to it
         if native:
-            self._thread = native_core.native.Lifeline(BEAT_SECONDS)
+            self._thread = native_core.native.Lifeline(HEARTBEAT_SECONDS)
             if arena is not None:
                 self._thread.write_to(arena.address)
             self._thread.start()
 
     def connect(self, shared: SharedMemory | None, size: int, transport: Transport, dial: Dial) -> None:
-        """Hear those who share memory, and make links to those who do not: of each pair the higher rank dials."""
+        """Receive heartbeats through shared memory, and open links with the other ranks. The higher rank dials."""
         rank = self._control.rank
         self._shared = shared
         self._linked = linked(rank, size, set(shared.peers) if shared is not None else set())
@@ -159,15 +165,15 @@ class Lifeline:
             if peer < rank:
                 self.add_link(dial(peer))
 
-    def expect(self, natures: Sequence[BeatCapability]) -> None:
-        """From now on judge silence: all have begun."""
+    def watch(self, profiles: Sequence[HeartbeatProfile]) -> None:
+        """Watch the other ranks from now on. `profiles` are those of all ranks; all of them send heartbeats."""
         rank = self._control.rank
-        self._timeout = max(nature.timeout for nature in natures)
+        self._timeout = max(profile.timeout for profile in profiles)
         for peer in sorted(self._sharing | self._linked):
-            nature = natures[peer]
-            if nature.native and nature.started and nature.namespace == natures[rank].namespace != "":
-                self._seen[peer] = nature
-            self._awaited.append((peer, nature))
+            profile = profiles[peer]
+            if profile.native and profile.started and profile.namespace == profiles[rank].namespace != "":
+                self._observable[peer] = profile
+            self._to_watch.append((peer, profile))
 
     @property
     def _sharing(self) -> set[int]:
@@ -175,18 +181,18 @@ class Lifeline:
         return set(self._shared.peers) if self._shared is not None else set()
 
     def add_link(self, link: Link) -> None:
-        """Beat on a link to a rank, and hear its beats there."""
+        """Send heartbeats on a link, and receive those of its peer. A link that is not expected is closed."""
         key = link.key if isinstance(link, KeyedLink) else None
         with self._lock:
-            welcome = not self._closed and link.peer in self._missing
-            if welcome:
+            expected = not self._closed and link.peer in self._missing
+            if expected:
                 self._missing.remove(link.peer)
-                self._beat_on(link, key)
+                self._send_on(link, key)
                 self._readers = [*self._readers, self._reader(link, key)]
-        if not welcome:
+        if not expected:
             link.close()
 
-    def _beat_on(self, link: Link, key: bytes | None) -> None:
+    def _send_on(self, link: Link, key: bytes | None) -> None:
         tokens = Tokens(key, self._control.rank) if key is not None else None
         if tokens is not None:
             self._tokens[id(link)] = _descriptor(link), tokens
@@ -196,7 +202,7 @@ class Lifeline:
             self._thread.add(_descriptor(link), self._record)
         else:
             self._thread.add_tokens(
-                _descriptor(link), TOKEN_BYTES, beat_messages.MARK_BLOCKS * beat_messages.BLOCK_TOKENS
+                _descriptor(link), TOKEN_BYTES, heartbeat_messages.MARK_BLOCKS * heartbeat_messages.BLOCK_TOKENS
             )
             self._thread.feed(_descriptor(link), tokens.block())
 
@@ -205,8 +211,8 @@ class Lifeline:
             return TokenReader(link, Tokens(key, link.peer), self._sink)
         return FrameReader(link, self._sink, threading.Lock(), READ_AHEAD)
 
-    def end_of(self, link: Link) -> None:
-        """A link is about to be closed: nothing may be written there, its descriptor may soon be another's."""
+    def link_ended(self, link: Link) -> None:
+        """Stop using a link before it is closed: another file may get its descriptor soon after."""
         if link.channel == LIFE_CHANNEL:
             self._dead[link.peer] = time.monotonic() + DEATH_SECONDS
         elif link.channel == LIFELINE_CHANNEL:
@@ -218,85 +224,88 @@ class Lifeline:
                 self._readers = [reader for reader in self._readers if reader.link is not link]
 
     def ignore(self, peer: int) -> None:
-        """Hear a rank no more, as if the way to it were cut: for tests of what happens then."""
-        self._seen.pop(peer, None)
+        """Ignore the heartbeats of a rank, as if the network to it were cut. For tests."""
+        self._observable.pop(peer, None)
         self._sink.ignored.add(peer)
 
     def close(self) -> None:
-        """Beat no more; the links are the transport's to close."""
+        """Stop sending heartbeats. The transport closes the links."""
         with self._lock:
             self._closed = True
         if self._thread is not None:
             self._thread.stop()
 
     def abandon(self) -> None:
-        """In a forked child: the thread is not here, and nothing of it is touched."""
+        """Mark the lifeline as closed in a forked child. The native thread does not exist there and is not touched."""
         self._closed = True
 
     # -- the service thread -------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> float:
-        """Listen, and tell who is lost; the seconds until the next call."""
-        self.standstill.look(now)
+        """Receive heartbeats, report lost ranks, and return the seconds until the next call."""
+        self.standstill.tick(now)
         pause = self._tick(now)
-        self.standstill.expect(now + pause)
+        self.standstill.expect_tick(now + pause)
         return pause
 
     def _tick(self, now: float) -> float:
-        pause = self._tell_deaths(now)
-        if not self._begun or not self._control.sound:
+        pause = self._report_deaths(now)
+        if not self._begun or not self._control.intact:
             return pause
-        while self._awaited:
-            self._watch(*self._awaited.popleft(), now)
+        while self._to_watch:
+            self._watch(*self._to_watch.popleft(), now)
         if now >= self._detector.due:
-            self._beat(now)
-            self._listen(now)
-            for peer, silence in self._detector.tick(now, self.sight_of):
+            self._send_heartbeats(now)
+            self._receive_heartbeats(now)
+            for peer, silence in self._detector.tick(now, self.observe):
                 self._control.lost(peer, now, self._describe(peer, silence))
         return min(pause, self._detector.due - now)
 
-    def _watch(self, peer: int, nature: BeatCapability, now: float) -> None:
-        """Begin to judge the silence of a rank."""
+    def _watch(self, peer: int, profile: HeartbeatProfile, now: float) -> None:
+        """Let the detector watch a rank."""
         if peer in self._remote:
             link = self._link_to(peer)
-            if isinstance(link, NetworkLink):  # else TCP waits for as long again as an outage has lasted
+            if isinstance(link, NetworkLink):  # otherwise TCP's back-off continues after an outage for as long again
                 link.repair_within(max(1.0, self._timeout / 4))
-            least = LINK_SECONDS if nature.native else PURE_SECONDS
+            least = LINK_SECONDS if profile.native else PURE_SECONDS
             self._detector.watch_remote(peer, now, max(least, self._timeout), least=least)
-        elif nature.native:
-            self._detector.watch(peer, now, PAGE_SECONDS if peer in self._sharing else LINK_SECONDS)
+        elif profile.native:
+            self._detector.watch(peer, now, SHARED_MEMORY_SECONDS if peer in self._sharing else LINK_SECONDS)
         else:
             self._detector.watch(peer, now, PURE_SECONDS, PURE_SECONDS, slow=True)
 
     def _describe(self, peer: int, silence: float) -> str:
-        """What happened to a rank that is lost, as its error tells it."""
-        if self.sight_of(peer) is Sight.OUTAGE:
+        """Return the text of the error about a lost rank."""
+        if self.observe(peer) is Observation.OUTAGE:
             return f"has been silent for {silence:.2f} s: the network to rank {peer} drops packets"
         return f"has been silent for {silence:.2f} s (frozen or cut off)"
 
-    def _tell_deaths(self, now: float) -> float:
-        """Report ranks that died although their links are open: a child keeps them. The seconds until the next."""
+    def _report_deaths(self, now: float) -> float:
+        """Report ranks whose process ended, and return the seconds until the next report.
+
+        A child process may keep the links of a dead rank open.
+        """
         for peer, until in list(self._dead.items()):
             if now >= until:
                 del self._dead[peer]
                 self._control.lost(peer, now, "died")
         return min(self._dead.values(), default=math.inf) - now
 
-    def _beat(self, now: float) -> None:
-        """What the native thread cannot do: beat if there is none, and make tokens for it."""
+    def _send_heartbeats(self, now: float) -> None:
+        """Make tokens for the native thread. Without that thread, send the heartbeats."""
         if self._thread is not None:
             for descriptor, tokens in list(self._tokens.values()):
-                left = -(-self._thread.ahead(descriptor) // beat_messages.BLOCK_TOKENS)
-                for _ in range(min(FEED_BLOCKS, beat_messages.STOCK_BLOCKS - left)):
+                left = -(-self._thread.ahead(descriptor) // heartbeat_messages.BLOCK_TOKENS)
+                for _ in range(min(FEED_BLOCKS, heartbeat_messages.STOCK_BLOCKS - left)):
                     self._thread.feed(descriptor, tokens.block())
-        elif now >= self._beat_at:
-            self._beat_at = now + SLOW_SECONDS
+        elif now >= self._next_heartbeat:
+            self._next_heartbeat = now + SLOW_HEARTBEAT_SECONDS
             for link, outbox in list(self._outboxes.items()):
-                with contextlib.suppress(LinkClosed, OSError):  # the reading side learns of it
+                with contextlib.suppress(LinkClosed, OSError):  # the reader of the link notices too, and handles it
                     if outbox.flush():
                         outbox.post(self._tokens[link][1].take(TOKEN_BYTES) if link in self._tokens else self._record)
 
-    def _listen(self, now: float) -> None:
+    def _receive_heartbeats(self, now: float) -> None:
         self._sink.now = now
         watched = self._detector.watched
         for peer in watched:
@@ -304,27 +313,31 @@ class Lifeline:
                 self._detector.forget(peer)
         if self._shared is not None:
             pages = [(peer, self._shared.peers[peer].address) for peer in watched if peer in self._shared.peers]
-            for (peer, _), beat in zip(pages, native_core.native.beats([address for _, address in pages]), strict=True):
-                if beat:
-                    self._sink.heard(peer, beat)
+            counters = native_core.native.beats([address for _, address in pages])
+            for (peer, _), counter in zip(pages, counters, strict=True):
+                if counter:
+                    self._sink.record(peer, counter)
         for reader in self._readers:
             self._pump(reader)
 
-    def sight_of(self, peer: int) -> Sight | None:
-        """What is seen of the process of a rank on this machine, or else of the connection to another host; None if
-        neither shows anything, and for ranks that are ignored on purpose."""
+    def observe(self, peer: int) -> Observation | None:
+        """Return what can be observed of a silent rank: its process on this machine, or the connection to its host.
+
+        None means that nothing can be observed, or that a test ignores the rank.
+        """
         if peer in self._sink.ignored:
             return None
-        nature = self._seen.get(peer)
-        sight = nature.sight() if nature is not None else None
-        if peer not in self._remote or sight in (Sight.STOPPED, Sight.STARVED):
-            return sight
-        return Sight.OUTAGE if self._drops_packets(peer) else sight
+        profile = self._observable.get(peer)
+        observation = profile.observe() if profile is not None else None
+        if peer not in self._remote or observation in (Observation.STOPPED, Observation.STARVED):
+            return observation
+        return Observation.OUTAGE if self._drops_packets(peer) else observation
 
     def _drops_packets(self, peer: int) -> bool:
-        """Whether packets to a host were lost since the rank there was last heard.
+        """Whether packets to a rank's host were lost since its last heartbeat.
 
-        When an outage is over, this host may learn of it before the other one has sent its beats again.
+        The answer stays True after an outage until the next heartbeat, because that may arrive later than the
+        acknowledgement of this rank's packets.
         """
         link = self._link_to(peer)
         if isinstance(link, NetworkLink) and link.drops_packets():
@@ -335,27 +348,27 @@ class Lifeline:
         return next((reader.link for reader in self._readers if reader.link.peer == peer), None)
 
     def tokens_ahead(self, link: Link) -> int:
-        """How many tokens the native thread has for a link; it sends them without the interpreter."""
+        """Return the number of tokens that the native thread can send on a link without the interpreter."""
         return int(self._thread.ahead(_descriptor(link))) if self._thread is not None else 0
 
     def alive(self, peer: int) -> bool:
-        """Whether a rank was heard lately."""
+        """Whether a rank has sent a heartbeat within `ALIVE_SECONDS`."""
         silence = self._detector.silence(peer, time.monotonic())
         return silence is not None and silence < ALIVE_SECONDS
 
 
 def linked(rank: int, size: int, sharing: set[int]) -> set[int]:
-    """The ranks that a rank has a lifeline link with; both ends find the same."""
+    """Return the ranks with which a rank has a lifeline link. Both ends compute the same pairs."""
     others = range(size) if size <= ALL_PAIRS else ((rank - 1) % size, (rank + 1) % size)
     return {peer for peer in others if peer != rank and peer not in sharing}
 
 
-def beat_waits(pid: int) -> bool:
-    """Whether a thread that beats for a process would run, if it had a core or the kernel an answer for it."""
+def heartbeat_thread_waits(pid: int) -> bool:
+    """Whether the heartbeat thread of a process waits for a core or for the kernel."""
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/comm", "rb") as file:
-                if file.read().strip() == BEAT_THREAD:
+                if file.read().strip() == HEARTBEAT_THREAD:
                     status = machine.process_status(f"{pid}/task/{thread}")
                     if status is not None and status.state in WAITING:
                         return True

@@ -1,10 +1,10 @@
-"""Decides what broke a generation, once and equally on all ranks. Pure.
+"""Decides what broke a generation, in the same way on all ranks. It does no I/O and reads no clock.
 
-Pure: findings and the time come in, what to tell the peers and in the end one error come out. A first finding opens a
-short window in which others may arrive (several ranks die at once; a rank that aborts also closes its links), then
-the gravest wins, and of equals the one that names the lowest rank. A mismatch waits a little longer, for the calls of
-all ranks, because the error shows them. Whoever has settled tells the others, and who has not settled yet joins it:
-so a rank that raises its error and ends at once is not taken for one more loss by a rank that is slower.
+Findings of this rank and of its peers go in, and one error comes out. The first finding opens a short window in which
+more may arrive: several ranks may die at once, and a rank that aborts also closes its links. Then the most severe
+finding wins; among equals, the one that names the lowest rank. A mismatch waits longer, for the calls of all ranks,
+because the error shows them. A rank that has decided sends its verdict to the others, and ranks that have not decided
+yet adopt it. Otherwise a slower rank could take a rank that raised its error and exited for one more loss.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any
 from gradwire.errors import Aborted, Broken, CollectiveMismatch, PeerLost, Timeout
 from gradwire.liveness.call_log import Call, CallLog
 
-SETTLE_SECONDS = 0.03
-CALLS_SECONDS = 0.6
+DECISION_SECONDS = 0.03  # from the first finding to the verdict
+CALLS_SECONDS = 0.6  # the same for a mismatch, at most
 MAX_TEXT = 4096
-MAX_FINDINGS = 256  # taken in before the verdict; the gravest of that many is grave enough
+MAX_FINDINGS = 256  # findings considered before the verdict; later ones are dropped
 
-_GRAVITY = {"mismatch": 0, "aborted": 1, "given up": 1, "lost": 2, "timeout": 3}
+_SEVERITY = {"mismatch": 0, "aborted": 1, "given up": 1, "lost": 2, "timeout": 3}
 _ERRORS: dict[str, type[Broken]] = {
     "mismatch": CollectiveMismatch,
     "aborted": Aborted,
-    "given up": Aborted,  # what others call lost, as the rank itself sees it
+    "given up": Aborted,  # on the rank that its peers declared lost
     "lost": PeerLost,
     "timeout": Timeout,
 }
@@ -34,7 +34,7 @@ _ERRORS: dict[str, type[Broken]] = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One rank's reason to break the generation; `group` and `sequence` say where ranks disagree, in a mismatch."""
+    """One rank's reason to break the generation. `group` and `sequence` name the disputed call of a mismatch."""
 
     kind: str
     reason: str
@@ -49,7 +49,7 @@ class Finding:
 
     @classmethod
     def from_wire(cls, fields: Mapping[str, Any], size: int) -> Finding:
-        """Believe a peer's finding as far as it is well-formed; ValueError otherwise."""
+        """Return a peer's finding; raise ValueError if it is malformed."""
         try:
             finding = cls(**fields)
         except TypeError as error:
@@ -57,7 +57,7 @@ class Finding:
         culprit = finding.culprit
         well_formed = (
             isinstance(finding.kind, str)
-            and finding.kind in _GRAVITY
+            and finding.kind in _SEVERITY
             and isinstance(finding.reason, str)
             and len(finding.reason) <= MAX_TEXT
             and (culprit is None or (type(culprit) is int and 0 <= culprit < size))
@@ -72,14 +72,14 @@ class Finding:
 
 
 def disagreement(calls: CallLog, sequence: int, reason: str = "ranks called different things") -> Finding:
-    """Ranks of a group called different things, at this call or before it."""
+    """Return the finding that ranks of a group made different calls, at this sequence number or before it."""
     last = calls.last()
     operation = last.what.partition("(")[0] if last else None
     return Finding("mismatch", reason[:MAX_TEXT], None, None, operation, calls.group, sequence)
 
 
 class Verdict:
-    """Collects findings of this rank and its peers and settles on one of them."""
+    """Collects the findings of this rank and its peers, and decides on one of them."""
 
     def __init__(self, size: int, generation: int) -> None:
         self._size = size
@@ -94,12 +94,12 @@ class Verdict:
 
     @property
     def open(self) -> bool:
-        """Whether something was found that is not decided yet."""
+        """Whether there are findings but no decision yet."""
         return self._since is not None and self.decided is None
 
     @property
     def since(self) -> float:
-        """When the first finding came in."""
+        """The time of the first finding."""
         return self._since if self._since is not None else math.inf
 
     @property
@@ -107,11 +107,11 @@ class Verdict:
         return tuple(self._findings)
 
     @property
-    def sound(self) -> bool:
+    def intact(self) -> bool:
         return self._since is None
 
-    def find(self, finding: Finding, now: float) -> bool:
-        """Take a finding in; True if it is news that the peers should hear."""
+    def add(self, finding: Finding, now: float) -> bool:
+        """Add a finding; True if it is new, so that the peers should get it."""
         if self.decided is not None or finding in self._findings or len(self._findings) >= MAX_FINDINGS:
             return False
         if self._since is None:
@@ -120,7 +120,7 @@ class Verdict:
         return True
 
     def adopt(self, finding: Finding, now: float) -> bool:
-        """Settle on what a peer has settled on; False if this rank had settled already."""
+        """Adopt the decision of a peer; False if this rank has decided already."""
         if self.decided is not None:
             return False
         if self._since is None:
@@ -128,46 +128,46 @@ class Verdict:
         self.decided = finding
         return True
 
-    def leave(self, rank: int, now: float) -> None:
-        """A rank said goodbye: its closed links mean nothing by themselves."""
+    def mark_left(self, rank: int, now: float) -> None:
+        """Note that a rank said goodbye. The end of its links is then no loss."""
         self._left.setdefault(rank, now)
 
     def left_at(self, rank: int) -> float | None:
-        """When a rank said goodbye, if it did."""
+        """Return the time of a rank's goodbye, or None."""
         return self._left.get(rank)
 
     def dispute(self) -> Finding | None:
-        """The earliest mismatch found so far: the one to tell one's calls for."""
+        """Return the earliest mismatch found so far, for which ranks send their calls; or None."""
         disputes = [finding for finding in self._findings if finding.kind == "mismatch"]
-        return min(disputes, key=self._gravity, default=None)
+        return min(disputes, key=self._severity, default=None)
 
     def add_calls(self, group: int, members: Sequence[int], rank: int, calls: Sequence[Call]) -> None:
-        """What a rank has called in a group with these members, where that is disputed."""
+        """Add the calls of a rank in a disputed group with these members."""
         self._members[group] = tuple(members)
         self._calls.setdefault(group, {})[rank] = tuple(calls)
 
     def due(self) -> float | None:
-        """When `decide` should be asked next, at the latest."""
+        """Return the latest time for the next call of `decide`; None if there is nothing to decide."""
         if self._since is None or self.decided is not None:
             return None
-        return self._since + (CALLS_SECONDS if self.dispute() is not None else SETTLE_SECONDS)
+        return self._since + (CALLS_SECONDS if self.dispute() is not None else DECISION_SECONDS)
 
     def decide(self, now: float) -> bool:
-        """Settle if the time has come or all is known; True once it is settled."""
+        """Decide if the time has come or all calls are known. Return whether there is a decision."""
         if self.decided is not None:
             return True
         due = self.due()
         if due is None:
             return False
-        if now < due and not self._all_told():
+        if now < due and not self._all_calls_known():
             return False
-        self.decided = min(self._findings, key=self._gravity)
+        self.decided = min(self._findings, key=self._severity)
         if self.decided.kind == "mismatch":
             self._explain(self.decided)
         return True
 
-    def _all_told(self) -> bool:
-        """Whether calls are disputed and everybody who can has shown theirs."""
+    def _all_calls_known(self) -> bool:
+        """Whether there is a mismatch, and all ranks that can send their calls have done so."""
         dispute = self.dispute()
         if dispute is None:
             return False
@@ -176,15 +176,15 @@ class Verdict:
         return known >= set(self._members.get(dispute.group, range(self._size)))
 
     @staticmethod
-    def _gravity(finding: Finding) -> tuple[int, int, int, int, str]:
-        """Smaller is graver; all ranks sort alike, whatever order they heard things in."""
+    def _severity(finding: Finding) -> tuple[int, int, int, int, str]:
+        """Return a sort key; the smallest is the most severe. It does not depend on the order of arrival."""
         culprit = finding.culprit if finding.culprit is not None else 1 << 31
-        return _GRAVITY[finding.kind], finding.sequence, finding.group, culprit, finding.reason
+        return _SEVERITY[finding.kind], finding.sequence, finding.group, culprit, finding.reason
 
     def _explain(self, finding: Finding) -> None:
-        """Find the first call on which ranks differ, and describe what each of them did there."""
-        told = self._calls.get(finding.group, {})
-        by_rank = {rank: {call.sequence: call for call in calls} for rank, calls in told.items()}
+        """Find the first call on which ranks differ, and describe each rank's call there."""
+        reported = self._calls.get(finding.group, {})
+        by_rank = {rank: {call.sequence: call for call in calls} for rank, calls in reported.items()}
         difference = _first_difference(by_rank)
         sequence = difference or finding.sequence
         at = {rank: calls.get(sequence) for rank, calls in by_rank.items()}
@@ -195,18 +195,21 @@ class Verdict:
             if call is not None:
                 lines.append(f"  rank {rank}: {call}")
             elif newest is not None:
-                lines.append(f"  rank {rank}: has not got there; its last call was {newest}")
+                lines.append(f"  rank {rank}: has not reached this call; its last call was {newest}")
             else:
                 lines.append(f"  rank {rank}: has not called anything in this group")
         known = {rank: call for rank, call in at.items() if call is not None}
         self.decided = Finding(
-            "mismatch", finding.reason, _odd_one_out(known), None, finding.operation, finding.group, sequence
+            "mismatch", finding.reason, _minority_rank(known), None, finding.operation, finding.group, sequence
         )
         why = _item_difference(known) if difference else f": {finding.reason}"
         self.detail = f"ranks disagree on call #{sequence}{why}\n" + "\n".join(lines)
 
     def error(self, *, operation: str | None, during: str, who: str) -> Broken:
-        """The error to raise here: `during` says what this rank was doing, `who` names the culprit in full."""
+        """Return the error to raise on this rank.
+
+        `during` names the call that this rank was in. `who` is the full name of the culprit.
+        """
         finding = self.decided
         assert finding is not None
         if finding.kind == "mismatch":
@@ -235,20 +238,20 @@ def _first_difference(by_rank: Mapping[int, Mapping[int, Call]]) -> int | None:
     return None
 
 
-def _odd_one_out(calls: Mapping[int, Call]) -> int | None:
-    """The lowest rank outside the largest party, if there is one such party."""
-    parties: dict[int, list[int]] = {}
+def _minority_rank(calls: Mapping[int, Call]) -> int | None:
+    """Return the lowest rank that does not agree with the most ranks; None if no call has the most ranks."""
+    agreeing: dict[int, list[int]] = {}
     for rank, call in calls.items():
-        parties.setdefault(call.fingerprint, []).append(rank)
-    sizes = sorted((len(ranks) for ranks in parties.values()), reverse=True)
+        agreeing.setdefault(call.fingerprint, []).append(rank)
+    sizes = sorted((len(ranks) for ranks in agreeing.values()), reverse=True)
     if len(sizes) < 2 or sizes[0] == sizes[1]:
         return None
-    majority = max(parties.values(), key=len)
+    majority = max(agreeing.values(), key=len)
     return min(rank for rank in calls if rank not in majority)
 
 
 def _item_difference(calls: Mapping[int, Call]) -> str:
-    """The first entry in which named maps differ, in words."""
+    """Return a text that names the first entry in which named maps differ."""
     with_items = {rank: call for rank, call in calls.items() if call.items}
     if len(with_items) < 2:
         return ""

@@ -1,9 +1,10 @@
-"""Listens at the address of an embedded coordinator that has finished, and tells late callers so.
+"""Listens at the address of an embedded coordinator that has finished, and informs late callers.
 
-Rank 0 stops its coordinator as soon as the job is complete: no gRPC in a process that trains and forks. Without anybody
-at the door, a second process of some rank, or one of another job with the same port, would knock until its deadline.
-So a thread listens there that says one line to everybody and hangs up. The line is not authenticated: it can only turn
-away, which whoever holds the port could do anyhow.
+Rank 0 stops its coordinator as soon as all ranks have joined, because gRPC must not run in a process that trains and
+forks. If no process listened at the address then, a second process of the same rank, or one of another job with the
+same port, would try to connect until its deadline. So a thread listens there. It sends one line to every caller and
+closes the connection. The line is not authenticated. It can only make a caller give up, and any process that holds the
+port could do that.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from gradwire.transports.fork_safe_sockets import Sockets
 log = logging.getLogger("gradwire.membership")
 
 _GREETING = b"gradwire: the rendezvous is over: "
-_LONGEST = 300
-_LOGGED = 20
+_LONGEST = 300  # bytes of the line
+_MOST_LOGGED = 20  # refused callers
 
 
 class ClosedListener:
-    """Holds an address until it is closed; `OSError` if somebody else has it."""
+    """Listens at an address until `close`. Raises `OSError` if another process listens there."""
 
     def __init__(self, endpoint: Endpoint, reason: str) -> None:
         self._line = (_GREETING + reason.encode())[: _LONGEST - 1] + b"\n"
@@ -43,17 +44,17 @@ class ClosedListener:
             raise
         self._listener.setblocking(False)
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="gradwire-door", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="gradwire-closed", daemon=True)
         self._thread.start()
 
     @property
     def address(self) -> str:
-        """Where it listens: "host:port", or "[host]:port" for an IPv6 address."""
+        """The listening address: "host:port", or "[host]:port" for an IPv6 address."""
         host, port = self._listener.getsockname()[:2]
         return join(host, port)
 
     def close(self) -> None:
-        """Give the address up."""
+        """Stop listening."""
         self._closed = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
@@ -61,13 +62,13 @@ class ClosedListener:
         self._listener.close()
 
     def abandon(self) -> None:
-        """In a forked child: the address stays the parent's."""
+        """Release the socket in a forked child. The parent keeps listening."""
         self._sockets.abandon()
 
     def _run(self) -> None:
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
-        turned_away = 0
+        refused = 0
         while not self._closed:
             poll.poll()
             try:
@@ -76,28 +77,28 @@ class ClosedListener:
                 continue
             except OSError as error:
                 if not self._closed:
-                    log.warning("the rendezvous of this job turns nobody away any more: %s", error)
+                    log.warning("late callers of this job's rendezvous get no reason any more: %s", error)
                 return
-            turned_away += 1
-            if turned_away <= _LOGGED:
+            refused += 1
+            if refused <= _MOST_LOGGED:
                 log.warning("refused %s: %s", source, self._reason)
             with sock, contextlib.suppress(OSError):
                 sock.setblocking(False)
                 sock.send(self._line)
 
 
-def told_at(endpoint: Endpoint, seconds: float) -> str | None:
-    """What a `ClosedListener` at this address says within that time, if one is there."""
+def closing_reason_at(endpoint: Endpoint, seconds: float) -> str | None:
+    """Return the reason that a `ClosedListener` at this address sends within `seconds`; None if there is none."""
     deadline = time.monotonic() + seconds
-    with contextlib.suppress(OSError), socket.socket(endpoint.family, socket.SOCK_STREAM) as knock:
-        knock.settimeout(seconds)
-        knock.connect(endpoint.sockaddr)
-        heard = bytearray()
-        while len(heard) < _LONGEST and (part := knock.recv(_LONGEST - len(heard))):
-            heard += part
-            if not _GREETING.startswith(heard[: len(_GREETING)]):
+    with contextlib.suppress(OSError), socket.socket(endpoint.family, socket.SOCK_STREAM) as sock:
+        sock.settimeout(seconds)
+        sock.connect(endpoint.sockaddr)
+        received = bytearray()
+        while len(received) < _LONGEST and (part := sock.recv(_LONGEST - len(received))):
+            received += part
+            if not _GREETING.startswith(received[: len(_GREETING)]):
                 return None
-            knock.settimeout(max(0.001, deadline - time.monotonic()))
-        if heard.endswith(b"\n"):
-            return printable(heard[len(_GREETING) : -1].decode("utf-8", "replace"))
+            sock.settimeout(max(0.001, deadline - time.monotonic()))
+        if received.endswith(b"\n"):
+            return printable(received[len(_GREETING) : -1].decode("utf-8", "replace"))
     return None

@@ -1,4 +1,4 @@
-"""Converts between the protocol's messages and our own types; what makes no sense raises `Malformed`."""
+"""Converts between the protocol's messages and the types of `membership.types`. Invalid messages raise `Malformed`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from google.protobuf.message import DecodeError, Message
 from gradwire.membership.types import Assembly, CheckpointStatus, Claim, Member, News, Outcome, Refusal, Waiting
 from gradwire.membership.v1 import gradwire_pb2 as pb
 
-_LISTED = 64  # missing ranks and members that a reply names; a count tells of the rest
+_MOST_LISTED = 64  # missing ranks or members that a reply lists; a count field gives the total
 
-SESSION = 16  # bytes
+SESSION_BYTES = 16  # bytes
 
 M = TypeVar("M", bound=Message)
 
 
 class Malformed(Exception):
-    """Proven to come from a holder of the secret, and yet not a message of this protocol: another version, perhaps."""
+    """The sender has proved the secret, but the message is not of this protocol. It may have another version."""
 
 
 def parse(kind: type[M], body: bytes) -> M:
@@ -64,8 +64,8 @@ def claim_to_wire(claim: Claim) -> pb.RegisterWorkerRequest:
 
 
 def claim_from_wire(message: pb.RegisterWorkerRequest, sequence: int) -> Claim:
-    if len(message.session) != SESSION:
-        raise Malformed(f"a session is {SESSION} bytes, not {len(message.session)}")
+    if len(message.session) != SESSION_BYTES:
+        raise Malformed(f"a session is {SESSION_BYTES} bytes, not {len(message.session)}")
     return Claim(
         member=member_from_wire(message.member),
         size=message.size or None,
@@ -83,17 +83,19 @@ def claim_from_wire(message: pb.RegisterWorkerRequest, sequence: int) -> Claim:
     )
 
 
-class Replies:
-    """Writes replies to RegisterWorker. What all members of a generation are told alike is written once: there may be
-    thousands of them, each of whom is told of all."""
+class ReplyEncoder:
+    """Encodes replies to RegisterWorker.
+
+    The list of members is encoded once per generation and cached: thousands of members may each receive the whole list.
+    """
 
     def __init__(self) -> None:
-        self._written: tuple[tuple[Member, ...], bytes] = ((), b"")
+        self._cached: tuple[tuple[Member, ...], bytes] = ((), b"")
 
     def encode(self, outcome: Outcome, again_after: float = 0.0, link_key: bytes = b"") -> bytes:
         reply = pb.RegisterWorkerReply()
         if isinstance(outcome, Waiting):
-            reply.waiting.missing.extend(outcome.missing[:_LISTED])
+            reply.waiting.missing.extend(outcome.missing[:_MOST_LISTED])
             reply.waiting.missing_count = len(outcome.missing)
             reply.waiting.again_after_ms = round(again_after * 1000)
             reply.waiting.reason = outcome.reason
@@ -105,16 +107,16 @@ class Replies:
             assembly.job, assembly.run = outcome.job, outcome.run
             assembly.generation, assembly.rank, assembly.link_key = outcome.generation, outcome.rank, link_key
             assembly.previous_run = outcome.previous_run
-            # Two encodings one after the other are read as one message that has the fields of both.
+            # Protobuf parses two concatenated encodings as one message that has the fields of both.
             return self._members(outcome.members) + reply.SerializeToString()
         return reply.SerializeToString()
 
     def _members(self, members: tuple[Member, ...]) -> bytes:
-        known, encoded = self._written
-        if known is not members:
+        cached, encoded = self._cached
+        if cached is not members:
             assembly = pb.Assembly(members=map(member_to_wire, members))
             encoded = pb.RegisterWorkerReply(assembly=assembly).SerializeToString()
-            self._written = (members, encoded)
+            self._cached = (members, encoded)
         return encoded
 
 
@@ -122,7 +124,7 @@ def assembly_from_wire(message: pb.Assembly, link_key: bytes | None) -> Assembly
     members = tuple(map(member_from_wire, message.members))
     in_order = [member.rank for member in members] == list(range(len(members)))
     if not in_order or not 0 <= message.rank < len(members) or len(message.run) != 16:
-        raise Malformed("an assembly that does not hold together")
+        raise Malformed("an assembly whose ranks or run id are invalid")
     return Assembly(message.job, message.generation, message.rank, members, message.run, link_key, message.previous_run)
 
 
@@ -162,7 +164,7 @@ def checkpoint_to_wire(outcome: CheckpointStatus | Refusal) -> pb.CheckpointRepl
         reply.refusal.reason = outcome.reason
     else:
         reply.checkpoint.epoch, reply.checkpoint.complete = outcome.epoch, outcome.complete
-        reply.checkpoint.waiting_for.extend(outcome.waiting_for[:_LISTED])
+        reply.checkpoint.waiting_for.extend(outcome.waiting_for[:_MOST_LISTED])
         reply.checkpoint.waiting_count = len(outcome.waiting_for)
     return reply
 

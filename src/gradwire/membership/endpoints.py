@@ -1,4 +1,4 @@
-"""Host names and ports: splitting, resolving, and what other machines can reach."""
+"""Splits, joins and resolves addresses of the form host:port."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradwire.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """An IP address and a port; `ip` carries its zone where it needs one, as in "fe80::1%eth0"."""
+    """An IP address and a port. `ip` includes the zone of a link-local address, as in "fe80::1%eth0"."""
 
     ip: str
     port: int
@@ -26,7 +26,7 @@ class Endpoint:
 
     @property
     def sockaddr(self) -> Any:
-        """What `socket.connect` and `socket.bind` take; needs no resolver."""
+        """The argument for `socket.connect` and `socket.bind`. No resolver is asked for it."""
         if self.family == socket.AF_INET:
             return self.ip, self.port
         numeric = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
@@ -34,7 +34,7 @@ class Endpoint:
 
     @property
     def loopback(self) -> bool:
-        """Whether only this machine can reach it."""
+        """Whether the address can be reached from this machine only."""
         address = ipaddress.ip_address(self.ip)
         if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
             return address.ipv4_mapped.is_loopback
@@ -42,15 +42,15 @@ class Endpoint:
 
 
 class Unresolved(ConfigError):
-    """A host name that leads nowhere; `passing` if the resolver says that this may change."""
+    """A host name cannot be resolved; `temporary` if the resolver reports that this may change."""
 
-    def __init__(self, message: str = "", *, passing: bool = False, **facts: Any) -> None:
+    def __init__(self, message: str = "", *, temporary: bool = False, **facts: Any) -> None:
         super().__init__(message, **facts)
-        self.passing = passing
+        self.temporary = temporary
 
 
 def join(host: str, port: int) -> str:
-    """ "host:port", with brackets around an IPv6 address.
+    """Return "host:port", with brackets around an IPv6 address.
 
     >>> join("::1", 80), join("127.0.0.1", 80)
     ('[::1]:80', '127.0.0.1:80')
@@ -59,7 +59,7 @@ def join(host: str, port: int) -> str:
 
 
 def split(address: str) -> tuple[str, int]:
-    """The host and port of "host:port" or "[ip]:port"; raises `ConfigError` for anything else.
+    """Return the host and port of "host:port" or "[ip]:port". Raise `ConfigError` for anything else.
 
     >>> split("[::1]:80"), split("name:80")
     (('::1', 80), ('name', 80))
@@ -75,13 +75,13 @@ def split(address: str) -> tuple[str, int]:
 
 
 def resolve(host: str, port: int) -> list[Endpoint]:
-    """Every address of a host in the resolver's order, at least one; raises `Unresolved`."""
+    """Return all addresses of a host in the resolver's order. Raise `Unresolved` if there is none."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        passing = isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN
-        raise Unresolved(f"the host name {host!r} cannot be resolved: {why}", passing=passing) from error
+        temporary = isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN
+        raise Unresolved(f"the host name {host!r} cannot be resolved: {why}", temporary=temporary) from error
     endpoints = [Endpoint(_with_zone(sockaddr), port) for *_, sockaddr in found]
     return list(dict.fromkeys(endpoints))
 

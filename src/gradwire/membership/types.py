@@ -1,4 +1,4 @@
-"""The types that coordinator and clients share: members, claims, outcomes, news."""
+"""Defines the types that the coordinator and its clients share: members, claims, outcomes, news."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ LARGEST_JOB = 65_536  # ranks
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A process in a job, with an id for life.
+    """A process in a job, with an id that it keeps for life.
 
-    `rank` None takes any free one. `host` is equal for two members exactly if they share a machine; `hostname` is for
-    people to read. `address` is where its data links are accepted, "ip:port" or "[ip]:port". `started` is when the
-    process started, as the system counts: a pid alone may be another process's by now. 0 if that is not known.
+    With `rank` None the member takes any free rank. Two members have the same `host` exactly if they share a machine;
+    `hostname` is only for messages. `address` is where the member accepts data links: "ip:port" or "[ip]:port".
+    `started` is the start time of the process in the kernel's units, because a pid can be reused; 0 if it is unknown.
     """
 
     id: str
@@ -35,12 +35,12 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """All members of one generation in rank order, as told to the one at `rank`.
+    """All members of one generation in rank order, as sent to the member at `rank`.
 
-    `job` is the job's name; `run` is the id of this very start of it (`identity.new_run`), so that links and members of
-    an earlier run under the same name, or of another job, are never taken for this one's. `link_key` is sent to members
-    that came with a join token; all others derive it from the job's secret. `previous_run` is set if the coordinator
-    has begun this run in place of another one, whose last state none of its members holds.
+    `job` is the job's name. `run` is the id of this execution of the job (`identity.new_run`): it distinguishes links
+    and members of this run from those of an earlier run under the same name, and of other jobs. `link_key` is sent only
+    to members that joined with a join token; all others derive it from the job's secret. `previous_run` is set if the
+    coordinator began this run as the replacement of another one, and no member has the last state of that one.
     """
 
     job: str
@@ -52,10 +52,10 @@ class Assembly:
     previous_run: bytes = b""
 
 
-def named(ranks: Iterable[int], count: int | None = None, most: int = 16) -> str:
-    """Ranks for people to read; `count` is how many there are, if more than are listed.
+def format_ranks(ranks: Iterable[int], count: int | None = None, most: int = 16) -> str:
+    """Format a list of ranks for a message. `count` is their number if `ranks` has only some of them.
 
-    >>> named([3]), named([1, 2, 5]), named([1, 2], count=9)
+    >>> format_ranks([3]), format_ranks([1, 2, 5]), format_ranks([1, 2], count=9)
     ('rank 3', 'ranks 1, 2, 5', 'ranks 1, 2 and 7 more')
     """
     listed = sorted(ranks)
@@ -67,32 +67,32 @@ def named(ranks: Iterable[int], count: int | None = None, most: int = 16) -> str
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A process asks to be `member` of the next generation.
+    """The request of a process to be `member` of the next generation.
 
-    `session` tells two processes apart that claim alike, and `sequence` grows from one claim of a session to the next.
-    `generation` is the last one it was in, 0 if none, and `run` the run of that one; `lost` are those of it that it
-    could not reach itself. `transport` is what it can use between members: "auto", "tcp", or "shm" if it insists on
-    shared memory; empty if it is a member only and brings its own data plane.
+    `session` distinguishes two processes that claim the same id, and `sequence` grows with each claim. `generation` is
+    the last generation that the process was in (0: none) and `run` the run of that generation. `lost` are the ids of
+    members of that generation that the process itself could not reach. `transport` is what it can use for data links:
+    "auto", "tcp", or "shm" if it requires shared memory. It is empty for a process that brings its own data plane.
     """
 
     member: Member
-    size: int | None  # how many members it expects at the start; None: as many as there are
+    size: int | None  # the number of members that it expects at the start; None: any number
     job: str | None
     session: bytes
     sequence: int = 0
     generation: int = 0
     lost: tuple[str, ...] = ()
-    stranger: bool = False  # it had joined that one, and went before it had the state of the training
-    stood_still: bool = False  # it was stopped for a moment lately
+    stranger: bool = False  # it joined `generation`, but left it before it had received the training state
+    stood_still: bool = False  # the process was recently stopped for a moment (SIGSTOP, a paused machine)
     run: bytes = b""
     protocol: int = PROTOCOL
-    version: str = ""  # of gradwire, for people to read
+    version: str = ""  # of gradwire, only for messages
     transport: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Registered; `reason` says what for, `missing` which ranks of the first generation have not come."""
+    """The claim is registered and waits for `reason`. `missing` are the absent ranks of the first generation."""
 
     missing: tuple[int, ...]
     reason: str = ""
@@ -100,7 +100,10 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Turned away for good; `finished` if there is nothing left to do, `other_run` if it is a member of another run."""
+    """The claim is refused, and asking again does not help.
+
+    `finished`: all work of the job is done. `other_run`: the process is a member of another run.
+    """
 
     reason: str
     finished: bool = False
@@ -112,22 +115,25 @@ Outcome = Waiting | Refusal | Assembly
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What a member at work should know. If `generation` is newer than its own, the job went on without it."""
+    """The coordinator's reply to a heartbeat: the current state of the job.
+
+    If `generation` is newer than the receiver's own, the job has continued without the receiver.
+    """
 
     generation: int
-    joiners: int  # how many wait and would be let in
-    evicted: tuple[str, ...]  # members of this generation that were struck off: died, silent or accused
-    checkpoint: int | None  # the epoch of the checkpoint that is under way
+    joiners: int  # how many processes wait and would be admitted to the next generation
+    evicted: tuple[str, ...]  # members removed from this generation: their process died, was silent or unreachable
+    checkpoint: int | None  # the epoch of the checkpoint that is in progress
     over: bool = False  # members of this generation already wait for the next one
-    size: int = field(default=0, compare=False)  # how many of its members are not out
-    finished: bool = False  # all work is done: nobody joins any more
-    run: bytes = field(default=b"", compare=False)  # that the coordinator serves
-    unknown: tuple[str, ...] = field(default=(), compare=False)  # of the ids in the heartbeat: no members of this run
+    size: int = field(default=0, compare=False)  # how many of its members have neither left nor been removed
+    finished: bool = False  # all work is done: no process can join any more
+    run: bytes = field(default=b"", compare=False)  # the run that the coordinator serves
+    unknown: tuple[str, ...] = field(default=(), compare=False)  # ids in the heartbeat that are not in this run
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointStatus:
-    """How far the checkpoint of `epoch` is: complete when every live worker has reported."""
+    """The progress of the checkpoint of `epoch`. It is complete when every live worker has reported."""
 
     epoch: int
     waiting_for: tuple[str, ...]
@@ -140,7 +146,10 @@ Cause = Literal["left", "gone", "silent", "accused", "replaced"]  # why a member
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Something that happened, for the log; what is `lasting` must be in the journal before anybody is told of it."""
+    """An event in the membership, for the log.
+
+    A `lasting` change must be in the journal before any reply depends on it.
+    """
 
     kind: Kind
     generation: int

@@ -1,18 +1,18 @@
-"""What each collective does, once: its arguments checked, its exchanges named, its result assembled.
+"""Defines each collective in one place: the checks of its arguments, its exchanges and its result.
 
-A function with `@collective` checks everything that can be checked without a peer and returns an `Operation`. A group
-runs it at once on the caller's thread; a stream runs it in its turn. Both use the same `Exchange`, which carries out
-one schedule. A new collective needs such a function here, a method in group/collective_calls and a line in
+A function with `@collective` makes all checks that need no peer, and returns an `Operation`. A group runs the operation
+immediately on the caller's thread; a stream queues it for the group's progress thread. Both use the same `Exchange`,
+which runs one schedule. A new collective needs such a function here, a method in group/collective_calls and a line in
 group/stream.
 
-    types          Position, Shape, Exchange, Operation; checks that all of them need
+    types          Position, Shape, Exchange, Operation, and common checks
     registry       `@collective` and the table of all collectives
-    capabilities   what can be asked before a call
+    capabilities   what a group supports, for programs that check before a call
     named          all_reduce_named
-    values         JSON-like values
+    values         collectives on JSON-like values
     elementwise    all_reduce, broadcast, reduce, barrier
-    split_join     collectives that split or join the first axis
-    preallocated   the same, into the caller's memory: torch's way to call them
+    split_join     collectives that split or join arrays along the first axis
+    preallocated   the same with results in the caller's memory, as torch calls them
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`Capabilities`: what a group can do, to be asked before calling it."""
+"""Defines `Capabilities`: what a group supports, for programs that check before a call."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _PLAIN = ("subgroup", "stream", "abort", "close")
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What this group's backend can do; ask before, instead of catching `UnsupportedOp` after.
+    """What a group supports. A program can check this before a call instead of catching `UnsupportedOp`.
 
-    `native` says whether the native core runs, `registered` whether `empty()` gives memory that is reduced without a
-    copy, `recovers` whether `recover()` can; `algorithms` lists by collective what may be asked for by name.
+    `native`: the native core runs the collectives. `registered`: `empty()` returns memory that is reduced without a
+    copy. `recovers`: the group supports `recover()`. `algorithms`: the names that can be requested, by collective.
 
     >>> import gradwire as gw
     >>> with gw.init() as group: able = group.capabilities
@@ -37,7 +37,7 @@ class Capabilities:
     def supports(
         self, operation: str, *, dtype: Any = "float32", op: str | None = None, algorithm: str = "auto"
     ) -> bool:
-        """Whether a call with these arguments is understood here.
+        """Return whether this group supports a call with these arguments.
 
         >>> import gradwire as gw
         >>> with gw.init() as group: able = group.capabilities

@@ -1,4 +1,4 @@
-"""Collectives on whole arrays: every element of the result belongs to the same element of x."""
+"""Defines collectives in which every element of the result depends on the same element of x on all ranks."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def all_reduce(at: Position, x: Any, op: str = "sum", *, out: Any = None, algori
     check_algorithm("all_reduce", algorithm)
     if not isinstance(x, np.ndarray) and isinstance(x, (numbers.Number, np.generic)):
         if out is not None:
-            raise ArrayError("a number has no out=; the result is returned")
+            raise ArrayError("a number takes no out=; the result is returned")
         return _all_reduce_number(x, op, algorithm)
     source = view(x, writable=out is None, instead="pass out= for the result, or a copy")
     source, target, result = _destination(source, x, out)
     check_reduction(op, source.dtype)
     shape = Shape("all_reduce", source.dtype, source.flat.size, op, None, algorithm)
-    form = CallKey("all_reduce", source.dtype, op, None, source.flat.size) if algorithm == "auto" else None
+    key = CallKey("all_reduce", source.dtype, op, None, source.flat.size) if algorithm == "auto" else None
 
     def body(exchange: Exchange) -> Any:
-        exchange(shape, source.load(), target.flat, form)
+        exchange(shape, source.load(), target.flat, key)
         target.store()
         return result
 
@@ -58,8 +58,10 @@ def _all_reduce_number(x: Any, op: str, algorithm: str) -> Operation:
 
 
 def _destination(source: View, x: Any, out: Any) -> tuple[View, View, Any]:
-    """From where to where a reduction of x goes: its own memory, or `out`, which must match it and not overlap it
-    half-way; and what is returned."""
+    """Return the source and the target of a reduction of x, and the object to return to the caller.
+
+    The target is x or `out`. `out` must have the same dtype and size as x, and be the same memory or not overlap.
+    """
     if out is None:
         return source, source, x
     target = view(out, writable=True)
@@ -67,8 +69,8 @@ def _destination(source: View, x: Any, out: Any) -> tuple[View, View, Any]:
         raise ArrayError(f"out is {arrays.describe(target.array)}, which does not fit {arrays.describe(source.array)}")
     if arrays.overlap(target, source):
         if not arrays.same_place(target, source):
-            raise ArrayError("out overlaps x: pass x itself as out, or memory of its own")
-        source = target  # the one of them that can be written
+            raise ArrayError("out overlaps x: pass x itself as out, or separate memory")
+        source = target  # both have the same memory, but x may be a read-only view
     return source, target, out
 
 
@@ -78,13 +80,13 @@ def broadcast(at: Position, x: Any, root: int = 0, *, algorithm: str = "auto") -
     root = check_root(root, at.size)
     source = view(x, writable=at.rank != root)
     shape = Shape("broadcast", source.dtype, source.flat.size, None, root, algorithm)
-    form = CallKey("broadcast", source.dtype, None, root, source.flat.size) if algorithm == "auto" else None
+    key = CallKey("broadcast", source.dtype, None, root, source.flat.size) if algorithm == "auto" else None
 
     def body(exchange: Exchange) -> Any:
         if at.rank == root:
-            exchange(shape, source.load(), source.flat, form)
+            exchange(shape, source.load(), source.flat, key)
         else:
-            exchange(shape, nothing(source.dtype), source.flat, form)
+            exchange(shape, nothing(source.dtype), source.flat, key)
             source.store()
         return x
 

@@ -1,4 +1,4 @@
-"""All-reduce of a dict of arrays: small ones packed into one exchange, large ones in place."""
+"""Defines the all-reduce of a dict of arrays: small arrays are packed into one exchange, large ones are not copied."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from gradwire.errors import ArrayError, UnsupportedOp
 from gradwire.operations.registry import collective
 from gradwire.operations.types import Exchange, Operation, Position, Shape, algorithm_text, check_algorithm
 
-ALONE_BYTES = 1 << 20
-"""From here on an exchange of its own costs less than copying the array to others and back."""
+SEPARATE_BYTES = 1 << 20
+"""An array of at least this size has its own exchange, which costs less than packing and unpacking the array."""
 
 
 @collective(schedule="all_reduce")
@@ -23,7 +23,7 @@ def all_reduce_named(
 ) -> Operation:
     check_algorithm("all_reduce", algorithm)
     views = _views(tensors, op)
-    items = tuple(f"{name!r}: {arrays.describe(one.array)}" for name, one in views.items())
+    items = tuple(f"{name!r}: {arrays.describe(tensor.array)}" for name, tensor in views.items())
     batches = list(_batches(views.values()))
     call = f"all_reduce_named({len(items)} arrays, op={op!r}{algorithm_text(algorithm)})"
 
@@ -31,27 +31,27 @@ def all_reduce_named(
         exchange(Shape("all_reduce", dtype, flat.size, kind, None, algorithm, call, items), flat, flat)
 
     def body(exchange: Exchange) -> Mapping[str, Any]:
-        if not batches:  # still a call that all ranks must make
+        if not batches:  # an empty dict is also a call that all ranks must make
             reduce(exchange, arrays.parse_dtype("uint8"), "max", np.empty(0, np.uint8))
-        # All is read before anything is written: an array may be in the map twice (tied weights).
-        flats = [_gathered(batch) for batch in batches]
+        # All arrays are read before any is written, because an array may be in the dict twice (tied weights).
+        flats = [_pack(batch) for batch in batches]
         for batch, flat in zip(batches, flats, strict=True):
             reduce(exchange, batch[0].dtype, op, flat)
         for batch, flat in zip(batches, flats, strict=True):
-            _spread(flat, batch)
+            _unpack(flat, batch)
         return tensors
 
     return Operation("all_reduce_named", body)
 
 
 def _views(tensors: Mapping[str, Any], op: str) -> dict[str, View]:
-    """The arrays by name, in the order of their names."""
+    """Return views of the arrays by name, in the order of their names."""
     if not isinstance(tensors, Mapping):
         raise ArrayError(f"expected a dict of arrays by name, got {type(tensors).__name__}")
     for name in tensors:
         if not isinstance(name, str):
-            raise ArrayError(f"the key {name!r} is a {type(name).__name__}: arrays are told apart by strings")
-    check_reduction(op, arrays.parse_dtype("float32"))  # an op that nobody knows is an error of an empty map too
+            raise ArrayError(f"the key {name!r} is a {type(name).__name__}: the names of arrays must be strings")
+    check_reduction(op, arrays.parse_dtype("float32"))  # raises for an unknown op even if the dict is empty
     views: dict[str, View] = {}
     for name in sorted(tensors):
         try:
@@ -60,47 +60,47 @@ def _views(tensors: Mapping[str, Any], op: str) -> dict[str, View]:
         except (ArrayError, UnsupportedOp) as error:
             error.args = (f"{name!r}: {error.message}", *error.args[1:])
             raise
-    _part_overlapping(list(views.values()))
+    _separate_overlapping(list(views.values()))
     return views
 
 
-def _part_overlapping(views: Sequence[View]) -> None:
-    """Give arrays that share memory private copies, so that none is reduced where another still has to be read."""
+def _separate_overlapping(views: Sequence[View]) -> None:
+    """Give arrays that share memory private copies, so that no array is reduced before another has been read."""
 
-    in_place = [(int(one.flat.__array_interface__["data"][0]), one) for one in views if not one.private]
+    in_place = [(int(tensor.flat.__array_interface__["data"][0]), tensor) for tensor in views if not tensor.private]
     end, last = 0, None
-    for begin, one in sorted(in_place, key=lambda place: place[0]):
+    for begin, current in sorted(in_place, key=lambda entry: entry[0]):
         if begin < end and last is not None:
             _make_private(last)
-            _make_private(one)
-        if begin + one.flat.nbytes > end:
-            end, last = begin + one.array.nbytes, one
+            _make_private(current)
+        if begin + current.flat.nbytes > end:
+            end, last = begin + current.array.nbytes, current
 
 
-def _make_private(one: View) -> None:
-    if not one.private:
-        one.flat, one.private = np.empty_like(one.flat), True
+def _make_private(shared: View) -> None:
+    if not shared.private:
+        shared.flat, shared.private = np.empty_like(shared.flat), True
 
 
 def _batches(views: Iterable[View]) -> Iterator[list[View]]:
-    """Arrays that travel together. All ranks must find the same: it follows from names, dtypes and sizes alone."""
+    """Yield the arrays of each exchange. All ranks yield the same, because only names, dtypes and sizes matter."""
     small: dict[DType, list[View]] = {}
-    for one in views:
-        if one.flat.nbytes >= ALONE_BYTES:
-            yield [one]
+    for current in views:
+        if current.flat.nbytes >= SEPARATE_BYTES:
+            yield [current]
         else:
-            small.setdefault(one.dtype, []).append(one)
+            small.setdefault(current.dtype, []).append(current)
     yield from small.values()
 
 
-def _gathered(batch: Sequence[View]) -> Array:
-    return batch[0].load() if len(batch) == 1 else np.concatenate([one.load() for one in batch])
+def _pack(batch: Sequence[View]) -> Array:
+    return batch[0].load() if len(batch) == 1 else np.concatenate([packed.load() for packed in batch])
 
 
-def _spread(flat: Array, batch: Sequence[View]) -> None:
+def _unpack(flat: Array, batch: Sequence[View]) -> None:
     at = 0
-    for one in batch:
+    for packed in batch:
         if len(batch) > 1:
-            one.flat[:] = flat[at : at + one.flat.size]
-            at += one.flat.size
-        one.store()
+            packed.flat[:] = flat[at : at + packed.flat.size]
+            at += packed.flat.size
+        packed.store()

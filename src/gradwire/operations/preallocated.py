@@ -1,6 +1,6 @@
-"""Collectives into memory that the caller already has, for sizes that all ranks know: torch's way to call them.
+"""Defines collectives with results in the caller's memory, as torch calls them. All ranks know all sizes.
 
-What is exchanged may lie in several arrays: they count as one, side by side.
+The input or the result may consist of several arrays, which are treated as one array after the other.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ import numpy as np
 
 from gradwire.arrays import Array, DType, View, check_reduction, view
 from gradwire.errors import ArrayError, InvalidSize
-from gradwire.operations.split_join import learn_counts
+from gradwire.operations.split_join import exchange_counts
 from gradwire.operations.types import Exchange, Operation, Shape, check_root, nothing
 
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """Arrays side by side, as one flat array: their own memory where they follow each other in it."""
+    """Several arrays as one flat array. It needs no copy if the arrays are adjacent in memory."""
 
     views: tuple[View, ...]
-    whole: Array | None  # the memory of all, if it is one piece
+    whole: Array | None  # the memory of all arrays, if they are adjacent
 
     @classmethod
     def of(cls, arrays: Sequence[Any], *, writable: bool) -> Strip:
         views = tuple(view(one, writable=writable) for one in arrays)
         if not views:
-            raise ArrayError("there is no array in the list")
+            raise ArrayError("the list of arrays is empty")
         if any(one.dtype is not views[0].dtype for one in views):
-            raise ArrayError(f"the arrays are of several types: {', '.join(one.dtype.name for one in views)}")
-        return cls(views, _one_piece(views))
+            raise ArrayError(f"the arrays have different dtypes: {', '.join(one.dtype.name for one in views)}")
+        return cls(views, _adjacent_memory(views))
 
     @property
     def dtype(self) -> DType:
@@ -46,15 +46,15 @@ class Strip:
         return sum(self.counts)
 
     def load(self) -> Array:
-        """The elements as they are now."""
+        """Return the current elements of all arrays."""
         if self.whole is not None:
             return self.whole
         if len(self.views) == 1:
             return self.views[0].load()
         return np.concatenate([one.load() for one in self.views])
 
-    def room(self) -> Array:
-        """Memory for new elements, which `store` brings home."""
+    def buffer(self) -> Array:
+        """Return memory for new elements, which `store` copies to the arrays."""
         return np.empty(self.size, self.dtype.storage) if self.whole is None else self.whole
 
     def store(self, flat: Array) -> None:
@@ -67,7 +67,8 @@ class Strip:
             at += one.flat.size
 
 
-def _one_piece(views: Sequence[View]) -> Array | None:
+def _adjacent_memory(views: Sequence[View]) -> Array | None:
+    """Return the memory of all views as one array; None if they are not adjacent."""
     if any(one.private for one in views):
         return None
     if len(views) == 1:
@@ -85,16 +86,16 @@ def _one_piece(views: Sequence[View]) -> Array | None:
 
 
 def all_gather_into(out: Strip, x: Strip, counts: Sequence[int], rank: int) -> Operation:
-    """Everybody's x, in rank order; `counts` says how many elements each rank brings."""
+    """Gather the x of all ranks into `out`, in rank order. `counts` has the number of elements of each rank's x."""
     _check(out, x, sum(counts))
     if x.size != counts[rank]:
-        raise InvalidSize(f"rank {rank} brings {x.size} elements, and the result has room for {counts[rank]} of them")
+        raise InvalidSize(f"rank {rank} sends {x.size} elements, but the result has room for {counts[rank]} from it")
     shape = Shape("all_gather", x.dtype, tuple(counts))
     return Operation("all_gather", _one_exchange(shape, x, out))
 
 
 def reduce_scatter_into(out: Strip, x: Strip, op: str, counts: Sequence[int], rank: int) -> Operation:
-    """This rank's part of the reduced x; `counts` says how it is split."""
+    """Reduce x into `out`, which receives this rank's part. `counts` has the sizes of the parts."""
     check_reduction(op, x.dtype)
     _check(out, x, counts[rank])
     if x.size != sum(counts):
@@ -103,7 +104,7 @@ def reduce_scatter_into(out: Strip, x: Strip, op: str, counts: Sequence[int], ra
 
 
 def gather_into(out: Strip | None, x: Strip, root: int, size: int) -> Operation:
-    """Everybody's x on the root, which alone has room for them; all bring equally many elements."""
+    """Gather the x of all ranks into `out` on the root. All ranks send the same number of elements."""
     root = check_root(root, size)
     if out is not None:
         _check(out, x, x.size * size)
@@ -112,7 +113,7 @@ def gather_into(out: Strip | None, x: Strip, root: int, size: int) -> Operation:
 
 
 def scatter_into(out: Strip, x: Strip | None, root: int, size: int) -> Operation:
-    """This rank's part of the root's x, of which all get equally many elements."""
+    """Scatter the root's x: `out` receives this rank's part. All ranks receive the same number of elements."""
     root = check_root(root, size)
     if x is not None and x.size != out.size * size:
         raise InvalidSize(f"{x.size} elements cannot be split into {size} parts of {out.size}")
@@ -122,7 +123,10 @@ def scatter_into(out: Strip, x: Strip | None, root: int, size: int) -> Operation
 
 
 def all_to_all_into(out: Strip, x: Strip, received: Sequence[int], sent: Sequence[int], *, even: bool) -> Operation:
-    """Part j of x to rank j; `even` says that all parts of all ranks are alike, so that nobody has to ask."""
+    """Send part j of x to rank j. If not `even`, the ranks first exchange the sizes of the parts.
+
+    `even` means that all parts of all ranks have the same size.
+    """
     if out.size != sum(received) or x.size != sum(sent):
         raise InvalidSize(f"{out.size} and {x.size} elements cannot be split by {list(received)} and {list(sent)}")
     _check(out, x, x.size if even else out.size)
@@ -132,10 +136,10 @@ def all_to_all_into(out: Strip, x: Strip, received: Sequence[int], sent: Sequenc
     call = f"all_to_all({x.dtype.name}, counts)"
 
     def body(exchange: Exchange) -> None:
-        table = learn_counts(exchange, sent, call)
-        got = [int(n) for n in table[:, exchange.rank]]
-        if got != list(received):
-            raise exchange.disagree(f"rank {exchange.rank} expects {list(received)}, the others send it {got}")
+        table = exchange_counts(exchange, sent, call)
+        arriving = [int(n) for n in table[:, exchange.rank]]
+        if arriving != list(received):
+            raise exchange.disagree(f"rank {exchange.rank} expects {list(received)}, the others send it {arriving}")
         counts = tuple(int(n) for n in table.reshape(-1))
         _one_exchange(Shape("all_to_all", x.dtype, counts, call=call), x, out)(exchange)
 
@@ -144,35 +148,35 @@ def all_to_all_into(out: Strip, x: Strip, received: Sequence[int], sent: Sequenc
 
 def _one_exchange(shape: Shape, x: Strip | None, out: Strip | None) -> Any:
     def body(exchange: Exchange) -> None:
-        room = nothing(shape.dtype) if out is None else out.room()
-        given = nothing(shape.dtype) if x is None else x.load()
-        if np.may_share_memory(given, room) and not _in_place(shape, given, room, exchange.rank):
-            given = given.copy()
-        exchange(shape, given, room)
+        result = nothing(shape.dtype) if out is None else out.buffer()
+        source = nothing(shape.dtype) if x is None else x.load()
+        if np.may_share_memory(source, result) and not _in_place(shape, source, result, exchange.rank):
+            source = source.copy()
+        exchange(shape, source, result)
         if out is not None:
-            out.store(room)
+            out.store(result)
 
     return body
 
 
-def _in_place(shape: Shape, given: Array, room: Array, rank: int) -> bool:
-    """Whether the smaller array is this rank's part of the greater: that is how collectives are done in place."""
+def _in_place(shape: Shape, source: Array, result: Array, rank: int) -> bool:
+    """Return whether the smaller array is this rank's part of the larger: then the collective works in place."""
     if shape.collective == "all_to_all":
         return False
     assert isinstance(shape.counts, tuple)
-    before = sum(shape.counts[:rank]) * given.itemsize
-    whole, part = (room, given) if shape.collective in ("all_gather", "gather") else (given, room)
+    before = sum(shape.counts[:rank]) * source.itemsize
+    whole, part = (result, source) if shape.collective in ("all_gather", "gather") else (source, result)
     return bool(part.ctypes.data - whole.ctypes.data == before)
 
 
 def _check_even(parts: Strip, elements: int) -> None:
-    """Of several arrays each is for one rank."""
+    """Raise `InvalidSize` if there are several arrays, one for each rank, and their sizes are not `elements`."""
     if len(parts.views) > 1 and any(count != elements for count in parts.counts):
-        raise InvalidSize(f"arrays of {list(parts.counts)} elements, where each rank has {elements}")
+        raise InvalidSize(f"the arrays have {list(parts.counts)} elements, but each rank has {elements}")
 
 
 def _check(out: Strip, x: Strip, elements: int) -> None:
     if out.dtype is not x.dtype:
-        raise ArrayError(f"the result is {out.dtype.name}, what is sent {x.dtype.name}")
+        raise ArrayError(f"the result is {out.dtype.name}, but the input is {x.dtype.name}")
     if out.size != elements:
-        raise InvalidSize(f"the result has room for {out.size} elements, and there are {elements}")
+        raise InvalidSize(f"the result has room for {out.size} elements, but there are {elements}")

@@ -1,6 +1,6 @@
-"""Collectives that split or join arrays along their first axis.
+"""Defines collectives that split or join arrays along their first axis.
 
-Lengths that only some ranks know are exchanged before what they measure; nothing else is allocated by hearsay.
+Lengths that only some ranks know are exchanged before the data, and only these lengths decide how much is allocated.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from gradwire.operations.values import broadcast_bytes
 from gradwire.wire import parse_json
 
 _COUNT = arrays.parse_dtype("int64")
-_MOST = 1 << 48  # rows, or elements of a row
+_MAX_LENGTH = 1 << 48  # of an axis
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """An array seen as rows along its first axis; a number in an array is one row."""
+    """An array as rows along its first axis. A zero-dimensional array is one row."""
 
     view: View
     rows: int
@@ -51,7 +51,7 @@ class _Rows:
 
     @property
     def width(self) -> int:
-        """Elements of one row."""
+        """The number of elements of one row."""
         return math.prod(self.tail)
 
     def text(self, rows: object = "?") -> str:
@@ -64,15 +64,15 @@ def _rows(x: Any) -> _Rows:
     return _Rows(source, rows, tuple(tail))
 
 
-def _joined(dtype: DType, rows: int, tail: tuple[int, ...]) -> Array:
+def _allocate(dtype: DType, rows: int, tail: tuple[int, ...]) -> Array:
     try:
         return np.empty((rows, *tail), dtype.storage)
     except (MemoryError, ValueError) as error:
-        raise ArrayError(f"no memory for the result, {dtype.name}[{rows}, …]: {error}") from error
+        raise ArrayError(f"cannot allocate the result, {dtype.name}[{rows}, …]: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
-class _Room:
+class _Destination:
     """The caller's memory for a result."""
 
     out: Any
@@ -91,28 +91,28 @@ class _Room:
         return arrays.describe(self.view.array)
 
 
-def _room(x: _Rows, out: Any) -> _Room | None:
-    """How large it must be may be known only later."""
+def _destination(x: _Rows, out: Any) -> _Destination | None:
+    """Return `out` as a destination, without a check of its size, which may be known only later."""
     if out is None:
         return None
-    room = _Room(out, view(out, writable=True))
-    if room.view.dtype != x.dtype:
-        raise ArrayError(f"out is {room}, x is {x.text(x.rows)}")
-    if arrays.overlap(room.view, x.view):
-        raise ArrayError("out overlaps x: pass memory of its own")
-    return room
+    destination = _Destination(out, view(out, writable=True))
+    if destination.view.dtype != x.dtype:
+        raise ArrayError(f"out is {destination}, x is {x.text(x.rows)}")
+    if arrays.overlap(destination.view, x.view):
+        raise ArrayError("out overlaps x: pass separate memory")
+    return destination
 
 
-def learn_counts(exchange: Exchange, own: Sequence[int], call: str, form: CallKey | None = None) -> Array:
-    """Everybody's numbers, in rank order."""
-    mine = np.asarray(own, np.int64)
-    everyones = np.empty((exchange.size, mine.size), np.int64)
-    counts = (mine.size,) * exchange.size
-    # Never to be taken for what is counted, which may be as many numbers of the same type.
-    shape = Shape("all_gather", _COUNT, counts, call=call, items=("counts",))
-    exchange(shape, mine, everyones.reshape(-1), form)
-    _check_rows(everyones.reshape(-1))
-    return everyones
+def exchange_counts(exchange: Exchange, own: Sequence[int], call: str, key: CallKey | None = None) -> Array:
+    """Gather the counts of all ranks; row r of the result has those of rank r."""
+    own_counts = np.asarray(own, np.int64)
+    all_counts = np.empty((exchange.size, own_counts.size), np.int64)
+    lengths = (own_counts.size,) * exchange.size
+    # `items` gives this exchange another fingerprint than the exchange of the data, which may have the same shape.
+    shape = Shape("all_gather", _COUNT, lengths, call=call, items=("counts",))
+    exchange(shape, own_counts, all_counts.reshape(-1), key)
+    _check_rows(all_counts.reshape(-1))
+    return all_counts
 
 
 def _check_rows(rows: Iterable[int]) -> None:
@@ -124,40 +124,42 @@ def _check_rows(rows: Iterable[int]) -> None:
 def all_gather(at: Position, x: Any, *, out: Any = None, algorithm: str = "auto") -> Operation:
     check_algorithm("all_gather", algorithm)
     source = _rows(x)
-    room = _room(source, out)
-    form = CallKey("all_gather", source.dtype, row_shape=source.tail) if algorithm == "auto" else None
+    destination = _destination(source, out)
+    key = CallKey("all_gather", source.dtype, row_shape=source.tail) if algorithm == "auto" else None
 
     def body(exchange: Exchange) -> Any:
         call = f"all_gather({source.text()}{algorithm_text(algorithm)})"
-        rows = [int(n) for n in learn_counts(exchange, [source.rows], call, form)[:, 0]]
-        return _gather_rows(exchange, source, rows, room, algorithm)
+        rows = [int(n) for n in exchange_counts(exchange, [source.rows], call, key)[:, 0]]
+        return _gather_rows(exchange, source, rows, destination, algorithm)
 
     return Operation("all_gather", body)
 
 
 def all_gather_rows(x: Any, rows: Sequence[int], out: Any) -> Operation:
-    """The second half of an all_gather: all ranks know how many rows each of them brings."""
+    """Return the second half of an all_gather: all ranks already know the number of rows of each rank."""
     source = _rows(x)
-    room = _room(source, out)
+    destination = _destination(source, out)
 
     def body(exchange: Exchange) -> Any:
         _check_rows(rows)
-        return _gather_rows(exchange, source, rows, room, "auto")
+        return _gather_rows(exchange, source, rows, destination, "auto")
 
     return Operation("all_gather", body)
 
 
-def _gather_rows(exchange: Exchange, source: _Rows, rows: Sequence[int], room: _Room | None, algorithm: str) -> Any:
+def _gather_rows(
+    exchange: Exchange, source: _Rows, rows: Sequence[int], destination: _Destination | None, algorithm: str
+) -> Any:
     counts = tuple(n * source.width for n in rows)
     call = f"all_gather({source.text()}{algorithm_text(algorithm)})"
     shape = Shape("all_gather", source.dtype, counts, None, None, algorithm, call)
-    form = CallKey("all_gather", source.dtype, None, None, tuple(rows), source.tail) if algorithm == "auto" else None
-    if room is not None and room.elements == sum(counts):
-        return room.filled(lambda flat: exchange(shape, source.view.load(), flat, form))
-    result = _joined(source.dtype, sum(rows), source.tail)
-    exchange(shape, source.view.load(), result.reshape(-1), form)
-    if room is not None:  # of another size, which the others could not know: they have their result
-        return Declined(ArrayError(f"out is {room}, and the result {source.text(sum(rows))}"))
+    key = CallKey("all_gather", source.dtype, None, None, tuple(rows), source.tail) if algorithm == "auto" else None
+    if destination is not None and destination.elements == sum(counts):
+        return destination.filled(lambda flat: exchange(shape, source.view.load(), flat, key))
+    result = _allocate(source.dtype, sum(rows), source.tail)
+    exchange(shape, source.view.load(), result.reshape(-1), key)
+    if destination is not None:  # its size is wrong; the other ranks did not know this and have their result
+        return Declined(ArrayError(f"out is {destination}, but the result is {source.text(sum(rows))}"))
     return result
 
 
@@ -169,8 +171,8 @@ def gather(at: Position, x: Any, root: int = 0, *, algorithm: str = "auto") -> O
     call = f"gather({source.text()}, root={root}{algorithm_text(algorithm)})"
 
     def body(exchange: Exchange) -> Array | None:
-        rows = [int(n) for n in learn_counts(exchange, [source.rows], call)[:, 0]]
-        result = _joined(source.dtype, sum(rows), source.tail) if exchange.rank == root else None
+        rows = [int(n) for n in exchange_counts(exchange, [source.rows], call)[:, 0]]
+        result = _allocate(source.dtype, sum(rows), source.tail) if exchange.rank == root else None
         counts = tuple(n * source.width for n in rows)
         shape = Shape("gather", source.dtype, counts, None, root, algorithm, call)
         exchange(shape, source.view.load(), nothing(source.dtype) if result is None else result.reshape(-1))
@@ -180,10 +182,10 @@ def gather(at: Position, x: Any, root: int = 0, *, algorithm: str = "auto") -> O
 
 
 def _split(rows: int, size: int, counts: Counts | None, name: str) -> tuple[int, ...]:
-    """Rows for each rank: as the caller says, or equal parts."""
+    """Return the number of rows of each rank: the caller's counts, or equal parts."""
     if counts is None:
         if rows % size:
-            raise InvalidSize(f"{rows} rows cannot be split evenly over {size} ranks; say how with {name}=")
+            raise InvalidSize(f"{rows} rows cannot be split evenly over {size} ranks; pass the sizes as {name}=")
         return (rows // size,) * size
     parts = _counts(counts, size, name)
     if sum(parts) != rows:
@@ -197,7 +199,7 @@ def _counts(counts: Counts, size: int, name: str) -> tuple[int, ...]:
     except TypeError as error:
         raise InvalidSize(f"{name}={counts!r} must be a sequence of {size} whole numbers") from error
     if len(parts) != size or any(n < 0 for n in parts):
-        raise InvalidSize(f"{name}={list(parts)} must be {size} numbers, none of them negative")
+        raise InvalidSize(f"{name}={list(parts)} must be {size} non-negative numbers")
     return parts
 
 
@@ -216,18 +218,18 @@ def reduce_scatter(
     check_reduction(op, source.dtype)
     parts, rank = _split(source.rows, at.size, counts, "counts"), at.rank
     elements = tuple(n * source.width for n in parts)
-    room = _room(source, out)
-    if room is not None and room.elements != elements[rank]:
-        raise ArrayError(f"out is {room}, and this rank's part {source.text(parts[rank])}")
+    destination = _destination(source, out)
+    if destination is not None and destination.elements != elements[rank]:
+        raise ArrayError(f"out is {destination}, but this rank's part is {source.text(parts[rank])}")
     shape = Shape("reduce_scatter", source.dtype, elements, op, None, algorithm)
     evenly = counts is None and algorithm == "auto"
-    form = CallKey("reduce_scatter", source.dtype, op, None, sum(elements)) if evenly else None
+    key = CallKey("reduce_scatter", source.dtype, op, None, sum(elements)) if evenly else None
 
     def body(exchange: Exchange) -> Any:
-        if room is not None:
-            return room.filled(lambda flat: exchange(shape, source.view.load(), flat, form))
-        result = _joined(source.dtype, parts[rank], source.tail)
-        exchange(shape, source.view.load(), result.reshape(-1), form)
+        if destination is not None:
+            return destination.filled(lambda flat: exchange(shape, source.view.load(), flat, key))
+        result = _allocate(source.dtype, parts[rank], source.tail)
+        exchange(shape, source.view.load(), result.reshape(-1), key)
         return result
 
     return Operation("reduce_scatter", body)
@@ -237,25 +239,25 @@ def reduce_scatter(
 def scatter(
     at: Position, x: Any = None, root: int = 0, *, counts: Counts | None = None, algorithm: str = "auto"
 ) -> Operation:
-    """Only the root knows what is scattered; if that cannot be, all ranks are told and raise the same."""
+    """Only the root knows the array. If the array cannot be scattered, all ranks receive and raise the root's error."""
     check_algorithm("scatter", algorithm)
     root = check_root(root, at.size)
     expected = None if counts is None else _counts(counts, at.size, "counts")
-    source, announced = _to_scatter(x, expected, at.size) if at.rank == root else (None, b"")
+    source, announcement = _to_scatter(x, expected, at.size) if at.rank == root else (None, b"")
     call = f"scatter(root={root}{algorithm_text(algorithm)})"
 
     def body(exchange: Exchange) -> Array | Declined:
-        received = broadcast_bytes(exchange, announced, root, call)
+        received = broadcast_bytes(exchange, announcement, root, call)
         if isinstance(received, Declined):
             return received
         try:
-            dtype, tail, parts = _announced(received, exchange.size)
+            dtype, tail, parts = _parse_announcement(received, exchange.size)
         except ValueError as error:
-            raise exchange.disagree(f"rank {root} announces what cannot be scattered: {error}") from error
+            raise exchange.disagree(f"rank {root} announces an invalid scatter: {error}") from error
         if expected is not None and list(expected) != parts:
             reason = f"rank {exchange.rank} expects counts={list(expected)}, rank {root} splits by {parts}"
             raise exchange.disagree(reason)
-        result = _joined(dtype, parts[exchange.rank], tail)
+        result = _allocate(dtype, parts[exchange.rank], tail)
         shape = Shape("scatter", dtype, tuple(n * math.prod(tail) for n in parts), None, root, algorithm, call)
         exchange(shape, nothing(dtype) if source is None else source.view.load(), result.reshape(-1))
         return result
@@ -264,7 +266,7 @@ def scatter(
 
 
 def _to_scatter(x: Any, counts: Counts | None, size: int) -> tuple[_Rows | None, bytes | GradwireError]:
-    """The root's array and what it announces: dtype, shape of a row and counts, or why there is nothing to scatter."""
+    """Return the root's array and its announcement: dtype, shape of a row and counts, or the error."""
     if x is None:
         return None, ArrayError("the root of a scatter must pass the array")
     try:
@@ -275,11 +277,11 @@ def _to_scatter(x: Any, counts: Counts | None, size: int) -> tuple[_Rows | None,
     return source, json.dumps([source.dtype.name, source.tail, parts]).encode()
 
 
-def _announced(data: bytes, size: int) -> tuple[DType, tuple[int, ...], list[int]]:
-    """The dtype, the shape of a row and the counts that a root has told; ValueError if it tells nonsense."""
+def _parse_announcement(data: bytes, size: int) -> tuple[DType, tuple[int, ...], list[int]]:
+    """Return the dtype, the shape of a row and the counts that the root announced; raise ValueError if invalid."""
     match parse_json(data):
         case [str(name), list(tail), list(parts)] if len(parts) == size:
-            if all(type(n) is int and 0 <= n < _MOST for n in (*tail, *parts)):
+            if all(type(n) is int and 0 <= n < _MAX_LENGTH for n in (*tail, *parts)):
                 return arrays.dtype_called(name), tuple(tail), parts
     raise ValueError(f"malformed announcement {data[:200]!r}")
 
@@ -296,18 +298,18 @@ def all_to_all(
     check_algorithm("all_to_all", algorithm)
     source = _rows(x)
     sent = _split(source.rows, at.size, send_counts, "send_counts")
-    wanted = None if recv_counts is None else _counts(recv_counts, at.size, "recv_counts")
+    expected = None if recv_counts is None else _counts(recv_counts, at.size, "recv_counts")
     even = send_counts is None and recv_counts is None
     rows = source.rows if even else "?"
     call = f"all_to_all({source.text(rows)}{'' if even else ', counts'}{algorithm_text(algorithm)})"
 
     def body(exchange: Exchange) -> Array:
-        table = np.tile(np.asarray(sent, np.int64), (at.size, 1)) if even else learn_counts(exchange, sent, call)
-        got = [int(n) for n in table[:, exchange.rank]]
-        if wanted is not None and list(wanted) != got:
-            reason = f"rank {exchange.rank} expects recv_counts={list(wanted)}, the others send it {got}"
+        table = np.tile(np.asarray(sent, np.int64), (at.size, 1)) if even else exchange_counts(exchange, sent, call)
+        arriving = [int(n) for n in table[:, exchange.rank]]
+        if expected is not None and list(expected) != arriving:
+            reason = f"rank {exchange.rank} expects recv_counts={list(expected)}, the others send it {arriving}"
             raise exchange.disagree(reason)
-        result = _joined(source.dtype, sum(got), source.tail)
+        result = _allocate(source.dtype, sum(arriving), source.tail)
         counts = tuple(int(n) * source.width for n in table.reshape(-1))
         shape = Shape("all_to_all", source.dtype, counts, None, None, algorithm, call)
         exchange(shape, source.view.load(), result.reshape(-1))

@@ -1,4 +1,4 @@
-"""The types that operations are written in (`Position`, `Shape`, `Exchange`, `Operation`), and checks that all need."""
+"""Defines the types that operations use (`Position`, `Shape`, `Exchange`, `Operation`), and common checks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from gradwire.errors import GradwireError, InvalidRank, UnsupportedOp
 
 
 class Position(NamedTuple):
-    """Where a call is made: the number of this rank in the group, and how many ranks the group has."""
+    """This process in the group: its rank, and the size of the group."""
 
     rank: int
     size: int
 
 
 class Shape(NamedTuple):
-    """What an exchange is: everything that all ranks must agree on, and nothing else."""
+    """The description of an exchange: everything that must be equal on all ranks, and nothing else."""
 
     collective: str
     dtype: DType
@@ -30,14 +30,15 @@ class Shape(NamedTuple):
     op: str | None = None
     root: int | None = None
     algorithm: str = "auto"
-    call: str = ""  # how the user's call reads, where it is not just this exchange
+    call: str = ""  # the text of the user's call, if the call is more than this exchange
     items: tuple[str, ...] = ()
 
 
 class CallKey(NamedTuple):
-    """The arguments of a call, if all calls with these arguments mean the same exchange: they can take the fast path.
+    """The arguments of a call for which all later calls with these arguments have the same exchange.
 
-    `counts` is the number of elements or, where arrays are joined, all ranks' rows; `row_shape` matters only there.
+    Such calls can take the fast path. `counts` is the number of elements. For a collective that joins arrays, `counts`
+    is the number of rows of each rank, and `row_shape` the shape of a row.
     """
 
     collective: str
@@ -49,20 +50,20 @@ class CallKey(NamedTuple):
 
 
 class Exchange(Protocol):
-    """Carries out one schedule as the group's next call."""
+    """Runs one schedule as the group's next call."""
 
     rank: int
     size: int
 
-    def __call__(self, shape: Shape, x: Array, out: Array, form: CallKey | None = None) -> None:
-        """`form` says what calls are like this one, if any."""
+    def __call__(self, shape: Shape, x: Array, out: Array, key: CallKey | None = None) -> None:
+        """Run the exchange. Later calls with the same `key`, if it is given, can take the fast path."""
 
     def disagree(self, reason: str) -> GradwireError:
-        """Ranks turn out to have meant different things: break the group, and the error to raise."""
+        """Break the group because ranks have made different calls; return the error to raise."""
 
 
 class Operation(NamedTuple):
-    """A checked call, ready to run."""
+    """A call whose arguments have been checked, ready to run."""
 
     name: str
     body: Callable[[Exchange], Any]
@@ -70,23 +71,24 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Declined:
-    """What a body returns when a rank has nothing sound to send, or no room, and all are done with the call.
+    """The result of a call that failed on a rank, although all ranks have completed its exchanges.
 
-    Its caller gets `error`, and the group goes on.
+    For example, a value could not be encoded, or `out` is too small. The caller gets `error`, and the group stays
+    usable.
     """
 
     error: GradwireError
 
 
 def settled(outcome: Any) -> Any:
-    """The outcome of a body as the caller sees it: a result, or the error of a call that was declined."""
+    """Return the outcome of a body, or raise the error if the outcome is `Declined`."""
     if type(outcome) is Declined:
         raise outcome.error
     return outcome
 
 
 def nothing(dtype: DType) -> Array:
-    """The array of a rank that brings or gets none."""
+    """Return an empty array, for a rank that sends or receives no elements."""
     return np.empty(0, dtype.storage)
 
 
@@ -101,7 +103,7 @@ def check_root(root: int, size: int) -> int:
 
 
 def check_rank(rank: Any, size: int, name: str = "rank") -> int:
-    """A rank of the group as a plain int; `InvalidRank` for everything else."""
+    """Return a rank of the group as an int; raise `InvalidRank` for everything else."""
     try:
         number = -1 if isinstance(rank, (bool, np.bool_)) else operator.index(rank)
     except TypeError:
@@ -112,5 +114,5 @@ def check_rank(rank: Any, size: int, name: str = "rank") -> int:
 
 
 def algorithm_text(algorithm: str) -> str:
-    """How an algorithm that the user named reads in the text of a call."""
+    """Return the text for an algorithm in the description of a call; empty for "auto"."""
     return "" if algorithm == "auto" else f", algorithm={algorithm!r}"

@@ -1,4 +1,7 @@
-"""Collectives on JSON-like values. A value that cannot be sent is an error on all ranks, and the group stays usable."""
+"""Defines collectives on JSON-like values.
+
+A value that cannot be sent raises an error on all ranks, and the group stays usable.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +45,10 @@ def all_gather_values(at: Position, value: Any) -> Operation:
 
     def body(exchange: Exchange) -> list[Any] | Declined:
         message, size = _message(data)
-        everyones = np.empty(exchange.size, np.int64)
-        shape = Shape("all_gather", arrays.dtype_of(everyones), (1,) * exchange.size, call=call)
-        exchange(shape, np.array([size], np.int64), everyones)
-        sizes = [_checked_size(n) for n in everyones]
+        announced = np.empty(exchange.size, np.int64)
+        shape = Shape("all_gather", arrays.dtype_of(announced), (1,) * exchange.size, call=call)
+        exchange(shape, np.array([size], np.int64), announced)
+        sizes = [_checked_size(n) for n in announced]
         joined = np.empty(sum(map(abs, sizes)), np.uint8)
         exchange(Shape("all_gather", _BYTE, tuple(map(abs, sizes)), call=call), message, joined)
         bounds = itertools.pairwise(ragged_bounds([abs(n) for n in sizes]))
@@ -60,7 +63,7 @@ def all_gather_values(at: Position, value: Any) -> Operation:
 
 
 def encode_or_error(value: Any) -> bytes | GradwireError:
-    """The bytes that a value travels as, or why it cannot."""
+    """Return a value as bytes, or the error if it cannot be encoded."""
     try:
         _check_keys(value)
         data = json.dumps(value, separators=(",", ":")).encode()
@@ -74,7 +77,7 @@ def encode_or_error(value: Any) -> bytes | GradwireError:
 
 
 def _check_keys(value: Any) -> None:
-    """Refuse keys that are not strings: JSON would turn them into strings without a word."""
+    """Raise TypeError for keys that are not strings: `json.dumps` would silently convert some of them to strings."""
     if isinstance(value, dict):
         for key, entry in value.items():
             if not isinstance(key, str):
@@ -86,15 +89,15 @@ def _check_keys(value: Any) -> None:
 
 
 def decode(data: bytes) -> Any:
-    """The value, or `Declined` where it is too deep for this rank's stack."""
+    """Return the value, or `Declined` if it is nested too deeply for this rank's stack."""
     try:
         return parse_json(data)
     except ValueError as error:
-        return Declined(ArrayError(f"a value of {len(data)} bytes cannot be taken apart here: {error}"))
+        return Declined(ArrayError(f"a value of {len(data)} bytes cannot be decoded on this rank: {error}"))
 
 
 def broadcast_bytes(exchange: Exchange, data: bytes | GradwireError, root: int, call: str) -> bytes | Declined:
-    """The root's bytes on every rank, or its error."""
+    """Send the root's bytes, or its error, to every rank."""
     message, size = _message(data)
     length = np.array([size], np.int64)
     _broadcast(exchange, length, root, call)
@@ -108,12 +111,12 @@ def broadcast_bytes(exchange: Exchange, data: bytes | GradwireError, root: int, 
 
 def _broadcast(exchange: Exchange, array: Array, root: int, call: str) -> None:
     dtype = arrays.dtype_of(array)
-    brought = array if exchange.rank == root else nothing(dtype)
-    exchange(Shape("broadcast", dtype, array.size, None, root, "auto", call), brought, array)
+    source = array if exchange.rank == root else nothing(dtype)
+    exchange(Shape("broadcast", dtype, array.size, None, root, "auto", call), source, array)
 
 
 def _message(data: bytes | GradwireError) -> tuple[Array, int]:
-    """What travels, and its size: that of an error is negative."""
+    """Return the message with a value or an error, and its size. The size of an error is negative."""
     if not isinstance(data, GradwireError):
         return np.frombuffer(data, np.uint8), len(data)
     text = json.dumps([type(data).__name__, data.message[:MAX_TEXT]]).encode()
@@ -121,7 +124,7 @@ def _message(data: bytes | GradwireError) -> tuple[Array, int]:
 
 
 def _declined(text: bytes, source: int, rank: int, data: bytes | GradwireError, call: str) -> Declined:
-    """What a rank's error means here: on that rank it is the error itself."""
+    """Return the outcome of a call that failed on rank `source`. On that rank it has the original error."""
     operation = call.partition("(")[0]
     if rank == source and isinstance(data, GradwireError):
         data.rank, data.operation = rank, operation
@@ -130,7 +133,7 @@ def _declined(text: bytes, source: int, rank: int, data: bytes | GradwireError, 
         case [str(kind), str(reason)]:
             error = _KINDS.get(kind, ArrayError)
         case _:
-            error, reason = ArrayError, "it does not say why"
+            error, reason = ArrayError, "the rank gave no reason"
     return Declined(error(f"{call} failed on rank {source}: {reason}", rank=source, operation=operation))
 
 

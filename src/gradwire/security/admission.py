@@ -1,16 +1,18 @@
-"""Link admission: two ranks prove the job's secret to each other before a link carries anything.
+"""Admits links: two ranks prove the job's secret to each other before a link carries any data.
 
-    dialer                                          acceptor
-      hello: who I am, whom I want, my nonce   →
-                                               ←    challenge: my nonce
-      proof of the secret                      →
-                                               ←    admitted: its own proof, or refused: a reason
+    dialer                                             acceptor
+      hello: its rank, the wanted rank, its nonce  →
+                                                   ←   challenge: its nonce
+      proof of the secret                          →
+                                                   ←   admitted: its own proof, or refused: a reason
 
-Pure: bytes in, bytes out; no socket, no clock. Feed what arrives in any pieces, never more than `wanted` bytes, so that
-nothing behind the handshake is swallowed. Proofs are HMACs that bind the role, both nonces and the whole hello, so
-none can be replayed, reflected, or used for another rank or channel. The dialer proves first: strangers who connect
-get nothing to guess the secret from, and learn nothing about the job. For the same reason only a dialer that has
-proved itself gets a reason that is authenticated; before that, a reason is a hint (`Refused` says which it is).
+This module is pure: bytes in, bytes out, no socket, no clock. Feed the received bytes in pieces of any size, but never
+more than `wanted` bytes: bytes after the handshake belong to the link.
+
+A proof is an HMAC over the role, both nonces and the whole hello. So it cannot be replayed, reflected, or used for
+another rank or channel. The dialer proves the secret first. An attacker who connects therefore receives no proof from
+which the secret could be guessed, and learns nothing about the job. A refusal is authenticated only after the dialer
+has proved the secret. Before that, its reason is only a hint, and the text of `Refused` says so.
 """
 
 from __future__ import annotations
@@ -34,13 +36,13 @@ _HELLO = struct.Struct(">8s16sQQII32s")
 _REPLY_MAGIC = b"gw-reply"
 _REPLY = struct.Struct(">8sBB")  # magic, kind, length of the body
 _CHALLENGE, _ADMITTED, _REFUSED = 1, 2, 3
-_UNPROVED = bytes(_PROOF)
-_TLS = b"\x16\x03"  # how every TLS connection begins
+_NO_PROOF = bytes(_PROOF)
+_TLS_START = b"\x16\x03"  # the first bytes of every TLS connection
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What a link is for: the job (16 bytes), its generation, the numbered channel, and the ranks at its ends."""
+    """The purpose of a link: the job (16 bytes), the generation, the number of the channel, and the two ranks."""
 
     job: bytes
     generation: int
@@ -60,7 +62,7 @@ class Hello:
 
 
 class Dialer:
-    """The side that opened the connection. Send what `start` and `feed` return; `feed` raises `Refused`."""
+    """The side that opened the connection. Send the bytes that `start` and `feed` return. `feed` raises `Refused`."""
 
     def __init__(self, key: bytes, hello: Hello) -> None:
         self._key = _checked_key(key)
@@ -71,7 +73,7 @@ class Dialer:
         self.done = False
 
     def start(self) -> bytes:
-        """The first bytes to send."""
+        """Return the first bytes to send."""
         return self._transcript
 
     @property
@@ -82,10 +84,10 @@ class Dialer:
         return self._frame_length() - len(self._received)
 
     def feed(self, data: bytes | bytearray | memoryview) -> bytes:
-        """Take the next bytes from the acceptor; returns what to send back, if anything."""
-        _take(self, self._received, data)
+        """Process the next bytes from the acceptor and return the bytes to send back, if any."""
+        _append(self, self._received, data)
         if not _REPLY_MAGIC.startswith(self._received[: len(_REPLY_MAGIC)]):
-            raise self._refused("answered with something that is not a gradwire admission")
+            raise self._refused("answered with bytes that are not a gradwire admission")
         if len(self._received) < _REPLY.size:
             return b""
         self._check_header()
@@ -97,13 +99,19 @@ class Dialer:
         return self._reply(kind, body)
 
     def session_key(self, purpose: str) -> bytes:
-        """A key that both ends have once the link is admitted, and nobody else if the admission was encrypted."""
+        """Return a key that both ends have once the link is admitted.
+
+        Another holder of the link key that observes the network can derive it too, unless the admission was encrypted.
+        """
         return _session_key(self, self._key, purpose, self._transcript)
 
     def eof(self) -> NoConnection:
-        """The error for a connection that ended before admission did; the acceptor may be starting or ending."""
+        """Return the error for a connection that closed before admission ended.
+
+        This is not a refusal: the acceptor may be starting or shutting down.
+        """
         return NoConnection(
-            f"rank {self._hello.target} closed the connection during admission, without a reason",
+            f"rank {self._hello.target} closed the connection during admission without giving a reason",
             rank=self._hello.source,
             peer=self._hello.target,
             generation=self._hello.generation,
@@ -121,7 +129,7 @@ class Dialer:
         else:
             fits = kind == (_ADMITTED if self._challenged else _CHALLENGE) and length == _NONCE
         if not fits:
-            raise self._refused(f"broke the rules of admission (frame {kind}, {length} bytes)")
+            raise self._refused(f"violated the admission protocol (frame {kind}, {length} bytes)")
 
     def _reply(self, kind: int, body: bytes) -> bytes:
         if kind == _CHALLENGE:
@@ -146,10 +154,10 @@ class Dialer:
 
 
 class Acceptor:
-    """The side that was connected to. Send what `feed` returns, then look at `done` and `refusal`.
+    """The side that accepted the connection. Send the bytes that `feed` returns, then read `done` and `refusal`.
 
-    `check` is asked once, about a hello that is proven to come from a holder of the secret, and returns a reason to
-    refuse it or None. After a refusal the connection is to be closed when the returned bytes are sent.
+    `check` is called once, with a hello whose sender has proved the secret. It returns a reason to refuse the link, or
+    None. After a refusal, send the returned bytes and close the connection.
     """
 
     def __init__(self, key: bytes, check: Callable[[Hello], str | None]) -> None:
@@ -157,7 +165,7 @@ class Acceptor:
         self._check = check
         self._received = bytearray()
         self._transcript = b""
-        self.hello: Hello | None = None  # as claimed; believe it when done
+        self.hello: Hello | None = None  # as the dialer claims; not proven before `done`
         self.refusal: str | None = None
         self.done = False
 
@@ -169,11 +177,11 @@ class Acceptor:
         return (_HELLO.size if self.hello is None else _PROOF) - len(self._received)
 
     def feed(self, data: bytes | bytearray | memoryview) -> bytes:
-        """Take the next bytes from the dialer; returns what to send back, if anything."""
-        _take(self, self._received, data)
+        """Process the next bytes from the dialer and return the bytes to send back, if any."""
+        _append(self, self._received, data)
         if self.hello is None and not _MAGIC.startswith(self._received[: len(_MAGIC)]):
-            note = " but TLS: this rank was given no certificates" if self._received.startswith(_TLS) else ""
-            return self._refuse(f"what arrived is not a gradwire admission{note}", proven=False)
+            note = " but TLS: this rank was given no certificates" if self._received.startswith(_TLS_START) else ""
+            return self._refuse(f"the received bytes are not a gradwire admission{note}", proven=False)
         if self.wanted:
             return b""
         frame = bytes(self._received)
@@ -181,13 +189,13 @@ class Acceptor:
         return self._challenge(frame) if self.hello is None else self._decide(self.hello, frame)
 
     def session_key(self, purpose: str) -> bytes:
-        """The same key as the dialer's."""
+        """Return the same key as the dialer's."""
         return _session_key(self, self._key, purpose, self._transcript)
 
     def eof(self) -> None:
-        """The connection ended: if that was before admission did, it is a refusal like any other."""
+        """Report that the connection closed. If admission had not ended, that counts as a refusal."""
         if not self.done and self.refusal is None:
-            self.refusal = f"the connection ended {self.wanted} bytes short of {self._claim()}"
+            self.refusal = f"the connection closed {self.wanted} bytes before the end of {self._expected()}"
 
     def _challenge(self, frame: bytes) -> bytes:
         _, job, generation, channel, source, target, _ = _HELLO.unpack(frame)
@@ -198,7 +206,7 @@ class Acceptor:
 
     def _decide(self, hello: Hello, proof: bytes) -> bytes:
         if not hmac.compare_digest(proof, derive(self._key, "link dialer", self._transcript)):
-            return self._refuse(f"the process that says it is rank {hello.source} {NO_SECRET}", proven=False)
+            return self._refuse(f"the process that claims to be rank {hello.source} {NO_SECRET}", proven=False)
         reason = self._check(hello)
         if reason is not None:
             return self._refuse(reason, proven=True)
@@ -213,13 +221,13 @@ class Acceptor:
             return refusal(reason)
         return _frame(_REFUSED, derive(self._key, "link refusal", self._transcript, text) + text)
 
-    def _claim(self) -> str:
-        return "a hello" if self.hello is None else f"a proof that it is rank {self.hello.source}"
+    def _expected(self) -> str:
+        return "a hello" if self.hello is None else f"the proof of a process that claims to be rank {self.hello.source}"
 
 
 def refusal(reason: str) -> bytes:
-    """A refusal that proves nothing, for those who have proved nothing themselves."""
-    return _frame(_REFUSED, _UNPROVED + _bounded(reason))
+    """Return a refusal without a proof, for a dialer that has not proved the secret."""
+    return _frame(_REFUSED, _NO_PROOF + _bounded(reason))
 
 
 def _checked_key(key: bytes) -> bytes:
@@ -230,13 +238,13 @@ def _checked_key(key: bytes) -> bytes:
 
 def _session_key(side: Dialer | Acceptor, key: bytes, purpose: str, transcript: bytes) -> bytes:
     if not side.done:
-        raise ValueError("a session has no key before its link is admitted")
+        raise ValueError("a link has no session key before it is admitted")
     return derive(key, "link session", purpose.encode(), transcript)
 
 
-def _take(side: Dialer | Acceptor, received: bytearray, data: bytes | bytearray | memoryview) -> None:
+def _append(side: Dialer | Acceptor, received: bytearray, data: bytes | bytearray | memoryview) -> None:
     if len(data) > side.wanted:
-        raise ValueError(f"admission was fed {len(data)} bytes where it wanted {side.wanted}")
+        raise ValueError(f"admission was fed {len(data)} bytes, and it wanted at most {side.wanted}")
     received += data
 
 
@@ -245,10 +253,10 @@ def _frame(kind: int, body: bytes) -> bytes:
 
 
 def _bounded(reason: str) -> bytes:
-    """At most `LONGEST_REASON` bytes, cut between characters."""
+    """Encode a reason in at most `LONGEST_REASON` bytes, cut between characters."""
     return reason.encode("utf-8", "replace")[:LONGEST_REASON].decode("utf-8", "ignore").encode()
 
 
-def printable(words: str) -> str:
-    """A stranger's words made safe for a log: no control characters."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in words)
+def printable(text: str) -> str:
+    """Replace control characters, so that text from an unauthenticated sender is safe in a log."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

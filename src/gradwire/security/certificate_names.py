@@ -1,7 +1,7 @@
-"""The job and member that a certificate stands for: the URI `gradwire://JOB/MEMBER` among its alternative names.
+"""Reads and checks the name in a certificate: the URI `gradwire://JOB/MEMBER` among its alternative names.
 
-A certificate is for one job and one member of it. It covers the member of that name and those below it: a host's
-certificate, for "host-a", covers its workers "host-a/0", "host-a/1" …
+A certificate is for one job and one member of it. It also covers the members below that one: the certificate of the
+host "host-a" covers its workers "host-a/0", "host-a/1" and so on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 class Identity(NamedTuple):
-    """A job and a member of it; written as a URI."""
+    """A job and one of its members. `str()` gives the URI."""
 
     job: str
     member: str
@@ -25,7 +25,7 @@ class Identity(NamedTuple):
 
 
 def is_name(text: str) -> bool:
-    """Whether a job, or one part of a member's name, may be called so.
+    """Return whether this is a valid name for a job, or for one part of a member's name.
 
     >>> is_name("host-a.example"), is_name("a/b"), is_name("")
     (True, False, False)
@@ -34,7 +34,7 @@ def is_name(text: str) -> bool:
 
 
 def parse(uri: str) -> Identity:
-    """The job and the member of a URI; ValueError if it names none.
+    """Return the job and the member that a URI names. Raise ValueError if it is not such a URI.
 
     >>> parse("gradwire://digits/host-a/0")
     Identity(job='digits', member='host-a/0')
@@ -45,17 +45,16 @@ def parse(uri: str) -> Identity:
     return Identity(job, member)
 
 
-def only(uris: Iterable[str]) -> Identity:
-    """The identity among the URIs of a certificate, which must have exactly one; ValueError otherwise."""
-    ours = [uri for uri in uris if uri.startswith(SCHEME)]
-    if len(ours) != 1:
-        found = f"names {len(ours)} of them" if ours else "names none"
-        raise ValueError(f"a certificate has one name of the form {SCHEME}JOB/MEMBER, and this one {found}")
-    return parse(ours[0])
+def single_identity(uris: Iterable[str]) -> Identity:
+    """Return the identity among the URIs of a certificate. Raise ValueError unless there is exactly one."""
+    names = [uri for uri in uris if uri.startswith(SCHEME)]
+    if len(names) != 1:
+        raise ValueError(f"a certificate has one name of the form {SCHEME}JOB/MEMBER, and this one has {len(names)}")
+    return parse(names[0])
 
 
 def covers(identity: str, member_id: str) -> bool:
-    """Whether a certificate of this identity may be shown by the member of this id.
+    """Return whether the member with this id may use a certificate of this identity.
 
     >>> covers("gradwire://digits/host-a", "host-a/0"), covers("gradwire://digits/host-a", "host-ab")
     (True, False)

@@ -1,10 +1,10 @@
-"""Makes a certificate authority and certificates for the members of a job, and reads certificates.
+"""Creates a certificate authority and certificates for the members of a job, and reads certificates.
 
-    ca.pem ca.key          the authority: ca.pem goes to every machine, ca.key stays where certificates are made
-    NAME.pem NAME.key      a member's certificate and key, for its machine alone
+    ca.pem ca.key          the authority: ca.pem goes to every machine, ca.key stays where certificates are created
+    NAME.pem NAME.key      a member's certificate and key, only for that member's machine
 
-Keys are P-256, which makes handshakes cheap. Files are written aside and renamed into place, keys with mode 0600 from
-their birth: a reader never sees half of one, and a running job picks renewed ones up.
+Keys are P-256, which makes handshakes cheap. A file is written under another name and then renamed, so a reader never
+sees an incomplete one and a running job can load renewed files. Keys have mode 0600 from the moment of their creation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradwire.errors import ConfigError
-from gradwire.security.certificate_names import Identity, is_name, only
+from gradwire.security.certificate_names import Identity, is_name, single_identity
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 DAYS = 365
 AUTHORITY_DAYS = 3650
-SLOW_CLOCKS = timedelta(minutes=10)  # of machines on which a new certificate must hold already
+CLOCK_TOLERANCE = timedelta(minutes=10)  # a new certificate is valid on machines whose clocks are this much behind
 
 
 class Authority:
-    """Signs certificates. Kept in a directory as ca.pem and ca.key."""
+    """Signs certificates. It is stored in a directory as ca.pem and ca.key."""
 
     def __init__(self, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
         self.certificate = certificate
@@ -38,21 +38,21 @@ class Authority:
 
     @classmethod
     def new(cls) -> Authority:
-        """A fresh one, which signs itself."""
+        """Create a new, self-signed authority."""
         from cryptography import x509
         from cryptography.x509.oid import NameOID
 
         key = _new_key()
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"gradwire CA {secrets.token_hex(4)}")])
         now = datetime.now(UTC)
-        builder = _builder(name, name, key.public_key(), now - SLOW_CLOCKS, now + timedelta(days=AUTHORITY_DAYS))
+        builder = _builder(name, name, key.public_key(), now - CLOCK_TOLERANCE, now + timedelta(days=AUTHORITY_DAYS))
         builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         builder = builder.add_extension(_usage(signs_certificates=True), critical=True)
         return cls(_signed(builder, key, key), key)
 
     @classmethod
     def load(cls, directory: Path) -> Authority:
-        """The one in a directory; `ConfigError` if it cannot be read."""
+        """Load the authority in a directory. Raise `ConfigError` if it cannot be read."""
         from cryptography import x509
         from cryptography.hazmat.primitives.asymmetric import ec
         from cryptography.hazmat.primitives.serialization import load_pem_private_key
@@ -67,7 +67,7 @@ class Authority:
         if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
             raise ConfigError(f"{directory / 'ca.key'} is not the key of {directory / 'ca.pem'}")
         if (end := certificate.not_valid_after_utc) <= datetime.now(UTC):
-            raise ConfigError(f"the certificate authority in {directory} expired on {end:%Y-%m-%d}: make a new one")
+            raise ConfigError(f"the certificate authority in {directory} expired on {end:%Y-%m-%d}: create a new one")
         return cls(certificate, key)
 
     def store(self, directory: Path) -> None:
@@ -77,7 +77,7 @@ class Authority:
     def issue(
         self, identity: Identity, *, serves: bool = False, begin: datetime | None = None, end: datetime | None = None
     ) -> tuple[bytes, bytes]:
-        """A certificate and its key, as PEM; `serves`: its holder may also be the job's coordinator."""
+        """Return a new certificate and its key, as PEM. With `serves`, its holder may also be the job's coordinator."""
         from cryptography import x509
         from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
@@ -88,7 +88,7 @@ class Authority:
             name,
             self.certificate.subject,
             key.public_key(),
-            begin or now - SLOW_CLOCKS,
+            begin or now - CLOCK_TOLERANCE,
             end or now + timedelta(days=DAYS),
         )
         names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(str(identity))]
@@ -103,7 +103,7 @@ class Authority:
 
 
 def coordinator_name(job: str) -> str:
-    """The DNS name in the certificates of those who may be a job's coordinator; no resolver knows it.
+    """Return the DNS name in the certificates of members that may be a job's coordinator. It is never resolved.
 
     >>> coordinator_name("digits")
     'digits.coordinator.gradwire'
@@ -114,18 +114,20 @@ def coordinator_name(job: str) -> str:
 def make(
     directory: Path, job: str, members: Sequence[str], coordinators: Sequence[str] = (), *, days: float = DAYS
 ) -> list[Path]:
-    """Write a certificate and a key for each member, by the authority in the directory or a new one; what was written.
+    """Write a certificate and a key for each member, and return the paths of the written certificates.
 
-    `coordinators` may also be the job's coordinator: members or others. If none is named, who may so far, or else the
-    first member. Certificates of the job that exist are renewed.
+    The authority in the directory signs them; if there is none, a new one is created. `coordinators` are names, of
+    members or of others, that may also be the job's coordinator. If none is given, members keep the right that their
+    existing certificates give them; if no certificate of the job gives it, the first member gets it. Existing
+    certificates of the job are renewed.
     """
     names = list(dict.fromkeys((*members, *coordinators)))
     _check_names(job, names)
     if not 0 < days <= AUTHORITY_DAYS:
-        raise ConfigError(f"certificates hold for more than 0 and at most {AUTHORITY_DAYS} days, not {days:g}")
+        raise ConfigError(f"certificates are valid for more than 0 and at most {AUTHORITY_DAYS} days, not {days:g}")
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        serving = _serving(directory, job, names)
+        serving = _existing_coordinators(directory, job, names)
         serving = list(coordinators) or serving or names[:1]
         written = []
         if (directory / "ca.pem").exists() or (directory / "ca.key").exists():
@@ -148,15 +150,21 @@ def make(
 def _check_names(job: str, names: Sequence[str]) -> None:
     for name in (job, *names):
         if not is_name(name):
-            raise ConfigError(f"{name!r} cannot be a name: letters, digits, '.', '_' and '-', 63 at most")
+            raise ConfigError(
+                f"{name!r} is not a valid name: use at most 63 letters, digits, '.', '_' and '-', "
+                "beginning with a letter or digit"
+            )
     if "ca" in names:
-        raise ConfigError("no member can be called 'ca': that is the authority's file")
+        raise ConfigError("no member can be called 'ca': that is the name of the authority's file")
     if not names:
-        raise ConfigError("there is nobody to make a certificate for: name members")
+        raise ConfigError("no certificate was requested: name at least one member")
 
 
-def _serving(directory: Path, job: str, names: Sequence[str]) -> list[str]:
-    """Who may be the job's coordinator so far; `ConfigError` if a certificate of one of these names is for another."""
+def _existing_coordinators(directory: Path, job: str, names: Sequence[str]) -> list[str]:
+    """Return the members that may be the job's coordinator according to the certificates in the directory.
+
+    Raise `ConfigError` if one of `names` already has a certificate there that is for another job.
+    """
     from cryptography import x509
 
     serving = []
@@ -165,21 +173,21 @@ def _serving(directory: Path, job: str, names: Sequence[str]) -> list[str]:
             certificate = x509.load_pem_x509_certificate(path.read_bytes())
             identity = identity_in(certificate)
         except ValueError:
-            continue  # the authority's, or none of ours
+            continue  # the authority's certificate, or one that is not gradwire's
         if identity.job == job and coordinator_name(job) in _alternatives(certificate, x509.DNSName):
             serving.append(identity.member)
         if identity.job != job and path.stem in names:
-            raise ConfigError(f"{path} is for job {identity.job}: keep the certificates of another job elsewhere")
+            raise ConfigError(f"{path} is for job {identity.job}: use another directory for this job's certificates")
     return serving
 
 
 def identity_of(der: bytes) -> Identity:
-    """Whom a certificate speaks for; ValueError if that is nobody of a gradwire job."""
+    """Return the identity in a certificate. Raise ValueError if it names no member of a gradwire job."""
     return identity_in(_parsed(der))
 
 
 def may_coordinate(der: bytes, job: str) -> bool:
-    """Whether the holder of a certificate may be a job's coordinator."""
+    """Return whether the holder of a certificate may be a job's coordinator."""
     from cryptography import x509
 
     return coordinator_name(job) in _alternatives(_parsed(der), x509.DNSName)
@@ -188,7 +196,7 @@ def may_coordinate(der: bytes, job: str) -> bool:
 def identity_in(certificate: x509.Certificate) -> Identity:
     from cryptography import x509
 
-    return only(_alternatives(certificate, x509.UniformResourceIdentifier))
+    return single_identity(_alternatives(certificate, x509.UniformResourceIdentifier))
 
 
 def _parsed(der: bytes) -> x509.Certificate:
@@ -208,12 +216,12 @@ def _alternatives(certificate: x509.Certificate, kind: type[x509.GeneralName]) -
     except x509.ExtensionNotFound:
         return []
     except (x509.DuplicateExtension, x509.UnsupportedGeneralNameType) as error:
-        raise ValueError(f"a certificate that cannot be read: {error}") from error
+        raise ValueError(f"the certificate cannot be read: {error}") from error
     return [str(name.value) for name in names if isinstance(name, kind)]
 
 
 def write(path: Path, content: bytes, mode: int) -> None:
-    """Put a whole file in place of what was there."""
+    """Write a file under another name, then rename it to `path`, so that readers see the old or the new content."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:

@@ -1,10 +1,10 @@
-"""TLS from three files: the authority's certificate, this process's certificate, and its key.
+"""Makes TLS contexts from three files: the authority's certificate, this process's certificate, and its key.
 
-Both sides of every connection show a certificate of that authority. Host names mean nothing here: what counts is the
-identity in the certificate (see identity.py), which must fit the member that its holder says it is.
+Both sides of every connection must present a certificate of that authority. Host names are not checked. The identity in
+the certificate (see certificate_names.py) must cover the member that the peer claims to be.
 
-Files that change are read again before the next handshake. While they do not fit together, as in the middle of a
-renewal, those that were read before go on serving.
+Changed files are read again before the next handshake. While the files do not fit together, for example in the middle
+of a renewal, the contents that were read before stay in use.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradwire.errors import ConfigError
 from gradwire.security import certificates
-from gradwire.security.certificate_names import Identity, covers, only, parse
+from gradwire.security.certificate_names import Identity, covers, parse, single_identity
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -34,21 +34,17 @@ log = logging.getLogger("gradwire.security")
 CA, CERT, KEY = "GRADWIRE_TLS_CA", "GRADWIRE_TLS_CERT", "GRADWIRE_TLS_KEY"
 LONGEST_FILE = 1 << 20
 LONGEST_CHAIN = 8
-_UNKNOWN_ISSUER = (
-    18,
-    19,
-    20,
-    21,
-)  # X509_V_ERR_…: self-signed, alone or in the chain; no issuer found; nor one for the leaf
-# Of TLS 1.2; those of 1.3 are all sound. Each has forward secrecy and authenticates what it encrypts.
+# OpenSSL's X509_V_ERR_…: 18 and 19, self-signed leaf or chain; 20 and 21, no issuer found for the chain or the leaf.
+_UNKNOWN_ISSUER = (18, 19, 20, 21)
+# For TLS 1.2: only ciphers with forward secrecy and authenticated encryption. All ciphers of TLS 1.3 have both.
 CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
 
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """What the files held when they were last read."""
+    """The contents of the three files when they were last read."""
 
-    seen: tuple[object, ...]
+    versions: tuple[object, ...]
     ca: bytes
     cert: bytes
     key: bytes
@@ -58,17 +54,20 @@ class _Loaded:
 
 
 class Credentials:
-    """What this process shows to others, and whom it believes. `ConfigError` says which file is at fault, and why."""
+    """The certificate that this process presents, and the authority that it trusts.
+
+    If a file cannot be used, `ConfigError` names it and the reason.
+    """
 
     def __init__(self, ca: str | Path, cert: str | Path, key: str | Path) -> None:
         self._ca, self._cert, self._key = Path(ca), Path(cert), Path(key)
         self._lock = threading.Lock()
-        self._failed: tuple[object, ...] = ()  # the state of the files that could last not be used
-        self._loaded = self._load(self._look())
+        self._failed: tuple[object, ...] = ()  # the last versions of the files that could not be used
+        self._loaded = self._load(self._file_versions())
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Credentials | None:
-        """From the files that `GRADWIRE_TLS_CA`, `_CERT` and `_KEY` name; None if none is set."""
+        """Load the files that `GRADWIRE_TLS_CA`, `_CERT` and `_KEY` name. Return None if none of them is set."""
         paths = {name: environ.get(name) for name in (CA, CERT, KEY)}
         if not any(paths.values()):
             return None
@@ -78,7 +77,7 @@ class Credentials:
 
     @property
     def identity(self) -> str:
-        """Whom this process's certificate speaks for, as a URI."""
+        """The identity in this process's certificate, as a URI."""
         return str(self._fresh().identity)
 
     @property
@@ -87,16 +86,16 @@ class Credentials:
 
     @property
     def member(self) -> str:
-        """The member that this process's certificate covers; others below it are covered too."""
+        """The member that this process's certificate names. It covers the members below that one too."""
         return self._fresh().identity.member
 
     def refusal(self, identity: str, member_id: str) -> str | None:
-        """Why the holder of a certificate of this identity cannot be this member of this job; None if it can."""
+        """Return why the holder of a certificate of this identity cannot be this member; None if it can."""
         job = parse(identity).job
         if job != self.job:
             return f"its certificate is for job {job}, and this is job {self.job}"
         if not covers(identity, member_id):
-            return f"its certificate is for {parse(identity).member}, which cannot speak for member {member_id}"
+            return f"its certificate is for {parse(identity).member}, which does not cover member {member_id}"
         return None
 
     def server_context(self) -> ssl.SSLContext:
@@ -108,48 +107,55 @@ class Credentials:
     # -- gRPC ---------------------------------------------------------------------------------------------------------
 
     def grpc_server(self) -> Any:
-        """For `server.add_secure_port`: callers must show a certificate, and renewed files count at once."""
+        """Return credentials for `server.add_secure_port`.
+
+        Callers must present a certificate. Renewed files take effect with the next connection.
+        """
         import grpc
 
-        told: _Loaded | None = None
+        configured: _Loaded | None = None
 
         def configuration() -> Any:
-            nonlocal told
+            nonlocal configured
             loaded = self._fresh()
-            if loaded is told:
-                return None  # nothing new
-            told = loaded
+            if loaded is configured:
+                return None  # tells gRPC that nothing has changed
+            configured = loaded
             return grpc.ssl_server_certificate_configuration([(loaded.key, loaded.cert)], loaded.ca)
 
         return grpc.dynamic_ssl_server_credentials(configuration(), configuration, require_client_authentication=True)
 
     def grpc_channel(self) -> Any:
-        """For `grpc.secure_channel`, which needs `grpc_options` too."""
+        """Return credentials for `grpc.secure_channel`, which needs `grpc_options` too."""
         import grpc
 
         loaded = self._fresh()
         return grpc.ssl_channel_credentials(loaded.ca, loaded.key, loaded.cert)
 
     def grpc_options(self) -> list[tuple[str, str]]:
-        """Instead of the host's name, the server's certificate must carry the name of the job's coordinator."""
+        """Return channel options that check the server's certificate for the coordinator's name, not the host's."""
         return [("grpc.ssl_target_name_override", certificates.coordinator_name(self.job))]
 
     def probe_context(self) -> ssl.SSLContext:
-        """To try a gRPC server without gRPC, from the files as they are now; `ConfigError` if they cannot be used."""
-        context = self._load(self._look()).client
+        """Return a context to connect to a gRPC server without gRPC, from the files as they are now.
+
+        Raise `ConfigError` if the files cannot be used.
+        """
+        context = self._load(self._file_versions()).client
         context.set_alpn_protocols(["h2"])
         return context
 
     @staticmethod
     def names_of(auth_context: Mapping[str, Any]) -> tuple[str, ...]:
-        """Whom a gRPC caller's certificate speaks for (`context.auth_context()`): one identity, or none."""
+        """Return the identity in a gRPC caller's certificate (`context.auth_context()`), or an empty tuple."""
+        names = auth_context.get("x509_subject_alternative_name", ())
         try:
-            return (str(only(name.decode() for name in auth_context.get("x509_subject_alternative_name", ()))),)
+            return (str(single_identity(name.decode() for name in names)),)
         except ValueError:
             return ()
 
     def caller_refusal(self, auth_context: Mapping[str, Any], member_id: str) -> str | None:
-        """Why a gRPC caller cannot speak for this member; None if it can."""
+        """Return why a gRPC caller's certificate does not cover this member; None if it does."""
         for identity in self.names_of(auth_context):
             return self.refusal(identity, member_id)
         return "its certificate is for no member of a gradwire job"
@@ -158,20 +164,20 @@ class Credentials:
 
     def _fresh(self) -> _Loaded:
         with self._lock:
-            seen = self._look()
-            if seen not in (self._loaded.seen, self._failed):
+            versions = self._file_versions()
+            if versions not in (self._loaded.versions, self._failed):
                 try:
-                    self._loaded = self._load(seen)
-                    log.info("the certificates have been read again: %s", self._loaded.identity)
+                    self._loaded = self._load(versions)
+                    log.info("the certificate files have changed and were read again: %s", self._loaded.identity)
                 except ConfigError as error:
-                    self._failed = seen
-                    log.warning("%s; what was read before stays in use", error)
+                    self._failed = versions
+                    log.warning("%s; the certificates that were read before stay in use", error)
             return self._loaded
 
-    def _look(self) -> tuple[object, ...]:
+    def _file_versions(self) -> tuple[object, ...]:
         return tuple(map(_version, (self._ca, self._cert, self._key)))
 
-    def _load(self, seen: tuple[object, ...]) -> _Loaded:
+    def _load(self, versions: tuple[object, ...]) -> _Loaded:
         ca = _read(self._ca, "the certificate authority", CA)
         cert = _read(self._cert, "the certificate", CERT)
         key = _read(self._key, "the key", KEY, private=True)
@@ -185,35 +191,35 @@ class Credentials:
         except ValueError as error:
             raise ConfigError(f"the certificate {self._cert} cannot be used: {error}") from error
         contexts = [_context(side, ca, self) for side in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT)]
-        return _Loaded(seen, ca, cert, key, identity, *contexts)
+        return _Loaded(versions, ca, cert, key, identity, *contexts)
 
 
 def identity_of(der: bytes) -> str:
-    """Whom a certificate speaks for, as a URI; ValueError if that is nobody of a gradwire job."""
+    """Return the identity in a certificate, as a URI. Raise ValueError if it names no member of a gradwire job."""
     return str(certificates.identity_of(der))
 
 
 def explain(error: ssl.SSLError) -> str:
-    """What went wrong between two sides of TLS, as the side that found it tells it."""
+    """Describe a TLS failure from the view of this side, where "it" is the peer."""
     if isinstance(error, ssl.SSLCertVerificationError):
         why = "another authority signed it" if error.verify_code in _UNKNOWN_ISSUER else error.verify_message
         return f"its certificate is not accepted: {why}"
     reason = error.reason or str(error)
-    _, alert, words = reason.partition("_ALERT_")
+    _, alert, constant = reason.partition("_ALERT_")
     if alert:
-        return f"it does not accept this side: {_words(words)}"
+        return f"it does not accept this side: {_readable(constant)}"
     if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
-        return "it has shown no certificate"
-    return f"TLS failed: {_words(reason)}"
+        return "it presented no certificate"
+    return f"TLS failed: {_readable(reason)}"
 
 
-def _words(constant: str) -> str:
-    """OpenSSL's name of a reason as people write it, with what it does not say."""
+def _readable(constant: str) -> str:
+    """Turn OpenSSL's name of a reason into text, with more detail where the name alone is unclear."""
     known = {
         "UNKNOWN_CA": "another authority signed this certificate",
-        "BAD_CERTIFICATE": "the certificate is not sound",
+        "BAD_CERTIFICATE": "the certificate is invalid",
         "UNSUPPORTED_PROTOCOL": "it offers nothing newer than TLS 1.1",
-        "PROTOCOL_VERSION": "it wants a newer version of TLS",
+        "PROTOCOL_VERSION": "it requires a newer version of TLS",
     }
     return known.get(constant, constant.replace("_", " ").lower())
 
@@ -226,10 +232,10 @@ def _context(side: ssl._SSLMethod, ca: bytes, files: Credentials) -> ssl.SSLCont
     context.set_ciphers(CIPHERS)
     context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_COMPRESSION | ssl.OP_NO_TICKET
     if side == ssl.PROTOCOL_TLS_SERVER:
-        context.num_tickets = 0  # every link is a full handshake: a certificate is looked at each time
+        context.num_tickets = 0  # no session resumption: every handshake checks the certificate
     try:
         context.load_verify_locations(cadata=ca.decode())
-        # A password is asked for on the terminal, unless one is given.
+        # Without a password argument, OpenSSL would ask for one on the terminal.
         context.load_cert_chain(files._cert, files._key, password="")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{files._cert} and {files._key} cannot be used: {error}") from error
@@ -237,7 +243,7 @@ def _context(side: ssl._SSLMethod, ca: bytes, files: Credentials) -> ssl.SSLCont
 
 
 def _version(path: Path) -> object:
-    """Something that changes when a file does."""
+    """Return a value that differs when the file has changed."""
     try:
         status = path.stat()
     except OSError as error:
@@ -257,16 +263,21 @@ def _read(path: Path, what: str, variable: str, *, private: bool = False) -> byt
     except OSError as error:
         raise ConfigError(f"cannot read {what} {path} ({variable}): {error.strerror}") from error
     if len(content) > LONGEST_FILE:
-        raise ConfigError(f"{what} {path} ({variable}) is too large to be one: {status.st_size} bytes")
+        raise ConfigError(
+            f"{what} {path} ({variable}) is too large: {status.st_size} bytes, at most {LONGEST_FILE} are allowed"
+        )
     return content
 
 
 def _check_private(status: os.stat_result, path: Path) -> None:
-    """Nobody else may read a key; one that belongs to root may be readable for a group, as secrets of clusters are."""
+    """Raise `ConfigError` if other users can read a key.
+
+    A key that belongs to root may be readable by its group, because clusters mount secrets like that.
+    """
     allowed = 0o640 if status.st_uid == 0 != os.geteuid() else 0o600
     if stat.S_IMODE(status.st_mode) & 0o077 & ~allowed:
         raise ConfigError(
-            f"the key {path} is open to other users (mode {stat.S_IMODE(status.st_mode):o}): chmod 600 it"
+            f"other users can access the key {path} (mode {stat.S_IMODE(status.st_mode):o}): chmod 600 it"
         )
 
 
@@ -276,7 +287,7 @@ def _certificates(pem: bytes, path: Path) -> list[x509.Certificate]:
     try:
         return x509.load_pem_x509_certificates(pem)
     except ValueError as error:
-        raise ConfigError(f"{path} holds no certificate that can be read (PEM): {error}") from error
+        raise ConfigError(f"{path} contains no readable certificate (PEM): {error}") from error
 
 
 def _check_key(pem: bytes, certificate: x509.Certificate, path: Path, of: Path) -> None:
@@ -287,9 +298,9 @@ def _check_key(pem: bytes, certificate: x509.Certificate, path: Path, of: Path) 
         public: object = load_pem_private_key(pem, None).public_key()
         expected: object = certificate.public_key()
     except TypeError as error:
-        raise ConfigError(f"the key {path} is encrypted, and nobody is here to give its password") from error
+        raise ConfigError(f"the key {path} is encrypted: store it without a password") from error
     except (ValueError, UnsupportedAlgorithm) as error:
-        raise ConfigError(f"{path} holds no key that can be read (PEM): {error}") from error
+        raise ConfigError(f"{path} contains no readable key (PEM): {error}") from error
     if public != expected:
         raise ConfigError(f"{path} is not the key of the certificate {of}")
 
@@ -300,27 +311,32 @@ def _check_dates(certificate: x509.Certificate, path: Path) -> None:
         raise ConfigError(f"the certificate {path} expired on {certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC")
     if now < certificate.not_valid_before_utc:
         begin = certificate.not_valid_before_utc
-        raise ConfigError(f"the certificate {path} holds from {begin:%Y-%m-%d %H:%M} UTC on; is the clock right?")
+        raise ConfigError(
+            f"the certificate {path} is not valid before {begin:%Y-%m-%d %H:%M} UTC: check this machine's clock"
+        )
 
 
 def _check_chain(chain: list[x509.Certificate], authorities: list[x509.Certificate], path: Path, ca: Path) -> None:
-    """The first certificate, or one that leads up from it, is signed by an authority. OpenSSL checks the rest."""
-    one, above = chain[0], chain[1:]
+    """Raise `ConfigError` unless an authority signed the first certificate, directly or through the rest of the chain.
+
+    OpenSSL checks everything else during a handshake.
+    """
+    current, intermediates = chain[0], chain[1:]
     for _ in range(LONGEST_CHAIN):
-        if any(_signed_by(one, authority) for authority in authorities):
+        if any(_signed_by(current, authority) for authority in authorities):
             return
-        issuers = [other for other in above if _signed_by(one, other)]
+        issuers = [candidate for candidate in intermediates if _signed_by(current, candidate)]
         if not issuers:
             break
-        one = issuers[0]
-    raise ConfigError(f"the certificate {path} is not signed by the authority in {ca}: others would refuse it")
+        current = issuers[0]
+    raise ConfigError(f"the certificate {path} is not signed by the authority in {ca}: other members would refuse it")
 
 
-def _signed_by(one: x509.Certificate, issuer: x509.Certificate) -> bool:
+def _signed_by(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
     from cryptography.exceptions import InvalidSignature
 
     try:
-        one.verify_directly_issued_by(issuer)
+        certificate.verify_directly_issued_by(issuer)
     except (ValueError, TypeError, InvalidSignature):
         return False
     return True

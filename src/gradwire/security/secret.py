@@ -1,7 +1,7 @@
-"""The job's secret: from `GRADWIRE_TOKEN`, or on loopback from a file that only this user can read.
+"""Finds the job's secret: in `GRADWIRE_TOKEN`, or on loopback in a file that only this user can read.
 
-Processes of one user on one machine then agree without being told anything; a job that spans machines must be given
-a token, because no file is known to be both shared and private there.
+Thanks to that file, the processes of one user on one machine need no configuration. A job that spans machines needs a
+token, because no file is known to be both shared by its machines and private to the user.
 """
 
 from __future__ import annotations
@@ -18,40 +18,43 @@ from pathlib import Path
 from gradwire.errors import ConfigError
 
 TOKEN = "GRADWIRE_TOKEN"
-SHORTEST_TOKEN = 16  # characters; less can be guessed from one recorded proof
+SHORTEST_TOKEN = 16  # characters; a shorter one can be guessed from one recorded proof
 _LONGEST_FILE = 4096
 
 
 def new_token() -> str:
-    """A fresh random token, printable and safe in an environment variable."""
+    """Return a new random token, printable and safe in an environment variable."""
     return secrets.token_urlsafe(32)
 
 
 def job_secret(environ: Mapping[str, str], loopback: bool) -> bytes:
-    """The secret that all processes of the job hold; `loopback` says that none of them is on another machine."""
+    """Return the secret that all processes of the job hold. `loopback`: all of them are on this machine."""
     token = environ.get(TOKEN)
     if token is not None:
         return _checked_token(token)
     if not loopback:
         raise ConfigError(
-            f"a job that reaches beyond this machine needs a secret: set {TOKEN} to the same value for all its "
+            f"a job on several machines needs a secret: set {TOKEN} to the same value for all its "
             'processes, for example the output of: python -c "import secrets; print(secrets.token_urlsafe(32))"'
         )
     path = secret_path(environ)
     try:
         return _read(path) or _create(path)
     except OSError as error:
-        raise ConfigError(f"cannot keep the job secret in {path}: {error.strerror}; set {TOKEN} instead") from error
+        raise ConfigError(f"cannot store the job secret in {path}: {error.strerror}; set {TOKEN} instead") from error
 
 
 def derive(secret: bytes, purpose: str, *context: bytes) -> bytes:
-    """A key (or proof) of 32 bytes for one purpose. Parts are length-prefixed, so no two lists of them look alike."""
+    """Return a key (or proof) of 32 bytes for one purpose.
+
+    The parts are length-prefixed, so two different lists of parts never give the same input.
+    """
     parts = (purpose.encode(), *context)
     return hmac.digest(secret, b"".join(piece for part in parts for piece in (len(part).to_bytes(8), part)), "sha256")
 
 
 def secret_path(environ: Mapping[str, str]) -> Path:
-    """Where the per-user secret lives: the session's private directory if there is one, else the home directory."""
+    """Return the path of this user's secret: in the session's private directory if it exists, else in the home."""
     runtime = environ.get("XDG_RUNTIME_DIR")
     if runtime and _is_own_directory(runtime):
         return Path(runtime, "gradwire", "secret")
@@ -86,16 +89,22 @@ def _read(path: Path) -> bytes | None:
             raise ConfigError(f"the job secret {path} belongs to user id {status.st_uid}, not to this user; remove it")
         if status.st_mode & 0o077:
             raise ConfigError(
-                f"the job secret {path} is open to other users: chmod 600 it, or remove it to get a new one"
+                f"other users can access the job secret {path}: chmod 600 it, or remove it to get a new one"
             )
         content = file.read(_LONGEST_FILE + 1).strip()
     if not SHORTEST_TOKEN <= len(content) <= _LONGEST_FILE:
-        raise ConfigError(f"the job secret {path} holds {len(content)} bytes, which cannot be one; remove it")
+        raise ConfigError(
+            f"the job secret {path} has {len(content)} bytes, not {SHORTEST_TOKEN} to {_LONGEST_FILE}; remove it"
+        )
     return content
 
 
 def _create(path: Path) -> bytes:
-    """Write a whole file aside and link it into place: of racing creators one wins, and all read the winner's."""
+    """Create the secret and return it.
+
+    The complete file is written under another name and then linked into place. If several processes do this at the same
+    time, one of them succeeds and all of them read its file.
+    """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

@@ -1,4 +1,7 @@
-"""Finds out by trying why two processes cannot speak TLS: gRPC only reports that the socket was closed."""
+"""Finds the reason why a TLS connection to the coordinator fails, by trying a handshake without gRPC.
+
+gRPC itself only reports that the socket was closed.
+"""
 
 from __future__ import annotations
 
@@ -10,36 +13,38 @@ from gradwire.security.certificates import identity_of, may_coordinate
 from gradwire.security.credentials import Credentials, explain
 
 
-def trouble(sock: socket.socket, credentials: Credentials | None) -> str | None:
-    """Why the coordinator at the other end of a fresh connection cannot be spoken to; None if TLS is not the reason.
+def tls_problem(sock: socket.socket, credentials: Credentials | None) -> str | None:
+    """Return why TLS fails with the coordinator at the other end of a new connection; None if TLS is not the reason.
 
-    The socket has a timeout; `OSError` when it is over. Afterwards the connection is of no further use.
+    The socket must have a timeout, and `OSError` is raised when that ends. The connection cannot be used afterwards.
     """
     if credentials is None:
-        return _trouble_without(sock)
+        return _problem_without_credentials(sock)
     try:
         context = credentials.probe_context()
-    except ConfigError as error:  # what is in use may have expired meanwhile, for one
+    except ConfigError as error:  # for example: the certificate has expired since it was loaded
         return str(error)
     try:
-        with context.wrap_socket(sock) as line:
-            reason = wrong_name(line, credentials)
-            # With TLS 1.3 this side is done before the other one has looked at its certificate.
-            if reason is None and not line.recv(1):
+        with context.wrap_socket(sock) as connection:
+            reason = identity_problem(connection, credentials)
+            # With TLS 1.3 this side finishes its handshake before the other side has checked this side's certificate.
+            if reason is None and not connection.recv(1):
                 reason = (
-                    "it does not accept this process's certificate: is it of the same authority, and the clock right?"
+                    "it does not accept this process's certificate: check that both are signed by the same authority, "
+                    "and that the clocks are right"
                 )
             return reason
     except ssl.SSLError as error:
         if error.reason == "WRONG_VERSION_NUMBER":
-            return "it does not use TLS, and this process does: give certificates to all or to none"
+            return "it does not use TLS, and this process does: give certificates to all processes or to none"
         return explain(error)
 
 
-def _trouble_without(sock: socket.socket) -> str | None:
+def _problem_without_credentials(sock: socket.socket) -> str | None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # nothing is said or believed: all that counts is whether TLS is spoken
+    # No data is exchanged and nothing is trusted: the handshake only shows whether the other side uses TLS.
+    context.verify_mode = ssl.CERT_NONE
     try:
         context.wrap_socket(sock).close()
     except (ssl.SSLError, ConnectionError):
@@ -47,15 +52,15 @@ def _trouble_without(sock: socket.socket) -> str | None:
     return "it uses TLS: give this process certificates too (GRADWIRE_TLS_CA, GRADWIRE_TLS_CERT and GRADWIRE_TLS_KEY)"
 
 
-def wrong_name(line: ssl.SSLSocket, credentials: Credentials) -> str | None:
-    """Why the certificate at the other end is not one of a coordinator of this job; None if it is."""
-    shown = line.getpeercert(binary_form=True) or b""
+def identity_problem(connection: ssl.SSLSocket, credentials: Credentials) -> str | None:
+    """Return why the peer's certificate is not that of a coordinator of this job; None if it is."""
+    certificate = connection.getpeercert(binary_form=True) or b""
     try:
-        identity = identity_of(shown)
+        identity = identity_of(certificate)
     except ValueError as error:
         return f"its certificate is not accepted: {error}"
     if identity.job != credentials.job:
         return f"its certificate is for job {identity.job}, and this is job {credentials.job}"
-    if not may_coordinate(shown, identity.job):
+    if not may_coordinate(certificate, identity.job):
         return f"its certificate is for {identity.member}, which may not be the coordinator"
     return None

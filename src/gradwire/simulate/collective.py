@@ -69,7 +69,7 @@ class Collectives:
             for _ in self._executor.steps(plan, x, out, self._call, self):
                 if last_look:
                     yield from self.check(collective)
-                last_look = not self._control.sound  # what has arrived is still taken
+                last_look = not self._control.intact  # what has arrived is still taken
                 if not last_look:
                     yield None
         except LinkEnded as ended:
@@ -80,9 +80,9 @@ class Collectives:
 
     def check(self, operation: str) -> Program:
         """Raise if the generation is broken, when it is known by what."""
-        if self._control.sound:
+        if self._control.intact:
             return
-        while not self._control.settled:
+        while not self._control.decided:
             self._handle(Tick())
             yield 0.01
         raise self._control.error(operation, f" during {operation}")
@@ -90,9 +90,9 @@ class Collectives:
     def find_out(self, peer: int, operation: str) -> Program:
         """A link ended: its control link says why; if that stays silent, the rank is lost."""
         deadline = self._process.now + ANSWER_SECONDS
-        while self._control.sound and not self._control.has_left(peer) and self._process.now < deadline:
+        while self._control.intact and not self._control.has_left(peer) and self._process.now < deadline:
             yield 0.01
-        if self._control.sound:
+        if self._control.intact:
             self._handle(Missed(peer))
             self._handle(Lost(peer))
         yield from self.check(operation)
@@ -107,13 +107,13 @@ class Collectives:
             sequence = min(self._call.sequence, max(1, parse(header).sequence))
             self._handle(Found(disagreement(self._calls, sequence)))
         except WireError:
-            self._handle(Lost(peer, "sent nonsense"))
+            self._handle(Lost(peer, "sent invalid data"))
         return Disagreed()
 
     def wait(self, reads: object, writes: object) -> None:
         raise NotImplementedError("a simulated rank waits by yielding")
 
-    def look(self) -> float:
+    def poll(self) -> float:
         raise NotImplementedError("a simulated rank waits by yielding")
 
 

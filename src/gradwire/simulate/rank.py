@@ -31,7 +31,7 @@ from gradwire.liveness.control_protocol import (
 from gradwire.liveness.control_protocol import (
     Event as ControlEvent,
 )
-from gradwire.liveness.detector import BEAT_SECONDS, PAGE_SECONDS, PEER_SECONDS, Detector, Standstill
+from gradwire.liveness.detector import HEARTBEAT_SECONDS, PEER_SECONDS, SHARED_MEMORY_SECONDS, Detector, Standstill
 from gradwire.liveness.verdict import Finding
 from gradwire.membership import Assembly, Member
 from gradwire.simulate.collective import Collectives
@@ -206,7 +206,7 @@ class Rank:
             self.handle(Linked(peer))
             near = self.assembly.members[peer].host == self.worker.host
             if near:
-                self.detector.watch(peer, self.worker.now, PAGE_SECONDS)
+                self.detector.watch(peer, self.worker.now, SHARED_MEMORY_SECONDS)
             else:
                 self.detector.watch_remote(peer, self.worker.now, PEER_SECONDS)
             self._hear(peer, end)  # what came right behind the welcome
@@ -286,7 +286,7 @@ class Rank:
             end.close()
             if not self.control.has_left(peer):
                 self.handle(Lost(peer))
-        if not self.control.sound:
+        if not self.control.intact:
             self._look()
 
     def _look(self) -> None:
@@ -296,18 +296,18 @@ class Rank:
         if self._due is not None:
             self._due.cancel()
         now = self.worker.now
-        self.standstill.look(now)
+        self.standstill.tick(now)
         for peer, (heard, _) in self._pulses.items():
             beat = heard.heard()
             if beat is not None:
-                self.detector.heard(peer, now, beat)
+                self.detector.record_heartbeat(peer, now, beat)
         for peer, seconds in self.detector.tick(now):
             self.handle(Lost(peer, f"is frozen or cut off: silent for {seconds:.1f} s"))
         self.handle(Tick())
         pause = min(self.control.pause(now), self.detector.due - now)
-        if self.control.settled:
+        if self.control.decided:
             self.worker.wake()
-        self.standstill.expect(now + pause)
+        self.standstill.expect_tick(now + pause)
         self._due = self.worker.later(max(pause, 0.001), self._look)
 
     def _beat(self) -> None:
@@ -319,13 +319,13 @@ class Rank:
             self._beats += 1
             for _, beaten in self._pulses.values():
                 beaten.beat(self._beats)
-        worker.timeline.after(worker.clock.seconds(BEAT_SECONDS), self._beat)
+        worker.timeline.after(worker.clock.seconds(HEARTBEAT_SECONDS), self._beat)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def give_up(self, reason: str) -> None:
         """This generation does not come about: the others need not wait for this member."""
-        if self.control.sound:
+        if self.control.intact:
             self.handle(Found(Finding("aborted", reason, self.rank)))
 
     def close(self) -> None:

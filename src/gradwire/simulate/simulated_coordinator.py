@@ -140,7 +140,7 @@ class Coordinator(CallTarget):
                     self.later(HOLD_SECONDS, self._look)
                     return
             case "beat", (ids, gone, run):
-                outcome = self._rules.beat(ids, gone, run, request.ticket, self.now)
+                outcome = self._rules.heartbeat(ids, gone, run, request.ticket, self.now)
             case "leave", (member, run):
                 try:
                     outcome = self._rules.leave(member, request.ticket, self.now, run=run)

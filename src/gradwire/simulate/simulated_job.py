@@ -11,7 +11,7 @@ from typing import NoReturn, get_args
 
 from gradwire.errors import StateLost
 from gradwire.membership import Member
-from gradwire.membership.coordinator.roster import REST
+from gradwire.membership.coordinator.roster import BACKOFF
 from gradwire.membership.types import Cause, Change
 from gradwire.simulate.impostor import Impostor
 from gradwire.simulate.invariants import Invariants, Version, Violation
@@ -226,7 +226,7 @@ class SimulatedJob:
         if worker.name in self.impersonated and worker.generation == 0:  # its id was free, and is taken now
             self.ending = "an impostor has taken a free id"
             return
-        if not worker.profile.refusable and not of_another_run and "insists on transport 'shm'" not in reason:
+        if not worker.profile.refusable and not of_another_run and "requires transport 'shm'" not in reason:
             self.fail(f"{worker.name} was refused: {reason}")
         self.note(worker, "is refused: %s", reason)
 
@@ -297,7 +297,7 @@ class SimulatedJob:
         first, times = self.let_in.get(name, (self.timeline.now, 0))
         self.let_in[name] = first, times + 1
         waited = self.timeline.now - first
-        if times > 2 + math.log2(1 + waited / REST):
+        if times > 2 + math.log2(1 + waited / BACKOFF):
             self.fail(f"{name} is unfit, and was let in {times + 1} times in {waited:.1f} s")
 
     def _check_eviction(self, name: str) -> None:

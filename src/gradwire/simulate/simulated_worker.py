@@ -175,7 +175,7 @@ class Worker(Listener):
     def _next_generation(self) -> Program:
         if self._rank is not None:
             stood_still = self._rank.standstill.lately(self.now)
-            self._session.leave(self._rank.control.complaints, stranger=self.stranger, stood_still=stood_still)
+            self._session.leave(self._rank.control.unreachable_peers, stranger=self.stranger, stood_still=stood_still)
             self._rank.close()
             self._rank = None
         yield from drive(self._session.next_generation(), self._perform_session)
@@ -233,7 +233,7 @@ class Worker(Listener):
         try:
             yield from rank.connect(self.now + (within or SET_UP_SECONDS))
         except GradwireError as error:
-            unreachable = frozenset(rank.control.complaints)
+            unreachable = frozenset(rank.control.unreachable_peers)
             if not isinstance(error, Broken) and not is_known_to_others(error, elastic=True):
                 rank.give_up(str(error))
             rank.close()

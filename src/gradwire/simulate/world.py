@@ -14,7 +14,7 @@ from random import Random
 
 import numpy as np
 
-from gradwire.membership.coordinator.state_machine import HOPE
+from gradwire.membership.coordinator.state_machine import SILENT_GRACE
 from gradwire.simulate import faults
 from gradwire.simulate.fault_effects import strike
 from gradwire.simulate.scenario import Scenario, draw_setting
@@ -79,7 +79,7 @@ class World(SimulatedJob):
     @property
     def _limit(self) -> float:
         """When the job must have gone on. Each unfit newcomer that was let in may be waited for once."""
-        return self.quiet_at + PROGRESS_SECONDS + len(self.let_in) * (self.setting.lease + HOPE)
+        return self.quiet_at + PROGRESS_SECONDS + len(self.let_in) * (self.setting.lease + SILENT_GRACE)
 
     def _look_for_life(self) -> None:
         runs = (b"", self.coordinator.run)

@@ -1,14 +1,15 @@
 """gradwire for PyTorch: `gw.torch.DistributedDataParallel`, and the backend "gradwire" of torch.distributed.
 
-Loaded when `gw.torch` is first used; from then on torch knows `torch.distributed.init_process_group("gradwire")`.
+This package is imported when `gw.torch` is first used. The import registers the backend, so that
+`torch.distributed.init_process_group("gradwire")` works.
 
     views            tensors as NumPy arrays, and back
-    model_guard      notices when a wrapped model has been changed
-    buffers          what a model holds beside its parameters
-    gradient_views   gradients as views of buckets
-    ready_order      the order in which gradients become complete
-    reducer          hooks in backward: gradients into buckets, buckets reduced
-    join             ranks that run out of data before others
+    model_guard      detects changes of a model after it was wrapped
+    buffers          broadcasts a model's buffers
+    gradient_views   makes `.grad` a view of a bucket
+    ready_order      learns the order in which backward completes gradients
+    reducer          autograd hooks: copy gradients into buckets, and reduce full buckets
+    join             training when ranks have different numbers of batches
     ddp              `DistributedDataParallel`
     backend          torch.distributed's process groups on gradwire's groups
 """
@@ -26,7 +27,7 @@ except ModuleNotFoundError as missing:
     text = "gw.torch needs PyTorch, which is not installed: pip install torch"
     raise ModuleNotFoundError(text, name="torch") from None
 
-import typing_extensions  # torch needs it
+import typing_extensions  # always installed: torch depends on it
 
 from gradwire.liveness.call_log import count_as_inside
 from gradwire.torch import backend
@@ -36,5 +37,6 @@ from gradwire_autoload import register as _register
 __all__ = ["DistributedDataParallel", "backend"]
 
 for _inside in (os.path.dirname(_torch.__file__), typing_extensions.__file__, warnings.__file__):
-    count_as_inside(_inside)  # errors name the line that called torch, part of which is called through the other two
+    # Errors name the user's line that called torch. Parts of torch are called through typing_extensions and warnings.
+    count_as_inside(_inside)
 _register()

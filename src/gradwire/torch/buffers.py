@@ -1,4 +1,4 @@
-"""Buffers of a model (running means, counters): all ranks take those of rank 0."""
+"""Broadcasts the buffers of a model (running means, counters) from one rank to all."""
 
 from __future__ import annotations
 
@@ -12,50 +12,50 @@ from gradwire.group import Group
 from gradwire.torch.views import as_array
 from gradwire.training import agreement_check
 
-_LINE = 16  # bytes: where an array may begin
+_ALIGNMENT = 16  # bytes
 
 
 class Buffers:
-    """All buffers of a model, in one broadcast."""
+    """The buffers of a model."""
 
     def __init__(self, model: Any) -> None:
-        # By place, not by tensor: a model may put another tensor there.
+        # Module and name, not the tensor: a model may assign a new tensor to a buffer.
         places = [(path, owner, name) for path, owner in model.named_modules() for name in owner._buffers]
         self._places = [(f"{path}.{name}" if path else name, owner, name) for path, owner, name in places]
         self._memory: tuple[Group, Array] | None = None
-        self._alike: tuple[Group, list[Any]] | None = None  # as all ranks had them when they last told each other
+        self._checked: tuple[Group, list[Any]] | None = None  # names, dtypes and shapes that all ranks have agreed on
 
     def arrays(self) -> dict[str, Array]:
-        """The buffers as they are now."""
+        """Return the current buffers by name."""
         found = {path: owner._buffers.get(name) for path, owner, name in self._places}
         return {path: as_array(path, tensor) for path, tensor in found.items() if tensor is not None}
 
-    def are_alike(self, group: Group) -> None:
-        """All ranks have the same ones as this."""
-        self._alike = group, _kinds(self.arrays())
+    def mark_checked(self, group: Group) -> None:
+        """Note that all ranks have buffers of the same names, dtypes and shapes."""
+        self._checked = group, _kinds(self.arrays())
 
-    def remember(self) -> dict[str, Array]:
-        """Copies of what they hold now, for `restore`."""
+    def snapshot(self) -> dict[str, Array]:
+        """Return copies of the buffers, for `restore`."""
         return {path: array.copy() for path, array in self.arrays().items()}
 
-    def restore(self, remembered: dict[str, Array]) -> None:
-        """Let them hold what they did then."""
+    def restore(self, snapshot: dict[str, Array]) -> None:
+        """Set the buffers to the values of an earlier `snapshot`."""
         for path, array in self.arrays().items():
-            if path in remembered and remembered[path].shape == array.shape:
-                array[...] = remembered[path]
+            if path in snapshot and snapshot[path].shape == array.shape:
+                array[...] = snapshot[path]
 
     def broadcast(self, group: Group, root: int = 0) -> None:
-        """Let all ranks have the root's."""
+        """Copy the root's buffers to all ranks, in one broadcast."""
         found = self.arrays()
         arrays = list(found.values())
         if group.size == 1:
             return
-        if self._alike != (group, _kinds(found)):  # a model may have put others there
-            agreement_check.tell(group, "buffers", describe(found))
-            self.are_alike(group)
+        if self._checked != (group, _kinds(found)):  # a model may have assigned buffers of other shapes
+            agreement_check.check_and_gather(group, "buffers", describe(found))
+            self.mark_checked(group)
         if not arrays:
             return
-        sizes = [-(-array.nbytes // _LINE) * _LINE for array in arrays]
+        sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
         flat = self._room(group, sum(sizes))
         parts = np.split(flat, np.cumsum(sizes)[:-1])
         slots = [
@@ -66,7 +66,7 @@ class Buffers:
             for slot, array in zip(slots, arrays, strict=True):
                 slot[...] = array
         group.broadcast(flat, root)
-        # Through NumPy: for autograd nothing has been changed that a graph, still to be run, might need unchanged.
+        # Write through NumPy: autograd would count a write to the tensors as a change, and refuse a later backward.
         if group.rank != root:
             for slot, array in zip(slots, arrays, strict=True):
                 array[...] = slot
@@ -78,7 +78,7 @@ class Buffers:
 
 
 def describe(buffers: Mapping[str, Array]) -> list[str]:
-    """What ranks must have in common."""
+    """Return the names, dtypes and shapes of buffers, which must be the same on all ranks."""
     return [f"{name!r}: {one.dtype}{list(one.shape)}" for name, one in buffers.items()]
 
 

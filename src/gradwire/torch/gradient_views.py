@@ -1,4 +1,4 @@
-"""The gradients of parameters as views of buckets: `.grad` is the memory that ranks exchange, so it is held once."""
+"""Makes each `.grad` a view of a bucket: it is the memory that ranks exchange, so gradients are stored only once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradwire.training.gradients import GradientSync
 
 
 class GradientViews:
-    """For each parameter, by its index, the view that its gradient has in a bucket of a `GradientSync`."""
+    """The view of each parameter's gradient in a bucket of a `GradientSync`, by the parameter's index."""
 
     def __init__(self, sync: GradientSync, parameters: Mapping[str, Any]) -> None:
         self._sync = sync
@@ -22,10 +22,10 @@ class GradientViews:
         self._parameters = list(parameters.values())
         self._views: list[Any] = []
         self._layouts: list[Any] = []
-        self.look_up()
+        self.refresh()
 
-    def look_up(self) -> None:
-        """Have the present places of gradients in buckets, and move gradients that lie in earlier ones along."""
+    def refresh(self) -> None:
+        """Make views of the current places in the buckets, and update each `.grad` that is a view of an old place."""
         old = self._views
         flat = [as_tensor(self._sync.gradients[name].reshape(-1)) for name in self._names]
         self._views = [laid_out_like(one, parameter) for one, parameter in zip(flat, self._parameters, strict=True)]
@@ -35,30 +35,35 @@ class GradientViews:
                 parameter.grad = now
 
     def place(self, index: int, parameter: Any) -> None:
-        """Let the gradient of a parameter, which is not None, live in its bucket."""
+        """Copy a parameter's gradient, which is not None, into its bucket, and make `.grad` the view of it."""
         view, gradient, name = self._views[index], parameter.grad, self._names[index]
         if gradient is view:
-            self._sync.places.look_again(name)
+            self._sync.writer.mark_unchecked(name)
             return
         if gradient.requires_grad:
             raise UnsupportedOp(
-                f"the gradient of {name!r} has a graph of its own (create_graph=True), which is not averaged: for a "
-                "penalty on gradients use torch.autograd.grad, add it to the loss, and call backward() once"
+                f"the gradient of {name!r} has its own autograd graph (create_graph=True), which gradwire cannot "
+                "average. For a gradient penalty, use torch.autograd.grad, add the penalty to the loss, and call "
+                "backward() once"
             )
         if gradient.layout != torch.strided:
-            raise UnsupportedOp(f"the gradient of {name!r} is sparse: gradwire averages dense ones (sparse=False)")
-        if not self._lies_alike(index, gradient):
+            raise UnsupportedOp(
+                f"the gradient of {name!r} is sparse: gradwire averages only dense gradients (use sparse=False)"
+            )
+        if not self._same_layout(index, gradient):
             with torch.no_grad():
                 view.copy_(gradient)
-            self._sync.places.look_again(name)
-        elif not self._sync.places.take(name, gradient.data_ptr()):
+            self._sync.writer.mark_unchecked(name)
+        elif not self._sync.writer.copy_from(name, gradient.data_ptr()):
             self._sync.write(name, as_array(name, in_memory_order(gradient)).reshape(view.shape))
         malloc.about_to_free(gradient.nbytes)
         parameter.grad = view
 
-    def _lies_alike(self, index: int, gradient: Any) -> bool:
-        """Whether the bytes of a gradient are those of its place: not if torch has yet to conjugate or negate them, or
-        has none."""
+    def _same_layout(self, index: int, gradient: Any) -> bool:
+        """Return whether the gradient's bytes can be copied to its place as they are.
+
+        They cannot if torch still has to conjugate or negate them, or if the gradient has no memory.
+        """
         return (
             (gradient.dtype, gradient.shape, gradient.stride(), gradient.device) == self._layouts[index]
             and not (gradient.is_conj() or gradient.is_neg())
@@ -66,21 +71,21 @@ class GradientViews:
         )
 
     def place_all(self) -> None:
-        """Let what each `.grad` holds now live in its bucket; where there is none, zeros."""
+        """Copy each `.grad` into its bucket; write zeros where `.grad` is None."""
         for index, parameter in enumerate(self._parameters):
             if parameter.grad is None:
                 self._views[index].zero_()
             else:
                 self.place(index, parameter)
 
-    def hand_out(self) -> None:
-        """Gradients that only other ranks had in the last backward are there now."""
+    def set_missing(self) -> None:
+        """Set `.grad` where it is None but another rank had a gradient in the last backward pass."""
         used = self._sync.used
         for index, parameter in enumerate(self._parameters):
             if parameter.grad is None and self._names[index] in used and parameter.requires_grad:
                 parameter.grad = self._views[index]
 
     def drop(self) -> None:
-        """Let the parameters have no gradients."""
+        """Set all gradients to None."""
         for parameter in self._parameters:
             parameter.grad = None

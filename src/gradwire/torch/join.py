@@ -1,4 +1,4 @@
-"""`DistributedDataParallel.join`: ranks that run out of data before others."""
+"""`DistributedDataParallel.join`: training when some ranks run out of data before others."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ if TYPE_CHECKING:
 
 
 class UnevenReducer(Protocol):
-    """What exchanges gradients of ranks that may be without data: `Reducer`."""
+    """Exchanges gradients when some ranks may have no data; implemented by `Reducer`."""
 
-    uneven: bool  # whether ranks may be without data: then weights are told in each backward
+    uneven: bool  # whether ranks may have no data; then the ranks exchange weights in each backward pass
 
     def sit_out(self) -> bool:
-        """Take part in an exchange without data; False if no rank had any."""
+        """Take part in an exchange without data. Return False if no rank had data."""
 
 
 @dataclass(frozen=True)
 class Replica:
-    """What joining needs of a model that is the same on all ranks: a `DistributedDataParallel`."""
+    """The parts of a `DistributedDataParallel` that `joined` needs."""
 
-    group: Callable[[], Group]  # of the present generation
+    group: Callable[[], Group]  # returns the group of the current generation
     reducer: UnevenReducer
-    meet: Callable[[], None]  # makes sure that all ranks have the same model
-    arrays: Callable[[], dict[str, Any]]  # all that ranks hold alike
+    check_model: Callable[[], None]  # checks that all ranks have the same model
+    arrays: Callable[[], dict[str, Any]]  # returns all replicated arrays
     zero_grad: Callable[[], None]
 
 
 @contextlib.contextmanager
 def joined(model: Replica, states: Sequence[Any]) -> Iterator[None]:
-    """See `DistributedDataParallel.join`."""
-    from gradwire.training.state import State  # loaded by those who join
+    """Implement `DistributedDataParallel.join`."""
+    from gradwire.training.state import State  # imported here, because most programs do not use join
 
-    travelling = [State(one) for one in states]  # complains now about what cannot be sent
+    replicated = [State(one) for one in states]  # raises now if a state cannot be sent
     reducer, rounds = model.reducer, 0
-    model.meet()
+    model.check_model()
     reducer.uneven = True
     try:
         yield
@@ -55,16 +55,19 @@ def joined(model: Replica, states: Sequence[Any]) -> Iterator[None]:
     finally:
         reducer.uneven = False
     group = model.group()
-    waited = group.all_gather_values(rounds)
-    if any(waited):
-        last = waited.index(0)
+    rounds_without_data = group.all_gather_values(rounds)
+    if any(rounds_without_data):
+        last = rounds_without_data.index(0)
         broadcast_named(group, model.arrays(), root=last)
-        for state in travelling:
+        for state in replicated:
             broadcast_state(group, state, last)
 
 
 def _sat_out(reducer: UnevenReducer) -> bool:
-    """Whether others had data. What is wrong with theirs is theirs to mind: they may leave the step out, and go on."""
+    """Take part in an exchange without data, and return whether other ranks had data.
+
+    A `NotFinite` error is left to the ranks with data: they may skip the step and continue.
+    """
     try:
         return reducer.sit_out()
     except NotFinite:
@@ -72,13 +75,13 @@ def _sat_out(reducer: UnevenReducer) -> bool:
 
 
 def first_with_data(group: Group, has_data: bool) -> int:
-    """The lowest rank that has data, or 0."""
+    """Return the lowest rank that has data, or 0 if there is none. All ranks call it."""
     lowest = int(group.all_reduce(group.rank if has_data else group.size, op="min"))
     return lowest % group.size
 
 
 def broadcast_state(group: Group, state: State, root: int) -> None:
-    """Let all ranks have the root's."""
+    """Copy the root's state to all ranks."""
     from gradwire.training.state import memory_for
 
     skeleton, leaves = state.take_apart()

@@ -1,4 +1,4 @@
-"""Tensors as NumPy views of the same memory, and back: bfloat16 too, which torch and NumPy do not share."""
+"""Converts tensors to NumPy views of the same memory, and back, including bfloat16, which NumPy itself lacks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from gradwire.errors import ArrayError
 
 
 def as_array(name: str, tensor: Any) -> Array:
-    """A NumPy view of a tensor's memory."""
+    """Return a NumPy view of a tensor's memory; raise `ArrayError` if it is not a dense CPU tensor."""
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
         where = str(tensor.device) if tensor.device.type != "cpu" else str(tensor.layout)
-        raise ArrayError(f"{name!r} is a tensor of {where}: gradwire exchanges dense tensors in CPU memory")
+        raise ArrayError(f"{name!r} is a tensor of {where}: gradwire exchanges only dense tensors in CPU memory")
     plain = tensor.detach()
     try:
         if plain.dtype is torch.bfloat16:
@@ -28,16 +28,16 @@ def as_array(name: str, tensor: Any) -> Array:
 
 
 def as_tensor(array: Array) -> Any:
-    """A tensor over the memory of an array."""
+    """Return a tensor that uses the memory of an array."""
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 
 
 def laid_out_like(flat: Any, parameter: Any) -> Any:
-    """A view of flat memory with a parameter's shape, and with its strides where these leave no gaps (channels_last).
+    """Return a view of flat memory with the parameter's shape, and with its strides if these leave no gaps.
 
-    Optimizers are fastest where a gradient lies as its parameter does.
+    Optimizers are fastest if a gradient has the memory layout of its parameter, for example channels_last.
     """
     if torch.empty_like(parameter, device="meta").stride() == parameter.stride():
         return flat.as_strided(parameter.size(), parameter.stride())
@@ -45,12 +45,12 @@ def laid_out_like(flat: Any, parameter: Any) -> Any:
 
 
 def in_memory_order(tensor: Any) -> Any:
-    """The elements of a tensor without gaps, flat, as they lie in memory."""
+    """Return a flat view of a tensor without gaps, in the order of its elements in memory."""
     return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
 def tensors_in(value: Any) -> list[Any]:
-    """All tensors in what a model returned: alone, in containers, in dataclasses."""
+    """Return all tensors in the output of a model: a tensor, or a nested container or dataclass of tensors."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, dict):

@@ -1,24 +1,24 @@
-"""What a training loop needs around the collectives; no framework is imported here.
+"""The training layer on top of the collectives. It imports no framework.
 
-agreement_check   ranks compare what they must have in common before they exchange tensors by name
-finite            finds values that are not finite
-sampler           which samples a rank sees
-fence             orders the writers of checkpoints
-state             replicated state, taken apart into plain values and arrays
-commit_rules      when a step is committed, and whose state survives a break; pure
+agreement_check   compares the names, shapes and settings of all ranks before they exchange tensors
+finite            finds NaN and infinite values
+sampler           `Sampler`: assigns samples to ranks
+fence             `Fence`: orders the writers of checkpoints
+state             replicated state as a JSON description and a list of arrays
+commit_rules      rules: when a step is committed, and which state survives a failure (no I/O, no clock)
 bucket_writer     copies gradients into buckets
-buckets           gradients side by side in one flat array
+buckets           packs gradients into flat arrays
 norms             the norm of replicated arrays, and clipping by it
-compression       gradients in fewer bytes
-zero              ZeRO-1: the optimizer's state spread over the ranks
-contract          all replicas hold the same bits: checked
-transfer          state on its way from one rank to others
+compression       sends gradients in fewer bytes
+zero              ZeRO-1: spreads the optimizer's state over the ranks
+contract          checks that all replicas hold the same bits
+transfer          copies the state of one rank to other ranks
 weights           means weighted by the number of samples
-bucket_reduction  the mean of one bucket over all ranks
-backward          one backward: gradients that are ready, buckets that are reduced, the vote at its end
-step_protocol     votes, and where to go on in a new generation; pure
-elastic           `gw.elastic`: goes on when ranks are lost, and lets others join
-gradients         `GradientSync`: buckets reduced while backward runs
+bucket_reduction  averages one bucket over all ranks
+backward          one backward pass: completed gradients, started reductions, and the final vote
+step_protocol     protocol: the vote after each step, and the agreement in a new generation (no I/O, no clock)
+elastic           `gw.elastic`: training that survives lost ranks and admits new ones
+gradients         `GradientSync`: reduces buckets while backward runs
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One backward: which gradients are ready, the reductions of full buckets beside it, and the vote at its end."""
+"""One backward pass: tracks completed gradients, starts the reduction of full buckets, and takes the final vote."""
 
 from __future__ import annotations
 
@@ -19,14 +19,18 @@ from gradwire.training.buckets import Bucket
 
 
 class Outcome(NamedTuple):
-    """What the vote at the end of a backward found; the same on all ranks."""
+    """The result of the vote at the end of a backward pass, the same on all ranks."""
 
     used: frozenset[str]  # gradients that at least one rank had
     all_finite: bool
 
 
 class Backward:
-    """The reductions of one backward. It begins with the weights of the ranks, if they have any."""
+    """The reductions of one backward pass.
+
+    `beside=True` runs a reduction on the group's progress thread, beside the program. `beside=False` runs it on the
+    calling thread. If the ranks have weights, the constructor starts the exchange of these weights.
+    """
 
     def __init__(self, reduction: BucketReduction, internals: GroupInternals, *, beside: bool) -> None:
         self._reduction = reduction
@@ -35,34 +39,40 @@ class Backward:
         self._internals = internals
         self._overlaps = reduction.bucket_set.group.size > 1
         self._lock = threading.Lock()
-        self._started = 0  # buckets; they are reduced in order
+        self._started = 0  # number of buckets whose reduction has started; buckets are reduced in order
         self._works: list[Work] = []
-        self._missing = [set(bucket.views) for bucket in self._buckets]  # gradients that are not complete yet
-        self._unchanged: dict[str, Array] = {}  # what was there from an earlier backward, and not added to in this one
+        self._missing = [set(bucket.views) for bucket in self._buckets]  # per bucket: gradients not complete yet
+        self._unchanged: dict[str, Array] = {}  # gradients of an earlier backward that this backward did not change
         if reduction.weights is not None:
             self._issue(reduction.weights.operation(), beside)
 
     @property
     def has_started(self) -> bool:
-        """Whether other ranks may have heard of it."""
+        """Whether a reduction has started, so that other ranks may already wait for this rank."""
         return bool(self._started or self._works)
 
     def ready(self, name: str, used: bool, beside: bool) -> None:
-        """A gradient is complete; buckets that are full now are reduced, the last one only if not `beside`."""
-        buckets, bucket = self._buckets, self._bucket_set.home[name]
+        """Mark a gradient as complete, and start the reduction of all buckets that are complete now.
+
+        With `beside`, the last bucket is left to `finish`: at that point no computation is left to overlap with.
+        """
+        buckets, bucket = self._buckets, self._bucket_set.bucket_of[name]
         if not used:
             self._unchanged[name] = bucket.views[name].copy()
         with self._lock:
             if bucket.index < self._started:
-                raise ConfigError(f"the gradient {name!r} was made ready before, and is on its way already")
+                raise ConfigError(f"ready({name!r}) was called again after the reduction of this gradient had started")
             self._missing[bucket.index].discard(name)
-            most = len(buckets) - beside
-            while self._started < most and not self._missing[self._started]:
+            end = len(buckets) - beside
+            while self._started < end and not self._missing[self._started]:
                 self._start(buckets[self._started], beside)
 
     def finish(self, added: Set[str]) -> None:
-        """Wait for what was started, and reduce the rest here. What is neither ready nor was added before is zeros."""
-        for work in self._works:  # whoever waits does what nobody has begun
+        """Wait for the started reductions, and run the others on this thread.
+
+        A gradient counts as zeros if it is neither ready nor in `added` (the names of gradients accumulated before).
+        """
+        for work in self._works:  # `wait` runs an operation on this thread if the progress thread has not begun it
             work.wait()
         for bucket in self._buckets[self._started :]:
             missing = self._missing[bucket.index]
@@ -76,32 +86,32 @@ class Backward:
         self._issue(self._reduction.operation(bucket), beside)
 
     def _issue(self, operation: Operation, beside: bool) -> None:
-        """Run an operation in the group's order: on the progress thread, or here where nothing is left to overlap."""
+        """Run an operation in the group's order: on the progress thread if `beside`, else on this thread."""
         if beside and self._overlaps:
             self._works.append(self._internals.queue(operation))
         else:
             self._internals.run(operation)
 
     def vote(self) -> Outcome:
-        """Of every tensor, whether any rank used it; and whether all is well. All ranks call it after `finish`."""
+        """Find out which gradients any rank used, and whether all are finite. All ranks call it after `finish`."""
         names = list(self._bucket_set.gradients)
         absent = set(names) if self._reduction.has_no_data else set(self._unchanged).union(*self._missing)
         ballot = np.ones(len(names) + 1, np.uint8)
         ballot[[self._bucket_set.numbers[name] for name in absent]] = 0
         ballot[-1] = bool(self._reduction.not_finite)
         self._bucket_set.group.all_reduce(ballot, op="max")
-        nowhere = np.flatnonzero(ballot[:-1] == 0).tolist()
+        unused = np.flatnonzero(ballot[:-1] == 0).tolist()
         everything = self._bucket_set.names
-        used = everything if not nowhere else everything.difference(names[number] for number in nowhere)
+        used = everything if not unused else everything.difference(names[number] for number in unused)
         return Outcome(used, not ballot[-1])
 
     def put_back_unused(self, used: Set[str]) -> None:
-        """Gradients that no rank had are what they were: nobody looks at what came out of their reduction."""
+        """Restore the gradients that no rank used, and discard the results of their reduction."""
         for name in self._bucket_set.names - used:
             self._reduction.put_back(name, self._unchanged.get(name, np.zeros(())))
 
     def not_finite(self) -> NotFinite:
-        """The error of a vote that was not all finite; all ranks call it."""
+        """Return the error to raise when the vote found a value that is not finite. All ranks call it."""
         found = self._reduction.not_finite
         return finite.not_finite(
             self._bucket_set.group, [[name, found[name]] for name in self._bucket_set.gradients if name in found]
@@ -113,6 +123,6 @@ class Backward:
         return self._reduction.total_weight
 
     def abandon(self) -> None:
-        """Nobody waits for it any more: errors of its works are known, or follow from one that is."""
+        """Mark the errors of all works as seen: the caller already has an error, and these follow from it."""
         for work in self._works:
-            work.heed()
+            work.acknowledge_error()

@@ -1,4 +1,4 @@
-"""The mean of one bucket over all ranks: checked for values that are not finite, weighted, compressed, exchanged."""
+"""Averages one bucket over all ranks: checks that it is finite, applies weights, compresses and exchanges it."""
 
 from __future__ import annotations
 
@@ -17,23 +17,26 @@ if TYPE_CHECKING:
 
 
 class Compression(Protocol):
-    """A way to reduce a bucket by moving fewer bytes: those of `gradwire.training.compression`, or one's own."""
+    """Reduces a bucket with fewer bytes: a class of `gradwire.training.compression`, or a user's own class."""
 
     def describe(self) -> str:
-        """The name and every setting that ranks must share."""
+        """Return the name and every setting that must be the same on all ranks."""
 
     def operation(self, bucket: Array, scale: Callable[[], float]) -> Operation:
-        """Make the bucket the sum over all ranks of scale() · bucket, in place; asked when its turn has come."""
+        """Return an operation that replaces the bucket by the sum over all ranks of `scale() · bucket`, in place.
+
+        Call `scale` only when the operation runs: weights are not known before.
+        """
 
     def reset(self) -> None:
-        """Forget what was not sent of earlier buckets."""
+        """Discard the residuals of all buckets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compressing:
-    """The compression of a `GradientSync`; `feedback` is the same object if it is one that keeps what it did not send.
+    """The compression of a `GradientSync`; both fields are None without compression.
 
-    Both are None without compression.
+    `feedback` is the same object as `compression` if that is a built-in one, which keeps a residual per bucket.
     """
 
     compression: Compression | None
@@ -41,7 +44,7 @@ class Compressing:
 
     @classmethod
     def of(cls, wanted: Any) -> Compressing:
-        """What the user's argument `compression` asks for."""
+        """Convert the user's argument `compression`."""
         if wanted is None:
             return cls(None, None)
         from gradwire.training.compression import Compression as ErrorFeedback
@@ -51,7 +54,7 @@ class Compressing:
         return cls(made, made if isinstance(made, ErrorFeedback) else None)
 
     def describe(self) -> str:
-        """What all ranks must have in common."""
+        """Return the settings that must be the same on all ranks."""
         return "no" if self.compression is None else self.compression.describe()
 
     def check(self, bucket_set: BucketSet) -> None:
@@ -61,24 +64,24 @@ class Compressing:
                 self.feedback.operation(flat, 1.0)
 
     def reset(self) -> None:
-        """Forget what was not sent: it belongs to buckets that are no longer there."""
+        """Discard the residuals: they belong to buckets that no longer exist."""
         if self.compression is not None:
             self.compression.reset()
 
 
 @dataclass(slots=True)
 class BucketReduction:
-    """How the buckets of one backward are reduced, and what was not finite in them on this rank."""
+    """Reduces the buckets of one backward pass, and records which gradients of this rank are not finite."""
 
     bucket_set: BucketSet
     algorithm: str
     check_finite: bool
     compressing: Compressing
-    weights: Weights | None  # None: all ranks count alike
-    not_finite: dict[str, str] = field(default_factory=dict)  # by tensor, in words
+    weights: Weights | None  # None: all ranks have the same weight
+    not_finite: dict[str, str] = field(default_factory=dict)  # tensor name → number of NaN and infinite elements
 
     def operation(self, bucket: Bucket) -> Operation:
-        """The mean of a bucket over all ranks, in place."""
+        """Return the operation that averages a bucket over all ranks, in place."""
         call = f"GradientSync(bucket {bucket.index + 1} of {len(self.bucket_set.buckets)}: {bucket.contents})"
         shape = Shape("all_reduce", bucket.dtype, bucket.flat.size, "mean", None, self.algorithm, call)
         compression, weights = self.compressing.compression, self.weights
@@ -91,21 +94,21 @@ class BucketReduction:
                 bucket.clear_gaps()
                 return
             if weights is not None and weights.mine:
-                weights.apply(bucket.flat)
+                weights.scale_input(bucket.flat)
             if exchange.size > 1:
                 exchange(shape, bucket.flat, bucket.flat)
             if weights is not None:
-                weights.settle(bucket.flat)
+                weights.scale_result(bucket.flat)
 
         return Operation("GradientSync", body)
 
     def share(self) -> float:
-        """This rank's part of the mean; known when the first bucket's turn has come."""
+        """Return this rank's factor in the mean. It is known once the weights have been exchanged."""
         return 1 / self.bucket_set.group.size if self.weights is None else self.weights.share
 
     @property
     def has_no_data(self) -> bool:
-        """Whether this rank does not count in this backward, whatever its gradients are."""
+        """Whether this rank has weight 0, so that its gradients are ignored."""
         return self.weights is not None and not self.weights.mine
 
     @property
@@ -114,22 +117,25 @@ class BucketReduction:
         return float(self.bucket_set.group.size) if self.weights is None else self.weights.total
 
     def _prepare(self, bucket: Bucket) -> None:
-        """Look at a bucket before it leaves this rank."""
+        """Clear the bucket if this rank has no data, else record which of its gradients are not finite."""
         if self.has_no_data:
             bucket.flat.fill(0)
             return
-        if not self.check_finite or self.bucket_set.places.finite.issuperset(bucket.views):
+        if not self.check_finite or self.bucket_set.writer.finite.issuperset(bucket.views):
             return
         if finite.all_finite(bucket.flat):
             return
-        spoiled = {name: view for name, view in bucket.views.items() if not finite.all_finite(view)}
-        self.not_finite.update({name: finite.faults(view) for name, view in spoiled.items()})
+        faulty = {name: view for name, view in bucket.views.items() if not finite.all_finite(view)}
+        self.not_finite.update({name: finite.faults(view) for name, view in faulty.items()})
 
     def put_back(self, name: str, before: Array) -> None:
-        """No rank has used this gradient: let it be what it was. What was sent of it in vain is sent with the next."""
-        bucket = self.bucket_set.home[name]
+        """Restore a gradient that no rank used to its values `before`.
+
+        With error feedback, the values sent for it were not applied, so they are added to the residual again.
+        """
+        bucket = self.bucket_set.bucket_of[name]
         feedback = self.compressing.feedback
         if feedback is not None:
-            late = bucket.views[name].astype(float) / self.bucket_set.group.size - before.astype(float) * self.share()
-            feedback.take_back(bucket.flat, bucket.places[name], late.reshape(-1))
+            unsent = bucket.views[name].astype(float) / self.bucket_set.group.size - before.astype(float) * self.share()
+            feedback.add_to_residual(bucket.flat, bucket.places[name], unsent.reshape(-1))
         bucket.views[name][...] = before

@@ -1,4 +1,4 @@
-"""Copies gradients into buckets, and checks on the way whether they are finite."""
+"""Copies gradients into buckets, and checks during the copy whether they are finite."""
 
 from __future__ import annotations
 
@@ -11,57 +11,60 @@ from gradwire.arrays import Array, dtype_of
 from gradwire.host import native_core
 from gradwire.training import finite
 
-_CACHED = 8 << 20  # bytes of all gradients together: more will not be in the caches any more when they are exchanged
-_LARGE = 32 << 10  # bytes of one
+# Gradients bypass the CPU caches if all of them together exceed _CACHED bytes (they would be evicted before the
+# exchange anyway) and the gradient itself has at least _LARGE bytes.
+_CACHED = 8 << 20
+_LARGE = 32 << 10
 
 
 class BucketWriter:
-    """Writes gradients to their places in buckets, and looks on the way whether they are finite.
+    """Writes gradients to their places in buckets, and checks during the copy whether they are finite.
 
-    Those in `finite` are not looked at again before they leave. Code that changes one in another way calls
-    `look_again`.
+    `finite` holds the names of gradients that passed this check; they are not checked again before they are sent.
+    Code that changes such a gradient by other means must call `mark_unchecked`.
     """
 
     def __init__(self, gradients: Mapping[str, Array]) -> None:
         self._gradients = gradients
         self._many = sum(place.nbytes for place in gradients.values()) > _CACHED
-        self._known: dict[str, Any] = {}  # those that were taken from addresses, as the core knows them
+        self._slots: dict[str, Any] = {}  # the native core's object for each place that `copy_from` has used
         self.finite: set[str] = set()
 
     def write(self, name: str, gradient: Array) -> None:
-        """Copy a gradient into its place, and look on the way whether it is finite."""
+        """Copy a gradient into its place, and check whether it is finite."""
         place = self._gradients[name]
         if gradient is not place:
-            self._found(name, finite.copy_finite(place, gradient))
+            self._record(name, finite.copy_finite(place, gradient))
 
-    def take(self, name: str, address: int) -> bool:
-        """The same, for a framework that knows where a gradient lies: without gaps, of its place's size and dtype.
+    def copy_from(self, name: str, address: int) -> bool:
+        """Copy a gradient from a memory address into its place, and check whether it is finite.
 
-        False if nothing was done: without the core, or if it lies in the place itself.
+        The memory must be contiguous, and have the size and dtype of the place. Return False if nothing was copied:
+        the native core is missing, or the address is the place itself.
         """
-        known = self._known.get(name)
-        if known is None:
+        slot = self._slots.get(name)
+        if slot is None:
             if not native_core.available():
                 return False
             array = self._gradients[name].reshape(-1)
             streams = self._many and array.nbytes >= _LARGE
             dtype = native_core.native.DType[dtype_of(array).name]
-            known = self._known[name] = native_core.native.BucketSlot(dtype, array.view(np.uint8), streams)
-        found: bool | None = known.copy_from(address)
-        self._found(name, found)
-        return found is not None
+            slot = self._slots[name] = native_core.native.BucketSlot(dtype, array.view(np.uint8), streams)
+        is_finite: bool | None = slot.copy_from(address)
+        self._record(name, is_finite)
+        return is_finite is not None
 
     def add(self, name: str, gradient: Array) -> None:
-        """Add a gradient to what is in its place."""
+        """Add a gradient to the values in its place."""
         place = self._gradients[name]
         np.add(place, gradient, out=place, casting="same_kind")
-        self.look_again(name)
+        self.mark_unchecked(name)
 
-    def look_again(self, name: str) -> None:
-        """What was found finite has changed since."""
+    def mark_unchecked(self, name: str) -> None:
+        """Note that a gradient has changed, so that it is checked again before it is sent."""
         self.finite.discard(name)
 
-    def _found(self, name: str, is_finite: bool | None) -> None:
+    def _record(self, name: str, is_finite: bool | None) -> None:
         if is_finite:
             self.finite.add(name)
         else:

@@ -1,8 +1,8 @@
-"""Buckets: gradients side by side in one flat array, in memory that the group reduces without a copy.
+"""Packs gradients into buckets: flat arrays, in memory that the group reduces without a copy where possible.
 
-Backward makes gradients ready in about the reverse of the forward pass, so the first bucket holds the last tensors: it
-is full first, and travels while the rest is still computed. Which tensor lies where follows from names, shapes, dtypes
-and sizes alone, so all ranks find the same.
+Backward completes gradients in about the reverse order of the forward pass. So the first bucket holds the last tensors:
+it is complete first, and its reduction overlaps with the rest of backward. The layout depends only on names, shapes,
+dtypes, the order of the tensors and the bucket sizes, so all ranks compute the same layout.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from gradwire.group import Group
 from gradwire.group.internals import GroupInternals
 from gradwire.training.bucket_writer import BucketWriter
 
-ALIGNMENT = 64  # bytes: each gradient begins on a cache line, whatever lies before it
+ALIGNMENT = 64  # bytes: each gradient begins on a cache line
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A gradient to be: what is known of it before there is one."""
+    """The name, dtype and shape of a gradient."""
 
     name: str
     dtype: DType
@@ -42,7 +42,7 @@ class Tensor:
 
 
 def tensors_like(like: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Names, dtypes and shapes of what gradients will be like; refuses what has no mean."""
+    """Return the name, dtype and shape of each array in `like`; raise for dtypes that have no mean."""
     if not isinstance(like, Mapping):
         raise ArrayError(f"expected a dict of arrays by name, got {type(like).__name__}")
     return {name: _tensor(name, one) for name, one in like.items()}
@@ -50,7 +50,7 @@ def tensors_like(like: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def _tensor(name: Any, one: Any) -> Tensor:
     if not isinstance(name, str):
-        raise ArrayError(f"the key {name!r} is a {type(name).__name__}: gradients are told apart by strings")
+        raise ArrayError(f"the key {name!r} is a {type(name).__name__}: names of gradients are strings")
     try:
         dtype = arrays.parse_dtype(getattr(one, "dtype", None))
         check_reduction("mean", dtype)
@@ -62,8 +62,8 @@ def _tensor(name: Any, one: Any) -> Tensor:
         raise ArrayError(f"{name!r}: {type(one).__name__} has no shape and dtype: {error}") from error
 
 
-def fitting(tensors: Mapping[str, Tensor], gradients: Mapping[str, Any]) -> dict[str, Array]:
-    """The gradients that are there (not None), as arrays of the right shapes; an error names the first that is not."""
+def checked_gradients(tensors: Mapping[str, Tensor], gradients: Mapping[str, Any]) -> dict[str, Array]:
+    """Return the gradients that are not None as arrays; raise if a name, shape or dtype does not match `tensors`."""
     given = {}
     for name, gradient in gradients.items():
         if name not in tensors:
@@ -83,64 +83,66 @@ def _casts(given: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Some tensors in one flat array."""
+    """Tensors of one dtype in one flat array."""
 
     index: int
     dtype: DType
     tensors: tuple[Tensor, ...]
     flat: Array
-    places: dict[str, slice]  # of each tensor in the flat array
-    contents: str  # in words, and a digest: ranks whose buckets differ find out at the first one
-    views: dict[str, Array]  # of each tensor, in its shape
+    places: dict[str, slice]  # each tensor's range in the flat array
+    contents: str  # description and digest: part of each call, so ranks with different buckets get a mismatch error
+    views: dict[str, Array]  # each tensor in its own shape, as a view of the flat array
 
     def clear_gaps(self) -> None:
-        """Zeros between the tensors again: nobody writes there but compressions that write in blocks."""
+        """Write zeros between the tensors: a compression that works in blocks may have written there."""
         ends = [place.start for place in self.places.values()][1:]
         for place, end in zip(self.places.values(), [*ends, self.flat.size], strict=True):
             self.flat[place.stop : end] = 0
 
 
-def parts(order: Iterable[Tensor], bucket_bytes: int, first_bucket_bytes: int) -> list[list[Tensor]]:
-    """Tensors that share a bucket, in the order in which buckets are full; a bucket is of one dtype.
+def partition(order: Iterable[Tensor], bucket_bytes: int, first_bucket_bytes: int) -> list[list[Tensor]]:
+    """Distribute tensors over buckets; return the buckets in the order in which they become complete.
 
-    The first is small, so that something is on its way early. One that is larger than a bucket has one for itself.
+    All tensors of a bucket have one dtype. The first bucket is small, so that communication starts early. A tensor that
+    is larger than a bucket gets its own bucket.
     """
     filling: dict[DType, list[Tensor]] = {}
     full: list[list[Tensor]] = []
     for tensor in order:
         limit = bucket_bytes if full else first_bucket_bytes
-        mine = filling.setdefault(tensor.dtype, [])
-        if mine and _nbytes(mine) + _nbytes([tensor]) > limit:
+        current = filling.setdefault(tensor.dtype, [])
+        if current and _nbytes(current) + _nbytes([tensor]) > limit:
             full.append(filling[tensor.dtype])
-            mine = filling[tensor.dtype] = []
-        mine.append(tensor)
+            current = filling[tensor.dtype] = []
+        current.append(tensor)
     place = {tensor.name: at for at, tensor in enumerate(order)}
     rest = sorted(filling.values(), key=lambda part: place[part[-1].name])
     return sorted([*full, *rest], key=lambda part: place[part[-1].name])
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:
-    return sum(_room(tensor) * tensor.dtype.itemsize for tensor in tensors)
+    return sum(_padded_count(tensor) * tensor.dtype.itemsize for tensor in tensors)
 
 
-def _room(tensor: Tensor) -> int:
-    """Elements up to the next tensor."""
+def _padded_count(tensor: Tensor) -> int:
+    """Return the number of elements that a tensor takes in a bucket, with the padding up to the next cache line."""
     line = ALIGNMENT // tensor.dtype.itemsize
     return -(-tensor.count // line) * line
 
 
-def make(group: Group, order: Sequence[Tensor], bucket_bytes: int, first_bucket_bytes: int) -> list[Bucket]:
-    """The buckets for these tensors, in the group's memory, filled with zeros."""
-    return [_bucket(group, index, part) for index, part in enumerate(parts(order, bucket_bytes, first_bucket_bytes))]
+def make_buckets(group: Group, order: Sequence[Tensor], bucket_bytes: int, first_bucket_bytes: int) -> list[Bucket]:
+    """Create the buckets for these tensors in the group's memory, filled with zeros."""
+    parts = partition(order, bucket_bytes, first_bucket_bytes)
+    return [_bucket(group, index, part) for index, part in enumerate(parts)]
 
 
 def _bucket(group: Group, index: int, part: Sequence[Tensor]) -> Bucket:
     dtype = part[0].dtype
-    flat = _zeros(group, sum(map(_room, part)), dtype)
+    flat = _zeros(group, sum(map(_padded_count, part)), dtype)
     places, at = {}, 0
     for tensor in part:
         places[tensor.name] = slice(at, at + tensor.count)
-        at += _room(tensor)
+        at += _padded_count(tensor)
     digest = xxhash.xxh3_64_hexdigest("\n".join(map(str, part)).encode())
     contents = f"{len(part)} tensors from {part[0].name!r} to {part[-1].name!r}, {digest[:8]}"
     views = {tensor.name: flat[places[tensor.name]].reshape(tensor.shape) for tensor in part}
@@ -148,9 +150,9 @@ def _bucket(group: Group, index: int, part: Sequence[Tensor]) -> Bucket:
 
 
 class BucketSet:
-    """The gradients of all tensors, in buckets in the memory of one group, in one order.
+    """The buckets of all gradients, for one group and one order of tensors.
 
-    Another group, or another order, takes another set; it can begin with the contents of the one `before`.
+    Another group or another order needs a new set. `previous` is the set whose contents are copied into the new one.
     """
 
     def __init__(
@@ -159,33 +161,33 @@ class BucketSet:
         tensors: Mapping[str, Tensor],
         order: Sequence[str],
         sizes: tuple[int, int],
-        before: BucketSet | None = None,
+        previous: BucketSet | None = None,
     ) -> None:
         self.group = group
         self.order = tuple(order)
         self.names = frozenset(tensors)
         self.numbers = {name: number for number, name in enumerate(tensors)}
-        self.buckets = make(group, [tensors[name] for name in order], *sizes)
-        self.home = {tensor.name: bucket for bucket in self.buckets for tensor in bucket.tensors}
-        self.gradients: dict[str, Array] = {name: self.home[name].views[name] for name in tensors}
-        self.places = BucketWriter(self.gradients)
-        if before is not None:
-            for name, view in before.gradients.items():
+        self.buckets = make_buckets(group, [tensors[name] for name in order], *sizes)
+        self.bucket_of = {tensor.name: bucket for bucket in self.buckets for tensor in bucket.tensors}
+        self.gradients: dict[str, Array] = {name: self.bucket_of[name].views[name] for name in tensors}
+        self.writer = BucketWriter(self.gradients)
+        if previous is not None:
+            for name, view in previous.gradients.items():
                 self.gradients[name][...] = view
 
     @property
     def flats(self) -> list[Array]:
-        """The memory of all buckets."""
+        """The flat arrays of all buckets."""
         return [bucket.flat for bucket in self.buckets]
 
 
 def _zeros(group: Group, count: int, dtype: DType) -> Array:
-    """Zeros in the group's memory, which is fresh and so takes no room before it is written."""
+    """Allocate zeros. New shared memory of the group is already zero, and uses no physical memory until written."""
     flat = group.empty(count, dtype.storage)
     return flat if GroupInternals(group).is_shared(flat) else np.zeros(count, dtype.storage)
 
 
 def check_bytes(name: str, nbytes: Any) -> int:
     if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
-        raise ConfigError(f"{name} is {nbytes!r}: a bucket has a whole number of bytes, at least 1")
+        raise ConfigError(f"{name} is {nbytes!r}: it must be a whole number of bytes, at least 1")
     return nbytes

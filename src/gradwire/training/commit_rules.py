@@ -1,17 +1,18 @@
-"""The rules of elastic training: when a step is committed, and whose state survives a break.
+"""The rules of elastic training: when a step is committed, and which state survives a failure.
 
-Pure: what ranks say comes in, what they do comes out; all ranks hear the same and so decide alike.
+The functions here are pure: no I/O, no clock. All ranks receive the same input and so make the same decision.
 
-A step is *completed* on a rank when its body has ended there, and *committed* when all are known to have completed
-it: that is what the vote at its end is for. After a break, or when members join, each rank tells where it stands
-(`Standing`), and `settle` says at which step all go on and who pulls the state from whom. The highest completed step
-of which a sound copy is left wins; of a step that was done twice, because a member was given up in between and came
-back, the later generation's. A copy is sound if it is what it was when its step was completed: a body that was cut
-short may have changed it. No committed step is ever given up: if only spoiled copies of it are left, that is
-`StateLost`.
+A step is *completed* on a rank when its body has ended there. It is *committed* when all ranks are known to have
+completed it, which the vote at the end of the step establishes. After a failure, or when members join, each rank sends
+its `Standing`. `settle` then decides after which step all ranks continue, and which rank receives the state from which.
 
-Sound copies of one step must have one digest. If they do not, the replicas have diverged: the settlement names the
-ranks that differ, and all ranks that need the state get it from ranks of one digest, the most common one.
+The highest completed step wins, as long as an intact copy of its state is left. If a step was done in two generations
+(a member was excluded in between and came back), the copy of the later generation wins. A copy is intact if its digest
+is the one that it had when the step was completed: the interrupted body of the next step may have changed it. A
+committed step is never lost silently: if no copy of it is intact, `settle` raises `StateLost`.
+
+All intact copies of one step must have the same digest. If they do not, the replicas have diverged. The settlement then
+names the ranks that differ, and the ranks that need the state receive the most common one.
 """
 
 from __future__ import annotations
@@ -29,44 +30,45 @@ from gradwire.errors import StateLost
 if TYPE_CHECKING:
     from gradwire.membership.types import News
 
-NONE = -1  # the step before the first
-_POSITIVE = (1 << 62) - 1
+NONE = -1  # no step is completed
+_POSITIVE = (1 << 62) - 1  # mask: both x and -x of the result fit into an int64
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Where a rank stands when a generation begins: the last step it completed, and in which generation that was."""
+    """The progress of a rank when a generation begins, as the rank sends it to all others."""
 
-    completed: int = NONE
-    generation: int = 0
-    committed: int = NONE
-    digest: str = ""
-    sound: bool = True
-    run: int = 1  # of those that its process has begun in this job
+    completed: int = NONE  # the last step that the rank completed
+    generation: int = 0  # the generation in which it completed that step
+    committed: int = NONE  # the last step that it knows to be committed
+    digest: str = ""  # of its state now
+    intact: bool = True  # whether its state is still that of the completed step
+    run: int = 1  # how many elastic runs its process has begun in this job
 
     @property
     def version(self) -> tuple[int, int]:
-        """Which state this is a copy of; the greater one is the later."""
+        """The step and generation of this copy; a greater pair is a later state."""
         return self.completed, self.generation
 
     @classmethod
     def from_wire(cls, fields: object) -> Standing:
-        """Believe a peer's standing as far as it is well-formed; ValueError otherwise."""
+        """Parse the standing of a peer; raise ValueError if it is malformed."""
         match fields:
-            case [int(completed), int(generation), int(committed), str(digest), bool(sound), int(run)]:
+            case [int(completed), int(generation), int(committed), str(digest), bool(intact), int(run)]:
                 if NONE <= committed <= completed and generation >= 0 and run >= 1:
-                    return cls(completed, generation, committed, digest, sound, run)
+                    return cls(completed, generation, committed, digest, intact, run)
         raise ValueError(f"malformed standing {str(fields)[:200]}")
 
     def to_wire(self) -> list[object]:
-        return [self.completed, self.generation, self.committed, self.digest, self.sound, self.run]
+        return [self.completed, self.generation, self.committed, self.digest, self.intact, self.run]
 
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
-    """All go on after step `completed` of a generation; `pulls` says which rank takes the state from which.
+    """The decision of a new generation: all ranks continue after step `completed`, as completed in `generation`.
 
-    `differing` are the ranks whose state of that step is not the one that the others hold and hand over.
+    `pulls` maps each rank that needs the state to the rank that sends it. `differing` lists the ranks whose state of
+    that step differs from the most common one.
     """
 
     completed: int
@@ -76,61 +78,70 @@ class Settlement:
 
     @property
     def version(self) -> tuple[int, int]:
-        """Which state all go on with."""
+        """The step and generation of the state that all ranks continue with."""
         return self.completed, self.generation
 
     def version_in(self, generation: int) -> tuple[int, int]:
-        """What ranks call that state from now on: before the first step, what this generation begins with."""
+        """Return the version that ranks use for that state from now on.
+
+        If no step is completed yet, the initial state belongs to this generation.
+        """
         return (NONE, generation) if self.completed == NONE else self.version
 
     def gives(self, rank: int) -> tuple[int, ...]:
-        """The ranks that a rank hands its state to, in order."""
+        """Return the ranks that receive the state from `rank`, in order."""
         return tuple(sorted(taker for taker, giver in self.pulls.items() if giver == rank))
 
 
-def has_begun(completed: int, remembered: str, overwritten: bool = False) -> bool:
-    """Whether a rank holds a state of the run: of a completed step, or what all ranks have begun with.
+def has_begun(completed: int, recorded: str, overwritten: bool = False) -> bool:
+    """Return whether a rank holds a state of this run: that of a completed step, or the agreed initial state.
 
-    `remembered` is the digest that the rank's state had then, if ever; `overwritten`: by an unfinished copy.
+    `recorded` is the digest of that state, empty if there is none. `overwritten` means that a transfer which did not
+    finish has overwritten the state.
     """
-    return completed != NONE or (bool(remembered) and not overwritten)
+    return completed != NONE or (bool(recorded) and not overwritten)
 
 
-def is_sound(completed: int, remembered: str, digest: str, overwritten: bool = False) -> bool:
-    """Whether a rank's state, which has this digest now, can be gone on from.
+def is_intact(completed: int, recorded: str, digest: str, overwritten: bool = False) -> bool:
+    """Return whether training can continue from a rank's state, whose digest is now `digest`.
 
-    Before the first step is completed, too, one that was cut short may have changed what all began with.
+    The agreed initial state must be unchanged too: an interrupted first step may have changed it.
     """
-    return digest == remembered if has_begun(completed, remembered, overwritten) else not overwritten
+    return digest == recorded if has_begun(completed, recorded, overwritten) else not overwritten
 
 
 def settle(standings: Sequence[Standing]) -> Settlement:
-    """At which step all ranks go on, and who pulls from whom; givers share the work evenly.
+    """Decide after which step all ranks continue, and which rank receives the state from which.
+
+    The ranks that hold the state share the sending evenly. Raise `StateLost` if no intact copy of the last committed
+    state is left.
 
     >>> settle([Standing(4, 1, 4, "a"), Standing(5, 1, 4, "b"), Standing()])
     Settlement(completed=5, generation=1, pulls={0: 1, 2: 1}, differing=())
     """
     committed = max(standing.committed for standing in standings)
-    sound = [standing for standing in standings if standing.sound]
-    latest = max((standing.version for standing in sound), default=(NONE, 0))
+    intact = [standing for standing in standings if standing.intact]
+    latest = max((standing.version for standing in intact), default=(NONE, 0))
     newest = max(standing.version for standing in standings)
-    if not sound or latest[0] < committed or (newest[0] == NONE and latest < newest):  # a joiner's own is not it
-        what = (
-            "nobody has the whole state to begin with: who had it is gone, or the first step was cut short when it had "
-            "changed it"
+    # The last condition: no step is completed, and the only intact state is that of a joining rank, which is not the
+    # initial state that this run has agreed on.
+    if not intact or latest[0] < committed or (newest[0] == NONE and latest < newest):
+        reason = (
+            "no rank has an intact copy of the initial state: the ranks that had one are lost, or the first step was "
+            "interrupted after it had changed the state"
             if committed == NONE
-            else f"step {committed} was committed, and every copy of its state that is left was changed by the step "
-            "after it, which was cut short"
+            else f"no rank has an intact copy of the state of step {committed}, which was committed: the next step was "
+            "interrupted after it had changed the state on every remaining rank"
         )
-        raise StateLost(f"{what}. Start the job again, from a checkpoint if the program has written one")
-    copies = [rank for rank, one in enumerate(standings) if one.sound and one.version == latest]
+        raise StateLost(f"{reason}. Restart the job, from a checkpoint if the program has written one")
+    copies = [rank for rank, one in enumerate(standings) if one.intact and one.version == latest]
     digests = [standings[rank].digest for rank in copies]
-    if latest[0] == NONE:  # nothing is completed yet: all begin with what the first of them has
+    if latest[0] == NONE:  # no step is completed: all ranks start with the state of the lowest rank that has a copy
         holders = [rank for rank in copies if standings[rank].digest == digests[0]]
         differing: tuple[int, ...] = ()
     else:
-        usual = Counter(digests).most_common(1)[0][0]  # of equally common ones, the lowest rank's
-        holders = [rank for rank in copies if standings[rank].digest == usual]
+        majority = Counter(digests).most_common(1)[0][0]  # in a tie, the digest of the lowest rank
+        holders = [rank for rank in copies if standings[rank].digest == majority]
         differing = tuple(rank for rank in copies if rank not in holders)
     takers = [rank for rank in range(len(standings)) if rank not in holders and rank not in differing]
     pulls = {taker: holders[index % len(holders)] for index, taker in enumerate(takers)}
@@ -138,27 +149,30 @@ def settle(standings: Sequence[Standing]) -> Settlement:
 
 
 def has_joiners(news: News | None, generation: int) -> bool:
-    """Whether members wait to join this very generation; news of an earlier one is old."""
+    """Return whether members wait to join this generation. News about an earlier generation is ignored."""
     return news is not None and news.joiners > 0 and news.generation == generation
 
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """What a vote has shown: the same on every rank."""
+    """The result of a vote, the same on every rank."""
 
     agreed: bool  # all ranks have completed the same step
-    identical: bool  # and hold the same state
-    renew: bool  # members wait to join, or one wants to leave: the generation ends here, for the next
+    identical: bool  # all ranks hold the same state
+    renew: bool  # members wait to join, or a member wants to leave: the next generation begins now
 
 
 def ballot(step: int, digest: str, renew: bool) -> Array:
-    """A rank's vote at the end of a step. All ranks' ballots are reduced by `max`; of (x, -x) that gives both ends."""
+    """Return a rank's vote at the end of a step. The ballots of all ranks are reduced by `max`.
+
+    Each number x is sent as (x, -x), so the reduction gives its maximum and its minimum over all ranks.
+    """
     mark = int(digest[:16] or "0", 16) & _POSITIVE
     return np.array([step, -step, mark, -mark, int(renew)], dtype=np.int64)
 
 
 def count(reduced: Array) -> Tally:
-    """What the reduced ballots of all ranks say.
+    """Evaluate the reduced ballots of all ranks.
 
     >>> count(ballot(3, "ff", False))
     Tally(agreed=True, identical=True, renew=False)

@@ -1,4 +1,4 @@
-"""The contract that all replicas hold the same bits: equal starts, checks at intervals, and the rank that differs."""
+"""Keeps replicas equal: broadcasts the initial values, checks at intervals, and names a rank that differs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,25 @@ from gradwire.errors import ArrayError, ConfigError, ReplicasDiverged
 from gradwire.group import Group
 from gradwire.training import agreement_check
 
-_TOGETHER = 64 << 10  # bytes: smaller tensors are broadcast side by side
+_TOGETHER = 64 << 10  # bytes: smaller tensors of one dtype are broadcast in one call
 
 
 def check_replicas(group: Group, tensors: Mapping[str, Any]) -> str:
-    """Raise `ReplicasDiverged` on every rank unless all hold the same names, shapes, dtypes and bits; the digest.
+    """Check that all ranks hold the same tensors: names, shapes, dtypes and bits. All ranks must call it.
 
-    It names the rank that differs from most (of two, the higher) and its first tensor that does. What is exchanged is
-    32 bytes; more only if they differ. The group goes on.
+    The ranks exchange 32 bytes, and more only if they differ. The group stays usable after the error.
+
+    Args:
+        group: The group whose ranks are compared.
+        tensors: A dict of arrays by name.
+
+    Returns:
+        The digest of all tensors, 32 hexadecimal digits.
+
+    Raises:
+        ReplicasDiverged: On every rank. `culprit` is a rank that differs from the majority (of two ranks, rank 1), and
+            `tensor` is its first tensor that differs.
+        ArrayError: `tensors` is not a dict of arrays.
 
     >>> import gradwire as gw, numpy as np
     >>> with gw.init() as group: len(gw.check_replicas(group, {"w": np.ones(3)}))
@@ -31,7 +42,7 @@ def check_replicas(group: Group, tensors: Mapping[str, Any]) -> str:
     digests = {name: _digest(name, tensor) for name, tensor in _named(tensors).items()}
     whole = xxhash.xxh3_128("".join(f"{name}\0{digest}\0" for name, digest in digests.items()).encode())
     mine = np.frombuffer(whole.digest(), np.uint8)
-    both = group.all_reduce(np.concatenate([mine, 255 - mine]), op="max")  # of (x, -x) the maximum gives both ends
+    both = group.all_reduce(np.concatenate([mine, 255 - mine]), op="max")  # gives both the maximum and the minimum
     if (both[:16] + both[16:] != 255).any():
         raise diverged(group.all_gather_values(list(digests.items())), group.generation)
     return whole.hexdigest()
@@ -60,32 +71,33 @@ def _as_array(name: str, tensor: Any) -> Array:
     return array
 
 
-Digests = Sequence[Sequence[str]]  # of one rank: pairs of a tensor's name and its digest, in the rank's order
+Digests = Sequence[Sequence[str]]  # pairs of a tensor's name and its digest, in the order of one rank
 
 
 def diverged(
-    everyones: Sequence[Digests | None], generation: int | None = None, step: int | None = None
+    digests_by_rank: Sequence[Digests | None], generation: int | None = None, step: int | None = None
 ) -> ReplicasDiverged:
-    """The error that names the first rank that differs from most, and its first tensor that does.
+    """Return the error that names the first rank that differs from the majority, and its first tensor that differs.
 
-    Each rank sends its tensors' digests, or None if it holds none of them. `step` is the one after which they differ.
+    `digests_by_rank` has None for a rank that holds no tensors. `step` is the step after which the ranks differ.
 
     >>> print(diverged([[["w", "a"], ["b", "1"]], None, [["w", "a"], ["b", "2"]]]))
-    rank 2 holds another 'b' (digest 2) than rank 0 (digest 1): the replicas are no longer the same
+    rank 2 holds a different 'b' (digest 2) than rank 0 (digest 1): the replicas have diverged
     """
-    held = {rank: tuple((n, d) for n, d in one) for rank, one in enumerate(everyones) if one is not None}
-    usual, most = Counter(held.values()).most_common(1)[0]  # of equally common ones, the lowest rank's
-    others = [rank for rank, one in held.items() if one != usual]
+    held = {rank: tuple((n, d) for n, d in one) for rank, one in enumerate(digests_by_rank) if one is not None}
+    majority, count = Counter(held.values()).most_common(1)[0]  # in a tie, the digests of the lowest rank
+    others = [rank for rank, one in held.items() if one != majority]
     culprit = others[0]
-    tensor = _first_difference(held[culprit], usual)
-    more = f"; so do ranks {', '.join(map(str, others[1:]))}" if others[1:] else ""
-    first = next(rank for rank, one in held.items() if one == usual)
-    against = f"{most} of {len(held)} ranks" if most > 1 else f"rank {first}"
-    after = "" if step is None else f"after step {step} "
-    digests = [dict(one).get(tensor, "none")[:16] for one in (held[culprit], usual)]
+    tensor = _first_difference(held[culprit], majority)
+    also = ", ".join(map(str, others[1:]))
+    more = "" if not also else f"; ranks {also} differ too" if others[2:] else f"; rank {also} differs too"
+    first = next(rank for rank, one in held.items() if one == majority)
+    against = f"{count} of {len(held)} ranks" if count > 1 else f"rank {first}"
+    after = "" if step is None else f"after step {step}, "
+    digests = [dict(one).get(tensor, "none")[:16] for one in (held[culprit], majority)]
     return ReplicasDiverged(
-        f"{after}rank {culprit} holds another {tensor!r} (digest {digests[0]}) than {against} (digest {digests[1]}): "
-        f"the replicas are no longer the same{more}",
+        f"{after}rank {culprit} holds a different {tensor!r} (digest {digests[0]}) than {against} "
+        f"(digest {digests[1]}): the replicas have diverged{more}",
         culprit=culprit,
         tensor=tensor,
         operation="check_replicas" if step is None else f"step {step}",
@@ -93,15 +105,22 @@ def diverged(
     )
 
 
-def _first_difference(mine: tuple[tuple[str, str], ...], usual: tuple[tuple[str, str], ...]) -> str:
-    """The first name that stands for something else, or for nothing, on the other side; else the first out of order."""
-    here, there = dict(mine), dict(usual)
+def _first_difference(mine: tuple[tuple[str, str], ...], other: tuple[tuple[str, str], ...]) -> str:
+    """Return the first name whose digest is different or missing, or else the first name out of order."""
+    here, there = dict(mine), dict(other)
     differing = [name for name in here | there if here.get(name) != there.get(name)]
-    return differing[0] if differing else next(one[0] for one, other in zip(mine, usual, strict=True) if one != other)
+    return differing[0] if differing else next(one[0] for one, two in zip(mine, other, strict=True) if one != two)
 
 
 class Contract:
-    """Checks every so many steps that replicas are the same; `every=0` never does.
+    """Calls `check_replicas` at every `every`-th step.
+
+    Args:
+        group: The group whose ranks are compared.
+        every: The number of steps from one check to the next. 0 turns the checks off.
+
+    Raises:
+        ConfigError: `every` is not a whole number, or is negative.
 
     >>> import gradwire as gw, numpy as np
     >>> weights = {"w": np.ones(3)}
@@ -113,13 +132,23 @@ class Contract:
 
     def __init__(self, group: Group, every: int = 1) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 0:
-            raise ConfigError(f"every is {every!r}: a number of steps, or 0 for never")
+            raise ConfigError(f"every is {every!r}: it must be a number of steps, or 0 for no checks")
         self.group = group
         self.every = every
         self._steps = 0
 
     def check(self, tensors: Mapping[str, Any]) -> bool:
-        """Count a step, and at every k-th one `check_replicas`; whether it did. All ranks call it in each step."""
+        """Count a step, and check the replicas if the check is due. All ranks must call it in each step.
+
+        Args:
+            tensors: A dict of arrays by name.
+
+        Returns:
+            Whether this call checked the replicas.
+
+        Raises:
+            ReplicasDiverged: The ranks hold different tensors; see `check_replicas`.
+        """
         self._steps += 1
         if not self.every or self._steps % self.every:
             return False
@@ -127,15 +156,28 @@ class Contract:
         return True
 
     def rebind(self, group: Group) -> None:
-        """Go on with the next generation's group. All ranks count from there, those that have joined it too."""
+        """Continue with the group of the next generation. All ranks start counting at 0, as joining ranks do."""
         if group is not self.group:
             self.group, self._steps = group, 0
 
 
 def broadcast_named(group: Group, tensors: Mapping[str, Any], root: int = 0) -> Mapping[str, Any]:
-    """Copy the root's tensors into those of every rank: how replicas begin alike. Returns the tensors.
+    """Copy the tensors of the root into those of every other rank, in place. All ranks must call it.
 
-    Names, shapes and dtypes that differ are an error on all ranks that says where; the group goes on.
+    Use it to start all replicas with the same values.
+
+    Args:
+        group: The group whose ranks receive the tensors.
+        tensors: A dict of arrays by name. Names, shapes and dtypes must be the same on all ranks.
+        root: The rank whose values are copied.
+
+    Returns:
+        `tensors`.
+
+    Raises:
+        ConfigError: On every rank, if names, shapes or dtypes differ. It names the rank and the tensor, and the group
+            stays usable.
+        ArrayError: A value is not an array that can be written in place.
 
     >>> import gradwire as gw, numpy as np
     >>> with gw.init() as group: gw.broadcast_named(group, {"w": np.ones(2)})
@@ -148,7 +190,7 @@ def broadcast_named(group: Group, tensors: Mapping[str, Any], root: int = 0) -> 
         except ArrayError as error:
             error.args = (f"{name!r}: {error.message}", *error.args[1:])
             raise
-    agreement_check.tell(
+    agreement_check.check_and_gather(
         group, "broadcast_named", [f"{name!r}: {arrays.describe(one.array)}" for name, one in views.items()]
     )
     small: dict[arrays.DType, list[arrays.View]] = {}

@@ -1,4 +1,4 @@
-"""Training that goes on when ranks are lost, and lets others in: `gw.elastic`."""
+"""`gw.elastic`: training that survives lost ranks and admits new ones."""
 
 from __future__ import annotations
 
@@ -41,22 +41,37 @@ from gradwire.training.step_protocol import (
 
 log = logging.getLogger("gradwire.training")
 
-EARLY = 3  # steps before which it is seen whether the state is changed in between
-_RUNS: dict[tuple[int, str], int] = {}  # how many a member of a job has begun
+CHECKED_STEPS = 3  # before these first steps, the run checks that the state was not changed between two steps
+_RUNS: dict[tuple[int, str], int] = {}  # (job, member) → how many elastic runs this member has begun
 
 
 def elastic(state: Any, *, min_size: int = 1, on_divergence: OnDivergence = "raise") -> Elastic:
-    """Train in steps that survive the loss of ranks: each is done by all ranks or by none, and repeated after a loss.
+    """Start a run of steps that survives the loss of ranks: each step counts on all ranks or on none.
 
-    `state` is what replicas keep alike: a dict of arrays, or anything with `state_dict` and `load_state_dict`, or a
-    dict of such. All begin with rank 0's. After each step the ranks vote, and when the vote returns the step is
-    committed. A lost peer brings the next generation: the rest go on from the last step that was completed, and whoever
-    is behind, has just joined, or was interrupted while it changed its state, gets it from a peer. With fewer than
-    `min_size` members the job waits. In a job whose membership is fixed the loss is raised.
+    All ranks start with the state of rank 0. At the end of each step the ranks vote; when the vote returns, the step is
+    *committed*. If a rank is lost, the other ranks form the next generation and continue after the last step that one
+    of them has completed; an interrupted step is repeated. A rank receives the state from another rank if it is behind,
+    has just joined, or was interrupted while it changed its state. While the job has fewer than `min_size` members, the
+    run waits.
 
-    The vote also compares the digests of the ranks' states. If they differ, the step is not committed, and all ranks
-    raise `ReplicasDiverged`, which names a rank and its first array or value that differs. With
-    `on_divergence="warn"` that is logged, and the run goes on; ranks that join get the state that most ranks hold.
+    A job of fixed size does not form a next generation: there the loss of a rank is raised from `with step`.
+
+    Change the state only inside `with step`.
+
+    Args:
+        state: The replicated state: a dict of arrays and plain values, an object with `state_dict` and
+            `load_state_dict`, or a dict of such objects. It must hold everything that a rank needs to continue.
+        min_size: The smallest number of members to train with.
+        on_divergence: The vote compares the digests of all ranks' states. With "raise", a difference raises
+            `ReplicasDiverged` on all ranks, and the step is not committed. With "warn", it is logged and the run
+            continues; ranks that join receive the state that most ranks hold.
+
+    Returns:
+        The run. It uses the group of `gw.init()`, and calls `gw.init()` if the process has no group yet.
+
+    Raises:
+        ArrayError: `state` holds a value that cannot be sent to another rank.
+        ConfigError: Another argument is invalid (`InvalidSize` for `min_size`).
 
     >>> import gradwire as gw, numpy as np
     >>> weights = {"w": np.zeros(3)}
@@ -68,26 +83,27 @@ def elastic(state: Any, *, min_size: int = 1, on_divergence: OnDivergence = "rai
     (array([5., 5., 5.]), 4)
     >>> run.close()
     """
-    State(state).touch()  # what cannot travel is found, and memory is there, before the others wait for this rank
+    # Before this rank joins and the others wait for it: reject a state that cannot be sent, and fault its memory in.
+    State(state).touch()
     return Elastic(state, process_hooks.current() or init.init(), min_size, on_divergence)
 
 
 class Elastic:
-    """A run of committed steps; made by `gw.elastic`. `group` is the present generation's, another after each break."""
+    """A run of committed steps, made by `gw.elastic`."""
 
     def __init__(self, state: Any, group: Group, min_size: int, on_divergence: OnDivergence = "raise") -> None:
         if whole("min_size", min_size) < 1:
-            raise InvalidSize(f"min_size is {min_size}: a run has at least one member")
+            raise InvalidSize(f"min_size is {min_size}: it must be at least 1")
         if on_divergence not in get_args(OnDivergence):
-            raise ConfigError(f"on_divergence is {on_divergence!r}: it can be {', '.join(get_args(OnDivergence))}")
+            raise ConfigError(f"on_divergence is {on_divergence!r}: it must be {' or '.join(get_args(OnDivergence))}")
         self._state = State(state)
         self._replica = _Replica(self._state, group)
         self._protocol = StepProtocol(self._replica, min_size, on_divergence)
-        self._told = False  # that the state was changed between steps
+        self._warned = False  # that the state was changed between steps
 
     @property
     def group(self) -> Group:
-        """The present generation's."""
+        """The group of the current generation. It changes after each recovery, so do not keep a reference to it."""
         return self._replica.group
 
     @group.setter
@@ -96,27 +112,27 @@ class Elastic:
 
     @property
     def min_size(self) -> int:
-        """With fewer members the run waits."""
+        """The smallest number of members to train with. The run waits while there are fewer."""
         return self._protocol.min_size
 
     @property
     def on_divergence(self) -> OnDivergence:
-        """What happens when ranks hold different states: "raise" or "warn"."""
+        """The reaction when ranks hold different states: "raise" or "warn"."""
         return self._protocol.on_divergence
 
     @property
     def completed(self) -> int:
-        """The last step whose body has ended here; -1: none yet."""
+        """The index of the last step whose body has ended on this rank; -1 if there is none yet."""
         return self._protocol.completed
 
     @property
     def committed(self) -> int:
-        """The last step that all ranks are known to have completed; -1: none yet."""
+        """The index of the last step that all ranks are known to have completed; -1 if there is none yet."""
         return self._protocol.committed
 
     @property
     def digest(self) -> str:
-        """Of the state after the last completed step."""
+        """The digest of the state after the last completed step."""
         return self._protocol.digest
 
     @property
@@ -126,11 +142,24 @@ class Elastic:
 
     @property
     def recoveries(self) -> int:
-        """How often the run went on after a break."""
+        """How many times the run has continued in a new generation after a failure."""
         return self._replica.recoveries
 
     def steps(self, total: SupportsIndex) -> Iterator[Step]:
-        """The steps up to `total` that are still to do, each to be used as `with step:`; begun again after a loss."""
+        """Yield the steps that are still to do, up to step `total - 1`. Wrap each iteration in `with step:`.
+
+        A rank that joins starts with the current step of the run. After a failure, the interrupted step is yielded
+        again, unless another rank had completed it. All ranks must pass the same `total`.
+
+        Args:
+            total: The number of steps of the whole run, counted from step 0.
+
+        Raises:
+            ConfigError: The loop body did not enter `with step`.
+            StateLost: Every remaining rank had already changed its state when the step was interrupted, so no intact
+                copy is left.
+            ReplicasDiverged: The ranks hold different states, and `on_divergence` is "raise".
+        """
         last = whole("total", total) - 1
         while True:
             drive(self._protocol.begin(), self._replica.perform)
@@ -140,51 +169,61 @@ class Elastic:
             step = Step(self, self.completed + 1)
             yield step
             if not step.ended:
-                raise ConfigError(f"step {step.index} was not entered: use `with step:` around the body")
+                raise ConfigError(f"step {step.index} was not entered: wrap the loop body in `with step:`")
 
     def finish(self) -> None:
-        """All work is done, before the last step: nobody joins the job any more. All ranks call it at the same step."""
+        """Declare the work done before the last step, for example to stop early: no more members are admitted.
+
+        All ranks must call it at the same step.
+        """
         GroupInternals(self.group).mark_finished(True)
 
     def when_cut_short(self, undo: Callable[[], None]) -> None:
-        """Call this when a step has broken, before ranks look whose state is still that of the last completed step.
+        """Register a function that runs after a step has failed, before the ranks compare their states.
 
-        For what a body changes even if it comes to nothing, like the running means of a model.
+        Use it to undo changes that the body of a step makes early, such as updates of a model's running means. Then the
+        state is again that of the last completed step.
+
+        Args:
+            undo: A function without arguments.
         """
         self._replica.undoing.append(undo)
 
     def _check_between(self, index: int) -> None:
-        """In the first steps, where it is seen at once: what is changed outside of a step is lost on whoever joins."""
-        if not self._told and self.completed == index - 1 < EARLY and self._state.digest() != self.digest:
-            self._told = True
+        """Log an error if the state was changed since the last step. Only the first steps are checked.
+
+        A rank that joins between two steps would receive the state without such a change.
+        """
+        if not self._warned and self.completed == index - 1 < CHECKED_STEPS and self._state.digest() != self.digest:
+            self._warned = True
             log.error(
-                "the state was changed between steps %d and %d: a rank that joins there gets it without that change, "
-                "and after a loss it counts as spoiled. Change the state only inside of `with step`",
+                "the state was changed between steps %d and %d. A rank that joins there receives it without that "
+                "change, and after a failure this rank's copy is not used. Change the state only inside `with step`",
                 *(index - 1, index),
             )
 
     def close(self) -> None:
-        """Leave the job: the others go on without this rank."""
+        """Leave the job. The other ranks continue without this one."""
         self.group.close()
 
     @property
     def fence(self) -> Fence:
-        """The token of the present generation of this run, by which writers of checkpoints are ordered."""
+        """The fence of this run and its current generation: an ordered token for writing checkpoints."""
         identity = GroupInternals(self.group).identity
         return Fence(identity.run, identity.number)
 
     def _end(self, index: int) -> None:
-        """The body of a step has ended here: take the vote, and let in members that wait."""
-        if not GroupInternals(self.group).is_closed:  # else the program has left
+        """Vote at the end of a step's body, and admit members that wait to join."""
+        if not GroupInternals(self.group).is_closed:  # the body may have closed the group to leave the job
             drive(self._protocol.end(index), self._replica.perform)
 
     def _recover(self, error: Broken) -> None:
-        """Go on in the next generation, however often it takes."""
+        """Continue in the next generation; repeat if that one fails too."""
         drive(self._protocol.recover(error), self._replica.perform)
 
 
 class _Replica:
-    """This rank and its state, as the step protocol sees them; performs with the group what the protocol asks for."""
+    """Connects the step protocol to this rank's group and state: performs its requests, and logs its reports."""
 
     def __init__(self, state: State, group: Group) -> None:
         self.group = group
@@ -209,11 +248,14 @@ class _Replica:
         return self._state.digest()
 
     def digest_if_readable(self) -> str:
-        """Of a state that a step has left in pieces (arrays of JAX that were donated), nothing: so it is not sound."""
+        """Return the digest, or "" if the state cannot be read: a step may have donated some of its JAX arrays.
+
+        An empty digest marks the state as not intact.
+        """
         try:
             return self._state.digest()
         except Exception as error:
-            log.warning("the state cannot be read any more: %s", error)
+            log.warning("the state on this rank can no longer be read: %s", error)
             return ""
 
     def digests(self) -> list[tuple[str, str]]:
@@ -258,15 +300,15 @@ class _Replica:
         giver, takers, digest = request.giver, request.takers, request.digest
         nbytes = transfer.hand_over(self.group, self._state, giver, takers, digest, overwrite=request.overwrite)
         if giver != self.rank:
-            log.info("rank %d has got the state of step %d (%d bytes)", self.rank, request.step, nbytes)
+            log.info("rank %d received the state of step %d (%d bytes)", self.rank, request.step, nbytes)
 
     # -- reports of the protocol --------------------------------------------------------------------------------------
 
     def is_short_of_members(self, wanted: int) -> None:
-        log.warning("waiting: %d of at least %d members are here", self.size, wanted)
+        log.warning("waiting for members: the job has %d and needs at least %d", self.size, wanted)
 
     def begins(self) -> None:
-        GroupInternals(self.group).begin_settling()
+        GroupInternals(self.group).begin_state_agreement()
 
     def decided(self, settlement: Settlement) -> None:
         """Nothing to do."""
@@ -275,7 +317,7 @@ class _Replica:
         """Nothing to do."""
 
     def committed(self, version: tuple[int, int]) -> None:
-        GroupInternals(self.group).settled()
+        GroupInternals(self.group).end_state_agreement()
 
     def diverged(self, error: ReplicasDiverged) -> None:
         log.error("%s", error)
@@ -289,22 +331,31 @@ class _Replica:
     def recovered(self) -> None:
         self.recoveries += 1
         took = time.monotonic() - self._broke_at
-        log.warning("generation %d of %d members goes on after %.2f s", self.generation, self.size, took)
+        log.warning("recovered in %.2f s: generation %d has %d members", took, self.generation, self.size)
 
 
 def _begun_runs(internals: GroupInternals, number: int) -> int:
-    """How many runs this member has begun, with this one; `number` if that was counted already, in another job run."""
+    """Return how many elastic runs this member has begun, including the current one.
+
+    `number` is 0 at first. Later it is the result of the first call, which is then returned again.
+    """
     member = internals.identity.job, internals.member_id
     _RUNS[member] = max(_RUNS.get(member, 0), number) if number else _RUNS.get(member, 0) + 1
     return number or _RUNS[member]
 
 
 class Step:
-    """One step: `with step:` around its body. `index` counts from 0, and the step itself can be used as that number.
+    """One training step; wrap the loop body in `with step:`.
 
-    `committed` is true afterwards if this very pass through the body is known to have counted: all ranks have done the
-    step, and this rank's state is the one after it. After a loss it is false, and the step comes again, unless a
-    survivor had completed it. A rank that the others went on without, and that has come back, is told of later steps.
+    Leaving `with step` takes the vote. If the group breaks inside the body or the vote, the run recovers and the error
+    is suppressed; other errors are raised.
+
+    Attributes:
+        index: The number of the step, from 0. A step can also be used as an integer, for example as a list index.
+        committed: After the body, whether this pass through the body counted: all ranks completed the step, and this
+            rank's state is the one after it. It is False after a failure. Then the step is repeated, unless another
+            rank had completed it.
+        ended: Whether the body has ended.
     """
 
     def __init__(self, run: Elastic, index: int) -> None:

@@ -1,4 +1,4 @@
-"""Fences: order the writers of a checkpoint, and keep an earlier writer from overwriting a later one's file."""
+"""Fences: tokens that keep an outdated writer from overwriting the checkpoint of a later one."""
 
 from __future__ import annotations
 
@@ -18,9 +18,14 @@ _SUFFIX = ".fence"
 
 @dataclass(frozen=True, order=True, slots=True)
 class Fence:
-    """An ordered token of one generation of a run: a later run's is greater, and within a run a later generation's.
+    """An ordered token of a run and its generation, from `run.fence`.
 
-    `str(fence)` is text that sorts in the same order; `Fence.parse` reads it back.
+    The fence of a later run is greater. Within a run, the fence of a later generation is greater. `str(fence)` is text
+    that sorts in the same order, and `Fence.parse` reads it back.
+
+    Attributes:
+        run: The id of the run, 16 bytes.
+        generation: The number of the generation.
 
     >>> early, late = Fence(b"a" * 16, 9), Fence(b"b" * 16, 1)
     >>> early < late, str(early) < str(late), Fence.parse(str(late)) == late
@@ -35,22 +40,29 @@ class Fence:
 
     @classmethod
     def parse(cls, text: str) -> Fence:
-        """Read what `str` wrote; `ConfigError` for anything else."""
+        """Return the fence whose `str` is `text`; raise `ConfigError` for any other text."""
         run, _, generation = text.partition("-")
         try:
             fence = cls(bytes.fromhex(run), int(generation))
         except ValueError:
             fence = cls(b"", -1)
         if len(fence.run) != RUN_BYTES or fence.generation < 0 or str(fence) != text:
-            raise ConfigError(f"{text[:80]!r} is not a fence: one is the run's id, a dash and the generation")
+            raise ConfigError(f"{text[:80]!r} is not a fence: it must be a run id, a dash and a generation number")
         return fence
 
     def replace(self, draft: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
-        """Move the finished file `draft` to `path`, unless `path` was written under a greater fence.
+        """Move the finished file `draft` to `path`, unless `path` was written with a greater fence.
 
-        Raises `Fenced` then, and leaves both files as they are: the writer belongs to a run or generation that others
-        have gone on without. Fences are kept beside the file, as `path` + ".fence". Writers on several hosts need a
-        file system with locks for this.
+        The fences of all writers are recorded in the file `path` + ".fence". If writers run on several hosts, the file
+        system must support locks across hosts.
+
+        Args:
+            draft: The finished file, on the same file system as `path`.
+            path: The file to replace.
+
+        Raises:
+            Fenced: `path` was written with a greater fence: this process belongs to an outdated run or generation. Both
+                files are left unchanged.
         """
         target = Path(path)
         with _locked(target.with_name(target.name + _SUFFIX)) as record:
@@ -58,10 +70,10 @@ class Fence:
             if written is not None and written > self:
                 raise Fenced(
                     f"{target} was written by generation {written.generation} of run {written.run.hex()}, which is "
-                    f"later than generation {self.generation} of run {self.run.hex()}: it is left as it is"
+                    f"later than generation {self.generation} of run {self.run.hex()}: the file was not replaced"
                 )
             if written != self:
-                _append(record, self)  # before the file itself: an earlier writer is kept out from now on
+                _append(record, self)  # before the file is replaced, so that an earlier writer is refused from now on
             os.replace(draft, target)
             _sync_folder(target.parent)
 
@@ -74,12 +86,12 @@ def _locked(path: Path) -> Iterator[int]:
         yield descriptor
     finally:
         with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that was forked meanwhile holds the descriptor, too
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough: a child forked meanwhile shares the lock
         os.close(descriptor)
 
 
 def _read(descriptor: int) -> Fence | None:
-    """The greatest fence that the target was written under; None if there was none yet. Torn lines are passed over."""
+    """Return the greatest fence in the record, or None if there is none. Incomplete lines are ignored."""
     fences = []
     with os.fdopen(os.dup(descriptor), "rb") as record:
         record.seek(0)
@@ -90,7 +102,7 @@ def _read(descriptor: int) -> Fence | None:
 
 
 def _append(descriptor: int, fence: Fence) -> None:
-    line = f"\n{fence}\n".encode()  # whatever a torn line before it holds
+    line = f"\n{fence}\n".encode()  # the first newline ends an incomplete line that a crash may have left
     if os.write(descriptor, line) < len(line):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     os.fsync(descriptor)
@@ -101,7 +113,7 @@ def _sync_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot do that for a folder
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot sync a directory
             raise
     finally:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Checks whether arrays hold only finite numbers: in the core without the GIL, or by NumPy."""
+"""Checks whether arrays hold only finite numbers, in the native core without the GIL, or with NumPy."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from gradwire.errors import NotFinite
 from gradwire.group import Group
 from gradwire.host import native_core
 
-CHUNK = 1 << 16  # elements that NumPy looks at in one go: what it makes of them stays in the cache
+CHUNK = 1 << 16  # elements that NumPy checks at a time, so that its temporary arrays stay in the CPU caches
 
 
 def all_finite(array: Array) -> bool:
-    """Whether no element of a contiguous array is NaN or infinite.
+    """Return whether no element of a contiguous array is NaN or infinite.
 
     >>> all_finite(np.ones(3)), all_finite(np.array([1.0, np.inf]))
     (True, False)
@@ -26,7 +26,10 @@ def all_finite(array: Array) -> bool:
 
 
 def copy_finite(to: Array, source: Array) -> bool | None:
-    """Copy, and say whether all of it is finite; None if that would take a second look. `to` is contiguous.
+    """Copy `source` into the contiguous array `to`, and return whether all elements are finite.
+
+    Return None if the copy could not check this: without the native core, for other layouts, and for overlapping
+    arrays.
 
     >>> place = np.zeros(2)
     >>> copy_finite(place, np.ones(2)) in (True, None), place
@@ -42,7 +45,7 @@ def copy_finite(to: Array, source: Array) -> bool | None:
 
 
 def faults(array: Array) -> str:
-    """What is not finite in an array, in words.
+    """Describe how many elements of an array are NaN or infinite.
 
     >>> faults(np.array([1.0, np.inf, np.nan, np.nan]))
     '2 NaN and 1 infinite of 4 elements'
@@ -53,13 +56,17 @@ def faults(array: Array) -> str:
 
 
 def not_finite(group: Group, found: list[list[str]]) -> NotFinite:
-    """The same error on all ranks, about the lowest rank that has found something, and its first tensor."""
-    everyones = group.all_gather_values(found)
-    rank, (tensor, faults) = next((rank, told[0]) for rank, told in enumerate(everyones) if told)
-    more = sum(map(len, everyones)) - 1
+    """Return the same error on all ranks: about the lowest rank with a fault, and its first faulty tensor.
+
+    `found` lists this rank's faulty tensors, as pairs of a name and a description. All ranks call it.
+    """
+    by_rank = group.all_gather_values(found)
+    rank, (tensor, faults) = next((rank, pairs[0]) for rank, pairs in enumerate(by_rank) if pairs)
+    more = sum(map(len, by_rank)) - 1
+    affected = ", ".join(str(rank) for rank, pairs in enumerate(by_rank) if pairs)
     return NotFinite(
         f"the gradient {tensor!r} of rank {rank} is not finite: {faults}"
-        + (f" ({more} more on ranks {', '.join(str(r) for r, told in enumerate(everyones) if told)})" if more else ""),
+        + (f" ({more} more such gradients; affected ranks: {affected})" if more else ""),
         culprit=rank,
         tensor=tensor,
         operation="GradientSync",

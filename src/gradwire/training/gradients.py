@@ -1,4 +1,4 @@
-"""GradientSync: gradients live in buckets, and the buckets are reduced while backward still runs."""
+"""`GradientSync`: averages gradients over all ranks, bucket by bucket, while backward still runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradwire.operations.types import check_algorithm
 from gradwire.training import agreement_check, norms
 from gradwire.training.backward import Backward
 from gradwire.training.bucket_reduction import BucketReduction, Compressing, Compression
-from gradwire.training.buckets import BucketSet, check_bytes, fitting, tensors_like
+from gradwire.training.buckets import BucketSet, check_bytes, checked_gradients, tensors_like
 from gradwire.training.contract import Contract
 from gradwire.training.weights import Weights
 
@@ -23,18 +23,15 @@ FIRST_BUCKET_BYTES = 1 << 20
 
 
 class HasGroup(Protocol):
-    """Something whose group changes: `gw.Elastic`."""
+    """An object whose group changes, such as `gw.Elastic`."""
 
     group: Group
 
 
 class GradientSync:
-    """Keeps the gradients of all ranks in step: they are averaged in buckets, while backward still runs.
+    """Averages gradients over all ranks, in buckets, while backward still runs.
 
-    `like` tells names, shapes and dtypes, in the order of the forward pass. `group` may be an elastic run: then the
-    sync goes on in its next generation by itself.
-
-    The short way, when all gradients are there:
+    If all gradients are available at once, call `sync`:
 
     >>> import gradwire as gw, numpy as np
     >>> weights = {"w": np.ones((2, 3)), "b": np.zeros(3)}
@@ -43,7 +40,8 @@ class GradientSync:
     ...     sync.sync({"w": np.ones((2, 3)), "b": np.arange(3.0)})["b"]
     array([0., 1., 2.])
 
-    The long way: write each gradient where it is reduced, and say when it is complete.
+    To overlap communication with computation, write each gradient into its place in `gradients`, call `ready` as soon
+    as it is complete, and call `finish` at the end:
 
     >>> with gw.init() as group:
     ...     sync = gw.GradientSync(group, weights)
@@ -55,8 +53,26 @@ class GradientSync:
     ...     sync.clip(1.0)
     3.0
 
-    No call here but `rebind` may be left out on one rank: `begin` with a weight, `finish`, `clip` and `reorder` are
-    collective.
+    `sync`, `agree`, `begin`, `finish`, `clip` and `reorder` are collective: call them on all ranks. Ranks may call
+    `ready` in different orders and for different gradients.
+
+    Args:
+        group: The group whose ranks train together, or an elastic run. With an elastic run, this object moves to the
+            next generation's group when the run does.
+        like: A dict of arrays with the names, shapes and dtypes of the gradients, in the order of the forward pass.
+        bucket_bytes: The size of a bucket.
+        first_bucket_bytes: The size of the first bucket. A small one lets communication start early.
+        compression: "f16", "bf16", "int8", "topk", or an object of `gradwire.training.compression`. None sends the
+            gradients as they are.
+        check_finite: Raise `NotFinite` on all ranks if a gradient of any rank has a NaN or an infinite value.
+        contract_every: The interval of `contract`, an attribute of type `gw.Contract`. Its `check` is called by
+            `gw.torch.DistributedDataParallel`; other programs call it themselves. 0 turns the check off.
+        algorithm: The algorithm of the all-reduce; "auto" chooses by size, ranks and topology.
+
+    Raises:
+        ArrayError: `like` is not a dict of arrays, or an array cannot be compressed.
+        UnsupportedOp: A dtype in `like` has no mean.
+        ConfigError: Another argument is invalid.
     """
 
     def __init__(
@@ -80,18 +96,18 @@ class GradientSync:
         check_algorithm("all_reduce", algorithm)
         self._algorithm = algorithm
         self.ordered = False
-        """Whether the order of readiness was learned, here or by a rank that was there before."""
+        """Whether the buckets follow the order in which backward completes gradients (see `reorder`)."""
         self._lock = threading.Lock()
-        self._backward: Backward | None = None  # from its first gradient to `finish`
+        self._backward: Backward | None = None  # the current backward pass: from its first gradient to `finish`
         self._added: set[str] = set()
         self._agreed = False
         self.group = group if isinstance(group, Group) else group.group
         self._internals = GroupInternals(self.group)
         self.contract = Contract(self.group, contract_every)
         self.used: frozenset[str] = frozenset()
-        """Those that some rank had a gradient of, in the last backward; the others have none anywhere."""
+        """The names of the gradients that at least one rank had in the last backward pass."""
         self.total_weight = float(self.group.size)
-        """The sum of all ranks' weights in the last backward."""
+        """The sum of all ranks' weights in the last backward pass."""
         self._bind(BucketSet(self.group, self._tensors, list(reversed(self._tensors)), self._sizes))
         self._compressing.check(self._bucket_set)
 
@@ -100,24 +116,33 @@ class GradientSync:
         nbytes = sum(flat.nbytes for flat in flats)
         return f"<gradwire.GradientSync of {tensors} tensors, {nbytes} bytes in {len(flats)} buckets>"
 
-    # -- where gradients live -----------------------------------------------------------------------------------------
+    # -- the buckets --------------------------------------------------------------------------------------------------
 
     @property
     def layout(self) -> list[list[str]]:
-        """The names of the gradients in each bucket, in the order in which buckets are reduced."""
+        """The names of the gradients in each bucket. Buckets are listed in the order of their reduction."""
         return [list(bucket.views) for bucket in self._bucket_set.buckets]
 
     def _bind(self, bucket_set: BucketSet) -> None:
-        """Use these buckets from now on; nothing is said to other ranks yet."""
+        """Use these buckets from now on. This does not communicate."""
         self._bucket_set = bucket_set
         self.gradients = bucket_set.gradients
-        """Each gradient's place in its bucket: write it there. After `agree`, `reorder` and `rebind`, look again."""
-        self.places = bucket_set.places
+        """Each gradient's place in its bucket, by name, as a writable array.
+
+        `agree`, `reorder` and `rebind` can move gradients: afterwards, read this attribute again.
+        """
+        self.writer = bucket_set.writer
         self._compressing.reset()
         self._backward = None
 
     def rebind(self, group: Group) -> None:
-        """Go on with another group, of the next generation: the gradients move to its memory, with their contents."""
+        """Continue with the group of the next generation. The gradients keep their values, in new memory.
+
+        With an elastic run this happens automatically.
+
+        Args:
+            group: The new group.
+        """
         if group is self.group:
             return
         self._forget_backward()
@@ -132,10 +157,16 @@ class GradientSync:
             self.rebind(self._owner.group)
 
     def agree(self) -> bool:
-        """Make sure that all ranks sync the same tensors in the same order; True if the gradients have moved.
+        """Check once per group that all ranks have the same tensors and settings, and agree on the order of buckets.
 
-        The first `begin` or `finish` with a group does that, so that it need not be called; but whoever holds views
-        of `gradients` should call it first.
+        `begin`, `ready`, `finish` and `sync` call it when needed. Call it yourself only if you keep views of
+        `gradients`: it can move the gradients to other places.
+
+        Returns:
+            Whether the gradients have moved.
+
+        Raises:
+            ConfigError: On every rank, if the ranks differ. It names the rank and the tensor or setting.
         """
         if self._agreed:
             return False
@@ -143,7 +174,7 @@ class GradientSync:
         items = [f"{self._sizes} bytes with {compression} compression", *map(str, self._tensors.values())]
         names, numbers = list(self._tensors), self._bucket_set.numbers
         mine = [numbers[name] for name in self._bucket_set.order] if self.ordered else None
-        orders = agreement_check.tell(self.group, "GradientSync", items, mine)
+        orders = agreement_check.check_and_gather(self.group, "GradientSync", items, mine)
         self._agreed = True
         learned = next((one for one in orders if one is not None), None)
         if learned is None or sorted(learned) != list(range(len(names))):
@@ -158,32 +189,41 @@ class GradientSync:
         return True
 
     def reorder(self, names: Iterable[str]) -> None:
-        """Fill buckets in the order in which rank 0 saw gradients become ready; all ranks call it, between backwards.
+        """Fill the buckets in the order that rank 0 passes. All ranks must call it, between two backward passes.
 
-        Names that it does not know of come last.
+        Args:
+            names: The names of the gradients in the order in which backward completes them. Only rank 0's are used.
+                Gradients that are not named come last.
+
+        Raises:
+            ConfigError: Rank 0 passed a name without a gradient.
         """
         self.agree()
-        told = list(dict.fromkeys(self.group.broadcast_value(list(names))))
-        if unknown := [name for name in told if name not in self._tensors]:
-            raise ConfigError(f"rank 0's order names {unknown[0]!r}, of which there is no gradient")
-        seen = set(told)
+        order = list(dict.fromkeys(self.group.broadcast_value(list(names))))
+        if unknown := [name for name in order if name not in self._tensors]:
+            raise ConfigError(f"rank 0 passed the name {unknown[0]!r} to reorder(), but there is no such gradient")
+        named = set(order)
         self.ordered = True
-        self._adopt([*told, *(name for name in self._bucket_set.order if name not in seen)])
+        self._adopt([*order, *(name for name in self._bucket_set.order if name not in named)])
 
-    # -- one backward -------------------------------------------------------------------------------------------------
+    # -- one backward pass --------------------------------------------------------------------------------------------
 
     def begin(self, weight: float | None = None) -> None:
-        """Begin a backward. Needed only for a weight: that of this rank in the mean, say its number of samples.
+        """Begin a backward pass. This call is only needed to pass a weight.
 
-        Either all ranks give one or none does. Weight 0 means "I have no data": this rank's gradients do not count,
-        whatever they are.
+        Args:
+            weight: The weight of this rank in the mean, for example its number of samples. Either all ranks pass a
+                weight or none does. With weight 0, the gradients of this rank are ignored.
+
+        Raises:
+            ConfigError: The last backward pass was not finished, or the weight is not a finite number of at least 0.
         """
         self._begin(weight, beside=True)
 
     def _begin(self, weight: float | None, beside: bool) -> None:
         self._follow()
         if self.under_way:
-            raise ConfigError("the last backward was begun and not finished: call finish()")
+            raise ConfigError("the last backward pass was begun but not finished: call finish()")
         self.agree()
         self._forget_backward()
         if weight is not None:
@@ -200,11 +240,19 @@ class GradientSync:
             return self._backward
 
     def ready(self, name: str, *, used: bool = True, beside: bool = True) -> None:
-        """This gradient is complete, and not written until `finish`. Full buckets are reduced beside the program; but
-        the last one in `finish`, where there is nothing left to overlap and another thread would only have to be woken.
+        """Mark a gradient as complete, and start the reduction of each bucket that is complete now.
 
-        What is there from an earlier backward, and was not added to in this one, takes part too, but is not `used`: if
-        no rank adds to it, it stays. With `beside=False` they are reduced in this call: there is nothing to overlap.
+        Do not write to the gradient again before `finish` has returned.
+
+        Args:
+            name: The name of the gradient.
+            used: False for a gradient that holds values of an earlier backward pass and was not changed in this one.
+                It takes part in the mean if another rank has changed it; otherwise it keeps its values.
+            beside: Reduce on the group's progress thread, beside the program. The last bucket is then reduced in
+                `finish`, because no computation is left to overlap with. False reduces in this call.
+
+        Raises:
+            ConfigError: There is no gradient of this name, or its reduction has already started.
         """
         if self._follows:
             self._follow()
@@ -219,13 +267,18 @@ class GradientSync:
 
     @property
     def under_way(self) -> bool:
-        """Whether other ranks may have heard of a backward that is not finished."""
+        """Whether this rank has started a reduction that is not finished, so that other ranks may wait for it."""
         return self._backward is not None and self._backward.has_started
 
     def finish(self) -> None:
-        """Reduce what is left, wait for everything, and find out who used what. A gradient never ready is zeros.
+        """Reduce the remaining buckets, and wait until all gradients hold the mean over all ranks.
 
-        If a gradient is not finite, every rank raises `NotFinite`, which names rank and tensor. The group goes on.
+        A gradient for which neither `ready` nor `add` was called on this rank counts as zeros. Afterwards, `used` holds
+        the names of the gradients that at least one rank had.
+
+        Raises:
+            NotFinite: On every rank, if a gradient of any rank has a NaN or an infinite value. It names the rank and
+                the tensor. The group stays usable.
         """
         self._follow()
         try:
@@ -242,20 +295,31 @@ class GradientSync:
             self._forget_backward()
 
     def _forget_backward(self) -> None:
-        """Errors of its works are known by now: whoever raises one has seen those that follow from it."""
+        """End the current backward pass. Errors of its works follow from an error that was already raised."""
         if self._backward is not None:
             self._backward.abandon()
             self._backward = None
-        self.places.finite.clear()
+        self.writer.finite.clear()
 
     # -- all at once --------------------------------------------------------------------------------------------------
 
     def sync(self, gradients: Mapping[str, Any], weight: float | None = None) -> dict[str, Array]:
-        """The mean over all ranks of gradients that are all there, by name; views of the buckets, good until the next.
+        """Average gradients over all ranks in one call. All ranks must call it.
 
-        A gradient that is not given, or None, counts as zeros; one that no rank gives is not in the result.
+        Args:
+            gradients: A dict of arrays by name. A gradient that is None or missing counts as zeros.
+            weight: The weight of this rank in the mean; see `begin`.
+
+        Returns:
+            The means by name, without the gradients that no rank passed. The arrays are views of the buckets: the next
+            backward pass overwrites them.
+
+        Raises:
+            ConfigError: A name is unknown, or the ranks have different tensors or settings.
+            ArrayError: A gradient has the wrong shape or dtype.
+            NotFinite: On every rank, if a gradient has a NaN or an infinite value.
         """
-        given = fitting(self._tensors, gradients)  # before anything is sent
+        given = checked_gradients(self._tensors, gradients)  # before anything is sent
         self._begin(weight, beside=False)
         for name in self._bucket_set.order:
             if name in given:
@@ -266,7 +330,10 @@ class GradientSync:
         return {name: view for name, view in self.gradients.items() if name in self.used}
 
     def add(self, gradients: Mapping[str, Any]) -> None:
-        """Keep gradients without a sync: the next `sync` takes in all that were added since the last one, summed.
+        """Accumulate gradients without communication. The next `sync` adds them to its own.
+
+        Args:
+            gradients: A dict of arrays by name.
 
         >>> import gradwire as gw, numpy as np
         >>> with gw.init() as group:
@@ -276,24 +343,37 @@ class GradientSync:
         {'w': array([2., 2.])}
         """
         self._follow()
-        for name, gradient in fitting(self._tensors, gradients).items():
+        for name, gradient in checked_gradients(self._tensors, gradients).items():
             self.write(name, gradient)
             self._added.add(name)
 
     def write(self, name: str, gradient: Array) -> None:
-        """Copy a gradient into its place, on top of what was added before, and look on the way whether it is finite:
-        then its bucket need not be read once more. What is written there later, in another way, would not be looked at.
+        """Copy a gradient into its place, or add it to the values that `add` has accumulated there.
+
+        The copy also checks whether the values are finite, so that `finish` need not read them again. Therefore do not
+        change the place by other means afterwards.
+
+        Args:
+            name: The name of the gradient.
+            gradient: An array of the gradient's shape.
         """
         if name in self._added:
-            self.places.add(name, gradient)
+            self.writer.add(name, gradient)
         else:
-            self.places.write(name, gradient)
+            self.writer.write(name, gradient)
 
     # -- after the reduce ---------------------------------------------------------------------------------------------
 
     def clip(self, max_norm: float) -> float:
-        """Scale all gradients so that their global norm is at most max_norm; returns what it was. After `finish`.
+        """Scale all gradients so that their global 2-norm is at most `max_norm`. All ranks call it, after `finish`.
 
-        The same on all ranks, bit for bit.
+        Args:
+            max_norm: The largest norm allowed, at least 0.
+
+        Returns:
+            The norm before clipping. It has the same bits on all ranks, and so have the scaled gradients.
+
+        Raises:
+            ConfigError: `max_norm` is NaN or negative.
         """
         return norms.clip(self.group, self._bucket_set.flats, max_norm)

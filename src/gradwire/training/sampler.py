@@ -1,14 +1,14 @@
-"""`Sampler`: which samples a rank sees. Disjoint, complete, and a function of numbers alone.
+"""`Sampler`: assigns samples to ranks, without overlap, as a function of seed, epoch, step, rank and size only.
 
-An epoch has one order of all samples, and the sample at position p of it belongs to rank p mod size. Batch k of an
-epoch is positions k·B … (k+1)·B - 1, whoever computes them. So the shares of two ranks differ by at most one sample, in
-each batch as in the whole epoch; a run with another number of ranks sees the same global batches; and a process that
-joins at step 4711 needs no iterator to wind forward.
+Each epoch has one order of all samples. The sample at position p belongs to rank p mod size. Batch k of an epoch is
+positions k·B … (k+1)·B - 1. This has three consequences. The shares of two ranks differ by at most one sample, in each
+batch and in the whole epoch. A run with another number of ranks uses the same global batches. A process that joins at
+step 4711 computes its batch directly, without iterating over earlier ones.
 
-The order must not change with an upgrade, or ranks with different NumPy versions would train on overlapping shares and
-nobody would notice. NumPy reserves the right to change what `Generator.permutation` does with its random words; the
-words themselves are those of Philox, which is fixed by its publication. So a shuffle here is: one word of Philox for
-each sample, with the key (seed, epoch), sorted; equal words keep their order.
+The order must not depend on the NumPy version: ranks with different versions would train on overlapping shares, and no
+error would show it. NumPy may change the algorithm of `Generator.permutation`, but the random words of Philox are fixed
+by its publication. So a shuffle is: one Philox word per sample, with the key (seed, epoch), in sorted order; equal
+words keep their order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ Indices = NDArray[np.int64]
 
 
 class Sampler:
-    """The share of one rank in `length` samples, epoch by epoch or batch by batch.
+    """Selects the samples of one rank, epoch by epoch or batch by batch.
+
+    The shares of the ranks do not overlap, and together they are the whole data set. A sampler holds no position: the
+    same arguments always give the same samples, on every machine.
 
     >>> ranks = [Sampler(10, rank=rank, size=3, seed=7) for rank in range(3)]
     >>> for sampler in ranks:
@@ -35,21 +38,35 @@ class Sampler:
     [4 3 5]
     [1 2 9]
 
-    A batch is global: here four samples in each step, of which a rank gets one or two.
+    `steps`, `batch` and `batches` take the size of the *global* batch. Here a step has four samples, and each rank gets
+    one or two of them.
 
     >>> ranks[0].steps(4)
     3
     >>> [sampler.batch(1, 4) for sampler in ranks]
     [array([7]), array([3, 5]), array([2])]
 
-    The same global batch in one process, in the order of the epoch:
+    The same global batch with a single rank:
 
     >>> Sampler(10, rank=0, size=1, seed=7).batch(1, 4)
     array([3, 2, 7, 5])
 
-    Steps go on counting over the epochs: step 3 is the first one of epoch 1. When an epoch ends with fewer samples than
-    there are ranks, some ranks get an empty batch; they must still take part in the step's collectives, and a mean that
-    weights each rank by its samples is right for them as for all uneven batches.
+    Steps are counted across epochs: here, step 3 is the first step of epoch 1. The last batch of an epoch can have
+    fewer samples than there are ranks. Then some ranks get an empty batch, but must still call the collectives of the
+    step. Weight each rank by its number of samples (`gw.weighted_mean`, `GradientSync.begin(weight)`): that is correct
+    for empty and for uneven batches.
+
+    Args:
+        length: The number of samples in the data set, at least `size`.
+        rank: The rank whose samples are selected.
+        size: The number of ranks.
+        seed: The seed of the shuffle, 0 to 2^64 - 1. It must be the same on all ranks.
+        shuffle: Shuffle the samples anew in each epoch. False uses the order of the data set.
+
+    Raises:
+        InvalidSize: `size` is less than 1, or there are fewer samples than ranks.
+        InvalidRank: `rank` is not in 0 … size - 1.
+        ConfigError: An argument is not a whole number, or the seed is out of range.
     """
 
     def __init__(
@@ -67,22 +84,25 @@ class Sampler:
         self.seed = _word("seed", seed)
         self.shuffle = shuffle
         if self.size < 1:
-            raise InvalidSize(f"size is {self.size}: samples are shared among at least one rank")
+            raise InvalidSize(f"size is {self.size}: it must be at least 1")
         if not 0 <= self.rank < self.size:
             raise InvalidRank(f"rank {self.rank} is not one of the {self.size} ranks 0 … {self.size - 1}")
         if self.length < self.size:
-            raise InvalidSize(f"{self.length} samples cannot be shared among {self.size} ranks: some would have none")
+            raise InvalidSize(f"{self.length} samples are too few for {self.size} ranks: some would have none")
         self._latest: tuple[int, Indices] | None = None
 
     def __len__(self) -> int:
-        """How many samples this rank sees in an epoch; ranks differ by at most one."""
+        """Return the number of this rank's samples per epoch. Two ranks differ by at most one."""
         return len(range(self.rank, self.length, self.size))
 
     def __repr__(self) -> str:
         return f"Sampler({self.length}, rank={self.rank}, size={self.size}, seed={self.seed}, shuffle={self.shuffle})"
 
     def epoch(self, epoch: SupportsIndex) -> Indices:
-        """The indices of this rank's samples in that epoch, in the order in which its batches use them.
+        """Return the indices of this rank's samples in an epoch, in the order in which its batches use them.
+
+        Args:
+            epoch: The number of the epoch, from 0.
 
         >>> Sampler(5, rank=1, size=2, shuffle=False).epoch(0)
         array([1, 3])
@@ -90,7 +110,13 @@ class Sampler:
         return self._order(_word("epoch", epoch))[self.rank :: self.size].copy()
 
     def steps(self, global_batch: SupportsIndex) -> int:
-        """How many batches make an epoch; the last one holds what is left.
+        """Return the number of batches per epoch. The last batch of an epoch can be smaller than the others.
+
+        Args:
+            global_batch: The number of samples per step on all ranks together, at least `size`.
+
+        Raises:
+            InvalidSize: The batch has fewer samples than there are ranks.
 
         >>> Sampler(5, rank=0, size=1).steps(2)
         3
@@ -98,7 +124,11 @@ class Sampler:
         return -(-self.length // self._batch_size(global_batch))
 
     def batch(self, step: SupportsIndex, global_batch: SupportsIndex) -> Indices:
-        """This rank's part of the global batch of that step, counted from the start of training.
+        """Return the indices of this rank's samples in the global batch of a step.
+
+        Args:
+            step: The number of the step, from 0, counted from the start of training.
+            global_batch: The number of samples per step on all ranks together.
 
         >>> Sampler(6, rank=1, size=2, shuffle=False).batch(1, 4)
         array([5])
@@ -108,7 +138,11 @@ class Sampler:
         return self._share(self._order(epoch), k * batch, batch)
 
     def batches(self, epoch: SupportsIndex, global_batch: SupportsIndex) -> Iterator[Indices]:
-        """This rank's parts of that epoch's global batches, in order; joined, they are `epoch(epoch)`.
+        """Iterate over this rank's parts of the global batches of an epoch. Joined, they are `epoch(epoch)`.
+
+        Args:
+            epoch: The number of the epoch, from 0.
+            global_batch: The number of samples per step on all ranks together.
 
         >>> list(Sampler(6, rank=0, size=2, shuffle=False).batches(0, 4))
         [array([0, 2]), array([4])]
@@ -118,11 +152,11 @@ class Sampler:
         return (self._share(order, start, batch) for start in range(0, self.length, batch))
 
     def _share(self, order: Indices, start: int, batch: int) -> Indices:
-        first = start + (self.rank - start) % self.size  # the first position from start on that is this rank's
+        first = start + (self.rank - start) % self.size  # the first position of this rank in the batch
         return order[first : start + batch : self.size].copy()
 
     def _order(self, epoch: int) -> Indices:
-        latest = self._latest  # read once: another thread may replace it
+        latest = self._latest  # read once, because another thread may replace it
         if latest is None or latest[0] != epoch:
             latest = self._latest = (
                 epoch,
@@ -139,21 +173,25 @@ class Sampler:
         batch = whole("global_batch", global_batch)
         if batch < self.size:
             raise InvalidSize(
-                f"a global batch of {batch} cannot be shared among {self.size} ranks: some would have none"
+                f"a global batch of {batch} is too small for {self.size} ranks: some would have no sample"
             )
         return batch
 
 
 def whole(name: str, value: SupportsIndex) -> int:
+    """Return the value as an int; raise `ConfigError` if it is not a whole number."""
     try:
         return operator.index(value)
     except TypeError:
-        raise ConfigError(f"{name} is {value!r}: a whole number is wanted") from None
+        raise ConfigError(f"{name} is {value!r}: it must be a whole number") from None
 
 
 def _word(name: str, value: SupportsIndex) -> int:
-    """A number that can be half of the generator's key; more are not needed, and folding them would make twins."""
+    """Return the value as a 64-bit word of the generator's key.
+
+    Larger numbers are refused: reducing them to 64 bits would give two seeds the same order.
+    """
     number = whole(name, value)
     if not 0 <= number < 2**64:
-        raise ConfigError(f"{name} is {number}: wanted 0 ≤ {name} < 2^64")
+        raise ConfigError(f"{name} is {number}: it must be at least 0 and less than 2^64")
     return number

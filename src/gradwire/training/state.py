@@ -1,8 +1,9 @@
-"""Replicated state taken apart: a skeleton of plain values, and the arrays in it.
+"""Converts replicated state into a skeleton (a JSON description with all plain values) and a list of arrays, and back.
 
-A state is a dict of arrays, or anything with `state_dict` and `load_state_dict` (models, optimizers), or a
-dict of such. Arrays may be NumPy's or those of any library that knows DLPack. The skeleton is JSON: nothing that comes
-from another rank is ever unpickled. Tuples and keys that are numbers, which JSON does not have, are marked.
+A state is a dict of arrays and plain values, an object with `state_dict` and `load_state_dict` (models, optimizers), or
+a dict of such objects. Arrays are those of NumPy or of any library that supports DLPack. The skeleton is JSON, so that
+nothing received from another rank is ever unpickled. JSON has no tuples, no integer keys and no exact floats, so these
+are encoded.
 """
 
 from __future__ import annotations
@@ -26,39 +27,40 @@ from gradwire.wire import parse_json
 MAX_SKELETON = 64 << 20
 MAX_ARRAYS = 1 << 20
 _DEPTH = 64
-_MAKERS = {"jaxlib": ("jax.numpy", "asarray")}  # of libraries whose arrays are not made by their own from_dlpack
-_LONGEST = 1 << 48  # of an axis
+_MAKERS = {"jaxlib": ("jax.numpy", "asarray")}  # module and function, for libraries without their own from_dlpack
+_LONGEST = 1 << 48  # elements of one axis
 _SCALAR = "numpy scalar"
-STRUCTURE = "the structure of the state"  # its name among the digests: keys, types and shapes
+STRUCTURE = "the structure of the state"  # the name of the digest over keys, types and shapes
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Models and optimizers."""
+    """An object such as a model or an optimizer."""
 
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state: Any) -> Any: ...
 
 
 class State:
-    """A user's state as replicas exchange it."""
+    """A user's state, in the form in which ranks exchange it."""
 
     def __init__(self, state: Any) -> None:
         if not isinstance(state, (MutableMapping, Stateful)):
             raise ArrayError(
-                f"a state is a dict of arrays, or has state_dict and load_state_dict; {type(state).__name__} is neither"
+                f"a state is a dict of arrays, or an object with state_dict and load_state_dict; got "
+                f"{type(state).__name__}"
             )
         self._state = state
-        self.take_apart()  # what cannot travel is found now, not in the middle of a recovery
+        self.take_apart()  # raises now, not in the middle of a recovery, if a value cannot be sent
 
     def take_apart(self) -> tuple[bytes, list[Array]]:
-        """The skeleton, and the arrays in its order: views of the state's own memory where that is contiguous."""
+        """Return the skeleton, and the arrays in its order. Contiguous arrays are views of the state's own memory."""
         leaves: list[Array] = []
         skeleton = json.dumps(_pack(_opened(self._state, "state"), leaves, "state"), separators=(",", ":"))
         return skeleton.encode(), leaves
 
     def digest(self) -> str:
-        """What all replicas must agree on: 32 hexadecimal digits over every value and bit."""
+        """Return the digest of all values and bits, 32 hexadecimal digits. It must be the same on all replicas."""
         skeleton, leaves = self.take_apart()
         digest = digest_of(skeleton)
         for leaf in leaves:
@@ -66,48 +68,51 @@ class State:
         return digest.hexdigest()
 
     def digests(self) -> dict[str, str]:
-        """The digest of each array and plain value by its name, such as `model.fc.weight`: to find one that differs."""
+        """Return the digest of each array and plain value by its name, such as `model.fc.weight`."""
         leaves: list[Array] = []
         packed = _pack(_opened(self._state, "state"), leaves, "state")
         found = dict(_digests(packed, iter(leaves), ""))
         return found | {STRUCTURE: digest_of(json.dumps(packed).encode()).hexdigest()}
 
     def touch(self) -> None:
-        """Have the system provide the memory of all arrays: of a new process that takes longer than to fill it."""
+        """Write to each page of all arrays, so that the system maps their memory now.
+
+        In a new process this takes longer than receiving the data, and other ranks would wait for it.
+        """
         for leaf in self.take_apart()[1]:
             if leaf.flags.writeable and leaf.flags.c_contiguous:
                 pages = leaf.reshape(-1).view(np.uint8)[:: mmap.PAGESIZE]
                 pages[...] = pages.copy()
 
     def own_memory(self, skeleton: bytes) -> list[Array] | None:
-        """The arrays that the state gives of itself, to be overwritten, if they are such as the skeleton speaks of."""
+        """Return the state's own arrays, to be overwritten, if they are writable and match the skeleton; else None."""
         try:
             own, leaves = self.take_apart()
-        except GradwireError:  # arrays that a step has given away
+        except GradwireError:  # unreadable arrays: for example JAX arrays that a step has donated
             return None
         fits = own == skeleton and all(leaf.flags.writeable for leaf in leaves)
         return leaves if fits else None
 
     def lies_in(self, leaves: Sequence[Array]) -> bool:
-        """Whether these arrays are the state's own memory, and no copies of it."""
+        """Return whether these arrays are the state's own memory, not copies."""
         own = self.take_apart()[1]
         return [leaf.ctypes.data for leaf in own] == [leaf.ctypes.data for leaf in leaves]
 
     def put_together(self, skeleton: bytes, leaves: list[Array]) -> None:
-        """Become the state that was taken apart on another rank; `memory_for` has found nothing wrong with it."""
+        """Load the state that another rank took apart. `memory_for` or `own_memory` must have accepted the skeleton."""
         found = _unpack(parse_json(skeleton), iter(leaves))
         if isinstance(self._state, MutableMapping) and not isinstance(found, dict):
-            raise ValueError(f"malformed state: {type(found).__name__} where a dict is kept")
+            raise ValueError(f"malformed state: {type(found).__name__} instead of a dict")
         _restore(self._state, found)
 
 
 def digest_of(skeleton: bytes) -> xxhash.xxh3_128:
-    """The beginning of a state's digest, which goes on with the bytes of its arrays."""
+    """Start the digest of a state. The caller adds the bytes of its arrays."""
     return xxhash.xxh3_128(skeleton)
 
 
 def _digests(packed: Any, leaves: Iterator[Array], path: str) -> Iterator[tuple[str, str]]:
-    """The name and digest of every array and plain value in a skeleton."""
+    """Yield the name and digest of every array and plain value in a skeleton."""
     match packed:
         case {"d": entries}:
             pass
@@ -124,12 +129,12 @@ def _digests(packed: Any, leaves: Iterator[Array], path: str) -> Iterator[tuple[
 
 
 def memory_for(skeleton: bytes) -> list[Array]:
-    """Fresh arrays for all those that a skeleton speaks of; ValueError if it makes no sense, or there is no memory."""
+    """Allocate the arrays that a skeleton describes; raise ValueError if it is malformed or memory is too small."""
     shapes: list[tuple[arrays.DType, tuple[int, ...]]] = []
     _collect(parse_json(skeleton), shapes, 0)
     nbytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in shapes)
     if nbytes > memory():
-        raise ValueError(f"a state of {nbytes} bytes, which is more than this machine has memory")
+        raise ValueError(f"the state has {nbytes} bytes, more than the memory of this machine")
     try:
         return [np.empty(shape, dtype.storage) for dtype, shape in shapes]
     except (MemoryError, OverflowError) as error:
@@ -137,7 +142,7 @@ def memory_for(skeleton: bytes) -> list[Array]:
 
 
 def _opened(state: Any, path: str) -> Any:
-    """The state with everything stateful replaced by what it says of itself."""
+    """Return the state with each stateful object replaced by its `state_dict`."""
     if isinstance(state, Mapping):
         return {key: _opened(value, f"{path}[{key!r}]") for key, value in state.items()}
     if not _is_stateful(state):
@@ -146,8 +151,8 @@ def _opened(state: Any, path: str) -> Any:
         return state.state_dict()
     except GradwireError:
         raise
-    except Exception as error:  # of torch's ZeroRedundancyOptimizer, for one
-        raise ConfigError(f"{path} cannot tell its state, all of it, on this rank: {error}") from error
+    except Exception as error:  # for example from torch's ZeroRedundancyOptimizer
+        raise ConfigError(f"{path}.state_dict() failed: this rank does not hold the whole state: {error}") from error
 
 
 def _is_stateful(value: Any) -> bool:
@@ -164,18 +169,18 @@ def _pack(value: Any, leaves: list[Array], path: str) -> Any:
         packed = [_pack(entry, leaves, f"{path}[{i}]") for i, entry in enumerate(value)]
         return packed if isinstance(value, list) else {"t": packed}
     if isinstance(value, (bytes, bytearray, memoryview)):
-        raise ArrayError(f"{path} is {type(value).__name__}: keep np.frombuffer(x, np.uint8) in its place")
+        raise ArrayError(f"{path} is {type(value).__name__}: use np.frombuffer(x, np.uint8) instead")
     try:
         array = arrays.as_array(value) if not isinstance(value, np.generic) else np.asarray(value)
         row = arrays.dtype_of(array)
     except ArrayError as error:
         raise ArrayError(f"{path} cannot be sent to another rank: {error}") from error
-    leaves.append(np.ascontiguousarray(array).reshape(array.shape))  # it gives a number an axis
+    leaves.append(np.ascontiguousarray(array).reshape(array.shape))  # ascontiguousarray adds an axis to a 0-d array
     return {"a": [row.name, list(array.shape), _library(value)]}
 
 
 def _library(value: Any) -> str:
-    """How `_in_library` is to make it again, so that it is of this kind there too."""
+    """Return the name from which `_in_library` makes an array of the same library on the receiving rank."""
     if isinstance(value, (np.generic, np.ndarray)):
         return _SCALAR if isinstance(value, np.generic) else "numpy"
     torch = sys.modules.get("torch")
@@ -199,9 +204,9 @@ def _shape(leaf: Any) -> tuple[arrays.DType, tuple[int, ...], str]:
 
 
 def _collect(packed: Any, found: list[tuple[arrays.DType, tuple[int, ...]]], depth: int) -> None:
-    """All arrays of a skeleton, in its order; ValueError for what `_unpack` would not understand."""
+    """Append the dtypes and shapes of all arrays of a skeleton to `found`; raise ValueError if it is malformed."""
     if depth > _DEPTH or len(found) > MAX_ARRAYS:
-        raise ValueError("a state that is too deep, or of too many arrays")
+        raise ValueError("the state is nested too deeply, or has too many arrays")
     match packed:
         case {"a": leaf}:
             found.append(_shape(leaf)[:2])
@@ -244,7 +249,7 @@ def _number(text: str) -> float:
 
 
 def _in_library(array: Array, library: str) -> Any:
-    """An array as the library has it that it came from, if this process uses that library too."""
+    """Convert an array to the library that it came from, if this process has imported that library too."""
     name, maker = _MAKERS.get(library, (library, "from_dlpack"))
     module = sys.modules.get(name)
     make = getattr(module, maker, None)
@@ -252,7 +257,7 @@ def _in_library(array: Array, library: str) -> Any:
         return array[()]
     if library == "numpy" or make is None:
         return array
-    if maker == "from_dlpack" and array.dtype.name == "bfloat16":  # which NumPy does not know in DLPack
+    if maker == "from_dlpack" and array.dtype.name == "bfloat16":  # NumPy cannot export bfloat16 through DLPack
         return make(array.view(np.int16)).view(vars(module)["bfloat16"])
     return make(array)
 
@@ -263,7 +268,7 @@ def _restore(state: Any, found: Any) -> None:
         _keep_types(state, found)
         return
     placed = {key: _placed(state.get(key), value) for key, value in found.items()}
-    if list(state) != list(placed):  # their order counts too
+    if list(state) != list(placed):  # the order of the keys is part of the digest
         state.clear()
     for key, value in placed.items():
         if key not in state or state[key] is not value:
@@ -271,7 +276,7 @@ def _restore(state: Any, found: Any) -> None:
 
 
 def _placed(known: Any, value: Any) -> Any:
-    """What is to stand where `known` stands: that itself, if the value can be put into it."""
+    """Copy the value into the existing object `known` if possible, and return `known`; else return the value."""
     if _is_stateful(known) or (isinstance(known, MutableMapping) and isinstance(value, dict)):
         _restore(known, value)
         return known
@@ -281,24 +286,24 @@ def _placed(known: Any, value: Any) -> Any:
             return known if all(own is entry for own, entry in zip(known, entries, strict=True)) else tuple(entries)
         known[:] = entries
         return known
-    return known if _written(known, value) else value
+    return known if _write_in_place(known, value) else value
 
 
 def _keep_types(state: Any, found: Any) -> None:
-    """torch's optimizers cast what they load to the types of their parameters, but had some of it in others."""
+    """Restore the dtypes of optimizer state: torch's optimizers cast loaded tensors to their parameters' dtypes."""
     groups = getattr(state, "param_groups", None)
     if not isinstance(groups, list) or not isinstance(found, dict) or not {"state", "param_groups"} <= set(found):
         return
-    for own, came in zip(groups, found["param_groups"], strict=True):
-        for parameter, number in zip(own["params"], came["params"], strict=True):
+    for own, received in zip(groups, found["param_groups"], strict=True):
+        for parameter, number in zip(own["params"], received["params"], strict=True):
             entries = state.state.get(parameter, {})
             for name, value in found["state"].get(number, {}).items():
                 if getattr(entries.get(name), "dtype", None) != getattr(value, "dtype", None):
                     entries[name] = value
 
 
-def _written(known: Any, value: Any) -> bool:
-    """Write an array where the user's own lies: others may hold references to it. False if it does not fit there."""
+def _write_in_place(known: Any, value: Any) -> bool:
+    """Copy an array into the user's own array, to which the program may hold references. Return False if it cannot."""
     if known is None or not isinstance(known, (np.ndarray, SupportsDLPack)):
         return False
     try:

@@ -1,8 +1,9 @@
-"""The protocol of elastic training: the vote at the end of a step, and what ranks agree on in a new generation.
+"""The protocol of elastic training: the vote at the end of a step, and the agreement in a new generation.
 
-Pure: the methods of `StepProtocol` are generators that yield what all ranks do together (`Vote`, `Gather`, `HandOver`)
-and receive what came of it; errors of that are thrown into them. They do no I/O and read no clock, and the rules are
-those of `commit_rules`. `gw.elastic` performs the requests with a group, the simulator in virtual time.
+The methods of `StepProtocol` are generators. They yield requests that all ranks perform together (`Vote`, `Gather`,
+`HandOver`, ...), and receive the results; an error of a request is thrown into the generator. They do no I/O and read
+no clock. Decisions follow the rules of `commit_rules`. `gw.elastic` performs the requests with a group, the simulator
+performs them in virtual time.
 """
 
 from __future__ import annotations
@@ -20,26 +21,26 @@ from gradwire.training.commit_rules import (
     ballot,
     count,
     has_begun,
-    is_sound,
+    is_intact,
     settle,
 )
 from gradwire.training.contract import diverged
 
-WAIT_SECONDS = 0.2  # between two looks for others to join
+WAIT_SECONDS = 0.2  # the interval between two votes while the job has too few members
 
 OnDivergence = Literal["raise", "warn"]
 
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """Reduce the ballots of all ranks by `max`; the answer is the result."""
+    """Reduce the ballots of all ranks by `max`. The result is the reduced ballot."""
 
     ballot: Array
 
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Tell all ranks a value; the answer is the values of all ranks, by rank. Errors call it `operation`."""
+    """Send a value to all ranks. The result is the list of all ranks' values. Errors show it as `operation`."""
 
     value: Any
     operation: str
@@ -47,14 +48,20 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class GatherDigests:
-    """Tell all ranks the digests of each part of the state, None if this rank holds none; the answer is all ranks'."""
+    """Send the digest of each part of the state to all ranks, or None if this rank has no state.
+
+    The result is the list of all ranks' values.
+    """
 
     digests: list[tuple[str, str]] | None
 
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """Make the takers' state the giver's, which has this digest. With `overwrite` a taker may lose its own state."""
+    """Copy the giver's state, which has this digest, to the takers.
+
+    With `overwrite`, a taker writes into its own state directly, and loses that state if the transfer fails.
+    """
 
     giver: int
     takers: tuple[int, ...]
@@ -65,12 +72,12 @@ class HandOver:
 
 @dataclass(frozen=True, slots=True)
 class NextGeneration:
-    """Leave the present generation, and take part in the next."""
+    """Leave the current generation, and join the next one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Do nothing for some seconds."""
+    """Wait for some seconds."""
 
     seconds: float
 
@@ -80,7 +87,7 @@ Steps = Generator[Request, Any, None]
 
 
 class Replica(Protocol):
-    """This rank and its state: what the protocol asks without waiting, and what it reports."""
+    """This rank and its state: queries that return at once, and reports of the protocol's progress."""
 
     @property
     def rank(self) -> int: ...
@@ -90,56 +97,58 @@ class Replica(Protocol):
 
     @property
     def generation(self) -> int:
-        """The number of the present one."""
+        """The number of the current generation."""
 
     def digest(self) -> str:
-        """Of the state."""
+        """Return the digest of the state."""
 
     def digest_if_readable(self) -> str:
-        """Of the state that a step has left; empty if that cannot be read any more."""
+        """Return the digest of the state after a failure, or "" if the state can no longer be read."""
 
     def digests(self) -> list[tuple[str, str]]:
-        """Of each part of the state, by its name."""
+        """Return the name and digest of each part of the state."""
 
     def others_wait(self) -> bool:
-        """Whether the generation should end here: members wait to join it."""
+        """Return whether members wait to join, so that the generation should end."""
 
     def can_recover(self, error: Broken) -> bool:
-        """Whether the next generation can go on after this error."""
+        """Return whether the run can continue in the next generation after this error."""
 
     def begun_runs(self, number: int) -> int:
-        """How many runs this process has begun, with this one; `number` if that was counted before."""
+        """Return how many runs this process has begun, including this one. `number` is the previous result, or 0."""
 
     def leave(self) -> None:
-        """Take no more part in the job."""
+        """Leave the job."""
 
     # -- reports
 
-    def is_short_of_members(self, wanted: int) -> None: ...
+    def is_short_of_members(self, wanted: int) -> None:
+        """Report that the run waits until it has `wanted` members."""
 
     def begins(self) -> None:
-        """A generation begins: if this rank has joined it, it does not have the state of the training yet."""
+        """Report that a generation begins. A rank that has just joined does not have the training state yet."""
 
     def decided(self, settlement: Settlement) -> None:
-        """All ranks have decided where to go on."""
+        """Report the step after which all ranks continue."""
 
     def holds(self, version: tuple[int, int]) -> None:
-        """This rank has the state to go on from."""
+        """Report that this rank has the state to continue from."""
 
     def committed(self, version: tuple[int, int]) -> None:
-        """All ranks are known to have this state."""
+        """Report that all ranks are known to have this state."""
 
-    def diverged(self, error: ReplicasDiverged) -> None: ...
+    def diverged(self, error: ReplicasDiverged) -> None:
+        """Report that ranks hold different states, if that is not raised."""
 
     def broke(self, error: Broken, step: int) -> None:
-        """The generation has broken after this step: undo what the body of the next has changed."""
+        """Report that the generation broke after this step, and undo the changes of the interrupted next step."""
 
     def recovered(self) -> None:
-        """The next generation goes on."""
+        """Report that the next generation continues."""
 
 
 class StepProtocol:
-    """Where one rank stands in a run of steps."""
+    """The progress of one rank in a run of steps."""
 
     def __init__(self, replica: Replica, min_size: int = 1, on_divergence: OnDivergence = "raise") -> None:
         self._replica = replica
@@ -147,27 +156,27 @@ class StepProtocol:
         self.on_divergence = on_divergence
         self.completed, self.completed_in = NONE, 0  # the last step whose body has ended here, and its generation
         self.committed = NONE  # the last step that all ranks are known to have completed
-        self.digest = ""  # of the state after the last completed step, or of what all ranks began with
+        self.digest = ""  # of the state after the last completed step, or of the agreed initial state
         self.identical = True  # whether all ranks held the same state at the last vote
-        self.overwritten = False  # the state is neither this rank's own nor yet another's
-        self._divergence: ReplicasDiverged | None = None  # the one that was found, while the ranks still differ
-        self._agreed_in = 0  # the last generation in which all ranks have agreed where to go on
-        self._number = 0  # of the runs that this process has begun
+        self.overwritten = False  # a transfer that did not finish has overwritten the state
+        self._divergence: ReplicasDiverged | None = None  # the difference that was found, as long as it lasts
+        self._agreed_in = 0  # the last generation in which all ranks have agreed on the state
+        self._number = 0  # how many runs this process has begun, including this one
 
     def begin(self) -> Steps:
-        """Agree with all ranks of the present generation where to go on, unless that is done."""
+        """Agree with all ranks of the current generation on the state to continue from, unless that is done."""
         if self._agreed_in != self._replica.generation:
             yield from self._or_recover(self._agree())
 
     def end(self, step: int) -> Steps:
-        """The body of a step has ended here: take the vote, and let in members that wait."""
+        """Vote at the end of a step's body, and admit members that wait to join."""
         digest = self._replica.digest()
         self.completed, self.completed_in = step, self._replica.generation
         self.digest = digest
         yield from self._or_recover(self._vote())
 
     def recover(self, error: Broken) -> Steps:
-        """Go on in the next generation, however often it takes."""
+        """Continue in the next generation; repeat if that one fails too."""
         while True:
             if not self._replica.can_recover(error):
                 raise error
@@ -183,11 +192,11 @@ class StepProtocol:
 
     @property
     def version(self) -> tuple[int, int]:
-        """Which state this rank has: after which step, and completed in which generation."""
+        """The state of this rank: its last completed step, and the generation of that step."""
         return self.completed, self.completed_in
 
     def counts(self, step: int, generation: int) -> bool:
-        """Whether the pass through a step in a generation is the one that all ranks have gone on from."""
+        """Return whether all ranks continue from this step as it was completed in this generation."""
         return self.committed == step and self.version == (step, generation)
 
     def _or_recover(self, act: Steps) -> Steps:
@@ -201,7 +210,7 @@ class StepProtocol:
     def _vote(self) -> Steps:
         tally = count((yield Vote(ballot(self.completed, self.digest, self._replica.others_wait()))))
         if not tally.agreed:
-            raise ConfigError("ranks vote on different steps: all must go through the same run.steps()")
+            raise ConfigError("ranks vote on different steps: all ranks must iterate over the same run.steps(total)")
         yield from self._check_identical(tally.identical, self.completed, holds=True)
         self.committed = self.completed
         self._replica.committed(self.version)
@@ -210,17 +219,17 @@ class StepProtocol:
             yield from self._agree(self.digest)
 
     def _check_identical(self, identical: bool, step: int, holds: bool) -> Steps:
-        """Report that ranks hold different states of a step: all ranks call it with the same `identical` and `step`.
+        """Raise or report if ranks hold different states. All ranks call it with the same `identical` and `step`.
 
-        `holds` says whether this rank has a state of that step; one that has just joined has none.
+        `holds` is False for a rank that has no state of that step, because it has just joined or is behind.
         """
         self.identical = identical
         if identical:
             self._divergence = None
             return
         if self._divergence is None:
-            everyones = yield GatherDigests(self._replica.digests() if holds else None)
-            self._divergence = diverged(everyones, self._replica.generation, step)
+            digests_by_rank = yield GatherDigests(self._replica.digests() if holds else None)
+            self._divergence = diverged(digests_by_rank, self._replica.generation, step)
             if self.on_divergence == "warn":
                 self._replica.diverged(self._divergence)
         if self.on_divergence == "raise":
@@ -229,9 +238,9 @@ class StepProtocol:
     # -- a new generation
 
     def _agree(self, digest: str | None = None) -> Steps:
-        """Agree with all ranks of a new generation where to go on, and have or hand over the state of that step.
+        """Agree with all ranks of a new generation on the state to continue from, and transfer it where needed.
 
-        `digest` is the state's, if nothing can have changed it since.
+        `digest` is the digest of this rank's state, if it is known to be unchanged; None computes it.
         """
         self._replica.begins()
         while self._replica.size < self.min_size:
@@ -240,59 +249,66 @@ class StepProtocol:
         self._number = self._replica.begun_runs(self._number)
         begun = has_begun(self.completed, self.digest, self.overwritten)
         digest = digest or (self._replica.digest_if_readable() if begun else "")
-        sound = is_sound(self.completed, self.digest, digest, self.overwritten)
-        mine = Standing(self.completed, self.completed_in, self.committed, digest, sound, self._number)
-        standings = _standings((yield Gather(mine.to_wire(), "settling")))
+        intact = is_intact(self.completed, self.digest, digest, self.overwritten)
+        mine = Standing(self.completed, self.completed_in, self.committed, digest, intact, self._number)
+        standings = _standings((yield Gather(mine.to_wire(), "elastic agreement (step)")))
         yield from self._check_runs([standing.run for standing in standings])
-        if all(one.completed == NONE for one in standings):  # else nobody asks for the digest of who has just come
+        if all(one.completed == NONE for one in standings):  # only then the digest of a rank without state matters
             digest = digest if begun else self._replica.digest()
-            standings = _standings((yield Gather(replace(mine, digest=digest).to_wire(), "settling, with digests")))
+            gathered = yield Gather(replace(mine, digest=digest).to_wire(), "elastic agreement (initial state)")
+            standings = _standings(gathered)
         settlement = settle(standings)
-        self._divergence = None  # ranks that have just joined know of none, and all must report it together
+        self._divergence = None  # ranks that have just joined do not know of it, and all ranks must report together
         holds = self._replica.rank not in settlement.pulls
         yield from self._check_identical(not settlement.differing, settlement.completed, holds)
         self._replica.decided(settlement)
         yield from self._exchange(settlement, standings, digest)
-        yield Gather(None, "settling, done")  # until then nobody changes its state: takers may yet fail
-        self.committed = settlement.completed  # now all are known to have it
+        # Before this gather returns, no rank changes its state: a transfer may still fail, and be repeated.
+        yield Gather(None, "elastic agreement (done)")
+        self.committed = settlement.completed  # now all ranks are known to have this state
         self._agreed_in = self._replica.generation
         self._replica.committed(settlement.version)
 
     def _exchange(self, settlement: Settlement, standings: Sequence[Standing], digest: str) -> Steps:
-        """Have or hand over the state to go on from; `digest` is this rank's own."""
+        """Send or receive the agreed state if needed. `digest` is the digest of this rank's own state."""
         rank, step = self._replica.rank, settlement.completed
         giver = settlement.pulls.get(rank, rank)
         takers = settlement.gives(giver)
         if takers:
-            # Who has completed something keeps it until the new state is whole: the others may not survive this.
+            # A rank that has completed a step keeps its own state until the new one has arrived completely: the giver
+            # may fail in between. Only a rank without a completed step receives into its own arrays.
             self.overwritten = giver != rank and self.completed == NONE and step != NONE
             yield HandOver(giver, takers, standings[giver].digest, step, self.overwritten)
             self.overwritten = False
-        # The digest too, before anything can break: a state that was just pulled must not count as spoiled.
+        # Set version and digest together, before the next request can fail: otherwise a state that was just received
+        # would not count as intact.
         self.completed, self.completed_in = settlement.version_in(self._replica.generation)
         self.digest = digest if giver == rank else standings[giver].digest
         self._replica.holds(settlement.version)
 
     def _check_runs(self, numbers: Sequence[int]) -> Steps:
-        """Who has come in place of a lost rank begins with the program's first run; others may be in a later one."""
-        present = max(numbers)
-        if self._number != present:
+        """Raise and leave if this rank is in an earlier run than the others.
+
+        A program may begin several runs, one after the other. A process that replaces a lost one begins with the first.
+        """
+        current = max(numbers)
+        if self._number != current:
             self._replica.leave()
             raise ConfigError(
-                f"this is run {self._number} of this process, and the others are in their run {present}: a process "
-                "that joins, or loses the others between two runs, cannot catch up. Use one run for all phases; keep "
-                "the phase in its state"
+                f"this process is in its elastic run {self._number}, but the other ranks are in their run {current}. A "
+                "process that joins, or is separated from the others between two runs, cannot catch up. Use one "
+                "elastic run for all phases of the program, and keep the current phase in its state"
             )
-        if min(numbers) != present:
-            yield Gather(None, "settling, until those who are in another run have left")
+        if min(numbers) != current:
+            yield Gather(None, "elastic agreement (earlier runs)")
 
     def _await_others(self) -> Steps:
-        """Too few members: wait until others ask to join, and let them in."""
+        """Wait until enough members ask to join, and begin the next generation with them."""
         self._replica.is_short_of_members(self.min_size)
         while not count((yield Vote(ballot(self.completed, "", self._replica.others_wait())))).renew:
             yield Pause(WAIT_SECONDS)
         yield NextGeneration()
 
 
-def _standings(told: Sequence[object]) -> list[Standing]:
-    return [Standing.from_wire(one) for one in told]
+def _standings(gathered: Sequence[object]) -> list[Standing]:
+    return [Standing.from_wire(one) for one in gathered]

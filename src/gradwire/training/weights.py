@@ -1,4 +1,4 @@
-"""Means weighted by each rank's number of samples: for gradients and for reported losses."""
+"""Means weighted by each rank's number of samples, for gradients and for reported losses."""
 
 from __future__ import annotations
 
@@ -19,68 +19,83 @@ _F64 = arrays.parse_dtype("float64")
 
 
 def checked(weight: Any) -> float:
-    """A weight as a float; `ConfigError` for one that is none."""
+    """Return a weight as a float; raise `ConfigError` unless it is a finite number of at least 0."""
     if isinstance(weight, numbers.Real) and not isinstance(weight, bool):
         number = float(weight)
         if math.isfinite(number) and number >= 0:
             return number
-    raise ConfigError(f"a weight of {weight!r}: it must be a number, 0 or more")
+    raise ConfigError(f"the weight is {weight!r}: it must be a finite number, 0 or more")
 
 
 class Weights:
-    """What each rank counts in one mean; known to all after `operation` has run."""
+    """The weights of all ranks in one mean. They are known after `operation` has run."""
 
     def __init__(self, mine: Any, size: int) -> None:
         self.mine = checked(mine)
-        self.everyones = np.full(size, self.mine)
+        self.by_rank = np.full(size, self.mine)
 
     def operation(self) -> Operation:
-        size = self.everyones.size
+        """Return the operation that gathers the weights of all ranks."""
+        size = self.by_rank.size
         shape = Shape("all_gather", _F64, (1,) * size, call="GradientSync.begin(weight)")
 
         def body(exchange: Exchange) -> None:
             if size > 1:
-                exchange(shape, np.array([self.mine]), self.everyones)
+                exchange(shape, np.array([self.mine]), self.by_rank)
 
         return Operation("GradientSync.begin", body)
 
     @property
     def total(self) -> float:
-        """Added up in the order of ranks, so that all find the same."""
-        return float(sum(self.everyones.tolist()))
+        """The sum of all weights, added in rank order so that all ranks get the same bits."""
+        return float(sum(self.by_rank.tolist()))
 
     @property
     def share(self) -> float:
-        """This rank's part of the mean, 0 to 1."""
+        """This rank's share of the total weight, 0 to 1."""
         return self.mine / self.total if self.total else 0.0
 
-    def apply(self, flat: Array) -> None:
-        """Scale an array so that the plain mean over ranks is the weighted one; nothing to do if all weigh the same."""
+    def scale_input(self, flat: Array) -> None:
+        """Scale this rank's array so that the plain mean over ranks is the weighted mean, up to `scale_result`."""
         if self._differ:
-            # Near 1 for most: half types lose less than if each rank scaled by its share and all were summed.
-            norms.scale([flat], self.share * self.everyones.size / self._put_off(flat))
+            # Most factors are near 1, so 16-bit types lose less precision than with a sum of arrays scaled by `share`.
+            norms.scale([flat], self.share * self.by_rank.size / self._deferred_factor(flat))
 
-    def settle(self, flat: Array) -> None:
-        """Scale the mean by what `apply` has put off."""
-        if self._differ and self._put_off(flat) > 1:
-            norms.scale([flat], self._put_off(flat))
+    def scale_result(self, flat: Array) -> None:
+        """Scale the plain mean by the factor that `scale_input` has left out."""
+        if self._differ and self._deferred_factor(flat) > 1:
+            norms.scale([flat], self._deferred_factor(flat))
 
     @property
     def _differ(self) -> bool:
-        return bool((self.everyones != self.everyones[0]).any())
+        return bool((self.by_rank != self.by_rank[0]).any())
 
-    def _put_off(self, flat: Array) -> float:
-        """By which factor values are too small in between: scaled up on the heaviest rank, float16 would overflow."""
+    def _deferred_factor(self, flat: Array) -> float:
+        """Return the factor to apply after the exchange instead of before: else float16 could overflow.
+
+        It is the factor of the rank with the largest weight, so that no rank scales its values up before the exchange.
+        """
         if flat.dtype != np.float16:
             return 1.0
-        return float(self.everyones.max()) / self.total * self.everyones.size
+        return float(self.by_rank.max()) / self.total * self.by_rank.size
 
 
 def weighted_mean(group: Group, value: Any, weight: float) -> Any:
-    """The mean over ranks of a number or array, each counting by its weight; the same bits on all ranks.
+    """Return the weighted mean of a number or array over all ranks, with the same bits on all ranks.
 
-    The value of a rank with weight 0 does not count, whatever it is; if no rank has a weight, the mean is NaN. Arrays
-    must be of equal shapes; numbers give a float, arrays an array of their dtype.
+    Args:
+        group: The group whose ranks are averaged. All of them must call it.
+        value: A number, or an array of real numbers with the same shape on all ranks.
+        weight: The weight of this rank, for example its number of samples. The value of a rank with weight 0 is
+            ignored, even if it is NaN.
+
+    Returns:
+        A float for a number. For an array, a new array: of the same dtype for floating-point numbers, of float64 for
+        integers and booleans. If all weights are 0, the mean is NaN.
+
+    Raises:
+        ConfigError: The weight is not a finite number of at least 0.
+        ArrayError: The value is not an array of real numbers.
 
     >>> import gradwire as gw
     >>> with gw.init() as group: gw.weighted_mean(group, 0.25, weight=32)
@@ -90,7 +105,7 @@ def weighted_mean(group: Group, value: Any, weight: float) -> Any:
     number = isinstance(value, (numbers.Real, np.generic))
     array = np.asarray(value) if number else arrays.as_array(value)
     if array.dtype.kind not in "fiub" and array.dtype != arrays.parse_dtype("bfloat16").storage:
-        raise ArrayError(f"the weighted mean of {array.dtype} is not known: pass real numbers")
+        raise ArrayError(f"weighted_mean does not support {array.dtype}: pass real numbers")
     sums = np.zeros(array.size + 1)
     sums[-1] = weight
     if weight:

@@ -1,4 +1,4 @@
-"""ZeRO-1: every tensor has one rank that keeps the optimizer's state for it, updates it, and gives it to the others."""
+"""ZeRO-1: each tensor has one rank that holds its optimizer state, updates it, and sends it to the other ranks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from gradwire.group import Group
 from gradwire.group.internals import GroupInternals
 from gradwire.training import agreement_check
 
-ROUND_BYTES = 16 << 20  # of weights that are shared at once, by all ranks together
+ROUND_BYTES = 16 << 20  # bytes of weights per all-gather, of all ranks together
 
 
 class Optimizer(Protocol):
-    """Anything that moves the named arrays it was made for, in place, by their gradients."""
+    """An object that updates its named arrays in place from their gradients."""
 
     def step(self, gradients: dict[str, Array], /) -> Any: ...
 
@@ -30,7 +30,11 @@ O = TypeVar("O", bound=Optimizer)  # noqa: E741
 
 
 def assign(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """Which rank keeps which tensor, by their sizes: the largest first, each for the rank that has least so far.
+    """Return the owner of each tensor: the largest tensor first, each to the rank with the smallest load so far.
+
+    Args:
+        sizes: The size of each tensor by name.
+        ranks: The number of ranks.
 
     >>> assign({"a": 3, "b": 10, "c": 7}, 2)
     {'a': 1, 'b': 0, 'c': 1}
@@ -45,11 +49,23 @@ def assign(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
 
 
 class ShardedOptimizer(Generic[O]):
-    """An optimizer whose state is spread over the ranks, tensor by tensor: each keeps about 1/n of it.
+    """An optimizer whose state is spread over the ranks (ZeRO-1): each of n ranks holds about 1/n of it.
 
-    `make` gets this rank's share of the weights and returns what updates it: an object with `step(gradients)`. All
-    ranks hold all weights, begin with the same ones, and call `step` with the same (reduced) gradients. A tensor is not
-    cut, so the largest one sets how even the shares can be. What a rank keeps is lost with it: `gw.elastic` refuses it.
+    All ranks hold all weights. They start with the same weights, and call `step` with the same (averaged) gradients.
+    Each tensor belongs to one rank as a whole, so the largest tensor limits how even the shares can be.
+
+    If a rank is lost, its part of the optimizer state is lost too. Therefore `gw.elastic` does not accept this
+    optimizer.
+
+    Args:
+        group: The group whose ranks share the optimizer state.
+        weights: A dict of writable arrays by name. Names, shapes and dtypes must be the same on all ranks.
+        make: A function that receives this rank's share of `weights` and returns its optimizer: an object with a method
+            `step(gradients)` that updates these arrays in place.
+
+    Raises:
+        ConfigError: On every rank, if the ranks have different weights.
+        ArrayError: A weight is not an array that can be updated in place.
 
     >>> import gradwire as gw, numpy as np
     >>> class Momentum:
@@ -72,14 +88,14 @@ class ShardedOptimizer(Generic[O]):
         self.group = group
         self._weights = {name: _array(name, weight) for name, weight in weights.items()}
         described = [f"{name!r}: {arrays.describe(weight)}" for name, weight in self._weights.items()]
-        agreement_check.tell(group, "ShardedOptimizer", described)
+        agreement_check.check_and_gather(group, "ShardedOptimizer", described)
         self.owners = assign({name: weight.nbytes for name, weight in self._weights.items()}, group.size)
-        """Which rank keeps which tensor."""
+        """The rank that owns each tensor, by name."""
         self.share = {name: weights[name] for name, rank in self.owners.items() if rank == group.rank}
-        """This rank's tensors."""
-        self._kept = dict(self.share)
+        """The tensors of this rank, by name."""
+        self._owned = dict(self.share)
         self.optimizer = make(self.share)
-        """What was made for them, with their state."""
+        """The optimizer that `make` returned for `share`."""
         self._rounds = list(self._plan())
 
     def __repr__(self) -> str:
@@ -87,9 +103,15 @@ class ShardedOptimizer(Generic[O]):
         return f"<gradwire ShardedOptimizer, rank {self.group.rank} keeps {len(self.share)} tensors of {nbytes} bytes>"
 
     def step(self, gradients: Mapping[str, Any]) -> None:
-        """Update this rank's share, and get the other new weights from those who keep them; all ranks call it.
+        """Update the weights of this rank's share, and receive the others from their owners. All ranks must call it.
 
-        `gradients` are those of all ranks together, as `GradientSync` leaves them. Tensors without one stay.
+        Args:
+            gradients: The averaged gradients by name, for example from `GradientSync`. A tensor whose gradient is None
+                or missing is not updated.
+
+        Raises:
+            ConfigError: A gradient has no weights of this name, or the optimizer replaced an array instead of updating
+                it in place.
 
         >>> import gradwire as gw, numpy as np
         >>> weights = {"w": np.ones(2)}
@@ -101,27 +123,29 @@ class ShardedOptimizer(Generic[O]):
         array([0., 0.])
         """
         if unknown := [name for name in gradients if name not in self._weights]:
-            raise ConfigError(f"a gradient of {unknown[0]!r}, of which there are no weights")
+            raise ConfigError(f"there is a gradient {unknown[0]!r}, but there are no weights of this name")
         try:
             GroupInternals(self.group).check("ShardedOptimizer.step")
-            self.optimizer.step({name: gradients[name] for name in self._kept if gradients.get(name) is not None})
-            self._check_kept()
+            self.optimizer.step({name: gradients[name] for name in self._owned if gradients.get(name) is not None})
+            self._check_owned()
             for names in self._rounds:
                 self._exchange(names)
         except (Closed, PeerLost) as error:
-            error.add_note("the optimizer's state was spread over the ranks: what a lost one kept is gone")
+            error.add_note("the optimizer's state was spread over the ranks: the part of a lost rank is gone")
             raise
 
-    def _check_kept(self) -> None:
-        for name, weight in self._kept.items():
+    def _check_owned(self) -> None:
+        for name, weight in self._owned.items():
             if self.share.get(name) is not weight:
                 raise ConfigError(
-                    f"the optimizer has put another tensor in the place of {name!r}, which nobody else would see: "
-                    "change the one that it was given (`weights[name] -= …`, `weights[name][...] = …`)"
+                    f"the optimizer replaced the array {name!r}, so the other ranks would not receive the update. "
+                    "Update the given array in place (`weights[name] -= …`, `weights[name][...] = …`)"
                 )
 
     def state_dict(self) -> Any:
-        """Refused: this rank has the state of its share only. `optimizer` has it, for a checkpoint of each rank.
+        """Raise `ConfigError`: this rank holds only the state of its own share.
+
+        For a checkpoint, let each rank save the state of its `optimizer`.
 
         >>> import gradwire as gw
         >>> with gw.init() as group:
@@ -130,13 +154,13 @@ class ShardedOptimizer(Generic[O]):
         refused
         """
         raise ConfigError(
-            f"the state of this optimizer is spread over {self.group.size} ranks, and each part is kept by one alone: "
-            "if that rank is lost, nobody has it. An elastic run needs an optimizer whose whole state is on every "
-            "rank; for checkpoints, let each rank store its own `.optimizer`"
+            f"the state of this optimizer is spread over {self.group.size} ranks, without copies: if a rank is lost, "
+            "its part is lost. An elastic run needs an optimizer whose whole state is on every rank. For checkpoints, "
+            "let each rank save its own `.optimizer`"
         )
 
     def load_state_dict(self, state: Any) -> None:
-        """Refused, as `state_dict` is.
+        """Raise `ConfigError`, like `state_dict`.
 
         >>> import gradwire as gw
         >>> with gw.init() as group:
@@ -147,20 +171,20 @@ class ShardedOptimizer(Generic[O]):
         self.state_dict()
 
     def _plan(self) -> Iterator[list[tuple[str, ...]]]:
-        """What each rank gives in each round: tensors of one dtype, and not too many bytes of them."""
-        most = max(1, ROUND_BYTES // self.group.size)
+        """Yield the rounds of the exchange: the names that each rank sends, all of one dtype."""
+        max_bytes = max(1, ROUND_BYTES // self.group.size)
         for dtype in dict.fromkeys(weight.dtype for weight in self._weights.values()):
             batches: list[list[tuple[str, ...]]] = []
             for rank in range(self.group.size):
                 names = [n for n, w in self._weights.items() if self.owners[n] == rank and w.dtype == dtype]
-                batches.append(list(self._batches(names, most)))
+                batches.append(list(self._batches(names, max_bytes)))
             yield from map(list, itertools.zip_longest(*batches, fillvalue=()))
 
-    def _batches(self, names: Sequence[str], most: int) -> Iterator[tuple[str, ...]]:
+    def _batches(self, names: Sequence[str], max_bytes: int) -> Iterator[tuple[str, ...]]:
         batch: list[str] = []
         nbytes = 0
         for name in names:
-            if batch and nbytes + self._weights[name].nbytes > most:
+            if batch and nbytes + self._weights[name].nbytes > max_bytes:
                 yield tuple(batch)
                 batch, nbytes = [], 0
             batch.append(name)
@@ -169,24 +193,24 @@ class ShardedOptimizer(Generic[O]):
             yield tuple(batch)
 
     def _exchange(self, names: Sequence[Sequence[str]]) -> None:
-        """One round: `names` are what each rank gives."""
+        """Exchange the weights of one round. `names` are the tensors that each rank sends."""
         rank = self.group.rank
         dtype = next(self._weights[name].dtype for batch in names for name in batch)
         mine = [self._weights[name].reshape(-1) for name in names[rank]]
-        everyones = self.group.all_gather(np.concatenate(mine) if mine else np.empty(0, dtype))
+        gathered = self.group.all_gather(np.concatenate(mine) if mine else np.empty(0, dtype))
         at = 0
         for source, batch in enumerate(names):
             for name in batch:
                 weight = self._weights[name]
                 count = math.prod(weight.shape)
                 if source != rank:
-                    np.copyto(weight, everyones[at : at + count].reshape(weight.shape))
+                    np.copyto(weight, gathered[at : at + count].reshape(weight.shape))
                 at += count
 
 
 def _array(name: str, weight: Any) -> Array:
-    """The memory of a tensor that is updated in place."""
+    """Return the memory of a tensor that is updated in place."""
     try:
         return arrays.view(weight, writable=True, instead="weights are updated in place").array
     except ArrayError as error:
-        raise ArrayError(f"the weights {name!r}: {error}") from error
+        raise ArrayError(f"weights {name!r}: {error}") from error

@@ -1,8 +1,8 @@
-"""The interfaces of a transport: it makes links, and waits for them.
+"""The interfaces `Transport`, which makes links and waits for them, and `Link`.
 
 A link is a non-blocking, ordered, duplex stream of bytes to one peer on one channel. A channel is a number that both
-ends know: each group's collectives have one, so have control messages and point-to-point messages, and none can
-stand in the way of another. Everything above (messages, groups, failures) is the same over every transport.
+ends know. The collectives of each group have a channel of their own, and so have control messages, point-to-point
+messages and heartbeats, so that none of them blocks another. The layers above are the same for every transport.
 """
 
 from __future__ import annotations
@@ -14,118 +14,122 @@ from typing import Protocol, runtime_checkable
 
 from gradwire.errors import Closed, NoConnection
 
-LIFE_CHANNEL = 0  # of no transport: the peer's process itself
+LIFE_CHANNEL = 0  # of links that represent the peer's process; no transport uses it
 CONTROL_CHANNEL = 1
 MESSAGE_CHANNEL = 2
 LIFELINE_CHANNEL = 3
-CHECK_SECONDS = 0.1  # how often a wait for a link asks whether it still makes sense
+CHECK_SECONDS = 0.1  # between calls of `check` while a link is being opened
 
 Buffer = memoryview | bytearray | bytes
 Check = Callable[[], None]
 
 
 def no_check() -> None:
-    """For waits that only their deadline ends."""
+    """Do nothing, for waits that only a deadline ends."""
 
 
 class LinkClosed(Exception):
-    """The other end of a link is gone; what it means for the job is decided above."""
+    """The other end of a link is closed. The caller decides what this means for the job."""
 
 
 class Link(Protocol):
-    """One end of a stream. Neither method blocks; one thread sends and one receives at a time."""
+    """One end of a stream. No method blocks. One thread may send while another one receives."""
 
     peer: int
     channel: int
 
     def send(self, buffers: Sequence[Buffer]) -> int:
-        """Take as many bytes as there is room for and say how many. If that is not all, come back with the rest: what
-        was taken may have to wait for it."""
+        """Send as many bytes as there is room for, and return their number.
+
+        After a partial send the caller must call again with the rest: the accepted bytes may be delivered only then.
+        """
 
     def receive(self, buffers: Sequence[memoryview]) -> int:
-        """Fill the buffers with what has arrived and say how many bytes; 0 if nothing. `LinkClosed` at the end."""
+        """Fill the buffers with bytes that have arrived, and return their number. Raise `LinkClosed` at the end."""
 
     def close(self) -> None:
-        """Give the link up; the peer sees its end."""
+        """Close the link. The peer's end raises `LinkClosed`."""
 
 
 @runtime_checkable
 class NetworkLink(Link, Protocol):
-    """A link whose bytes may be lost on the way and sent again."""
+    """A link over a network, which may lose packets and send them again."""
 
     def drops_packets(self) -> bool:
-        """Whether nothing that was sent lately is acknowledged; False where that cannot be known. For links on which
-        something is sent all the time."""
+        """Whether packets sent recently are not acknowledged; False if that cannot be known.
+
+        The answer is meaningful only for links on which data is sent all the time.
+        """
 
     def repair_within(self, seconds: float) -> None:
-        """Send what is lost again at least that often, where the kernel can be told so."""
+        """Limit the time between retransmissions, if the kernel supports that."""
 
 
 @runtime_checkable
 class KeyedLink(Link, Protocol):
-    """A link of a lifeline that carries one-time tokens."""
+    """A lifeline link that carries one-time tokens."""
 
     key: bytes
-    """What tokens are made from, at both ends."""
+    """The secret from which both ends derive the tokens."""
 
 
 class Bell(Protocol):
-    """Wakes every wait that listens to it, from any thread, until it is silenced."""
+    """Wakes all waits that got this bell. Any thread may ring it. It stays rung until it is silenced."""
 
     def ring(self) -> None: ...
     def silence(self) -> None: ...
 
 
 class Resource(Protocol):
-    """Something that ends with a generation."""
+    """Something that is closed with a generation."""
 
     def close(self) -> None: ...
 
     def abandon(self) -> None:
-        """In a forked child: let go of every descriptor without a word to the peers."""
+        """Close this process's descriptors, in a forked child, without sending anything to the peers."""
 
 
 class Transport(Resource, Protocol):
-    """What `local` and `tcp` offer alike."""
+    """Makes links between ranks, and waits for them."""
 
     name: str
     rank: int
     encrypted: bool
-    """Whether what is written to the descriptors of links is not what is sent on them."""
+    """Whether links encrypt, so that data must not be written to their descriptors directly."""
     cores: float
-    """Usable cores for each rank of this host: a thread may poll before it sleeps where it has one to itself."""
+    """Usable cores for each rank of this host. With at least 1, a waiting thread may spin before it sleeps."""
 
     def dial(self, peer: int, channel: int, deadline: float, check: Check = no_check) -> Link:
-        """Make a link; the peer gets its end from `accept`, or through `adopt`. `check` may end the wait by raising."""
+        """Open a link. The peer gets its end from `accept` or `adopt`. `check` may raise to end the wait."""
 
     def dial_all(
         self, peers: Sequence[int], channel: int, deadline: float, made: Callable[[Link], None], check: Check = no_check
     ) -> None:
-        """Make links to several peers at the same time; `made` gets each as soon as it is there, in any order."""
+        """Open links to several peers at the same time. `made` gets each link as soon as it is open, in any order."""
 
     def accept(self, peer: int, channel: int, deadline: float, check: Check = no_check) -> Link:
         """Wait for the link that the peer dials."""
 
     def adopt(self, channel: int, taker: Callable[[Link], None]) -> None:
-        """Hand links that peers dial on this channel to `taker`, as they come, instead of keeping them for `accept`."""
+        """Pass links that peers dial on this channel to `taker` as they arrive, instead of to `accept`."""
 
     def bell(self) -> Bell: ...
 
     def wait(self, reads: Iterable[Link], writes: Iterable[Link], bell: Bell, timeout: float) -> Collection[Link]:
-        """Return when a link can be read or written, the bell rings, or the time is over: those to read from."""
+        """Wait until a link can be read or written, the bell rings, or the time is over. Return the readable links."""
 
     def gone(self, peer: int) -> bool:
-        """Whether the peer is known to have died without its links being closed (in-process ranks can)."""
+        """Whether the peer is known to have ended although its links are open. Only in-process ranks can."""
 
     def listens(self, peer: int) -> bool:
-        """Whether somebody still accepts connections where the peer did when it registered."""
+        """Whether the address that the peer registered still accepts connections."""
 
     def touch(self) -> None:
-        """The calling thread acts for this rank."""
+        """Note that the calling thread acts for this rank."""
 
 
 class Arrivals:
-    """Links that peers have dialled, until somebody here asks for them; every (peer, channel) at most once."""
+    """Links that peers have dialled and that are not accepted yet. Each (peer, channel) has one link at most."""
 
     MAX_PARKED = 4096
 
@@ -137,20 +141,20 @@ class Arrivals:
         self._closed = False
 
     def refusal(self, peer: int, channel: int) -> str | None:
-        """Why a link from this peer on this channel cannot be taken, if it cannot."""
+        """Return the reason to refuse a link from this peer on this channel, or None."""
         with self._changed:
             if self._closed:
                 return "this rank is closing"
             if (peer, channel) in self._live:
-                return f"rank {peer} already holds this link"
+                return f"rank {peer} already has this link"
             if len(self._parked) >= self.MAX_PARKED:
-                return "too many links wait to be taken"
+                return "too many links wait to be accepted"
         return None
 
     def add(self, link: Link) -> None:
         key = link.peer, link.channel
         with self._changed:
-            late = self._closed or key in self._live  # another admission of the same link was quicker
+            late = self._closed or key in self._live  # the same link was admitted twice at the same time
             if not late:
                 self._live[key] = link
             taker = self._takers.get(link.channel)
@@ -171,7 +175,7 @@ class Arrivals:
             taker(link)
 
     def forget(self, link: Link) -> None:
-        """The link was closed here: the peer may dial anew."""
+        """Forget a link that this rank closed, so that the peer may dial again."""
         with self._changed:
             if self._live.get((link.peer, link.channel)) is link:
                 del self._live[link.peer, link.channel]
@@ -191,7 +195,7 @@ class Arrivals:
                 raise NoConnection(f"rank {peer} did not connect in time", peer=peer)
 
     def close(self) -> list[Link]:
-        """Refuse everybody from now on; returns the links nobody took."""
+        """Refuse all links from now on, and return those that were not accepted."""
         with self._changed:
             self._closed = True
             parked, self._parked = list(self._parked.values()), {}

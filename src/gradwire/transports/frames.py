@@ -1,4 +1,4 @@
-"""Whole messages over a link, for channels that the service thread reads (control, point to point)."""
+"""Complete messages over a link, for the channels that the service thread reads."""
 
 from __future__ import annotations
 
@@ -14,45 +14,48 @@ READ_AHEAD = 64 * 1024
 
 
 class Sink(Protocol):
-    """Where frames go. `begin` offers memory for a payload, bounded by what was expected; `finish` says it is there."""
+    """Receives frames. `begin` checks a header and returns memory for its payload; `finish` gets the full payload."""
 
     def begin(self, link: Link, header: Header) -> memoryview: ...
     def finish(self, link: Link, header: Header, payload: memoryview) -> None: ...
 
 
 class Reader(Protocol):
-    """Takes in what comes over a link."""
+    """Reads a link."""
 
     link: Link
     more: bool
-    """Whether the last pass took all it had room for, so that there may be more."""
+    """Whether the last read filled its buffer, so that there may be more to read."""
 
     def pump(self) -> int:
-        """One pass: the number of bytes. `LinkClosed` at the end."""
+        """Read once, and return the number of bytes. Raise `LinkClosed` at the end."""
 
 
 class FrameReader:
-    """Cuts a link's stream into frames. Small frames are read many at a time; large payloads straight into place."""
+    """Splits a link's stream into frames. Many small frames are read at once; large payloads go directly into place."""
 
     def __init__(self, link: Link, sink: Sink, lock: AbstractContextManager[object], ahead: int = READ_AHEAD) -> None:
         self.link = link
         self._sink = sink
-        self._lock = lock  # held while bytes move into memory that the sink gave, so that it can take it back
+        self._lock = lock  # held while bytes are written to the sink's memory, so that `redirect` can replace it
         self._ahead = memoryview(bytearray(ahead))
         self._start = 0
         self._end = 0
         self._header: Header | None = None
         self._payload = memoryview(b"")
         self._filled = 0
-        self.more = False  # the last pass took all it had room for, so there may be more
+        self.more = False
 
     @property
     def missing(self) -> int:
-        """How many bytes of the present frame's payload have not arrived."""
+        """The number of bytes of the current frame's payload that have not arrived yet."""
         return len(self._payload) - self._filled
 
     def pump(self) -> int:
-        """Take in what has arrived, as far as one pass goes; the number of bytes. `LinkClosed` at the end."""
+        """Read once, pass complete frames to the sink, and return the number of bytes read.
+
+        Raise `LinkClosed` at the end of the stream.
+        """
         if self._header is not None and self._end == self._start:
             with self._lock:
                 got = self.link.receive([self._payload[self._filled :]])
@@ -71,7 +74,7 @@ class FrameReader:
         return got
 
     def redirect(self, old: memoryview, new: memoryview) -> None:
-        """Let a payload that is arriving in `old` go on arriving in `new`; the caller holds the sink's lock."""
+        """Make a payload that is arriving in `old` continue to arrive in `new`. The caller holds the sink's lock."""
         if self._header is not None and self._payload is old:
             new[: self._filled] = old[: self._filled]
             self._payload = new
@@ -105,7 +108,7 @@ class FrameReader:
 
 
 class Outbox:
-    """Messages on their way out of a link: sent at once where there is room, else by the thread that flushes."""
+    """The outgoing messages of a link. They are sent at once if there is room, otherwise by the thread that flushes."""
 
     MAX_WAITING = 8 * 1024 * 1024
 
@@ -113,12 +116,12 @@ class Outbox:
         self.link = link
         self._lock = threading.Lock()
         self._waiting: deque[memoryview] = deque()
-        self.waiting_bytes = 0  # of messages that are left to flush
+        self.waiting_bytes = 0  # bytes left to flush
         self._held = False
 
     @property
     def waiting(self) -> bool:
-        """Whether something is left to flush, and nobody streams past it."""
+        """Whether something is left to flush, and no thread holds the link."""
         return bool(self._waiting) and not self._held
 
     @property
@@ -126,7 +129,7 @@ class Outbox:
         return self.waiting_bytes > self.MAX_WAITING
 
     def post(self, message: bytes) -> bool:
-        """Send a message in its turn, without blocking; True if a part of it must be flushed later."""
+        """Send a message after earlier ones, without blocking; True if something is left to flush."""
         with self._lock:
             rest = memoryview(message)
             if not self._waiting and not self._held:
@@ -137,14 +140,14 @@ class Outbox:
             return bool(self._waiting)
 
     def flush(self) -> bool:
-        """Send what waits, as far as there is room; True when nothing is left."""
+        """Send waiting messages as far as there is room; True when nothing is left."""
         with self._lock:
             if not self._held:
                 self._send_waiting()
             return not self._waiting
 
     def hold(self) -> bool:
-        """Take the link for one's own streaming; False if others' messages must go first."""
+        """Reserve the link for the caller, which then writes to it directly; False if other messages must go first."""
         with self._lock:
             if self._held:
                 return False
@@ -153,6 +156,7 @@ class Outbox:
             return self._held
 
     def release(self) -> None:
+        """End the reservation by `hold`."""
         with self._lock:
             self._held = False
 

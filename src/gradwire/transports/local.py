@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: bounded byte pipes in memory, with the errors of real links."""
+"""Links between ranks that are threads of one process: bounded byte pipes in memory."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from collections.abc import Callable, Iterable, Sequence
 from gradwire.transports.base import Arrivals, Bell, Buffer, Check, Link, LinkClosed, no_check
 
 PIPE_BYTES = 256 * 1024
-DEAD_AFTER = 0.5  # seconds without a living thread after which a rank that is waited for counts as dead
+DEAD_AFTER = 0.5  # seconds after the end of its last thread, after which a rank counts as dead
 
 
 def ignore(transport: LocalTransport) -> None:
-    """Nothing happens when a rank makes a call."""
+    """Do nothing when a rank makes a call."""
 
 
 class Hub:
-    """The ground that the ranks of one process share: a lock for all their pipes, and a condition for each rank.
+    """The shared state of the ranks of one process: a lock for all pipes, and a condition for each rank.
 
-    `on_call` gets a rank's transport at the beginning of each call that the rank makes, before anything is sent.
+    `on_call` gets a rank's transport at the beginning of each call of that rank, before anything is sent.
     """
 
     def __init__(self, size: int, on_call: Callable[[LocalTransport], None] = ignore) -> None:
@@ -31,7 +31,7 @@ class Hub:
 
 
 class _Pipe:
-    """One direction of a link; guarded by the hub's lock."""
+    """One direction of a link. The hub's lock protects it."""
 
     __slots__ = ("chunks", "closed", "filled")
 
@@ -116,7 +116,7 @@ class LocalLink:
 
 
 class LocalBell:
-    """A bell among the conditions of one rank."""
+    """A bell that notifies the condition of one rank."""
 
     def __init__(self, activity: threading.Condition) -> None:
         self._activity = activity
@@ -133,11 +133,11 @@ class LocalBell:
 
 
 class LocalTransport:
-    """One rank's way to the others of its process."""
+    """The transport of one rank to the other ranks of its process."""
 
     name = "local"
     encrypted = False
-    cores = 0.0  # one interpreter runs one thread at a time: polling would only keep the peer from answering
+    cores = 0.0  # never spin: with one GIL, spinning would only keep the peer from answering
 
     def __init__(self, hub: Hub, rank: int) -> None:
         self.rank = rank
@@ -148,7 +148,7 @@ class LocalTransport:
         self._dead_since: float | None = None
 
     def touch(self) -> None:
-        """Remember which threads play this rank, so that its death can be seen when the last of them has ended."""
+        """Remember the threads that act for this rank. The rank counts as dead after the last of them has ended."""
         current = threading.current_thread()
         if current not in self._threads:
             self._threads = (*(thread for thread in self._threads if thread.is_alive()), current)
@@ -176,7 +176,7 @@ class LocalTransport:
         other = self._hub.transports[peer]
         self._links.add(mine)
         if other.arrivals.refusal(self.rank, channel):
-            mine.close()  # the peer has closed: as with a socket, the first use of the link tells
+            mine.close()  # the peer has closed: as with a socket, the first use of the link raises
             return mine
         other._links.add(theirs)
         other.arrivals.add(theirs)
@@ -221,4 +221,4 @@ class LocalTransport:
             link.close()
 
     def abandon(self) -> None:
-        """A forked child owns copies of the pipes: there is nothing to let go of."""
+        """Do nothing: a forked child has copies of the pipes, and no descriptors."""

@@ -1,10 +1,11 @@
-"""Inputs that atheris finds, by watching which branches of gradwire they reach. From the project's root:
+"""Runs the fuzz targets with atheris, which searches for inputs that reach new branches. From the project's root:
 
-    PYTHONPATH=tests python -m fuzz.atheris                     all targets, 10 seconds each
-    PYTHONPATH=tests python -m fuzz.atheris --seconds 600 mail  some, for longer
-    PYTHONPATH=tests python -m fuzz.atheris mail --input FILE   an input that was found, once more
+    PYTHONPATH=tests python -m fuzz.atheris                       all targets, 10 seconds each
+    PYTHONPATH=tests python -m fuzz.atheris --seconds 600 header  some targets, for longer
+    PYTHONPATH=tests python -m fuzz.atheris header --input FILE   one input again
 
-What was found stays in build/fuzz/TARGET, and the next run begins with it; what breaks a target lies beside it.
+The inputs that were found stay in build/fuzz/TARGET/corpus, and the next run begins with them. Inputs that break a
+target are written to build/fuzz/TARGET.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from pathlib import Path
 
 FOUND = Path("build", "fuzz")
 LONGEST_INPUT = 4096
-MOST_MEMORY = 2048  # MiB; memory that is only asked for does not count
-LONGEST_RUN = 30  # seconds for one input, on a machine that is busy
+MOST_MEMORY = 2048  # MiB of resident memory
+LONGEST_RUN = 30  # seconds for one input, on a busy machine
 
 
 def main() -> int:
@@ -43,14 +44,14 @@ def main() -> int:
     if unknown := set(names) - set(TARGETS):
         parser.error(f"no such target: {', '.join(unknown)}; there are {', '.join(TARGETS)}")
     if options.input is not None:
-        print("believed" if TARGETS[names[0]].run(options.input.read_bytes()) else "refused")
+        print("accepted" if TARGETS[names[0]].run(options.input.read_bytes()) else "refused")
         return 0
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         return int(not all(list(pool.map(lambda name: attempt(name, options.seconds), names))))
 
 
 def attempt(name: str, seconds: int) -> bool:
-    """Fuzz a target in a process of its own, which may crash; tells how it went."""
+    """Fuzz a target in its own process, which may crash. Print the result, and return whether it succeeded."""
     command = [sys.executable, "-m", "fuzz.atheris", name, "--here", "--seconds", str(seconds)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     runs = re.findall(r"number_of_executed_units: (\d+)", done.stdout)
@@ -58,8 +59,8 @@ def attempt(name: str, seconds: int) -> bool:
     if done.returncode == 0 and runs:
         print(f"{name:24} {int(runs[-1]):>9,} inputs {int(edges[-1] if edges else 0):>6,} branches", flush=True)
         return True
-    said = [line for line in done.stdout.splitlines() if not line.startswith(("INFO: ", "#"))]  # of its progress
-    print(f"{name}: FAILED", *said, sep="\n", flush=True)
+    output = [line for line in done.stdout.splitlines() if not line.startswith(("INFO: ", "#"))]  # without progress
+    print(f"{name}: FAILED", *output, sep="\n", flush=True)
     return False
 
 

@@ -1,4 +1,4 @@
-"""Link admission: noise on either side, and somebody in between who changes what passes."""
+"""Fuzzes link admission: random bytes on either side, and an attacker in the middle who changes bytes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from gradwire.security.admission import LONGEST_REASON, Acceptor, Dialer, Hello
 
 KEY = bytes(range(32))
 HELLO = Hello(bytes(16), 1, 2, 1, 0)
-MOST = 300  # bytes that either side ever wants, keeps or says at once
+MOST = 300  # bytes that either side ever wants, buffers or sends at once
 
 
 def noise_to_acceptor(data: bytes) -> bool:
-    """The first byte says in which pieces the rest comes. Nobody gets in by chance."""
+    """Feed random bytes, in pieces of a size that the first byte gives. They must never be admitted."""
     acceptor = Acceptor(KEY, lambda hello: None)
     for rest in _pieces(data):
         while rest and acceptor.wanted:
@@ -27,49 +27,52 @@ def noise_to_acceptor(data: bytes) -> bool:
 
 def noise_to_dialer(data: bytes) -> bool:
     dialer = Dialer(KEY, HELLO)
-    believed, refusal = False, ""
+    accepted, refusal = False, ""
     try:
         for rest in _pieces(data):
             while rest and dialer.wanted:
                 part, rest = rest[: dialer.wanted], rest[dialer.wanted :]
-                believed = bool(dialer.feed(part)) or believed
+                accepted = bool(dialer.feed(part)) or accepted
                 assert dialer.wanted <= MOST
     except Refused as error:
         refusal = str(error)
     assert refusal.isprintable()
     assert len(refusal) <= LONGEST_REASON + MOST
     assert not dialer.done
-    return believed
+    return accepted
 
 
-def in_between(data: bytes) -> bool:
-    """Each three bytes change one byte of what passes: which one, and how. A change is noticed before anybody is in."""
+def man_in_the_middle(data: bytes) -> bool:
+    """Change one transmitted byte for each three bytes of the input: position and mask.
+
+    A changed admission must never succeed.
+    """
     changes = {int.from_bytes(data[at : at + 2], "big") % 256: data[at + 2] for at in range(0, len(data) - 2, 3)}
     passed = 0
 
-    def changed(words: bytes) -> bytes:
+    def changed(sent: bytes) -> bytes:
         nonlocal passed
-        heard = bytes(byte ^ changes.get(passed + at, 0) for at, byte in enumerate(words))
-        passed += len(words)
-        return heard
+        received = bytes(byte ^ changes.get(passed + at, 0) for at, byte in enumerate(sent))
+        passed += len(sent)
+        return received
 
     dialer, acceptor = Dialer(KEY, HELLO), Acceptor(KEY, lambda hello: None)
-    said = dialer.start()
-    harmed = False
+    sent = dialer.start()
+    tampered = False
     try:
-        while said and acceptor.wanted:
-            heard = changed(said)
-            harmed = harmed or heard != said
-            answer = acceptor.feed(heard)
-            assert not (harmed and acceptor.done)
-            heard, said = changed(answer), b""
-            harmed = harmed or heard != answer
-            while heard and dialer.wanted:
-                part, heard = heard[: dialer.wanted], heard[dialer.wanted :]
-                said += dialer.feed(part)
+        while sent and acceptor.wanted:
+            received = changed(sent)
+            tampered = tampered or received != sent
+            answer = acceptor.feed(received)
+            assert not (tampered and acceptor.done)
+            received, sent = changed(answer), b""
+            tampered = tampered or received != answer
+            while received and dialer.wanted:
+                part, received = received[: dialer.wanted], received[dialer.wanted :]
+                sent += dialer.feed(part)
     except Refused:
-        assert harmed
-    assert dialer.done == (not harmed)
+        assert tampered
+    assert dialer.done == (not tampered)
     return dialer.done
 
 
@@ -82,5 +85,5 @@ _CHALLENGE = b"gw-reply\x01\x20" + bytes(32)
 TARGETS = (
     Target("noise to the acceptor", noise_to_acceptor, (b"\xff" + Dialer(KEY, HELLO).start(),)),
     Target("noise to the dialer", noise_to_dialer, (b"\xff" + _CHALLENGE, b"\x07" + _CHALLENGE)),
-    Target("in between two ranks", in_between, (b"", b"\x00\x05\x00")),
+    Target("tampering with an admission", man_in_the_middle, (b"", b"\x00\x05\x00")),
 )

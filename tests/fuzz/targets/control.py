@@ -1,4 +1,4 @@
-"""Control messages: JSON from peers."""
+"""Fuzzes control messages, which are JSON from peers."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ SAMPLES = [
 ]
 
 
-def hear(data: bytes) -> bool:
-    """Messages, one a line; from rank 1, then 2, then 1 again."""
+def receive(data: bytes) -> bool:
+    """Receive one message per line, from rank 1, then 2, then 1 again, and so on."""
     bystander = Bystander()
-    sound = True
+    valid = True
     for number, message in enumerate(data.split(b"\n")):
         try:
             bystander.control.receive(1 + number % 2, message, time.monotonic())
         except ValueError:
-            sound = False
+            valid = False
     bystander.settle(len(data))
-    return sound
+    return valid
 
 
-_TALE = b"\n".join(encoded(SAMPLES[number]) for number in (1, 6, 6, 8))
+_SEQUENCE = b"\n".join(encoded(SAMPLES[number]) for number in (1, 6, 6, 8))
 TARGETS = (
     Target(
         "control message",
-        hear,
-        (*map(encoded, SAMPLES), _TALE),
+        receive,
+        (*map(encoded, SAMPLES), _SEQUENCE),
         inputs=altered([*SAMPLES, json.loads(encoded(SAMPLES[1]))]).map(encoded),
     ),
 )

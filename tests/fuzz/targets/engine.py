@@ -1,4 +1,4 @@
-"""Collectives: any bytes on a peer's socket, to both executors alike, and any entries in a neighbour's memory."""
+"""Fuzzes collectives: any bytes on a peer's socket, for both executors, and any entries in a neighbour's memory."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from gradwire.transports.shm.arena import RESERVED, OwnArena
 
 JOB, GENERATION, GROUP, SEQUENCE, FINGERPRINT = 0x1122, 1, 7, 3, 0xAB
 COUNT = 300
-TILE = 1024  # bytes: so that a collective has several
-SECONDS = 0.0005  # for what will never come through memory
+TILE = 1024  # bytes; small, so that a collective has several tiles
+SECONDS = 0.0005  # to wait for entries in memory that never come
 
 
 class Lost(Exception):
-    """The peer is gone."""
+    """The peer closed its link."""
 
 
 class Mismatch(Exception):
-    """The peer says something else."""
+    """The peer's header is of another call."""
 
 
 class NoWaiting:
-    """Never waits: all that ever comes is there."""
+    """Never waits, because all input is there from the beginning."""
 
     def wait(self, reads: Iterable[Link], writes: Iterable[Link]) -> None:
         raise AssertionError("there is nothing to wait for")
 
-    def look(self) -> float:
+    def poll(self) -> float:
         raise AssertionError("there is nothing to wait for")
 
     def lost(self, peer: int) -> BaseException:
@@ -99,12 +99,15 @@ def plan(rank: int, algorithm: str, count: int = COUNT, tile: int = TILE) -> Pla
 
 
 def executed(kind: str, algorithm: str, data: bytes) -> tuple[str, bytes]:
-    """How a collective ends whose other rank says just this, and then nothing more; and its result, or the header."""
-    mine, theirs = socket.socketpair()
-    alarm, bell = socket.socketpair()
-    with mine, theirs, alarm, bell:
-        theirs.sendall(data)
-        theirs.shutdown(socket.SHUT_WR)
+    """Run a collective whose other rank sends `data` and nothing more.
+
+    Return how it ends, and its result or the header of a mismatch.
+    """
+    mine, peer = socket.socketpair()
+    alarm, wakeup = socket.socketpair()
+    with mine, peer, alarm, wakeup:
+        peer.sendall(data)
+        peer.shutdown(socket.SHUT_WR)
         mine.setblocking(False)
         line = Line(mine, 1)
         executor: Any = PythonExecutor({1: line}.__getitem__)
@@ -123,8 +126,8 @@ def executed(kind: str, algorithm: str, data: bytes) -> tuple[str, bytes]:
         return "done", out.tobytes()
 
 
-def hear(data: bytes) -> bool:
-    """The first byte says which algorithm the peer follows, or pretends to."""
+def run_collective(data: bytes) -> bool:
+    """The first byte selects the algorithm. The rest comes from the peer."""
     algorithm = ALGORITHMS[data[0] % len(ALGORITHMS)] if data else ALGORITHMS[0]
     outcome = executed("python", algorithm, data[1:])
     if native_core.available():
@@ -133,33 +136,33 @@ def hear(data: bytes) -> bool:
 
 
 def recorded(algorithm: str) -> bytes:
-    """What rank 1 says in a collective that goes well."""
-    mine, theirs = socket.socketpair()
-    said = bytearray()
+    """Return the bytes that rank 1 sends in a collective that succeeds."""
+    mine, peer = socket.socketpair()
+    record = bytearray()
 
     class Recorded(Line):
         def send(self, buffers: Sequence[Buffer]) -> int:
             sent = super().send(buffers)
-            said.extend(b"".join(map(bytes, buffers))[:sent])
+            record.extend(b"".join(map(bytes, buffers))[:sent])
             return sent
 
     class Waiting(NoWaiting):
         def wait(self, reads: Iterable[Link], writes: Iterable[Link]) -> None: ...
 
-    def play(rank: int, line: Line) -> None:
+    def run(rank: int, line: Line) -> None:
         executor = PythonExecutor({1 - rank: line}.__getitem__)
         executor.run(
             plan(rank, algorithm), np.arange(COUNT), np.zeros(COUNT, np.int64), call_header(rank), Waiting, False
         )
 
-    with mine, theirs:
+    with mine, peer:
         mine.setblocking(False)
-        theirs.setblocking(False)
-        other = threading.Thread(target=play, args=(1, Recorded(theirs, 0)))
+        peer.setblocking(False)
+        other = threading.Thread(target=run, args=(1, Recorded(peer, 0)))
         other.start()
-        play(0, Line(mine, 1))
+        run(0, Line(mine, 1))
         other.join()
-    return bytes(said)
+    return bytes(record)
 
 
 # --- through memory
@@ -171,21 +174,24 @@ SLOTS = 2048
 
 
 def read_memory(data: bytes) -> bool:
-    """What a neighbour has written: one byte says which collective runs here; then, of eight bytes each, where it says
-    that its region is and how much it says it has read; the rest are entries of its lane, 64 bytes each."""
+    """Run a collective with a neighbour whose shared memory has any content.
+
+    The first byte selects the collective. Two numbers of eight bytes follow: the claimed offset of the neighbour's
+    region, and how much it claims to have read. The rest are entries of its lane, 64 bytes each.
+    """
     from gradwire.executors.native import NativeExecutor
 
-    own, theirs = OwnArena(), OwnArena()
+    own, neighbour = OwnArena(), OwnArena()
     mine, wire = socket.socketpair()
-    alarm, bell = socket.socketpair()
-    with mine, wire, alarm, bell:
+    alarm, wakeup = socket.socketpair()
+    with mine, wire, alarm, wakeup:
         algorithm, count, inside = SHAPES[data[0] % len(SHAPES)] if data else SHAPES[0]
         region = int.from_bytes(data[1:9], "little") or RESERVED
-        _write(theirs, 16 * (GROUP % SLOTS), struct.pack("<QQ", GROUP, region))
-        _write(theirs, RESERVED + 64, data[17 : 17 + LANE_BYTES - 64])
+        _write(neighbour, 16 * (GROUP % SLOTS), struct.pack("<QQ", GROUP, region))
+        _write(neighbour, RESERVED + 64, data[17 : 17 + LANE_BYTES - 64])
         executor = NativeExecutor(call_header(0), 2, alarm)
         executor.connect(1, 1, mine)
-        executor.share(own, {1: theirs})
+        executor.share(own, {1: neighbour})
         _write(own, RESERVED + LANE_BYTES, data[9:17])
         guard = np.full(count + 2 * 64, 0x77, np.int64)
         x, out = np.zeros(count, np.int64), guard[64:-64]
@@ -264,7 +270,10 @@ _IN_MEMORY = (
 _RECORDED = tuple(bytes([number]) + recorded(algorithm) for number, algorithm in enumerate(ALGORITHMS))
 TARGETS = (
     Target(
-        "socket of a peer", hear, tuple(bytes([n]) + recorded(name) for n, name in enumerate(ALGORITHMS)), examples=60
+        "socket of a peer",
+        run_collective,
+        _RECORDED,
+        examples=60,
     ),
     *(_IN_MEMORY if native_core.available() else ()),
 )

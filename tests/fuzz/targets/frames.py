@@ -1,4 +1,4 @@
-"""Headers and frames: what stands on every link before anything else is looked at."""
+"""Fuzzes headers and frames, which every link parses first."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import time
 from collections.abc import Sequence
 
 from fuzz.target import Target
-from gradwire.liveness.beat_messages import BeatSink
 from gradwire.liveness.call_log import CallDescription, CallLog, call_site
 from gradwire.liveness.control import Control, ControlSink
+from gradwire.liveness.heartbeat_messages import HeartbeatSink
 from gradwire.liveness.lifeline import READ_AHEAD
 from gradwire.transports.base import Buffer, Link, LinkClosed
 from gradwire.transports.frames import FrameReader
 from gradwire.wire import HEADER_BYTES, Header, Kind, WireError, parse
 
 JOB, GENERATION, GROUP = 0x1122334455667788, 1, 7
-SIZE = 3  # ranks: this one is rank 0
+SIZE = 3  # ranks; this process is rank 0
 CALLS = (
     CallDescription("all_reduce", "all_reduce(float32[4], op='sum')", 0xAB),
     CallDescription("broadcast", "broadcast(float32[4], root=0)", 0xCD, ("w: float32[4]", "b: float32[1]")),
@@ -24,7 +24,7 @@ CALLS = (
 
 
 class Stream:
-    """A link on which bytes have come, and no more will."""
+    """A link with received bytes, on which no more arrive."""
 
     channel = 1
 
@@ -48,10 +48,10 @@ class Stream:
 
 
 class Bystander:
-    """A rank's side of the control protocol, with calls on record, and how much it says because of what it hears."""
+    """A rank's side of the control protocol with some calls in its log. It counts the bytes that it sends."""
 
     def __init__(self) -> None:
-        self.said = 0
+        self.sent = 0
         self.control = Control(0, [f"rank {n}" for n in range(SIZE)], GENERATION, self._post, lambda: None)
         self.calls = CallLog(GROUP, range(SIZE))
         self.control.watch(self.calls)
@@ -62,22 +62,22 @@ class Bystander:
     def _post(self, peer: int, payload: bytes) -> None:
         assert 0 <= peer < SIZE
         assert peer != self.control.rank
-        self.said += len(payload)
+        self.sent += len(payload)
 
-    def settle(self, heard: int) -> None:
-        """Whatever was heard: in the end there is a verdict that can be told, or nothing has happened."""
+    def settle(self, received: int) -> None:
+        """Check that there is a printable verdict or no failure at all, after any `received` bytes."""
         for seconds in (0, 1, 2):
             assert self.control.tick(self._began + seconds) >= 0
-        assert self.control.sound or self.control.settled
-        if self.control.settled:
+        assert self.control.intact or self.control.decided
+        if self.control.decided:
             text = str(self.control.error("all_reduce", " during all_reduce #1"))
-            assert len(text) <= 20_000 + 8 * heard, "an error that nobody can read"
-        assert self.said <= 20_000 + 16 * heard, "much ado about nothing"
+            assert len(text) <= 20_000 + 8 * received, "the error is too long"
+        assert self.sent <= 20_000 + 16 * received, "too many bytes were sent in reply"
 
 
 def check(header: Header) -> None:
     if (header.job, header.generation) != (JOB, GENERATION):
-        raise WireError("of another job")
+        raise WireError("a header of another job")
 
 
 def header(kind: int, nbytes: int = 0, **fields: int) -> bytes:
@@ -97,25 +97,25 @@ def read_header(data: bytes) -> bool:
 
 
 def read_control_stream(data: bytes) -> bool:
-    """The first byte says in which pieces the rest comes."""
+    """Read a control link on which bytes arrive in pieces of a size that the first byte gives."""
     bystander = Bystander()
     link: Link = Stream(data[1:], piece=data[0] + 1 if data else 1)
     reader = FrameReader(link, ControlSink(bystander.control, check), threading.Lock(), 4096)
-    sound = True
+    valid = True
     try:
         while reader.pump():
             pass
     except LinkClosed:
         pass
-    except ValueError:  # a WireError is one
-        sound = False
+    except ValueError:  # includes WireError
+        valid = False
     bystander.settle(len(data))
-    return sound
+    return valid
 
 
 def read_beats(data: bytes) -> bool:
-    """What comes on a lifeline."""
-    sink = BeatSink(check)
+    """Read the heartbeats on a lifeline."""
+    sink = HeartbeatSink(check)
     sink.detector.watch(1, 0.0, 0.2)
     reader = FrameReader(Stream(data), sink, threading.Lock(), READ_AHEAD)
     try:
@@ -141,5 +141,5 @@ TARGETS = (
         read_control_stream,
         (bytes([HEADER_BYTES]) + _frame(_FRAMES[0]), b"\xff" + b"".join(map(_frame, _FRAMES))),
     ),
-    Target("beats", read_beats, (header(Kind.BEAT), header(Kind.BEAT) * 3)),
+    Target("heartbeats", read_beats, (header(Kind.BEAT), header(Kind.BEAT) * 3)),
 )

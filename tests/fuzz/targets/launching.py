@@ -1,4 +1,4 @@
-"""The pipe from a worker to its supervisor: not of a network, but programs write into whatever is open."""
+"""Fuzzes the pipe from a worker to its supervisor. It is no network, but a script may write to any open descriptor."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from gradwire.launch.worker_process import MessageReader
 MOST = 64 << 10
 
 
-def listen(data: bytes) -> bool:
-    """True if a report came through."""
-    theirs, mine = socket.socketpair()
-    with theirs, mine:
-        theirs.setblocking(False)
+def read_reports(data: bytes) -> bool:
+    """Return True if a report was received."""
+    worker, mine = socket.socketpair()
+    with worker, mine:
+        worker.setblocking(False)
         mine.setblocking(False)
-        theirs.send(data[:MOST] or b"E")
-        theirs.shutdown(socket.SHUT_WR)
+        worker.send(data[:MOST] or b"E")
+        worker.shutdown(socket.SHUT_WR)
         messages = MessageReader(mine)
         reports: list[Report] = []
         for kind, body in messages.receive():
@@ -49,4 +49,4 @@ def _message(kind: bytes, body: bytes) -> bytes:
 
 
 _SENT = _message(REPORT, encoded(_REPORT))
-TARGETS = (Target("report of a worker", listen, (_SENT, _message(RESULT, b"") + _SENT), memory=3 << 20),)
+TARGETS = (Target("report of a worker", read_reports, (_SENT, _message(RESULT, b"") + _SENT), memory=3 << 20),)

@@ -1,4 +1,4 @@
-"""What comes to the coordinator and back: bodies of anybody who has the secret, and seals of those who have not."""
+"""Fuzzes the coordinator's protocol: bodies from holders of the secret, and seals from callers without it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ READERS: dict[str, Callable[[Any], object]] = {
     "News": codec.news_from_wire,
     "Checkpoint": codec.checkpoint_from_wire,
 }
-CALLS = {  # how the coordinator is called, and what the body is
+CALLS = {  # methods of the coordinator and their bodies
     "RegisterWorker": pb.RegisterWorkerRequest,
     "UnregisterWorker": pb.UnregisterWorkerRequest,
     "Heartbeat": pb.HeartbeatRequest,
@@ -44,7 +44,7 @@ _PART = struct.Struct("<BH")  # a method, and the length of the body that follow
 
 
 def read_message(data: bytes) -> bool:
-    """The first byte says what the rest is taken for."""
+    """Parse a message. The first byte selects its type."""
     kind = KINDS[data[0] % len(KINDS)] if data else KINDS[0]
     try:
         message = parse(kind, data[1:])
@@ -55,35 +55,38 @@ def read_message(data: bytes) -> bool:
 
 
 def open_seal(data: bytes) -> bool:
-    """Each three bytes change one byte of a sealed request, and of its reply. Who believes it, hears what was said."""
+    """Change one byte of a sealed request and of its reply for each three bytes of the input.
+
+    A message that is accepted must have its original body.
+    """
     worker, coordinator = WorkerSeal(SECRET), CoordinatorSeal(SECRET)
-    worker.meet(coordinator.meet(worker.hello()))
-    request = worker.seal("Heartbeat", b"what was said")
+    worker.accept_hello(coordinator.answer_hello(worker.hello()))
+    request = worker.seal("Heartbeat", b"the request")
     try:
-        heard = parse(pb.Sealed, _changed(request.SerializeToString(), data))
-        if coordinator.open("Heartbeat", heard) != b"what was said":
-            raise AssertionError("a forged request was believed")
-        reply = coordinator.seal("Heartbeat", heard, b"the answer")
+        received = parse(pb.Sealed, _changed(request.SerializeToString(), data))
+        if coordinator.open("Heartbeat", received) != b"the request":
+            raise AssertionError("a forged request was accepted")
+        reply = coordinator.seal("Heartbeat", received, b"the answer")
         answer = worker.open("Heartbeat", request, parse(pb.Sealed, _changed(reply.SerializeToString(), data)))
-        assert answer == b"the answer", "a forged reply was believed"
+        assert answer == b"the answer", "a forged reply was accepted"
     except (Malformed, Unproven, Stale):
         return False
     return True
 
 
-def _changed(words: bytes, data: bytes) -> bytes:
-    changed = bytearray(words)
+def _changed(message: bytes, data: bytes) -> bytes:
+    changed = bytearray(message)
     for at in range(0, len(data) - 2, 3):
-        changed[int.from_bytes(data[at : at + 2], "big") % len(words)] ^= data[at + 2]
+        changed[int.from_bytes(data[at : at + 2], "big") % len(message)] ^= data[at + 2]
     return bytes(changed)
 
 
-class Turned(Exception):
+class Aborted(Exception):
     """A call was ended with a status."""
 
 
 class Context:
-    """What gRPC tells of a call."""
+    """Stands in for gRPC's context of a call."""
 
     def peer(self) -> str:
         return "ipv4:127.0.0.1:1"
@@ -91,28 +94,28 @@ class Context:
     def abort(self, code: grpc.StatusCode, reason: str) -> None:
         assert code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.PERMISSION_DENIED), reason
         assert len(reason) < 1000
-        raise Turned
+        raise Aborted
 
     def add_callback(self, callback: Callable[[], None]) -> bool:
         return True
 
 
 def call(data: bytes) -> bool:
-    """Calls of one who has the secret, or, if the first byte is odd, a join token for two; in an elastic job."""
+    """Make calls to an elastic job, with the secret or, if the first byte is odd, with a join token for two members."""
     membership = Membership("job", RUN, start=1, minimum=1, maximum=3)
     coordinator = CoordinatorSeal(SECRET)
     token = tokens.read(tokens.make(SECRET, job="job", expires_in=1000.0, uses=2))
     worker = WorkerSeal(token if data[:1] and data[0] & 1 else SECRET)
     server = CoordinatorServicer(membership, coordinator)
-    worker.meet(coordinator.meet(worker.hello()))
-    understood = True
-    with patch.object(servicer, "_LONGEST_HOLD", 0.0):
+    worker.accept_hello(coordinator.answer_hello(worker.hello()))
+    accepted = True
+    with patch.object(servicer, "_LONGEST_DELAY", 0.0):
         for method, body in _calls(data[1:]):
             request = worker.seal(method, body)
             try:
                 reply = getattr(server, method)(request, Context())
-            except Turned:
-                understood = False
+            except Aborted:
+                accepted = False
             else:
                 worker.open(method, request, reply)
     assert 0 <= len(membership.members) <= 3
@@ -120,7 +123,7 @@ def call(data: bytes) -> bool:
     assert len(set(names)) == len(names)
     snapshot = json.loads(json.dumps(membership.snapshot()))
     assert Membership.restore(snapshot, 0.0).members == membership.members
-    return understood
+    return accepted
 
 
 def _calls(data: bytes) -> Iterator[tuple[str, bytes]]:
@@ -147,7 +150,7 @@ def _claim(name: str, generation: int = 0, lost: tuple[str, ...] = ()) -> pb.Reg
     )
 
 
-SAID: list[tuple[str, Any]] = [
+REQUESTS: list[tuple[str, Any]] = [
     ("RegisterWorker", _claim("a")),
     ("RegisterWorker", _claim("b")),
     ("Heartbeat", pb.HeartbeatRequest(ids=["a", "b"], run=RUN)),
@@ -158,15 +161,15 @@ SAID: list[tuple[str, Any]] = [
     ("Heartbeat", pb.HeartbeatRequest(ids=["b"], gone=["a"])),
     ("UnregisterWorker", pb.UnregisterWorkerRequest(member=_member("b"))),
 ]
-BODIES = [(METHODS.index(method), body.SerializeToString()) for method, body in SAID]
+BODIES = [(METHODS.index(method), body.SerializeToString()) for method, body in REQUESTS]
 
 
-def _said(calls: list[tuple[int, bytes]]) -> bytes:
+def _encoded(calls: list[tuple[int, bytes]]) -> bytes:
     return b"".join(_PART.pack(number, len(body)) + body for number, body in calls)
 
 
 _ASSEMBLY = pb.Assembly(job="job", run=RUN, generation=1, rank=0, members=[pb.Member(id="a", rank=0)])
-_EXAMPLES = [*(body for _, body in SAID), _ASSEMBLY, pb.News(generation=1, joiners=1, evicted=["a"], checkpoint=3)]
+_EXAMPLES = [*(body for _, body in REQUESTS), _ASSEMBLY, pb.News(generation=1, joiners=1, evicted=["a"], checkpoint=3)]
 _READABLE = tuple(bytes([KINDS.index(type(one))]) + one.SerializeToString() for one in _EXAMPLES)
 _ANY_BODY = st.sampled_from(BODIES) | st.tuples(
     st.integers(0, len(METHODS) - 1), damaged([body for _, body in BODIES]) | st.binary(max_size=60)
@@ -177,8 +180,8 @@ TARGETS = (
     Target(
         "coordinator",
         call,
-        (b"\0" + _said(BODIES), b"\1" + _said(BODIES), b"\0" + _said(BODIES[:4])),
-        inputs=st.tuples(st.sampled_from((b"\0", b"\1")), st.lists(_ANY_BODY, max_size=10).map(_said)).map(b"".join),
+        (b"\0" + _encoded(BODIES), b"\1" + _encoded(BODIES), b"\0" + _encoded(BODIES[:4])),
+        inputs=st.tuples(st.sampled_from((b"\0", b"\1")), st.lists(_ANY_BODY, max_size=10).map(_encoded)).map(b"".join),
         memory=2 * MIB,
     ),
 )

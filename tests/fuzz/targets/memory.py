@@ -1,4 +1,4 @@
-"""The door where ranks of one host exchange memory, and what a neighbour may have written in its memory."""
+"""Fuzzes the exchange of shared memory between ranks of one host: the socket, and the negotiation before it."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def _memory(nbytes: int, seals: int = SEALS) -> int:
     return descriptor
 
 
-# What a stranger may hand over, by number; the first is what a neighbour does.
-THINGS: tuple[Callable[[], list[int]], ...] = (
+# Descriptors that a client may send, by number. The first is what a genuine neighbour sends.
+DESCRIPTORS: tuple[Callable[[], list[int]], ...] = (
     lambda: [_memory(RESERVED + 4096)],
     list,
-    lambda: [_memory(RESERVED + 4096, fcntl.F_SEAL_GROW)],  # which could be taken away
+    lambda: [_memory(RESERVED + 4096, fcntl.F_SEAL_GROW)],  # could be shrunk by its owner
     lambda: [_memory(RESERVED + 4096, SEALS | fcntl.F_SEAL_WRITE)],
     lambda: [_memory(0)],
     lambda: [_memory(RESERVED)],
@@ -46,7 +46,7 @@ THINGS: tuple[Callable[[], list[int]], ...] = (
 
 
 def without_leaks(target: Callable[[bytes], bool]) -> Callable[[bytes], bool]:
-    """No memory stays open when all is over."""
+    """Check that a target leaves no shared memory open."""
 
     def run(data: bytes) -> bool:
         before = _open_memory()
@@ -58,29 +58,29 @@ def without_leaks(target: Callable[[bytes], bool]) -> Callable[[bytes], bool]:
 
 
 def _open_memory() -> int:
-    """Descriptors of memory in this process; a map of it has one too, as long as it is there."""
+    """Return the number of memfd descriptors in this process. A mapped arena has one too."""
     found = 0
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the directory's own
+        with contextlib.suppress(OSError):  # the descriptor of this directory
             found += os.readlink(f"/proc/self/fd/{name}").startswith("/memfd:")
     return found
 
 
-def knock(data: bytes) -> bool:
-    """Visitors, a few bytes each: what they hand over, whether they know the token, and their greeting."""
+def connect_clients(data: bytes) -> bool:
+    """Connect clients, a few bytes each: the descriptors that they send, whether they know the token, the greeting."""
     with Sharing(0, ["host"] * 3, True) as sharing:
         name, token = sharing.offer() or ("", "")
         genuine = set()
         each = 2 + GREETING.size
         for start in range(0, len(data) - 1, each):
-            thing, knows, *greeting = data[start : start + each]
-            said = bytes(greeting)
-            if knows & 1 and len(said) == GREETING.size:
-                peer, _, started = GREETING.unpack(said)
-                said = GREETING.pack(peer, bytes.fromhex(token), started)
-                if thing % len(THINGS) == 0:
-                    genuine.add(GREETING.unpack(said)[0])
-            _visit(name, said, THINGS[thing % len(THINGS)]())
+            kind, knows_token, *rest = data[start : start + each]
+            greeting = bytes(rest)
+            if knows_token & 1 and len(greeting) == GREETING.size:
+                peer, _, started = GREETING.unpack(greeting)
+                greeting = GREETING.pack(peer, bytes.fromhex(token), started)
+                if kind % len(DESCRIPTORS) == 0:
+                    genuine.add(GREETING.unpack(greeting)[0])
+            _connect(name, greeting, DESCRIPTORS[kind % len(DESCRIPTORS)]())
         complete = sharing.answer([True] * 3)
         shared, _ = sharing.keep([True] * 3)
         assert shared is not None
@@ -90,53 +90,53 @@ def knock(data: bytes) -> bool:
         return complete
 
 
-def _visit(name: str, said: bytes, things: list[int]) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as visitor:
-        visitor.connect(abstract_address(name))
-        with contextlib.suppress(OSError):  # more than a packet holds
-            socket.send_fds(visitor, [said], things)
-    for thing in things:
-        os.close(thing)
+def _connect(name: str, greeting: bytes, descriptors: list[int]) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+        client.connect(abstract_address(name))
+        with contextlib.suppress(OSError):  # too many descriptors for one packet
+            socket.send_fds(client, [greeting], descriptors)
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def share(data: bytes) -> bool:
-    """What a neighbour tells at each step of the exchange, as JSON lines."""
-    told = iter([values.decode(line) for line in data.split(b"\n")])
+    """A neighbour's values at each step of the negotiation, as JSON lines."""
+    received = iter([values.decode(line) for line in data.split(b"\n")])
 
-    def tell_all(own: object) -> list[object]:
-        return [own, next(told, None)]
+    def exchange(own: object) -> list[object]:
+        return [own, next(received, None)]
 
-    shared, sharing = neighbours.share(0, ["host", "host"], True, tell_all, time.monotonic() + 1.0)
+    shared, sharing = neighbours.share(0, ["host", "host"], True, exchange, time.monotonic() + 1.0)
     assert shared is None
     assert sharing == (False, False)
     return True
 
 
-def _visitor(peer: int, thing: int = 0, knows: int = 1) -> bytes:
-    return bytes([thing, knows]) + GREETING.pack(peer, bytes(16), 1)
+def _client(peer: int, kind: int = 0, knows_token: int = 1) -> bytes:
+    return bytes([kind, knows_token]) + GREETING.pack(peer, bytes(16), 1)
 
 
-_VISITORS = st.builds(
-    lambda thing, knows, peer: _visitor(peer, thing, knows),
-    st.integers(0, len(THINGS) - 1),
+_CLIENTS = st.builds(
+    lambda kind, knows_token, peer: _client(peer, kind, knows_token),
+    st.integers(0, len(DESCRIPTORS) - 1),
     st.integers(0, 1),
     st.sampled_from((0, 1, 2, 3, (1 << 32) - 1)),
 )
 _OFFER = ["0" * 32, "1" * 32]
-_TELLINGS = st.lists(altered([_OFFER]) | st.just(_OFFER) | st.booleans() | VALUES, max_size=3)
+_NEGOTIATIONS = st.lists(altered([_OFFER]) | st.just(_OFFER) | st.booleans() | VALUES, max_size=3)
 TARGETS = (
     Target(
-        "visitors",
-        without_leaks(knock),
-        (_visitor(1) + _visitor(2), _visitor(9) + _visitor(2) + _visitor(2, knows=0) + _visitor(1)),
-        inputs=st.lists(_VISITORS, max_size=5).map(b"".join),
+        "shared-memory clients",
+        without_leaks(connect_clients),
+        (_client(1) + _client(2), _client(9) + _client(2) + _client(2, knows_token=0) + _client(1)),
+        inputs=st.lists(_CLIENTS, max_size=5).map(b"".join),
         examples=60,
     ),
     Target(
-        "sharing",
+        "shared-memory negotiation",
         without_leaks(share),
         (encoded(_OFFER) + b"\ntrue\ntrue",),
-        inputs=_TELLINGS.map(lambda told: b"\n".join(map(encoded, told))),
+        inputs=_NEGOTIATIONS.map(lambda lines: b"\n".join(map(encoded, lines))),
         examples=60,
     ),
 )

@@ -1,4 +1,4 @@
-"""TLS as links use it: noise at a door that wants TLS, and somebody in between who changes records."""
+"""Fuzzes the TLS of links: random bytes to a TLS server, and an attacker in the middle who changes records."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradwire.transports.tcp.tls_link import NotTls, TlsStream
 from support.tls_files import credentials
 
 MOST = 64 << 10
-SAID = b"the first link" * 10
+MESSAGE = b"the first link" * 10
 
 
 @contextlib.contextmanager
@@ -26,61 +26,61 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def attempt(act: Callable[[], object]) -> object:
-    """What came of it: a result, None for nothing yet, or the error that a rank's door is prepared for."""
+    """Return the result of a call, None if it would block, or an error that a rank handles."""
     try:
         return act() or True
     except BlockingIOError:
         return None
     except (NotTls, OSError) as error:
-        trouble = error
-    assert not isinstance(trouble, ssl.SSLError) or explain(trouble).isprintable()
-    return trouble
+        failure = error
+    assert not isinstance(failure, ssl.SSLError) or explain(failure).isprintable()
+    return failure
 
 
-def knock(data: bytes) -> bool:
-    with pair() as (stranger, mine):
+def bytes_to_server(data: bytes) -> bool:
+    with pair() as (client, mine):
         server = TlsStream(mine, credentials("m0").server_context(), server=True)
-        stranger.send(data)
-        stranger.shutdown(socket.SHUT_WR)
+        client.send(data)
+        client.shutdown(socket.SHUT_WR)
         outcome = attempt(server.shake_hands)
         assert outcome is not True
         with contextlib.suppress(BlockingIOError):
-            return stranger.recv(1) == b"\x16"  # a handshake, not an alert
+            return client.recv(1) == b"\x16"  # a handshake, not an alert
         return False
 
 
-def in_between(data: bytes) -> bool:
-    """Each four bytes change one byte of all that passes, in either direction: where, and how."""
+def man_in_the_middle(data: bytes) -> bool:
+    """Change one transmitted byte, in either direction, for each four bytes of the input: position and mask."""
     changes = {int.from_bytes(data[at : at + 3], "big") % 8192: data[at + 3] for at in range(0, len(data) - 3, 4)}
-    passed, harmed = 0, False
+    passed, tampered = 0, False
     with pair() as (client_end, client_wire), pair() as (server_end, server_wire):
         client = TlsStream(client_end, credentials("m1").client_context(), server=False)
         server = TlsStream(server_end, credentials("m0").server_context(), server=True)
-        heard: list[object] = [None, None]
+        handshakes: list[object] = [None, None]
         for _ in range(6):
             for number, side in enumerate((client, server)):
-                if heard[number] is None:
-                    heard[number] = attempt(side.shake_hands)
+                if handshakes[number] is None:
+                    handshakes[number] = attempt(side.shake_hands)
             for source, target in ((client_wire, server_wire), (server_wire, client_wire)):
                 with contextlib.suppress(BlockingIOError):
-                    words = source.recv(MOST)
-                    changed = bytes(byte ^ changes.get(passed + at, 0) for at, byte in enumerate(words))
-                    passed += len(words)
-                    harmed = harmed or changed != words
+                    sent = source.recv(MOST)
+                    changed = bytes(byte ^ changes.get(passed + at, 0) for at, byte in enumerate(sent))
+                    passed += len(sent)
+                    tampered = tampered or changed != sent
                     target.send(changed)
-            if heard == [True, True] and not harmed:
+            if handshakes == [True, True] and not tampered:
                 break
-        if heard != [True, True]:
-            assert harmed
+        if handshakes != [True, True]:
+            assert tampered
             return False
-        attempt(lambda: client.send(SAID))
-        words = client_wire.recv(MOST)
-        at = min(len(words) - 1, data[-1] if data else 255)
-        changed = words[:at] + bytes([words[at] ^ (len(data) % 4 != 0)]) + words[at + 1 :]
+        attempt(lambda: client.send(MESSAGE))
+        sent = client_wire.recv(MOST)
+        at = min(len(sent) - 1, data[-1] if data else 255)
+        changed = sent[:at] + bytes([sent[at] ^ (len(data) % 4 != 0)]) + sent[at + 1 :]
         server_wire.send(changed)
         received = attempt(lambda: server.recv(1000))
-        assert received == SAID if changed == words else received != SAID
-        return changed == words
+        assert received == MESSAGE if changed == sent else received != MESSAGE
+        return changed == sent
 
 
 def _client_hello() -> bytes:
@@ -90,6 +90,6 @@ def _client_hello() -> bytes:
 
 
 TARGETS = (
-    Target("knocking at TLS", knock, (_client_hello(),), examples=40),
-    Target("in between TLS", in_between, (b"", b"\x00\x00\x05\x00"), examples=25),
+    Target("TLS handshake", bytes_to_server, (_client_hello(),), examples=40),
+    Target("tampering with TLS", man_in_the_middle, (b"", b"\x00\x00\x05\x00"), examples=25),
 )

@@ -1,4 +1,4 @@
-"""Values and announcements inside collectives: what a root, or any rank, may have put where JSON is expected."""
+"""Fuzzes the JSON inside collectives, the set-up handshake and transferred states."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradwire.errors import ConfigError, GradwireError, PeerLost
 from gradwire.generation import handshake
 from gradwire.host import machine
 from gradwire.identity import PROTOCOL, Identity
-from gradwire.liveness.lifeline import BeatCapability
+from gradwire.liveness.lifeline import HeartbeatProfile
 from gradwire.operations import split_join, values
 from gradwire.operations.types import CallKey, Declined, Operation, Position, Shape
 from gradwire.topology import Topology
@@ -29,20 +29,20 @@ HERE = Position(rank=0, size=2)
 
 
 class Partner:
-    """The other rank of two: whatever this one is to receive comes out of the input, as far as that goes."""
+    """The other of two ranks. All that this rank receives comes from the input, until its end."""
 
     rank, size = 0, 2
 
     def __init__(self, data: bytes) -> None:
         self._rest = data
 
-    def __call__(self, shape: Shape, x: Array, out: Array, form: CallKey | None = None) -> None:
+    def __call__(self, shape: Shape, x: Array, out: Array, key: CallKey | None = None) -> None:
         flat = out.reshape(-1).view(np.uint8)
         skip = x.nbytes if shape.collective == "all_gather" else 0
         flat[:skip] = x.reshape(-1).view(np.uint8)
         part, self._rest = self._rest[: flat.size - skip], self._rest[flat.size - skip :]
         if len(part) < flat.size - skip:
-            raise PeerLost("it has nothing more to say")
+            raise PeerLost("the input has ended")
         flat[skip:] = np.frombuffer(part, np.uint8)
 
     def disagree(self, reason: str) -> GradwireError:
@@ -69,19 +69,19 @@ def scatter(data: bytes) -> bool:
     return run(split_join.scatter(HERE, root=1), data)
 
 
-def settle(data: bytes) -> bool:
-    """What ranks tell each other before the first call, as the other one's entry."""
-    told = values.decode(data)
+def read_handshake(data: bytes) -> bool:
+    """The other rank's entry in the set-up handshake."""
+    received = values.decode(data)
     try:
-        entry = handshake.Entry.of(1, told, _IDENTITY)
-        BeatCapability.from_wire(entry.nature)
+        entry = handshake.Entry.of(1, received, _IDENTITY)
+        HeartbeatProfile.from_wire(entry.profile)
         tuning_table.decode(entry.table)
     except (ConfigError, ValueError):
         return False
     return True
 
 
-def stand(data: bytes) -> bool:
+def read_standing(data: bytes) -> bool:
     try:
         standing = Standing.from_wire(values.decode(data))
     except ValueError:
@@ -91,7 +91,7 @@ def stand(data: bytes) -> bool:
 
 
 def take_state(data: bytes) -> bool:
-    """A skeleton and no arrays' bytes: what memory is asked for, and what becomes of the state."""
+    """The skeleton of a state without the arrays' bytes. Its memory is bounded, and the state must stay valid."""
     kept = np.zeros(3)
     mine: dict[str, Any] = {"w": kept, "inner": {"b": np.zeros(1, np.float32)}, "lr": 0.1}
     state = State(mine)
@@ -99,7 +99,7 @@ def take_state(data: bytes) -> bool:
         state.put_together(data, memory_for(data))
     except ValueError:
         return False
-    State(mine)  # which can travel on
+    State(mine)  # the state can still be transferred
     return True
 
 
@@ -117,15 +117,15 @@ _SKELETON = parse_json(
     State({"w": np.ones(2), "n": 3, "lr": 0.5, 7: (None, [True, "x"]), "e": np.ones((0, 2))}).take_apart()[0]
 )
 _IDENTITY = Identity(bytes(16), 1, 0, ("rank 0", "rank 1"), Topology.single(2))
-_TOLD = json.loads(
+_ENTRY = json.loads(
     encoded([PROTOCOL, bytes(16).hex(), "auto", tuning_table.encode(DEFAULTS), [True, 7, "4026531836"], None])
 )
-_CLAIMED = values.MAX_VALUE_BYTES + MIB  # one may claim that much, and what is not written takes no memory
+_CLAIMED = values.MAX_VALUE_BYTES + MIB  # the largest claim that is allowed; memory that is not written costs nothing
 TARGETS = (
     Target("broadcast_value", broadcast_value, _framed(b"[1,2]", b'{"a":null}'), memory=_CLAIMED),
     Target("all_gather_values", all_gather_values, _framed(b"[1,2]"), memory=_CLAIMED),
     Target("scatter", scatter, (_SCATTERED,), memory=_CLAIMED),
-    _json_target("settling", settle, [_TOLD]),
-    _json_target("standing", stand, [[3, 1, 2, "ab", True, 1], [-1, 0, -1, "", False, 2]]),
+    _json_target("handshake", read_handshake, [_ENTRY]),
+    _json_target("standing", read_standing, [[3, 1, 2, "ab", True, 1], [-1, 0, -1, "", False, 2]]),
     _json_target("state", take_state, [_SKELETON], memory=machine.memory() + MIB),
 )

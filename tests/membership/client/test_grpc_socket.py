@@ -1,4 +1,4 @@
-"""Calls on a socket of our own: against gRPC's server, against anything else, and beside forks."""
+"""Tests of gRPC calls on a plain socket: with gRPC's server, with other programs, and with forks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def one_by_one(requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
 
 @pytest.fixture(scope="module")
 def place() -> Iterator[tuple[str, int]]:
-    """A server of gRPC's own with methods of any kind."""
+    """A server made with gRPC, with methods for these tests."""
     methods = {
         "Same": grpc.unary_unary_rpc_method_handler(same),
         "Refused": grpc.unary_unary_rpc_method_handler(refused),
@@ -114,7 +114,7 @@ def test_stream_exchanges_messages_in_turn(connection: Connection) -> None:
     assert code(lambda: connection.ask(b"end", 30)) == "UNAVAILABLE"
 
 
-def test_call_under_way_is_answered_while_the_server_stops() -> None:
+def test_call_in_progress_is_answered_while_the_server_stops() -> None:
     begun, go_on = threading.Event(), threading.Event()
 
     def slow(request: bytes, context: Any) -> bytes:
@@ -144,7 +144,7 @@ def test_call_under_way_is_answered_while_the_server_stops() -> None:
 
 
 def heard(data: bytes) -> str:
-    """What a call says whose other side sends `data` and hangs up."""
+    """Return the error code of a call whose peer sends `data` and closes the connection."""
     ours, theirs = socket.socketpair()
     with theirs:
         theirs.sendall(data)
@@ -164,7 +164,7 @@ def test_connection_to_something_other_than_http2_fails(data: bytes) -> None:
 
 
 def answer(parts: list[tuple[str, bytes]]) -> bytes:
-    """What a server sends that does the right things in any order, and wrong ones."""
+    """Return the bytes of a server that sends valid frames in any order, and invalid ones."""
     server = H2Connection(H2Configuration(client_side=False, validate_outbound_headers=False))
     client = H2Connection(H2Configuration(client_side=True))
     client.initiate_connection()
@@ -183,7 +183,7 @@ def answer(parts: list[tuple[str, bytes]]) -> bytes:
             elif kind == "ping":
                 server.ping(data[:8].ljust(8))
         except Exception:
-            continue  # h2 does not let itself be misused that far
+            continue  # h2 refuses to send this frame
         sent += server.data_to_send()
         if kind == "noise":
             sent += data
@@ -208,7 +208,7 @@ def test_connection_any_bytes_raise_only_call_failed(data: bytes) -> None:
         max_size=8,
     )
 )
-def test_connection_any_answer_is_understood_or_an_error(parts: list[tuple[str, bytes]]) -> None:
+def test_connection_any_answer_returns_or_raises_call_failed(parts: list[tuple[str, bytes]]) -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         theirs.sendall(answer(parts))
@@ -234,7 +234,7 @@ assert "grpc" not in sys.modules
 lease = Lease(address, "me", secret=secret, interval=0.0)
 lease.start()
 while lease.news is None:
-    assert not lease.trouble, lease.trouble
+    assert not lease.failure, lease.failure
 for child in range(20):
     pid = os.fork()
     if pid == 0:
@@ -242,11 +242,11 @@ for child in range(20):
         sys.exit(0)
     assert os.waitpid(pid, 0)[1] == 0
 lease.close()
-assert not lease.trouble, lease.trouble
+assert not lease.failure, lease.failure
 """
 
 
-def test_fork_in_the_middle_of_calls_is_quiet_and_harmless(serve: Callable[..., Coordinator]) -> None:
+def test_fork_in_the_middle_of_calls_prints_nothing(serve: Callable[..., Coordinator]) -> None:
     coordinator = serve(1, minimum=1, maximum=1)
     done = subprocess.run(
         [sys.executable, "-c", FORKS, coordinator.address, SECRET.decode()],

@@ -1,4 +1,4 @@
-"""What a launcher's heartbeats say about the members of its host, run by run."""
+"""Tests of the members and the run that a launcher's heartbeats name."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def answered(*ids: str) -> HeartbeatRules:
     return rules
 
 
-def test_next_names_living_members_and_leaves_out_frozen_ones() -> None:
+def test_next_names_live_members_and_omits_frozen_ones() -> None:
     rules = answered("a", "b")
     assert rules.next(frozen=["b"]) == Heartbeat(("a",), (), RUN)
 
 
-def test_end_is_repeated_until_it_is_answered() -> None:
+def test_end_is_reported_until_it_is_confirmed() -> None:
     rules = answered("a", "b")
     rules.end(["b"])
     assert rules.next().gone == rules.next().gone == ("b",)
@@ -34,7 +34,7 @@ def test_end_is_repeated_until_it_is_answered() -> None:
     assert rules.next() == Heartbeat(("a",), (), RUN)
 
 
-def test_member_that_ended_while_the_answer_was_on_its_way_is_named_in_the_next_heartbeat() -> None:
+def test_end_of_a_member_before_the_reply_is_reported_in_the_next_heartbeat() -> None:
     rules = answered("a", "b")
     sent = rules.next()
     rules.end(["b"])
@@ -42,18 +42,18 @@ def test_member_that_ended_while_the_answer_was_on_its_way_is_named_in_the_next_
     assert rules.next().gone == ("b",)
 
 
-def test_coordinator_of_another_run_hears_nothing_of_members_of_the_old_one() -> None:
+def test_next_for_a_coordinator_of_another_run_omits_members_of_the_old_run() -> None:
     rules = answered("a", "b")
     assert rules.answered(rules.next(), news(new_run(after=RUN), unknown=("a", "b"))) == "a"
     rules.watch(["c"])
     rules.end(["b"])
     sent = rules.next()
-    assert (sent.ids, sent.gone, sent.settled) == (("c",), (), ("b",))
+    assert (sent.ids, sent.gone, sent.unreported) == (("c",), (), ("b",))
     rules.answered(sent, news(sent.run, unknown=("c",)))
     assert not rules.unconfirmed
 
 
-def test_run_that_was_begun_in_place_of_another_is_asked_about_all_members() -> None:
+def test_next_for_a_replacement_run_names_all_members() -> None:
     rules = answered("a", "b")
     rules.end(["b"])
     assert rules.answered(rules.next(), news(next_run(RUN), unknown=("a",))) is None

@@ -1,4 +1,4 @@
-"""The pipe that carries news from a launcher to its worker."""
+"""Tests of the pipe that carries news from a launcher to its worker."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def news(generation: int, joiners: int = 0, evicted: tuple[str, ...] = (), check
 @pytest.fixture
 def ends() -> Iterator[tuple[NewsWriter, NewsReader]]:
     writer = NewsWriter("box/1")
-    theirs = os.dup(writer.theirs)  # one process plays both sides here
-    reader = NewsReader.from_environ({NEWS: f"{theirs}:{os.fstat(theirs).st_ino}"})
+    read_end = os.dup(writer.read_end)  # one process has both ends here
+    reader = NewsReader.from_environ({NEWS: f"{read_end}:{os.fstat(read_end).st_ino}"})
     assert reader is not None
-    writer.handed_over()
+    writer.close_read_end()
     yield writer, reader
     writer.close()
     reader.close()
@@ -32,15 +32,15 @@ def ends() -> Iterator[tuple[NewsWriter, NewsReader]]:
 def test_latest_returns_the_last_news(ends: tuple[NewsWriter, NewsReader]) -> None:
     writer, reader = ends
     assert reader.latest() is None
-    writer.tell(news(1, 0))
-    writer.tell(news(2, joiners=1, evicted=("box/0",), checkpoint=7))
+    writer.send(news(1, 0))
+    writer.send(news(2, joiners=1, evicted=("box/0",), checkpoint=7))
     assert reader.latest() == news(2, joiners=1, evicted=(), checkpoint=7)
     assert reader.latest() == news(2, joiners=1, evicted=(), checkpoint=7)
-    writer.tell(news(3, 0, evicted=("box/0", "box/1")))
+    writer.send(news(3, 0, evicted=("box/0", "box/1")))
     assert reader.latest() == news(3, 0, evicted=("box/1",))
 
 
-def test_cuts_last_until_they_heal(ends: tuple[NewsWriter, NewsReader]) -> None:
+def test_cuts_last_until_heal(ends: tuple[NewsWriter, NewsReader]) -> None:
     writer, reader = ends
     assert reader.cuts() == frozenset()
     writer.cut("box/2")
@@ -56,7 +56,7 @@ def test_writer_with_a_reader_that_does_not_read_never_blocks_and_keeps_the_newe
 ) -> None:
     writer, reader = ends
     for generation in range(5000):
-        writer.tell(news(generation, 0))
+        writer.send(news(generation, 0))
     writer.cut("box/2")
     assert reader.latest() != news(4999, 0)  # the pipe was full
     writer.flush()
@@ -67,14 +67,14 @@ def test_writer_with_a_reader_that_does_not_read_never_blocks_and_keeps_the_newe
 def test_writer_repeated_news_is_written_once(ends: tuple[NewsWriter, NewsReader]) -> None:
     writer, reader = ends
     for _ in range(3):
-        writer.tell(news(1, 0))
+        writer.send(news(1, 0))
     assert os.read(reader.fileno(), 4096).count(b"\n") == 1
 
 
 def test_writer_without_a_reader_is_no_error() -> None:
     writer = NewsWriter("box/1")
-    writer.handed_over()  # to nobody
-    writer.tell(news(1, 0))
+    writer.close_read_end()  # so that the pipe has no reader
+    writer.send(news(1, 0))
     writer.cut("box/2")
     writer.close()
     writer.close()
@@ -82,8 +82,8 @@ def test_writer_without_a_reader_is_no_error() -> None:
 
 def test_reader_without_a_writer_keeps_the_last_news() -> None:
     writer = NewsWriter("box/1")
-    reader = NewsReader(os.dup(writer.theirs))
-    writer.tell(news(1, 2))
+    reader = NewsReader(os.dup(writer.read_end))
+    writer.send(news(1, 2))
     assert not reader.ended
     writer.close()
     assert reader.latest() == news(1, 2)
@@ -109,7 +109,7 @@ def test_from_environ_with_a_reused_descriptor_returns_none() -> None:
 
 def test_reader_in_forked_child_reads_nothing(ends: tuple[NewsWriter, NewsReader]) -> None:
     writer, reader = ends
-    writer.tell(news(1, 0))
+    writer.send(news(1, 0))
     pid = os.fork()
     if pid == 0:
         os._exit(0 if reader.latest() is None else 1)
@@ -130,10 +130,10 @@ else:
     sys.stdout.flush()
     subprocess.run([sys.executable, *sys.orig_argv[1:]], check=True, close_fds=False)
 """
-    writer.tell(news(5, 0))
+    writer.send(news(5, 0))
     environ = os.environ | {NEWS: writer.variable}
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environ, pass_fds=[writer.theirs], capture_output=True, text=True, timeout=60)
-    writer.handed_over()
+    done = subprocess.run(command, env=environ, pass_fds=[writer.read_end], capture_output=True, text=True, timeout=60)
+    writer.close_read_end()
     writer.close()
     assert (done.stdout, done.stderr) == ("5\nnone\n", "")

@@ -1,4 +1,7 @@
-"""What is on a coordinator's port while it is away: members that have met it wait for it, newcomers are told."""
+"""Tests of other programs at the port of a stopped coordinator.
+
+Members to which the coordinator has proved the secret wait for it. Newcomers get an error.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ ME = Member("me", None, "machine", "host", os.getpid(), "127.0.0.1:1")
 
 
 class Speaker:
-    """Says something to everybody who connects, unasked or when they have said something, and hangs up."""
+    """Sends a line to each client, at once or after the client has sent something, and closes the connection."""
 
     def __init__(self, port: int, line: bytes, *, unasked: bool = False) -> None:
         self.served = threading.Semaphore(0)
@@ -68,7 +71,7 @@ class Speaker:
 
 
 class Statuses(rpc.MembershipServicer):
-    """Another gRPC server: it ends every call with one status."""
+    """Another gRPC server, which ends every call with the same status."""
 
     def __init__(self, port: int, code: grpc.StatusCode, *, hello: Callable[[Any], Any] | None = None) -> None:
         self.served = threading.Semaphore(0)
@@ -117,7 +120,7 @@ IMPOSTORS: dict[str, Callable[[int], Any]] = {
 
 @pytest.fixture(params=list(IMPOSTORS))
 def impostor(request: pytest.FixtureRequest) -> Iterator[Callable[[int], Any]]:
-    """Puts something else at a port."""
+    """Starts another program at a port."""
     with contextlib.ExitStack() as stack:
 
         def start(port: int) -> Any:
@@ -133,7 +136,7 @@ def port_of(coordinator: Coordinator) -> int:
 
 
 def asking(address: str, seal: WorkerSeal, generation: int, timeout: float = LONG, **options: Any) -> Future[int]:
-    """The generation that a member gets next."""
+    """Register in a thread, and return the next generation as a future."""
     result: Future[int] = Future()
 
     def run() -> None:
@@ -175,13 +178,13 @@ def test_member_meeting_an_impostor_waits_for_its_coordinator(
 
 
 @pytest.mark.parametrize("impostor", ["closed_listener", "unauthenticated", "denied"], indirect=True)
-def test_newcomer_waiting_for_the_first_generation_counts_as_acquainted(
+def test_newcomer_waiting_for_the_first_generation_ignores_an_impostor(
     impostor: Callable[[int], Any], serve: Serve, captured: CapturedLog
 ) -> None:
-    """Between its arrival and the first generation too."""
+    """The coordinator has proved the secret to it with its first reply."""
     first = serve(2, minimum=1, maximum=2)
     waiting = asking(first.address, WorkerSeal(SECRET), 0)
-    captured.wait_for("has come")
+    captured.wait_for("has registered")
     port = port_of(first)
     first.cut_off()
     other = impostor(port)
@@ -193,15 +196,17 @@ def test_newcomer_waiting_for_the_first_generation_counts_as_acquainted(
     assert waiting.result(LONG) == 1
 
 
-def test_member_at_its_deadline_quotes_the_impostor() -> None:
+def test_member_at_its_deadline_quotes_the_impostors_answer() -> None:
     seal = WorkerSeal(SECRET)
-    seal.meet(CoordinatorSeal(SECRET).meet(seal.hello()))
+    seal.accept_hello(CoordinatorSeal(SECRET).answer_hello(seal.hello()))
     speaker = Speaker(0, b"")
     address = f"127.0.0.1:{speaker.port}"
     speaker.close()
     denying = Statuses(speaker.port, grpc.StatusCode.PERMISSION_DENIED)
     try:
-        with pytest.raises(NoConnection, match=r"without proof: .* refused this worker: go away") as caught:
+        with pytest.raises(
+            NoConnection, match=r"an unauthenticated answer from there: .* refused this worker: go away"
+        ) as caught:
             asking(address, seal, 1, timeout=0.5).result(LONG)
         assert not isinstance(caught.value, Refused)
     finally:
@@ -209,7 +214,7 @@ def test_member_at_its_deadline_quotes_the_impostor() -> None:
 
 
 @pytest.mark.parametrize("impostor", ["closed_listener", "unauthenticated", "denied", "unproven"], indirect=True)
-def test_newcomer_meeting_an_impostor_is_refused_at_once(impostor: Callable[[int], Any], serve: Serve) -> None:
+def test_newcomer_at_an_impostor_is_refused_at_once(impostor: Callable[[int], Any], serve: Serve) -> None:
     coordinator = serve(1)
     coordinator.stop(grace=0.0)
     impostor(port_of(coordinator))
@@ -217,19 +222,19 @@ def test_newcomer_meeting_an_impostor_is_refused_at_once(impostor: Callable[[int
         asking(coordinator.address, WorkerSeal(SECRET), 0).result(LONG)
 
 
-def test_member_believes_a_refusal_over_a_proven_connection(serve: Serve, captured: CapturedLog) -> None:
-    """Its first call is refused without proof; so it has the coordinator prove itself, and asks again."""
+def test_member_accepts_a_refusal_over_a_proven_connection(serve: Serve, captured: CapturedLog) -> None:
+    """Its first call is refused without a proof, so it sends Hello and asks again."""
     coordinator = serve(1, minimum=1, maximum=2, job="mine")
     invitation = tokens.read(tokens.make(SECRET, job="mine", expires_in=60, uses=0))
     seal = WorkerSeal(invitation)
     assert asking(coordinator.address, seal, 0, secret=invitation).result(LONG) == 1
-    with pytest.raises(Refused, match="its join token has not let somebody in"):
+    with pytest.raises(Refused, match="somebody did not join with the caller's join token"):
         start_checkpoint(coordinator.address, "somebody", 1, secret=invitation, seal=seal, timeout=LONG)
-    assert captured.count("its join token has not let somebody in") == 2
+    assert captured.count("somebody did not join with the caller's join token") == 2
 
 
 def test_member_under_tls_waits_for_its_coordinator(serve: Serve, tmp_path: Path) -> None:
-    """Neither another program at its port nor another member's process there is believed."""
+    """It ignores another program, and another member's process, at the coordinator's port."""
     options: dict[str, Any] = {"minimum": 1, "maximum": 2, "journal": tmp_path / "journal"}
     mine = tls_files.credentials("m1")
     seal, member = WorkerSeal(SECRET), Member("m1", None, "machine", "host", os.getpid(), "127.0.0.1:1")
@@ -260,10 +265,10 @@ def test_member_under_tls_waits_for_its_coordinator(serve: Serve, tmp_path: Path
 
 
 @pytest.mark.parametrize("impostor", ["closed_listener", "denied"], indirect=True)
-def test_worker_node_meeting_an_impostor_waits_for_its_coordinator(
+def test_worker_node_at_an_impostor_waits_for_its_coordinator(
     impostor: Callable[[int], Any], serve: Serve, tmp_path: Path
 ) -> None:
-    """When it registers again, and when it takes part in a checkpoint."""
+    """The node registers again and takes part in a checkpoint."""
     options: dict[str, Any] = {"minimum": 1, "maximum": 2, "journal": tmp_path / "journal"}
     coordinator = serve(1, **options)
     port = port_of(coordinator)
@@ -284,7 +289,7 @@ def test_worker_node_meeting_an_impostor_waits_for_its_coordinator(
 
 @pytest.mark.parametrize("impostor", ["closed_listener", "http", "denied", "unproven"], indirect=True)
 @pytest.mark.parametrize("kind", [Heartbeats, Lease])
-def test_heartbeats_meeting_an_impostor_go_on(
+def test_heartbeats_at_an_impostor_continue(
     kind: type[Heartbeats] | type[Lease], impostor: Callable[[int], Any], serve: Serve, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"minimum": 1, "maximum": 2, "journal": tmp_path / "journal"}

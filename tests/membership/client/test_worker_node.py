@@ -1,4 +1,4 @@
-"""A worker node: before its start, at work, and after its end."""
+"""Tests of worker nodes before `start`, in a generation, and after `close`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Make = Callable[..., gw.WorkerNode]
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    """Makes worker nodes, and closes them after the test."""
+    """Creates worker nodes, and closes them after the test."""
     made: list[gw.WorkerNode] = []
 
     def new(coordinator: Coordinator, name: str | None = None, **options: Any) -> gw.WorkerNode:
@@ -62,7 +62,7 @@ def test_worker_node_starts_only_once(serve: Serve, make: Make) -> None:
     node = make(serve(1))
     with node:
         assert (node.rank, node.size) == (0, 1)
-        with pytest.raises(gw.ConfigError, match="was started already"):
+        with pytest.raises(gw.ConfigError, match="has already been started"):
             node.start()
         assert node.rank == 0
     with pytest.raises(gw.Closed, match="is closed"):
@@ -105,7 +105,7 @@ def test_worker_node_that_was_evicted_is_not_healthy(serve: Serve, make: Make) -
     node = make(coordinator, "node").start()
     heartbeat(coordinator.address, [], gone=["node"], secret=SECRET)
     while node.healthy(30):
-        pass  # until its next heartbeat
+        pass  # wait for its next heartbeat
     assert node.news is not None
     assert node.news.evicted == ("node",)
 
@@ -138,12 +138,12 @@ def test_worker_node_with_certificates_joins(serve: Serve, make: Make) -> None:
 
 
 def test_worker_node_beyond_this_machine_needs_insecure_or_certificates() -> None:
-    with pytest.raises(gw.ConfigError, match="beyond this machine, and nothing would be encrypted"):
+    with pytest.raises(gw.ConfigError, match="is not on this machine, and the connection would not be encrypted"):
         gw.WorkerNode("192.0.2.1:1", secret=SECRET)
     assert gw.WorkerNode("192.0.2.1:1", secret=SECRET, insecure=True).rank == -1
 
 
-def test_worker_node_in_forked_child_leaves_the_parents_membership_alone(serve: Serve, make: Make) -> None:
+def test_worker_node_in_forked_child_does_not_end_the_parents_membership(serve: Serve, make: Make) -> None:
     coordinator = serve(1, minimum=1, maximum=1)
     node = make(coordinator, "node").start()
     for _ in range(10):

@@ -1,4 +1,4 @@
-"""Newcomers that would break a running job are refused at registration, with a reason on which they can act."""
+"""Tests of newcomers that would break a running job: they are refused with a reason that names the remedy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def claim(name: str, transport: str = "auto", *, address: str = "127.0.0.1:5000"
 
 
 def running(*transports: str) -> Membership:
-    """A job at work, with a member for each transport."""
+    """Return a job in its first generation, with a member for each transport."""
     state = elastic(len(transports))
     for name, transport in zip("abcd", transports, strict=False):
         state.register(claim(name, transport), 0.0)
@@ -43,7 +43,7 @@ def test_claim_of_another_protocol_is_refused(protocol: int, said: str) -> None:
     refused = reason(state.register(replace(claim("new"), protocol=protocol, version="9.9" * (protocol > 0)), 1.0))
     assert said.replace("\\", "") in refused
     assert "Install the same gradwire" in refused
-    assert state.beat("ab", 1.0).joiners == 0
+    assert state.heartbeat("ab", 1.0).joiners == 0
 
 
 @pytest.mark.parametrize("address", ["", "nonsense", "name:80", "127.0.0.1:0", "127.0.0.1:70000", "127.0.0.1", "::1:5"])
@@ -63,16 +63,16 @@ def test_claim_without_data_plane_in_a_job_that_exchanges_data_is_refused() -> N
 
 
 def test_claim_with_data_plane_in_a_membership_only_job_is_refused() -> None:
-    assert "bring their own data plane" in reason(running("", "").register(claim("new"), 1.0))
+    assert "the members of this job bring their own" in reason(running("", "").register(claim("new"), 1.0))
 
 
-def test_membership_only_job_takes_newcomers_without_address() -> None:
+def test_membership_only_job_admits_newcomers_without_address() -> None:
     state = running("", "")
     assert waits(state.register(claim("node", "", address=""), 1.0))
-    assert state.beat("ab", 1.0).joiners == 1
+    assert state.heartbeat("ab", 1.0).joiners == 1
 
 
-def test_node_that_waits_first_does_not_keep_the_trainers_out() -> None:
+def test_worker_node_that_waits_first_does_not_block_training_members() -> None:
     state = elastic(2)
     node = claim("node", "", address="")
     assert waits(state.register(node, 0.0))
@@ -85,11 +85,11 @@ def test_node_that_waits_first_does_not_keep_the_trainers_out() -> None:
     ("here", "newcomer", "host"),
     [("auto", "shm", "other"), ("tcp", "shm", "machine"), ("shm", "auto", "other"), ("shm", "tcp", "machine")],
 )
-def test_newcomer_that_cannot_share_memory_where_a_member_insists_is_refused(
+def test_newcomer_that_cannot_share_memory_where_a_member_requires_it_is_refused(
     here: str, newcomer: str, host: str
 ) -> None:
     refused = reason(running(here, here).register(claim("new", newcomer, host=host), 1.0))
-    assert "insists on transport 'shm'" in refused
+    assert "requires transport 'shm'" in refused
     assert "Use transport 'auto'" in refused
 
 
@@ -101,11 +101,11 @@ def test_newcomer_that_fits_waits(here: str, newcomer: str, host: str) -> None:
 def test_newcomer_that_cannot_share_memory_with_silent_members_is_refused() -> None:
     state = running("auto", "auto")
     now = pass_time(state, 0.0, 12.0)
-    assert state.news().size == 0, "their leases have run out, and they may come back"
-    assert "insists on transport 'shm'" in reason(state.register(claim("new", "shm", host="other"), now))
+    assert state.news().size == 0, "their leases have expired, and they may return"
+    assert "requires transport 'shm'" in reason(state.register(claim("new", "shm", host="other"), now))
 
 
-def test_newcomer_is_not_refused_for_the_sake_of_a_dead_member_that_insisted() -> None:
+def test_newcomer_is_not_refused_because_of_a_dead_member_that_required_shared_memory() -> None:
     state = running("shm", "auto")
     state.gone("a", 1.0)
     assert waits(state.register(claim("new", host="other"), 1.0))
@@ -122,10 +122,10 @@ def test_claim_without_proof_of_membership_does_not_hold_the_state() -> None:
     made_up, now = replace(claim("new"), generation=1, run=RUN), pass_time(state, 0.0, 12.0)
     assert state.news().size == 0, "the members are silent"
     state.register(made_up, now)
-    assert waits(state.register(made_up, pass_time(state, now, now + 2))), "they are waited for"
+    assert waits(state.register(made_up, pass_time(state, now, now + 2))), "it waits for the silent members"
 
 
-def test_id_of_a_dropped_member_that_may_come_back_is_known() -> None:
+def test_id_of_a_dropped_member_that_may_return_is_known() -> None:
     state = running("auto", "auto", "auto")
     for name in "ab":
         state.register(replace(claim(name), generation=1, run=RUN, session=b"again", lost=("c",)), 1.0)
@@ -136,7 +136,7 @@ def test_id_of_a_dropped_member_that_may_come_back_is_known() -> None:
 
 
 def test_unknown_transport_is_refused() -> None:
-    assert "no transport is called 'carrier pigeon'" in reason(elastic().register(claim("new", "carrier pigeon"), 0.0))
+    assert "there is no transport 'carrier pigeon'" in reason(elastic().register(claim("new", "carrier pigeon"), 0.0))
 
 
 # -- runs
@@ -148,38 +148,38 @@ def test_member_of_another_run_is_refused() -> None:
     refused = reason(state.register(stale, 1.0))
     assert f"is a member of run {OTHER_RUN.hex()}" in refused
     assert RUN.hex() in refused
-    assert state.beat("ab", 1.0).joiners == 0
+    assert state.heartbeat("ab", 1.0).joiners == 0
 
 
 def test_heartbeats_and_deaths_of_another_run_do_not_count() -> None:
     state = running("auto", "auto")
-    news = state.beat("ab", 1.0, run=OTHER_RUN)
+    news = state.heartbeat("ab", 1.0, run=OTHER_RUN)
     assert (news.unknown, news.run) == (("a", "b"), RUN)
     state.gone(["a"], 1.0, run=OTHER_RUN)
-    assert state.beat("ab", 1.0, run=RUN).size == 2
+    assert state.heartbeat("ab", 1.0, run=RUN).size == 2
     for now in range(1, 12):
-        state.beat("a", float(now), run=OTHER_RUN)
-        state.beat("b", float(now), run=RUN)
-    assert state.news().evicted == ("a",), "another run's heartbeats keep no lease"
+        state.heartbeat("a", float(now), run=OTHER_RUN)
+        state.heartbeat("b", float(now), run=RUN)
+    assert state.news().evicted == ("a",), "heartbeats of another run renew no lease"
 
 
 def test_heartbeat_for_an_unregistered_id_is_ignored_and_reported() -> None:
     state = running("auto", "auto")
-    news = state.beat(["a", "b", "starting"], 1.0)
+    news = state.heartbeat(["a", "b", "starting"], 1.0)
     assert (news.unknown, news.size) == (("starting",), 2)
 
 
-def test_leaving_of_another_run_is_not_believed() -> None:
+def test_leave_in_another_run_is_ignored() -> None:
     state = running("auto", "auto")
     assert not state.leave(state.members[0], 1.0, finished=True, run=OTHER_RUN)
     assert not state.news().finished
     assert state.leave(state.members[0], 1.0, run=RUN)
 
 
-# -- who may say that all work is done
+# -- members that may report that all work is done
 
 
-def test_finished_from_a_waiting_process_is_not_believed() -> None:
+def test_finished_from_a_waiting_process_is_ignored() -> None:
     state = running("auto", "auto")
     waiting = claim("new")
     state.register(waiting, 1.0)
@@ -189,7 +189,7 @@ def test_finished_from_a_waiting_process_is_not_believed() -> None:
     assert state.news().finished
 
 
-def test_finished_from_a_member_that_was_struck_off_is_not_believed() -> None:
+def test_finished_from_a_removed_member_is_ignored() -> None:
     state = running("auto", "auto")
     gone = state.members[0]
     state.gone(["a"], 1.0)
@@ -197,10 +197,10 @@ def test_finished_from_a_member_that_was_struck_off_is_not_believed() -> None:
     assert not state.news().finished
 
 
-# -- a pid is used again
+# -- reused pids
 
 
-def test_process_with_a_used_pid_is_another_process() -> None:
+def test_process_with_a_reused_pid_is_another_process() -> None:
     state = running("auto", "auto")
     first = state.members[0]
     again = Member(first.id, 0, first.host, first.hostname, first.pid, first.address, started=first.started + 1)
@@ -208,20 +208,20 @@ def test_process_with_a_used_pid_is_another_process() -> None:
     assert isinstance(state.register(worker("a"), 1.0), Assembly)
 
 
-# -- a run that nobody can go on with
+# -- replacement runs
 
 
 def test_generation_without_the_last_state_begins_a_new_run_and_refuses_the_old_members() -> None:
-    """All members are out of sight for longer than they are waited for, and a newcomer begins without them."""
+    """All members are silent for longer than the limit, and a newcomer begins without them."""
     state = running("auto", "auto")
     newcomer, now = claim("new"), 1.0
     while isinstance(outcome := state.register(newcomer, now), Waiting):
         now += 1.0
-        assert now < 200, "it waits for ever"
+        assert now < 200, "the newcomer waits for ever"
     assert isinstance(outcome, Assembly)
     assert (outcome.run > RUN, outcome.previous_run, outcome.generation) == (True, RUN, 2)
     assert "is a member of run" in reason(state.register(replace(claim("a"), generation=1, run=RUN), now + 1))
-    assert state.beat("a", now, run=RUN).unknown == ("a",)
+    assert state.heartbeat("a", now, run=RUN).unknown == ("a",)
 
 
 def test_generation_of_a_member_with_an_earlier_state_begins_a_new_run_that_it_accepts() -> None:
@@ -249,15 +249,15 @@ def test_generation_of_survivors_stays_in_its_run() -> None:
     assert (outcome.run, outcome.previous_run) == (RUN, b"")
 
 
-def test_founder_of_a_new_run_that_learns_of_it_late_gets_the_earlier_run_id() -> None:
-    """Two strangers found a new run; one of them is back from it before the other has heard of it."""
+def test_first_member_of_a_new_run_that_asks_late_gets_the_previous_run_id() -> None:
+    """Two members without the state begin a new run. One returns from it before the other has received its Assembly."""
     state = running("auto", "auto")
-    strangers = [replace(claim(name), generation=1, run=RUN, session=b"again", stranger=True) for name in "ab"]
-    for one in strangers:
+    claims = [replace(claim(name), generation=1, run=RUN, session=b"again", stranger=True) for name in "ab"]
+    for one in claims:
         state.register(one, 1.0)
     assert (state.generation, state.terms.run > RUN) == (2, True)
     back = replace(claim("a"), generation=2, run=state.terms.run, session=b"again")
     state.register(back, 2.0)
-    outcome = state.register(strangers[1], 2.0)
+    outcome = state.register(claims[1], 2.0)
     assert isinstance(outcome, Assembly)
     assert (outcome.generation, outcome.run, outcome.previous_run) == (3, state.terms.run, RUN)

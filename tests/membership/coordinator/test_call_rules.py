@@ -1,4 +1,4 @@
-"""What calls to the coordinator do around the membership: the journal comes first, and join tokens speak for few."""
+"""Tests of the coordinator's calls: changes are journaled before the answer, and join tokens cover few members."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TICKET = Ticket(JOB, 100, 1, Random(1).randbytes(12)).pack()
 
 
 class Harness:
-    """A journal and a log that remember the order of things."""
+    """Records the order of journal entries and log lines."""
 
     def __init__(self, start: int = 2) -> None:
         self.order: list[str] = []
@@ -53,7 +53,7 @@ def test_generation_is_saved_before_it_is_reported() -> None:
     assert harness.saved[-1]["generation"] == 1
 
 
-def test_journal_that_fails_ends_all_answers() -> None:
+def test_calls_after_a_journal_failure_are_not_answered() -> None:
     harness = Harness()
     harness.register("a")
     harness.full = True
@@ -63,7 +63,7 @@ def test_journal_that_fails_ends_all_answers() -> None:
     with pytest.raises(JournalError, match="its disk is full"):
         harness.register("c")
     with pytest.raises(JournalError, match="its disk is full"):
-        harness.rules.beat(["a"], [], b"", b"", 2.0)
+        harness.rules.heartbeat(["a"], [], b"", b"", 2.0)
     assert "formed" not in harness.order
 
 
@@ -75,18 +75,18 @@ def test_use_of_a_join_token_counts_when_its_claim_is_accepted() -> None:
     assert isinstance(harness.register("c", TICKET), Refusal)
 
 
-def test_join_token_speaks_only_for_members_that_it_let_in() -> None:
+def test_join_token_covers_only_members_that_joined_with_it() -> None:
     harness = Harness()
     harness.register("a")
     harness.register("b", TICKET)
-    news = harness.rules.beat(["a", "b"], ["a"], b"", TICKET, 2.0)
+    news = harness.rules.heartbeat(["a", "b"], ["a"], b"", TICKET, 2.0)
     assert (news.unknown, news.evicted) == (("a",), ())
-    with pytest.raises(Denied, match="its join token has not let a in"):
+    with pytest.raises(Denied, match="a did not join with the caller's join token"):
         harness.rules.leave(harness.claim("a").member, TICKET, 2.0)
     assert harness.rules.leave(harness.claim("b").member, TICKET, 2.0)
 
 
-def test_rules_that_resume_from_a_snapshot_know_members_and_tokens() -> None:
+def test_resume_restores_members_and_tokens() -> None:
     harness = Harness()
     harness.register("a")
     harness.register("b", TICKET)

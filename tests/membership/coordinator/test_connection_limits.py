@@ -1,4 +1,4 @@
-"""Which connections stay open, decided without sockets and without a clock."""
+"""Tests of the limits of connections, without sockets and without a clock."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from gradwire.membership.coordinator.connection_limits import ConnectionLimits, 
 FEW = Limits(
     proven=4,
     unproven=2,
-    strangers=5,
-    strangers_per_source=3,
+    unauthenticated=5,
+    unauthenticated_per_source=3,
     seconds_to_prove=5.0,
-    seconds_to_prove_in_a_crowd=1.0,
+    seconds_to_prove_when_full=1.0,
     seconds_between_replacements=0.125,
     seconds_to_wait=10.0,
     seconds_between_proofs=30.0,
@@ -27,7 +27,7 @@ def arrive(state: ConnectionLimits, connections: str, source: str, now: float) -
         state.arrived(int(connection), source, now)
 
 
-def test_connection_with_room_is_passed_on_at_once() -> None:
+def test_connection_within_the_limits_is_opened_at_once() -> None:
     state = ConnectionLimits(FEW)
     arrive(state, "1", "a", 0.0)
     decisions = state.decide(0.0)
@@ -43,7 +43,7 @@ def test_connection_that_proves_nothing_is_closed_in_time() -> None:
     assert state.due() is None
 
 
-def test_connection_that_proved_is_closed_when_it_proves_nothing_more() -> None:
+def test_proven_connection_without_further_proofs_is_closed() -> None:
     state = ConnectionLimits(FEW)
     arrive(state, "1", "a", 0.0)
     state.decide(0.0)
@@ -53,7 +53,7 @@ def test_connection_that_proved_is_closed_when_it_proves_nothing_more() -> None:
     assert state.decide(50.0).closed == [(1, Reason.IDLE)]
 
 
-def test_connections_beyond_the_unproven_wait_until_others_prove_themselves() -> None:
+def test_connections_beyond_the_limit_of_unproven_ones_wait() -> None:
     state = ConnectionLimits(FEW)
     arrive(state, "123", "a", 0.0)
     assert len(state.decide(0.0).opened) == 2
@@ -62,7 +62,7 @@ def test_connections_beyond_the_unproven_wait_until_others_prove_themselves() ->
     assert state.decide(0.2).opened == [1]
 
 
-def test_unproven_connections_give_way_sooner_while_others_wait() -> None:
+def test_unproven_connections_are_parked_sooner_while_others_wait() -> None:
     state = ConnectionLimits(FEW)
     arrive(state, "12", "a", 0.0)
     assert state.decide(0.0).opened == [2, 1]
@@ -76,7 +76,7 @@ def test_unproven_connections_give_way_sooner_while_others_wait() -> None:
     assert state.decide(6.0).closed == [(2, Reason.CROWDED)]
 
 
-def test_waiting_connections_are_passed_on_newest_first_and_each_source_in_turn() -> None:
+def test_waiting_connections_are_opened_newest_first_and_each_source_in_turn() -> None:
     state = ConnectionLimits(FEW)
     arrive(state, "123", "a", 0.0)
     arrive(state, "45", "b", 0.0)
@@ -86,7 +86,7 @@ def test_waiting_connections_are_passed_on_newest_first_and_each_source_in_turn(
     assert state.decide(0.1).opened == [2, 4]
 
 
-def test_unproven_connections_give_way_one_at_a_time() -> None:
+def test_unproven_connections_are_parked_one_at_a_time() -> None:
     state = ConnectionLimits(FEW)
     arrive(state, "12", "a", 0.0)
     assert state.decide(0.0).opened == [2, 1]
@@ -96,7 +96,7 @@ def test_unproven_connections_give_way_one_at_a_time() -> None:
     assert state.decide(1.125).parked == [1]
 
 
-def test_parked_connection_cannot_prove_anything_any_more() -> None:
+def test_parked_connection_does_not_become_proven() -> None:
     state = ConnectionLimits(FEW)
     arrive(state, "12", "a", 0.0)
     state.decide(0.0)
@@ -115,7 +115,7 @@ def test_waiting_connection_is_closed_in_time() -> None:
     assert state.decide(10.0).closed == [(1, Reason.CROWDED)]
 
 
-def test_one_stranger_too_many_of_a_source_replaces_the_oldest_of_that_source() -> None:
+def test_too_many_unauthenticated_connections_of_a_source_close_its_oldest() -> None:
     state = ConnectionLimits(FEW)
     arrive(state, "1", "b", 0.0)
     arrive(state, "234", "a", 0.0)
@@ -124,7 +124,7 @@ def test_one_stranger_too_many_of_a_source_replaces_the_oldest_of_that_source() 
     assert state.decide(0.1).closed == [(2, Reason.CROWDED)]
 
 
-def test_one_stranger_too_many_replaces_the_oldest_of_the_source_that_has_the_most() -> None:
+def test_too_many_unauthenticated_connections_close_the_oldest_of_the_largest_source() -> None:
     state = ConnectionLimits(FEW)
     arrive(state, "1", "b", 0.0)
     arrive(state, "23", "a", 0.0)
@@ -135,7 +135,7 @@ def test_one_stranger_too_many_replaces_the_oldest_of_the_source_that_has_the_mo
     assert state.decide(0.1).closed == [(2, Reason.CROWDED)]
 
 
-def test_proven_connections_are_not_counted_as_strangers_of_their_source() -> None:
+def test_proven_connections_do_not_count_as_unauthenticated() -> None:
     state = ConnectionLimits(FEW)
     for connection in "123":
         arrive(state, connection, "a", 0.0)
@@ -145,7 +145,7 @@ def test_proven_connections_are_not_counted_as_strangers_of_their_source() -> No
     assert state.decide(0.1).closed == [(4, Reason.CROWDED)]
 
 
-def test_proven_connections_beyond_the_most_replace_the_one_that_proved_longest_ago() -> None:
+def test_too_many_proven_connections_close_the_one_with_the_oldest_proof() -> None:
     state = ConnectionLimits(FEW)
     for connection in "1234":
         arrive(state, connection, "a", 0.0)
@@ -158,15 +158,15 @@ def test_proven_connections_beyond_the_most_replace_the_one_that_proved_longest_
     assert state.decide(3.1).closed == [(2, Reason.IDLE)]
 
 
-def test_strangers_do_not_replace_proven_connections() -> None:
+def test_unauthenticated_connections_do_not_replace_proven_ones() -> None:
     state = ConnectionLimits(FEW)
     for connection in "1234":
         arrive(state, connection, "a", 0.0)
         state.decide(0.0)
         state.proved(int(connection), 0.0)
-    for stranger in range(10, 100):
-        state.arrived(stranger, "a", stranger / 10)
-        assert not {number for number, _ in state.decide(stranger / 10).closed} & {1, 2, 3, 4}
+    for connection in range(10, 100):
+        state.arrived(connection, "a", connection / 10)
+        assert not {number for number, _ in state.decide(connection / 10).closed} & {1, 2, 3, 4}
 
 
 def test_proof_of_a_connection_that_was_closed_changes_nothing() -> None:
@@ -181,7 +181,7 @@ def test_proof_of_a_connection_that_was_closed_changes_nothing() -> None:
 @given(st.lists(st.tuples(st.sampled_from(["arrive", "prove", "end", "pass time"]), st.integers(0, 7)), max_size=60))
 def test_limits_hold_after_any_history(history: list[tuple[str, int]]) -> None:
     state = ConnectionLimits(FEW)
-    source: dict[int, str] = {}  # of connections that are open
+    source: dict[int, str] = {}  # of open connections
     passed_on: dict[int, float] = {}
     proven: dict[int, float] = {}
     now = 0.0
@@ -208,11 +208,11 @@ def test_limits_hold_after_any_history(history: list[tuple[str, int]]) -> None:
             del source[connection]
             passed_on.pop(connection, None)
             last = proven.pop(connection, None)
-            assert last is None or now - last >= 30.0 or len(proven) == 4, "only when idle, or for another"
-        strangers = Counter(source[connection] for connection in source if connection not in proven)
+            assert last is None or now - last >= 30.0 or len(proven) == 4, "closed although neither idle nor replaced"
+        unauthenticated = Counter(source[connection] for connection in source if connection not in proven)
         unproven = passed_on.keys() - proven.keys()
-        assert strangers.total() <= 5
-        assert max(strangers.values(), default=0) <= 3
+        assert unauthenticated.total() <= 5
+        assert max(unauthenticated.values(), default=0) <= 3
         assert len(unproven) <= 2
         assert len(proven) <= 4
         assert all(now - passed_on[connection] < 5.0 for connection in unproven)

@@ -1,4 +1,4 @@
-"""Later generations over real sockets: losses, joins, leases and their news, and checkpoints."""
+"""Tests of later generations over real sockets: losses, joins, leases, news and checkpoints."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def member(name: str) -> Member:
 
 
 def joining(coordinator: Coordinator, name: str, **options: Any) -> Future[Assembly]:
-    """Register in a thread of its own."""
+    """Register in a new thread and return the result as a future."""
     result: Future[Assembly] = Future()
     settings = {"size": None, "secret": SECRET, "job": None, "timeout": 30.0, **options}
     settings["run"] = coordinator.run if "generation" in options else b""
@@ -45,7 +45,7 @@ def joining(coordinator: Coordinator, name: str, **options: Any) -> Future[Assem
 
 
 def assembled(coordinator: Coordinator, names: str, **options: Any) -> list[Assembly]:
-    """All of them register, and are told the same members."""
+    """Register all of these members, and check that each receives the same list."""
     found = [future.result(30) for future in [joining(coordinator, name, **options) for name in names]]
     assert len({assembly.members for assembly in found}) == 1
     assert [assembly.members[assembly.rank].id for assembly in found] == list(names)
@@ -58,7 +58,7 @@ def ids(assembly: Assembly) -> list[str]:
 
 @pytest.fixture
 def elastic(serve: Serve) -> Coordinator:
-    """A job of two to four, that starts with three."""
+    """A job of two to four members that starts with three."""
     return serve(3, minimum=2, maximum=4)
 
 
@@ -88,7 +88,7 @@ def test_wait_below_the_minimum_reports_the_reason(elastic: Coordinator) -> None
     order = ids(assembled(elastic, "abc")[0])
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
     last = joining(elastic, order[0], generation=1, lost=order[1:], waiting=said.put)
-    while said.get(timeout=30) != "1 of at least 2 members are here":
+    while said.get(timeout=30) != "1 of at least 2 members have registered":
         pass
     joined = joining(elastic, "new")
     assert ids(last.result(30)) == ids(joined.result(30)) == [order[0], "new"]
@@ -104,7 +104,7 @@ def test_worker_that_unregisters_is_not_waited_for(elastic: Coordinator) -> None
 
 def test_generation_that_never_existed_is_refused(elastic: Coordinator) -> None:
     assembled(elastic, "abc")
-    with pytest.raises(Refused, match=r"generation 7, and this coordinator .*knows of 1"):
+    with pytest.raises(Refused, match=r"generation 7, and this coordinator .*knows generation 1"):
         joining(elastic, "d", generation=7).result(30)
 
 
@@ -118,7 +118,7 @@ def test_static_job_has_one_generation(serve: Serve) -> None:
 # Leases.
 
 
-def test_silent_member_is_evicted_and_the_news_says_so(serve: Serve, captured: CapturedLog) -> None:
+def test_silent_member_is_evicted_and_the_news_names_it(serve: Serve, captured: CapturedLog) -> None:
     coordinator = serve(2, minimum=1, maximum=2, lease=0.5)
     order = ids(assembled(coordinator, "ab")[0])
     told: queue.SimpleQueue[News] = queue.SimpleQueue()
@@ -129,7 +129,7 @@ def test_silent_member_is_evicted_and_the_news_says_so(serve: Serve, captured: C
             pass
     finally:
         coordinator_process.close()
-    captured.wait_for(r"rank 1 .* was not heard of for the time of its lease")
+    captured.wait_for(r"rank 1 .* sent no heartbeat during its lease")
     assert coordinator_process.news is not None
     assert coordinator_process.news.evicted == (order[1],)
 
@@ -183,7 +183,7 @@ def test_launcher_finds_its_coordinator_again(
     told.get(timeout=30)
     port = int(elastic.address.rpartition(":")[2])
     elastic.cut_off()
-    captured.wait_for("no heartbeats from this host, trying again", timeout=30)
+    captured.wait_for("heartbeats of this host do not reach the coordinator, trying again", timeout=30)
     while not told.empty():
         told.get()
     serve(3, port=port, minimum=2, maximum=4)
@@ -211,7 +211,7 @@ def test_launcher_close_does_not_wait_for_an_absent_coordinator() -> None:
 def test_launcher_without_a_stream_uses_single_calls(
     elastic: Coordinator, monkeypatch: pytest.MonkeyPatch, captured: CapturedLog
 ) -> None:
-    monkeypatch.setattr("gradwire.membership.coordinator.servicer.STREAMS", 0)
+    monkeypatch.setattr("gradwire.membership.coordinator.servicer.MOST_STREAMS", 0)
     told: queue.SimpleQueue[News] = queue.SimpleQueue()
     assembled(elastic, "abc")
     beats = Heartbeats(elastic.address, "ab", secret=SECRET, on_news=told.put, interval=0.05)
@@ -223,7 +223,7 @@ def test_launcher_without_a_stream_uses_single_calls(
             pass
     finally:
         beats.close()
-    assert captured.count("1024|0 hosts have streams already") == 1
+    assert captured.count("1024|0 hosts already have streams") == 1
 
 
 # Checkpoints.
@@ -242,9 +242,9 @@ def test_checkpoint_is_complete_when_all_live_members_have_reported(elastic: Coo
     assert heartbeat(address, order[:2], secret=SECRET).checkpoint is None
 
 
-def test_impossible_checkpoint_is_refused(elastic: Coordinator) -> None:
+def test_invalid_checkpoint_is_refused(elastic: Coordinator) -> None:
     assembled(elastic, "abc")
-    with pytest.raises(Refused, match=r"'stranger' is no.* live member of generation 1"):
-        start_checkpoint(elastic.address, "stranger", 1, secret=SECRET)
+    with pytest.raises(Refused, match=r"'unknown' is not a live member of generation 1"):
+        start_checkpoint(elastic.address, "unknown", 1, secret=SECRET)
     with pytest.raises(Refused, match="no checkpoint of epoch 3"):
         end_checkpoint(elastic.address, "a", 3, secret=SECRET)

@@ -1,4 +1,4 @@
-"""The standard health check of a coordinator, as any client of it asks."""
+"""Tests of a coordinator's standard health check, with a standard gRPC client."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_watch_of_a_coordinator_that_stops_ends_with_not_serving(coordinator: Co
 
 @contextlib.contextmanager
 def answering(health: Health) -> Iterator[Any]:
-    """A channel to a server that offers nothing but this."""
+    """A channel to a server that offers only the health check."""
     with ThreadPoolExecutor(4) as pool:
         server = grpc.server(pool)
         server.add_generic_rpc_handlers((health.handler(),))
@@ -93,7 +93,7 @@ def test_watch_beyond_the_limit_is_refused_until_a_watcher_leaves() -> None:
             next(watch(channel, ""))
         assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         first.cancel()
-        while True:  # the server learns of it later
+        while True:  # the server notices the end of the call later
             try:
                 assert next(watch(channel, "")).value == NOT_SERVING
             except grpc.RpcError:

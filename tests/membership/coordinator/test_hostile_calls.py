@@ -1,4 +1,4 @@
-"""Others on the coordinator's port, and others in the coordinator's place."""
+"""Tests of hostile clients of a coordinator, and of other programs in place of a coordinator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from gradwire.errors import NoConnection, Refused
 from gradwire.membership import Member
 from gradwire.membership.client.requests import register
-from gradwire.membership.closed_listener import told_at
+from gradwire.membership.closed_listener import closing_reason_at
 from gradwire.membership.coordinator import servicer
 from gradwire.membership.coordinator.connection_limits import Limits
 from gradwire.membership.coordinator.service import Coordinator
@@ -63,7 +63,7 @@ def test_call_without_proof_is_refused_and_logged(stub: Any, captured: CapturedL
 
 def test_recorded_request_is_refused(stub: Any) -> None:
     seal = WorkerSeal(SECRET)
-    seal.meet(stub.Hello(seal.hello()))
+    seal.accept_hello(stub.Hello(seal.hello()))
     sealed = seal.seal("UnregisterWorker", b"")
     stub.UnregisterWorker(sealed)
     assert status(lambda: stub.UnregisterWorker(sealed)) == grpc.StatusCode.UNAUTHENTICATED
@@ -71,13 +71,13 @@ def test_recorded_request_is_refused(stub: Any) -> None:
 
 def test_request_to_an_earlier_coordinator_fails_precondition(stub: Any) -> None:
     seal = WorkerSeal(SECRET)
-    seal.meet(CoordinatorSeal(SECRET).meet(seal.hello()))
+    seal.accept_hello(CoordinatorSeal(SECRET).answer_hello(seal.hello()))
     assert status(lambda: stub.RegisterWorker(seal.seal("RegisterWorker", b""))) == grpc.StatusCode.FAILED_PRECONDITION
 
 
 def test_malformed_body_from_a_holder_of_the_secret_is_refused(stub: Any) -> None:
     seal = WorkerSeal(SECRET)
-    seal.meet(stub.Hello(seal.hello()))
+    seal.accept_hello(stub.Hello(seal.hello()))
     sealed = seal.seal("RegisterWorker", b"\xff\xff\xff")
     assert status(lambda: stub.RegisterWorker(sealed)) == grpc.StatusCode.INVALID_ARGUMENT
 
@@ -90,12 +90,12 @@ def test_call_is_accepted_only_if_proven_fresh_and_well_formed(method: str, stub
     call = getattr(stub, method)
     assert status(lambda: call(pb.Sealed(body=b"x"))) == grpc.StatusCode.UNAUTHENTICATED
     seal = WorkerSeal(SECRET)
-    seal.meet(stub.Hello(seal.hello()))
+    seal.accept_hello(stub.Hello(seal.hello()))
     for_another_method = seal.seal(next(other for other in UNARY if other != method), b"")
     assert status(lambda: call(for_another_method)) == grpc.StatusCode.UNAUTHENTICATED
     nonsense = seal.seal(method, b"\xff\xff\xff")
     assert status(lambda: call(nonsense)) == grpc.StatusCode.INVALID_ARGUMENT
-    assert status(lambda: call(nonsense)) == grpc.StatusCode.UNAUTHENTICATED, "heard before"
+    assert status(lambda: call(nonsense)) == grpc.StatusCode.UNAUTHENTICATED, "a request that was already received"
     forged = seal.seal(method, b"")
     forged.sequence += 1
     assert status(lambda: call(forged)) == grpc.StatusCode.UNAUTHENTICATED
@@ -103,10 +103,10 @@ def test_call_is_accepted_only_if_proven_fresh_and_well_formed(method: str, stub
 
 def test_heartbeats_stream_proves_each_message(stub: Any) -> None:
     seal = WorkerSeal(SECRET)
-    seal.meet(stub.Hello(seal.hello()))
+    seal.accept_hello(stub.Hello(seal.hello()))
     first = seal.seal("Heartbeats", b"")
     replies = stub.Heartbeats(iter([first, first]))
-    assert seal.open("Heartbeats", first, next(replies)) != b"", "news"
+    assert seal.open("Heartbeats", first, next(replies)) != b"", "no news in the reply"
     assert status(lambda: next(replies)) == grpc.StatusCode.UNAUTHENTICATED
     assert status(lambda: next(stub.Heartbeats(iter([pb.Sealed(body=b"x")])))) == grpc.StatusCode.UNAUTHENTICATED
     unary = seal.seal("Heartbeat", b"")
@@ -123,7 +123,7 @@ def test_heartbeats_stream_without_a_heartbeat_is_ended(serve: Serve) -> None:
 
 
 def test_streams_without_proof_leave_room_for_workers(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servicer, "STRANGERS", 2)
+    monkeypatch.setattr(servicer, "MOST_UNPROVEN_STREAMS", 2)
     coordinator = serve(1)
     never: queue.SimpleQueue[pb.Sealed | None] = queue.SimpleQueue()
     with grpc.insecure_channel(coordinator.address) as channel:
@@ -141,7 +141,7 @@ def test_streams_without_proof_leave_room_for_workers(serve: Serve, monkeypatch:
 
 def test_session_of_another_length_is_refused(stub: Any) -> None:
     seal = WorkerSeal(SECRET)
-    seal.meet(stub.Hello(seal.hello()))
+    seal.accept_hello(stub.Hello(seal.hello()))
     request = pb.RegisterWorkerRequest(session=b"short")
     sealed = seal.seal("RegisterWorker", request.SerializeToString())
     assert status(lambda: stub.RegisterWorker(sealed)) == grpc.StatusCode.INVALID_ARGUMENT
@@ -151,7 +151,7 @@ def test_session_of_another_length_is_refused(stub: Any) -> None:
 @given(method=st.sampled_from(UNARY), body=st.binary(max_size=200))
 def test_any_body_from_a_holder_of_the_secret_is_answered_or_refused(method: str, body: bytes, stub: Any) -> None:
     seal = WorkerSeal(SECRET)
-    seal.meet(stub.Hello(seal.hello()))
+    seal.accept_hello(stub.Hello(seal.hello()))
     sealed = seal.seal(method, body)
     codes = set()
     try:
@@ -165,7 +165,7 @@ def test_oversized_request_is_refused(stub: Any) -> None:
     assert status(lambda: stub.RegisterWorker(pb.Sealed(body=bytes(1 << 20)))) == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-def test_noise_on_the_port_does_not_disturb_workers(serve: Serve) -> None:
+def test_random_bytes_on_the_port_do_not_affect_workers(serve: Serve) -> None:
     coordinator = serve(1)
     host, _, port = coordinator.address.rpartition(":")
     noise = [
@@ -184,7 +184,7 @@ def test_noise_on_the_port_does_not_disturb_workers(serve: Serve) -> None:
 
 
 class Impostor(rpc.MembershipServicer):
-    """Serves in a coordinator's place; with the secret or without, it does not play by the rules."""
+    """Serves in place of a coordinator, with or without the secret, and violates the protocol."""
 
     def __init__(self, hello: Callable[[pb.HelloRequest], pb.HelloReply]) -> None:
         self._hello = hello
@@ -229,34 +229,34 @@ def test_register_at_an_impostor_without_the_secret_reveals_nothing(impose: Call
 
 
 def test_register_with_a_forged_reply_is_refused(impose: Callable[[Impostor | None], str]) -> None:
-    impostor = Impostor(CoordinatorSeal(SECRET).meet)
+    impostor = Impostor(CoordinatorSeal(SECRET).answer_hello)
     with pytest.raises(Refused, match="its reply is not authenticated"):
         join(impose(impostor))
     assert len(impostor.told) == 1
 
 
-def test_register_at_another_grpc_service_says_so(impose: Callable[[Impostor | None], str]) -> None:
-    with pytest.raises(Refused, match="is no gradwire coordinator"):
+def test_register_at_another_grpc_service_raises_refused(impose: Callable[[Impostor | None], str]) -> None:
+    with pytest.raises(Refused, match="is not a gradwire coordinator"):
         join(impose(None))
 
 
-def test_register_at_something_other_than_grpc_says_so() -> None:
+def test_register_at_a_program_without_grpc_raises_no_connection() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
-        def hang_up() -> None:
+        def close_at_once() -> None:
             while True:
                 try:
                     listener.accept()[0].close()
                 except OSError:
                     return
 
-        threading.Thread(target=hang_up, daemon=True).start()
-        with pytest.raises(NoConnection, match="something listens there, but"):
+        threading.Thread(target=close_at_once, daemon=True).start()
+        with pytest.raises(NoConnection, match="a program listens there, but"):
             join(f"127.0.0.1:{listener.getsockname()[1]}", timeout=0.5)
         listener.shutdown(socket.SHUT_RDWR)
 
 
-def test_told_at_a_slow_speaker_ends_in_time() -> None:
+def test_closing_reason_at_a_slow_sender_returns_in_time() -> None:
     over = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -269,7 +269,7 @@ def test_told_at_a_slow_speaker_ends_in_time() -> None:
 
         speaker = threading.Thread(target=drip)
         speaker.start()
-        assert told_at(Endpoint("127.0.0.1", listener.getsockname()[1]), 0.3) is None
-        assert speaker.is_alive(), "it was listened to for all that it says"
+        assert closing_reason_at(Endpoint("127.0.0.1", listener.getsockname()[1]), 0.3) is None
+        assert speaker.is_alive(), "all bytes of the slow sender were read"
         over.set()
         speaker.join()

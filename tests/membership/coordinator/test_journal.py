@@ -1,4 +1,4 @@
-"""The journal: what was saved comes back, one coordinator has it at a time, and no damage goes unnoticed."""
+"""Tests of the journal: loading, locking, and detecting damage."""
 
 from __future__ import annotations
 
@@ -117,15 +117,15 @@ def test_journal_size_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_journal_in_use_by_another_coordinator_is_refused(tmp_path: Path) -> None:
     path = sound(tmp_path / "journal")
     with Journal(path) as journal:
-        with pytest.raises(JournalError, match="another coordinator has it: stop that one first"):
+        with pytest.raises(JournalError, match="another coordinator uses it: stop that one first"):
             Journal(path)
         assert journal.load() is not None
         with other_process(path) as process:
             _, said = process.communicate(timeout=60)
-        assert "another coordinator has it" in said
+        assert "another coordinator uses it" in said
     with other_process(tmp_path / "theirs") as process:
         assert process.stdout.readline() == "1\n"
-        with pytest.raises(JournalError, match="another coordinator has it"):
+        with pytest.raises(JournalError, match="another coordinator uses it"):
             Journal(tmp_path / "theirs")
     Journal(tmp_path / "theirs").close()
 
@@ -165,7 +165,7 @@ def test_journal_after_a_start_of_the_machine_is_refused_unless_it_is_durable(tm
         if durable:
             assert journal.load() == state.snapshot()
         else:
-            with pytest.raises(JournalError, match=r"the machine was started anew since.*move the file away"):
+            with pytest.raises(JournalError, match=r"the machine has been rebooted since.*move the file away"):
                 journal.load()
 
 
@@ -195,7 +195,7 @@ def statement(text: str) -> Callable[[Path], None]:
         (lambda path: flip(path, b'"host":"machine"', b'"host":"nowhere"'), r"it is damaged \(generation 2\)"),
         (statement("DELETE FROM state"), r"it is damaged \(its state\)"),
         (statement("DELETE FROM generations WHERE number = 2"), r"it is damaged \(generation 2\)"),
-        (statement("PRAGMA user_version = 1"), "it is of version 1, and this gradwire writes version 2"),
+        (statement("PRAGMA user_version = 1"), "it has version 1, and this gradwire writes version 2"),
         (statement("PRAGMA application_id = 0"), "not a coordinator's journal"),
     ],
 )
@@ -207,7 +207,7 @@ def test_damaged_journal_raises_and_is_left_unchanged(tmp_path: Path, spoil: Cal
         journal.load()
     assert str(path) in str(caught.value)
     assert path.read_bytes() == before
-    with pytest.raises(JournalError), Journal(path) as journal:  # nor does a second try find a new one
+    with pytest.raises(JournalError), Journal(path) as journal:  # the failed attempt must not have created a new file
         journal.load()
 
 
@@ -235,7 +235,7 @@ def test_save_to_a_full_disk_raises_and_keeps_earlier_entries(
         before = state.snapshot()
         (pages,) = databases[-1].execute("PRAGMA page_count").fetchone()
         databases[-1].execute(f"PRAGMA max_page_count = {pages + 2}")
-        with pytest.raises(JournalError, match="its disk is full: make room and start the coordinator again"):
+        with pytest.raises(JournalError, match="its disk is full: free space and restart the coordinator"):
             journal.save(much, grown(state, 3).snapshot())
         assert journal.load() == before
         journal.save([], state.snapshot())
@@ -264,7 +264,7 @@ def test_save_of_another_membership_for_a_known_generation_raises(tmp_path: Path
         other = elastic()
         for generation in range(number):
             other.register(worker("b", generation), float(generation))
-        with Journal(path) as journal, pytest.raises(JournalError, match="it already holds another generation 2"):
+        with Journal(path) as journal, pytest.raises(JournalError, match="it already contains another generation 2"):
             journal.save([], other.snapshot())
 
 
@@ -277,9 +277,9 @@ def test_set_aside_moves_a_journal_that_can_still_be_read(tmp_path: Path) -> Non
     assert moved == tmp_path / "earlier" / "journal"
     with Journal(moved) as journal:
         assert journal.load() == before
-    for _ in range(2):  # also if the new run has not begun when the next one does
+    for _ in range(2):  # the second time, the new run has not begun yet
         with Journal(path) as journal:
-            assert (journal.load(), journal.earlier_run()) == (None, RUN), "a new one, that knows the run before"
+            assert (journal.load(), journal.earlier_run()) == (None, RUN), "a new journal with the earlier run's id"
         set_aside(path, tmp_path / "earlier")
     path.unlink()
     assert set_aside(path, tmp_path / "earlier") is None
@@ -289,7 +289,7 @@ def test_set_aside_waits_for_a_coordinator_that_is_ending(tmp_path: Path) -> Non
     (tmp_path / "earlier").mkdir()
     path = sound(tmp_path / "journal")
     with Journal(path):
-        with pytest.raises(JournalError, match="another coordinator has it"):
+        with pytest.raises(JournalError, match="another coordinator uses it"):
             set_aside(path, tmp_path / "earlier", timeout=0.0)
         assert path.exists()
         waiting = threading.Thread(target=set_aside, args=(path, tmp_path / "earlier"))

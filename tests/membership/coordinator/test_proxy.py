@@ -1,4 +1,4 @@
-"""The coordinator's front over real sockets: strangers use up nothing that members need."""
+"""Tests of the coordinator's proxy over real sockets: unauthenticated clients cannot exhaust what members need."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gradwire.membership.client.launcher_heartbeats import Heartbeats
 from gradwire.membership.client.requests import heartbeat, register, serving, unregister
 from gradwire.membership.coordinator.connection_limits import Limits
 from gradwire.membership.coordinator.proxy import ConnectionProxy
-from gradwire.membership.coordinator.proxy_sockets import DescriptorRoom
+from gradwire.membership.coordinator.proxy_sockets import DescriptorLimit
 from gradwire.membership.coordinator.service import Coordinator
 from gradwire.membership.endpoints import Endpoint, split
 from gradwire.membership.sealing import WorkerSeal
@@ -41,7 +41,7 @@ def member(name: str) -> Member:
 
 
 def assemble(address: str, names: Sequence[str], generation: int = 0, run_id: bytes = b"") -> list[Assembly]:
-    """These members register at the same time."""
+    """Register these members at the same time."""
 
     def one(name: str) -> Assembly:
         options = {"generation": generation, "run": run_id}
@@ -53,7 +53,7 @@ def assemble(address: str, names: Sequence[str], generation: int = 0, run_id: by
 
 @pytest.fixture
 def launcher() -> Iterator[Callable[..., queue.SimpleQueue[News]]]:
-    """Starts heartbeats of hosts; what they are told comes out of a queue."""
+    """Starts heartbeats of hosts, and returns a queue of the news that they receive."""
     with contextlib.ExitStack() as ending:
 
         def start(address: str, names: str) -> queue.SimpleQueue[News]:
@@ -67,18 +67,18 @@ def launcher() -> Iterator[Callable[..., queue.SimpleQueue[News]]]:
 
 
 def hello(sock: socket.socket) -> tuple[Connection, WorkerSeal]:
-    """Have a first call answered on this connection."""
+    """Complete a first call on this connection."""
     connection, seal = Connection(sock, "x", 1000), WorkerSeal(SECRET)
-    seal.meet(pb.HelloReply.FromString(connection.call("Hello", seal.hello().SerializeToString(), 30.0)))
+    seal.accept_hello(pb.HelloReply.FromString(connection.call("Hello", seal.hello().SerializeToString(), 30.0)))
     return connection, seal
 
 
 def readable(sock: socket.socket, seconds: float = 0.0) -> bool:
-    """Whether anything comes, or the end."""
+    """Return whether there are bytes to read, or the connection has ended."""
     return bool(select.select([sock], [], [], seconds)[0])
 
 
-# -- strangers
+# -- unauthenticated clients
 
 
 def test_coordinator_attacked_by_calls_without_a_body_serves_its_members(
@@ -102,52 +102,52 @@ def test_coordinator_attacked_by_calls_without_a_body_serves_its_members(
             pass
         while before.get(timeout=30).generation < 2:
             pass
-    assert captured.count("no heartbeats from this host") == 0
+    assert captured.count("heartbeats of this host do not reach the coordinator") == 0
 
 
 def test_calls_without_a_body_end_with_their_connection(serve: Serve, captured: CapturedLog) -> None:
     coordinator = serve(1, limits=Limits(seconds_to_prove=0.1))
-    with begin_calls(coordinator.address, 8) as stranger:
-        assert closed(stranger)
+    with begin_calls(coordinator.address, 8) as client:
+        assert closed(client)
     captured.wait_for("closed connections to the coordinator: 1 did not prove the job's secret in time")
 
 
 def test_unproven_silent_connection_is_closed(serve: Serve, captured: CapturedLog) -> None:
     coordinator = serve(1, limits=Limits(seconds_to_prove=0.1))
-    with connect(coordinator.address) as stranger:
-        assert closed(stranger)
+    with connect(coordinator.address) as client:
+        assert closed(client)
     captured.wait_for("1 did not prove the job's secret in time; 1 of them came from 127.0.0.1")
 
 
 def test_tls_handshake_that_does_not_end_is_closed(serve: Serve, captured: CapturedLog) -> None:
     coordinator = serve(1, credentials=tls_files.credentials("m0"), limits=Limits(seconds_to_prove=0.1))
-    with connect(coordinator.address) as stranger:
-        stranger.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")  # the beginning of a ClientHello
-        assert closed(stranger)
+    with connect(coordinator.address) as client:
+        client.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")  # the beginning of a ClientHello
+        assert closed(client)
     captured.wait_for("1 did not prove the job's secret in time")
 
 
 def test_connection_with_a_recorded_hello_is_closed(serve: Serve, captured: CapturedLog) -> None:
     """A hello can be recorded and sent again, so it does not make a connection proven."""
     coordinator = serve(1, limits=Limits(seconds_to_prove=0.3))
-    with connect(coordinator.address) as stranger:
-        hello(stranger)
-        assert closed(stranger)
+    with connect(coordinator.address) as client:
+        hello(client)
+        assert closed(client)
     captured.wait_for("1 did not prove the job's secret in time")
 
 
 def test_connection_beyond_the_limit_of_its_source_replaces_the_oldest(serve: Serve) -> None:
-    coordinator = serve(1, limits=Limits(strangers_per_source=2, seconds_to_prove=60.0))
+    coordinator = serve(1, limits=Limits(unauthenticated_per_source=2, seconds_to_prove=60.0))
     with connect(coordinator.address) as first, connect(coordinator.address) as second:
-        hello(second)  # so both have been accepted
+        hello(second)  # so that both have been accepted
         with connect(coordinator.address) as third:
             assert closed(first)
             hello(third)
             assert not readable(second)
 
 
-def test_more_callers_than_may_be_unproven_are_served_in_turn(serve: Serve) -> None:
-    limits = Limits(unproven=1, seconds_to_prove=60.0, seconds_to_prove_in_a_crowd=60.0)
+def test_more_callers_than_the_limit_of_unproven_ones_are_served_in_turn(serve: Serve) -> None:
+    limits = Limits(unproven=1, seconds_to_prove=60.0, seconds_to_prove_when_full=60.0)
     coordinator = serve(12, minimum=1, maximum=12, limits=limits)
     assert {found.generation for found in assemble(coordinator.address, "abcdefghijkl")} == {1}
 
@@ -155,17 +155,17 @@ def test_more_callers_than_may_be_unproven_are_served_in_turn(serve: Serve) -> N
 def test_unproven_connection_loses_its_place_at_the_server_when_others_wait(
     serve: Serve, captured: CapturedLog
 ) -> None:
-    limits = Limits(unproven=1, seconds_to_prove=60.0, seconds_to_prove_in_a_crowd=0.01)
+    limits = Limits(unproven=1, seconds_to_prove=60.0, seconds_to_prove_when_full=0.01)
     coordinator = serve(1, limits=limits)
-    with begin_calls(coordinator.address, 8) as stranger:
-        assert stranger.recv(1), "it has been passed on"
+    with begin_calls(coordinator.address, 8) as client:
+        assert client.recv(1), "it is connected to the server"
         with connect(coordinator.address) as member:
             hello(member)
-        stranger.close()  # it is only parked, but that it ends is noticed
+        client.close()  # it is parked, but its end must be noticed
     assert serving(coordinator.address, secret=SECRET)
 
 
-def test_proven_connection_that_proves_nothing_more_is_closed(serve: Serve, captured: CapturedLog) -> None:
+def test_proven_connection_without_further_proofs_is_closed(serve: Serve, captured: CapturedLog) -> None:
     coordinator = serve(1, limits=Limits(seconds_to_prove=60.0, seconds_between_proofs=0.1))
     with connect(coordinator.address) as member:
         connection, seal = hello(member)
@@ -174,7 +174,7 @@ def test_proven_connection_that_proves_nothing_more_is_closed(serve: Serve, capt
     assert captured.count("closed connections") == 0
 
 
-# -- what the front must not change
+# -- what the proxy must not change
 
 
 def test_log_names_the_address_of_the_client(serve: Serve, captured: CapturedLog) -> None:
@@ -238,12 +238,12 @@ def test_stopped_coordinator_closes_its_connections_although_a_forked_child_live
             os.waitpid(child, 0)
 
 
-MANY = bytes(range(256)) * (32 << 10)  # 8 MiB: more than the buffers of all sockets on the way
+MANY = bytes(range(256)) * (32 << 10)  # 8 MiB: more than all socket buffers between the two ends
 
 
 @pytest.fixture
 def passage() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Two sockets, the client's and the server's, with a front in between that nobody but them uses."""
+    """Two sockets, the client's and the server's, with a proxy between them."""
     front = ConnectionProxy(Endpoint("127.0.0.1", 0), Limits())
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(front.inner.removeprefix("unix:"))
@@ -261,7 +261,7 @@ def test_bytes_for_a_slow_server_all_arrive(passage: tuple[socket.socket, socket
     client, server = passage
     with ThreadPoolExecutor(1) as pool:
         sending = pool.submit(client.sendall, MANY)
-        assert not wait([sending], timeout=0.1).done, "the front holds no more than a few bytes"
+        assert not wait([sending], timeout=0.1).done, "the proxy buffers only a few bytes"
         assert received(server, len(MANY)) == MANY
         sending.result(30)
 
@@ -274,11 +274,11 @@ def test_bytes_for_a_slow_client_all_arrive_although_the_server_has_ended(
     while select.select([], [server], [], 0.1)[1]:
         sent += server.send(MANY[sent : sent + 4096])
     server.close()
-    assert 0 < sent < len(MANY), "the front holds no more than a few bytes"
+    assert 0 < sent < len(MANY), "the proxy buffers only a few bytes"
     assert received(client, len(MANY)) == MANY[:sent]
 
 
-def test_server_connection_ends_when_its_client_is_gone(passage: tuple[socket.socket, socket.socket]) -> None:
+def test_server_connection_ends_when_its_client_disconnects(passage: tuple[socket.socket, socket.socket]) -> None:
     client, server = passage
     client.sendall(b"last words")
     client.close()
@@ -286,14 +286,14 @@ def test_server_connection_ends_when_its_client_is_gone(passage: tuple[socket.so
 
 
 def received(sock: socket.socket, most: int) -> bytes:
-    """All that comes, up to so many bytes."""
+    """Receive up to `most` bytes, until the connection ends."""
     data = bytearray()
     while len(data) < most and (part := sock.recv(1 << 16)):
         data += part
     return bytes(data)
 
 
-def test_front_without_descriptors_pauses_and_goes_on(captured: CapturedLog) -> None:
+def test_proxy_without_descriptors_pauses_and_continues(captured: CapturedLog) -> None:
     front = ConnectionProxy(Endpoint("127.0.0.1", 0), Limits())
     with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as ending:
         listener.bind(front.inner.removeprefix("unix:"))
@@ -313,16 +313,16 @@ def test_front_without_descriptors_pauses_and_goes_on(captured: CapturedLog) -> 
         assert server.recv(1) == b"x"
 
 
-def test_few_descriptors_lower_the_limits_and_are_given_back() -> None:
+def test_few_descriptors_lower_the_limits_until_close() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1000, hard))
     try:
-        room = DescriptorRoom(Limits())
+        room = DescriptorLimit(Limits())
         raised = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         limits = room.limits
         room.close()
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (1000, hard)
         assert raised > 1000 or hard == 1000
-        assert limits.strangers + 3 * (limits.unproven + limits.proven) <= max(raised, 1000)
+        assert limits.unauthenticated + 3 * (limits.unproven + limits.proven) <= max(raised, 1000)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

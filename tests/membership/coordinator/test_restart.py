@@ -1,4 +1,4 @@
-"""Coordinators that end, in any way, and are started again on their journal."""
+"""Tests of coordinators that end in different ways and are restarted on their journal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Serve = Callable[..., Coordinator]
 
 
 class Process:
-    """`gradwire coordinator` in a process of its own."""
+    """`gradwire coordinator` in its own process."""
 
     def __init__(self, *options: str) -> None:
         self.process = subprocess.Popen(
@@ -52,7 +52,7 @@ class Process:
         return self.process.wait(30)
 
     def said(self) -> str:
-        """What it wrote to stderr until it ended."""
+        """Return its output to stderr until it ended."""
         return self.process.communicate(timeout=30)[1]
 
 
@@ -123,7 +123,7 @@ def test_killed_coordinator_started_again_resumes(coordinate: Callable[..., Proc
         assert second.line == first.line, "the same job, at the same address"
         news = told.get(timeout=30)
         assert (news.generation, news.evicted, news.checkpoint) == (1, ("b",), 7)
-        while not heartbeat(second.address, "ac", secret=SECRET).joiners:  # who waits has to find it again, too
+        while not heartbeat(second.address, "ac", secret=SECRET).joiners:  # waiting processes must reconnect first
             pass
     finally:
         beats.close()
@@ -146,7 +146,7 @@ def test_frozen_coordinator_is_found_again(coordinate: Callable[..., Process], c
     try:
         told.get(timeout=30)
         process.process.send_signal(signal.SIGSTOP)
-        captured.wait_for("no heartbeats from this host, trying again", timeout=30)
+        captured.wait_for("heartbeats of this host do not reach the coordinator, trying again", timeout=30)
         process.process.send_signal(signal.SIGCONT)
         captured.wait_for("answers the heartbeats of this host again", timeout=30)
         while not told.empty():
@@ -166,16 +166,16 @@ def test_coordinator_command_ends_cleanly_on_signals(
     assembled(process.address, "a")
     assert process.end(number) == 0
     said = process.said()
-    assert "has come" in said
+    assert "has registered" in said
     assert "Traceback" not in said
 
 
-def test_coordinator_command_with_impossible_options_names_the_reason(
+def test_coordinator_command_with_invalid_options_names_the_reason(
     coordinate: Callable[..., Process], tmp_path: Path
 ) -> None:
     beyond = coordinate("--size", "1", "--listen", "0.0.0.0:0")
     assert beyond.process.wait(30) == 1
-    assert beyond.said().startswith("Error: a coordinator at 0.0.0.0:0 could be reached from other machines")
+    assert beyond.said().startswith("Error: other machines could reach a coordinator at 0.0.0.0:0")
     half = coordinate("--size", "1", "--tls-ca", str(tmp_path / "ca.pem"))
     assert half.process.wait(30) == 1
     assert "GRADWIRE_TLS_CERT and GRADWIRE_TLS_KEY must be set too" in half.said()
@@ -190,17 +190,19 @@ def test_coordinator_command_with_impossible_options_names_the_reason(
 def test_journal_of_another_job_is_refused(serve: Serve, tmp_path: Path) -> None:
     file = tmp_path / "journal"
     first = serve(2, minimum=1, journal=file, job="mine")
-    with pytest.raises(JournalError, match="another coordinator has it"):
+    with pytest.raises(JournalError, match="another coordinator uses it"):
         serve(2, minimum=1, journal=file)
     first.stop()
-    with pytest.raises(ConfigError, match=r"is of a job of a start with 2 members, not 3: describe the job as before"):
+    with pytest.raises(
+        ConfigError, match=r"belongs to a job whose initial size is 2, not 3: use the same sizes as before"
+    ):
         serve(3, minimum=1, journal=file)
-    with pytest.raises(ConfigError, match="is of job mine, and this is job other"):
+    with pytest.raises(ConfigError, match="belongs to job mine, and this is job other"):
         serve(2, minimum=1, journal=file, job="other")
     assert serve(2, minimum=1, journal=file).job == "mine"
 
 
-def test_register_again_says_hello_only_to_a_restarted_coordinator(serve: Serve, tmp_path: Path) -> None:
+def test_register_again_sends_hello_only_to_a_restarted_coordinator(serve: Serve, tmp_path: Path) -> None:
     class Counting(WorkerSeal):
         hellos = 0
 
@@ -244,22 +246,22 @@ def test_coordinator_with_a_full_journal_stops_answering_and_loses_nothing(
     assembled(coordinator.address, "ab")
     (pages,) = databases[-1].execute("PRAGMA page_count").fetchone()
     databases[-1].execute(f"PRAGMA max_page_count = {pages}")
-    with pytest.raises(NoConnection, match="its disk is full: make room"):
+    with pytest.raises(NoConnection, match="its disk is full: free space"):
         for number in range(1000):
             start_checkpoint(coordinator.address, "a", number, secret=SECRET, timeout=5.0)
             end_checkpoint(coordinator.address, "a", number, secret=SECRET, timeout=5.0)
             last = end_checkpoint(coordinator.address, "b", number, secret=SECRET, timeout=5.0)
     assert "its disk is full" in str(failed.get(timeout=60))
-    captured.wait_for("nobody is told anything any more")
+    captured.wait_for("the coordinator answers no more calls")
     assert not serving(coordinator.address, secret=SECRET)
     port = int(coordinator.address.rpartition(":")[2])
     coordinator.stop()
     again = serve(2, minimum=1, maximum=2, journal=file, port=port)
     assert heartbeat(again.address, "ab", secret=SECRET).generation == 1
-    assert end_checkpoint(again.address, "a", last.epoch, secret=SECRET).complete, "what was told is remembered"
+    assert end_checkpoint(again.address, "a", last.epoch, secret=SECRET).complete, "what was answered is journaled"
 
 
-def test_run_after_a_journal_was_set_aside_has_a_greater_id_though_the_clock_was_set_back(
+def test_run_id_after_set_aside_is_greater_although_the_clock_was_set_back(
     serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, earlier = tmp_path / "journal", tmp_path / "earlier"
@@ -271,4 +273,4 @@ def test_run_after_a_journal_was_set_aside_has_a_greater_id_though_the_clock_was
     second = serve(1, minimum=1, journal=path)
     assert second.run > first.run
     second.stop()
-    assert serve(1, minimum=1, journal=path).run == second.run, "the same run goes on"
+    assert serve(1, minimum=1, journal=path).run == second.run, "the same run must continue"

@@ -1,4 +1,4 @@
-"""A coordinator that was started anew without its journal, and the launchers and workers of the run before."""
+"""Tests of a coordinator restarted without its journal, with launchers and workers of the previous run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_launcher_of_an_old_run_keeps_and_ends_no_lease_in_the_new_run(serve: Se
         second = restarted_without_journal(serve, first)
         captured.wait_for("serves run [0-9a-f]{32}, and a is a member of run", timeout=30)
         assert join(second, "a") == second.run
-        beats.gone(["a"])  # of the process of the old run
+        beats.gone(["a"])  # the process of the old run
         while not told.empty():
             told.get()
         told.get(timeout=30)
@@ -57,8 +57,8 @@ def test_launcher_of_an_old_run_keeps_and_ends_no_lease_in_the_new_run(serve: Se
         beats.close()
 
 
-def test_launcher_represents_a_newcomer_that_begins_the_next_run(serve: Serve) -> None:
-    """The only member dies while a newcomer waits; the newcomer begins another run, and needs its lease there."""
+def test_launcher_sends_heartbeats_for_a_newcomer_that_begins_the_next_run(serve: Serve) -> None:
+    """The only member dies while a newcomer waits. The newcomer begins another run, and needs its lease there."""
     coordinator = serve(1, minimum=1, maximum=4, lease=0.5)
     before = join(coordinator, "a")
     told: queue.SimpleQueue[News] = queue.SimpleQueue()
@@ -77,7 +77,7 @@ def test_launcher_represents_a_newcomer_that_begins_the_next_run(serve: Serve) -
         beats.close()
 
 
-def test_lease_represents_its_member_in_the_run_that_the_member_has_entered(serve: Serve) -> None:
+def test_lease_is_renewed_in_the_run_that_the_member_has_entered(serve: Serve) -> None:
     coordinator = serve(1, minimum=1, maximum=4)
     join(coordinator, "a")
     told: queue.SimpleQueue[News] = queue.SimpleQueue()
@@ -87,7 +87,7 @@ def test_lease_represents_its_member_in_the_run_that_the_member_has_entered(serv
         assert told.get(timeout=30).unknown == ("a",)
         lease.enter(coordinator.run)
         while told.get(timeout=30).unknown:
-            pass  # of a heartbeat that was under way
+            pass  # the reply to a heartbeat that was in progress
     finally:
         lease.close()
 
@@ -109,5 +109,5 @@ def test_not_a_member_gives_the_reason_or_an_empty_text() -> None:
     news = News(1, 0, (), None, run=b"n" * 16)
     assert not_a_member(news, "a", b"n" * 16) == ""
     assert not_a_member(news, "a", b"") == ""
-    assert "started anew without its journal" in not_a_member(news, "a", b"o" * 16)
+    assert "restarted without its journal" in not_a_member(news, "a", b"o" * 16)
     assert "does not know a" in not_a_member(replace(news, unknown=("a",)), "a", b"n" * 16)

@@ -1,4 +1,4 @@
-"""A static job's membership: who gets which place, who is refused and why, and when a place is free again."""
+"""Tests of a static job's membership: ranks, refusals, and when a place is freed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from gradwire.errors import ConfigError, InvalidSize
 from gradwire.membership.coordinator.roster import LAPSE
 from gradwire.membership.coordinator.state_machine import Membership
-from gradwire.membership.types import Assembly, Claim, Member, Refusal, named
+from gradwire.membership.types import Assembly, Claim, Member, Refusal, format_ranks
 from support.membership_claims import RUN, missing, pass_time, reason
 
 
@@ -57,7 +57,7 @@ def test_register_without_a_rank_gets_the_lowest_free_rank() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (claim(3), "rank 3 is out of range: a job of 3 has the ranks 0 to 2"),
+        (claim(3), "rank 3 is out of range: a job of size 3 has ranks 0 to 2"),
         (claim(-1), "rank -1 is out of range"),
         (claim(1, size=4), "rank 1 (host host, pid 101) expects a job of 4 ranks, and this one has 3"),
         (claim(1, size=0), "expects a job of 0 ranks"),
@@ -66,7 +66,7 @@ def test_register_without_a_rank_gets_the_lowest_free_rank() -> None:
         (claim(1, "x" * 129), "id has at most 128 characters, not 129"),
         (claim(0, "new"), "rank 0 is taken by rank 0 (host host, pid 100)"),
         (claim(2, "worker-0", session=b"other"), "the id 'worker-0' is taken by rank 0"),
-        (claim(2, "worker-0"), "came back as something else"),
+        (claim(2, "worker-0"), "now describes itself as"),
     ],
 )
 def test_register_that_does_not_fit_is_refused_and_changes_nothing(wrong: Claim, said: str) -> None:
@@ -78,7 +78,7 @@ def test_register_that_does_not_fit_is_refused_and_changes_nothing(wrong: Claim,
     assert isinstance(state.register(claim(2), 0.3), Assembly)
 
 
-def test_register_at_a_full_job_is_refused_for_good() -> None:
+def test_register_at_a_full_job_is_refused() -> None:
     state = static(1)
     state.register(claim(0, size=1), 0.0)
     assert reason(state.register(claim(0, "late", size=1), 1e6)).startswith("rank 0 is taken by rank 0")
@@ -151,7 +151,7 @@ def test_static_job_has_one_generation_and_no_leases() -> None:
     state.register(claim(0, size=1), 0.0)
     assert state.due() is None
     pass_time(state, 0.0, 100.0)
-    assert state.beat(["worker-0"], 100.0).evicted == ()
+    assert state.heartbeat(["worker-0"], 100.0).evicted == ()
     again = replace(claim(0, size=1), generation=1, session=b"again", run=RUN)
     assert "start it with a minimum size" in reason(state.register(again, 100.0))
 
@@ -185,12 +185,12 @@ def test_uninformed_ignores_members_that_no_longer_ask() -> None:
 
 
 @pytest.mark.parametrize("size", [0, -1, 65_537])
-def test_impossible_sizes_raise(size: int) -> None:
+def test_invalid_sizes_raise(size: int) -> None:
     with pytest.raises(InvalidSize, match="1 to 65536 ranks"):
         static(size)
 
 
-def test_impossible_names_raise() -> None:
+def test_invalid_names_raise() -> None:
     with pytest.raises(ConfigError, match="job's name"):
         Membership("", RUN, start=1)
     with pytest.raises(ConfigError, match="16 bytes"):
@@ -210,7 +210,7 @@ def test_any_order_of_arrival_gives_every_member_a_rank(order: list[int], unname
 
 
 class AnyHistory(RuleBasedStateMachine):
-    """Workers come, ask again, vanish, restart and take leave in any order, and time goes by."""
+    """Workers register, ask again, vanish, restart and leave in any order, and time passes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -265,5 +265,5 @@ TestAnyHistory = AnyHistory.TestCase
 TestAnyHistory.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-def test_named_ranks_are_abbreviated() -> None:
-    assert named(range(1, 40)) == "ranks 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16 and 23 more"
+def test_format_ranks_abbreviates_long_lists() -> None:
+    assert format_ranks(range(1, 40)) == "ranks 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16 and 23 more"

@@ -1,7 +1,7 @@
-"""Any history of an elastic job: processes come, vanish, complain, come again; coordinators pause and are restarted.
+"""Runs random histories of an elastic job: processes register, vanish, report others and return; coordinators restart.
 
-What must hold is checked from outside after each event, from what was told and from the changes; at the end all
-becomes calm, and everybody who lives must be at work, or know why not.
+After each event, invariants are checked from the answers and the changes. At the end all processes behave well, and
+every live one must be in the current generation or have a reason to wait.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from gradwire.membership.coordinator.clock import STALL
-from gradwire.membership.coordinator.roster import LAPSE, LONGEST_REST
+from gradwire.membership.coordinator.clock import LONGEST_STEP
+from gradwire.membership.coordinator.roster import LAPSE, LONGEST_BACKOFF
 from gradwire.membership.coordinator.state_machine import NEWCOMER_SECONDS, Membership
 from gradwire.membership.types import Assembly, Change, Claim, Outcome, Refusal, Waiting
 from support.membership_claims import RUN, worker
@@ -33,7 +33,7 @@ class Process:
     pid: int
     generation: int = 0
     run: bytes = b""
-    claim: Claim | None = None  # that it waits with
+    claim: Claim | None = None  # with which it waits
 
     @property
     def at_work(self) -> bool:
@@ -59,15 +59,15 @@ class AnyHistory(RuleBasedStateMachine):
         self.sent: list[Claim] = []
         self.generations: dict[int, tuple[str, ...]] = {0: ()}
         self.out: dict[int, dict[str, str]] = defaultdict(dict)
-        self.causes: dict[str, set[str]] = defaultdict(set)  # what was said of an id, since it was last SEATED
-        self.complaints: set[tuple[int, str]] = set()  # generation, and whom they are of or about
+        self.causes: dict[str, set[str]] = defaultdict(set)  # reported about an id since it last joined a generation
+        self.reports: set[tuple[int, str]] = set()  # generation, and sender or subject of a report
         self.heard: dict[str, float] = {}
 
-    # -- what happens
+    # -- events
 
     @rule(name=name_of, lost=names_of)
     def come(self, name: str, lost: set[str]) -> None:
-        """A process is started, asks again, or comes back from its generation."""
+        """A process is started, asks again, or registers for the next generation."""
         process = self.processes.get(name)
         if process is None:
             self.sessions += 1
@@ -76,7 +76,7 @@ class AnyHistory(RuleBasedStateMachine):
 
     @rule(names=names_of)
     def be_healthy(self, names: set[str]) -> None:
-        """Some are started, and for a while all do what they should."""
+        """Some processes are started, and for a while all behave well."""
         for name in sorted(names - self.processes.keys()):
             self.come(name, set())
         for _ in range(3):
@@ -91,20 +91,20 @@ class AnyHistory(RuleBasedStateMachine):
 
     @rule(names=names_of)
     def break_apart(self, names: set[str]) -> None:
-        """All who are at work come back, and those of each side complain about the other."""
+        """All members return, and those of each side report the other side as lost."""
         for process in [process for process in self.processes.values() if process.at_work]:
             self.ask(process, set(NAMES) - names if process.name in names else names)
 
     @rule(index=st.integers(0, 1000))
     def deliver_late(self, index: int) -> None:
-        """A message arrives that its sender, dead or alive, has given up; nobody hears the answer."""
+        """A message arrives whose sender, dead or alive, no longer waits for the answer."""
         if self.sent:
             claim = self.sent[index % len(self.sent)]
             process = self.processes.get(claim.member.id)
             if process is None or process.pid == claim.member.pid:
                 self.register(claim)
 
-    @rule(name=name_of, how=st.sampled_from(["silently", "seen", "hung up"]))
+    @rule(name=name_of, how=st.sampled_from(["silently", "seen", "disconnected"]))
     def die(self, name: str, how: str) -> None:
         process = self.processes.pop(name, None)
         if process is None:
@@ -113,7 +113,7 @@ class AnyHistory(RuleBasedStateMachine):
             self.causes[name].add("gone")
             self.event(0.0)
             self.state.gone([name], self.now)
-        elif how == "hung up" and process.claim is not None:
+        elif how == "disconnected" and process.claim is not None:
             self.state.withdraw(process.claim)
 
     @rule(name=name_of)
@@ -128,27 +128,27 @@ class AnyHistory(RuleBasedStateMachine):
     def beat(self, names: set[str]) -> None:
         self.hear(names)
         self.event(0.0)
-        self.state.beat(sorted(names), self.now)
+        self.state.heartbeat(sorted(names), self.now)
 
     @rule(seconds=st.sampled_from([0.05, 0.1, 0.5, 1.0, 3.0, LAPSE, LEASE, NEWCOMER_SECONDS]))
     def pass_time(self, seconds: float) -> None:
         until = self.now + seconds
         while self.now < until:
             due = self.state.due()
-            assert due is None or due > self.now, "a tick that is always due"
+            assert due is None or due > self.now, "a tick must not be due again at once"
             self.event(min(until, self.now + 1.0 if due is None else due) - self.now)
             self.state.tick(self.now)
             self.check_changes()
 
     @rule(seconds=st.sampled_from([3.0, 30.0, 3000.0]))
     def pause(self, seconds: float) -> None:
-        """The coordinator itself stands still."""
+        """The coordinator's own process is stopped."""
         self.event(seconds)
         self.state.tick(self.now)
 
     @rule()
     def restart(self) -> None:
-        """The coordinator is started again from what it has written down; whoever waits asks again."""
+        """The coordinator is restarted from its journal, and waiting processes ask again."""
         self.check_changes()
         kept = json.loads(json.dumps(self.state.snapshot()))
         news = self.state.news()
@@ -157,11 +157,11 @@ class AnyHistory(RuleBasedStateMachine):
         assert replace(self.state.news(), joiners=0, over=False) == replace(news, joiners=0, over=False)
         self.heard = dict.fromkeys(self.heard, self.counted)
 
-    # -- how it is done
+    # -- helpers
 
     def event(self, seconds: float) -> None:
         self.now += seconds
-        self.counted += min(seconds, STALL)
+        self.counted += min(seconds, LONGEST_STEP)
 
     def hear(self, names: Iterable[str]) -> None:
         self.heard.update(dict.fromkeys(names, self.counted))
@@ -176,10 +176,10 @@ class AnyHistory(RuleBasedStateMachine):
             process.claim = replace(process.claim, sequence=process.claim.sequence + 1)
         outcome = self.register(process.claim)
         if isinstance(outcome, Assembly):
-            assert outcome.generation > process.generation, "told of a generation twice, or of an old one"
+            assert outcome.generation > process.generation, "an Assembly was sent twice, or is of an old generation"
             assert outcome.members[outcome.rank].id == process.name
             assert outcome.members[outcome.rank].pid == process.pid
-            assert process.run in (b"", outcome.run, outcome.previous_run), "taken into another run"
+            assert process.run in (b"", outcome.run, outcome.previous_run), "the member was moved to another run"
             process.generation, process.run, process.claim = outcome.generation, outcome.run, None
         elif isinstance(outcome, Refusal):
             superseded = process.run not in (b"", self.state.terms.run)
@@ -195,16 +195,16 @@ class AnyHistory(RuleBasedStateMachine):
         self.event(0.0)
         if claim.generation < self.state.generation:
             self.causes[name].add("replaced")
-        self.complaints.update((claim.generation, other) for other in claim.lost)
+        self.reports.update((claim.generation, other) for other in claim.lost)
         if set(claim.lost) - {name}:
-            self.complaints.add((claim.generation, name))  # it may be the one that reaches nobody
+            self.reports.add((claim.generation, name))  # the sender may be the one that cannot reach others
         outcome = self.state.register(claim, self.now)
         if not isinstance(outcome, Refusal):
             self.hear([name])
         self.check_changes()
         return outcome
 
-    # -- what must hold
+    # -- invariants
 
     @invariant()
     def check_changes(self) -> None:
@@ -215,7 +215,7 @@ class AnyHistory(RuleBasedStateMachine):
             elif change.kind == "returned":
                 assert self.out[change.generation].pop(change.member or "") == "silent"
             elif change.kind not in ("came", "went", "checkpoint"):
-                self.check_struck(change)
+                self.check_removed(change)
         self.checking = False
 
     def check_formed(self, change: Change) -> None:
@@ -225,23 +225,23 @@ class AnyHistory(RuleBasedStateMachine):
         assert self.minimum <= len(members) <= self.maximum
         before, out = self.generations[number - 1], self.out[number - 1]
         survivors = tuple(name for name in before if name not in out)
-        assert members[: len(survivors)] == survivors, "survivors keep their order, and nobody is dropped silently"
+        assert members[: len(survivors)] == survivors, "survivors keep their order, and none is dropped silently"
         self.generations[number] = members
         for name in members:
             self.causes[name].clear()
         self.hear(members)
 
-    def check_struck(self, change: Change) -> None:
+    def check_removed(self, change: Change) -> None:
         name, kind = change.member or "", change.kind
         assert name in self.generations[change.generation]
-        assert self.out[change.generation].get(name, "silent") == "silent", "struck off twice"
+        assert self.out[change.generation].get(name, "silent") == "silent", "removed twice"
         self.out[change.generation][name] = kind
         if kind == "silent":
-            assert self.counted - self.heard[name] >= LEASE - 0.01, "its lease has not run out"
+            assert self.counted - self.heard[name] >= LEASE - 0.01, "its lease has not expired"
         elif kind == "accused":
-            assert (change.generation, name) in self.complaints, "nobody complained"
+            assert (change.generation, name) in self.reports, "no member reported it"
         else:
-            assert kind in self.causes[name], f"nobody said that it {kind}"
+            assert kind in self.causes[name], f"no report of '{kind}' about it"
 
     @invariant()
     def one_membership_for_each_generation(self) -> None:
@@ -249,17 +249,17 @@ class AnyHistory(RuleBasedStateMachine):
         assert tuple(member.id for member in self.state.members) == self.generations[self.state.generation]
 
     @invariant()
-    def nobody_waits_elsewhere_while_at_work(self) -> None:
+    def no_member_waits_while_in_the_generation(self) -> None:
         roster = self.state.roster
-        assert not roster.line.keys() & roster.live().keys()
-        assert roster.back.keys() <= roster.live().keys()
+        assert not roster.queue.keys() & roster.live().keys()
+        assert roster.returning.keys() <= roster.live().keys()
 
     def teardown(self) -> None:
-        """Let all be healthy until everybody is where it belongs; unless something has been found already."""
+        """Unless the test has failed, let all processes behave well until each is in the generation or must wait."""
         if not hasattr(self, "state") or self.checking:
             return
         seconds = 0.0
-        while seconds < LONGEST_REST + NEWCOMER_SECONDS + 2 * LEASE:
+        while seconds < LONGEST_BACKOFF + NEWCOMER_SECONDS + 2 * LEASE:
             self.half_a_second()
             seconds += 0.5
             if seconds > NEWCOMER_SECONDS + 2 * LEASE and not self.unsettled():
@@ -272,20 +272,20 @@ class AnyHistory(RuleBasedStateMachine):
         self.pass_time(0.5)
 
     def be_calm(self, process: Process) -> None:
-        """What a healthy worker does: ask, or beat and look at the news. It notices if somebody has left."""
+        """Do what a healthy worker does: claim, or send a heartbeat and read the news. It notices members that left."""
         if process.claim is not None:
             self.ask(process, ())
             return
         self.hear([process.name])
         self.event(0.0)
-        news = self.state.beat([process.name], self.now)
+        news = self.state.heartbeat([process.name], self.now)
         self.check_changes()
         left = self.out[process.generation]
         if news.generation > process.generation or news.joiners or news.evicted or news.over or left:
             self.ask(process, ())
 
     def unsettled(self) -> list[str]:
-        """Those who are not at work in the present generation, but could be."""
+        """Return the processes that are not in the current generation but could be."""
         present = self.state.generation
         waiting = [process for process in self.processes.values() if process.claim is not None]
         if len(self.processes) < self.minimum:

@@ -1,4 +1,4 @@
-"""A coordinator that was started again from a snapshot answers as the old one would have."""
+"""Tests that a coordinator restored from a snapshot answers as the original would have."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from gradwire.membership.coordinator.state_machine import OUTNUMBERED, Membership
+from gradwire.membership.coordinator.state_machine import MINORITY_GRACE, Membership
 from gradwire.membership.types import Assembly, Claim
 from support.membership_claims import RUN, worker
 
@@ -22,7 +22,7 @@ EVENTS = st.lists(
 
 
 class Job:
-    """Healthy workers and their coordinator. Whoever waits asks all the time."""
+    """Healthy workers and their coordinator. Waiting workers ask all the time."""
 
     def __init__(self) -> None:
         self.state = Membership("job", RUN, start=3, minimum=2, maximum=4)
@@ -55,11 +55,11 @@ class Job:
         return type(outcome), outcome if isinstance(outcome, Assembly) else None
 
     def settle(self) -> object:
-        """Time enough for everything that is only a matter of a moment."""
-        until = self.now + 2 * OUTNUMBERED
+        """Let enough time pass for all short time limits."""
+        until = self.now + 2 * MINORITY_GRACE
         while self.now < until:
             self.now += 0.5
-            self.state.beat(NAMES, self.now)
+            self.state.heartbeat(NAMES, self.now)
             for name in list(self.claims):
                 self.ask(name, set())
         return self.state.snapshot(), self.state.news()
@@ -71,14 +71,14 @@ def test_restored_membership_answers_as_the_original_would(before: list, after: 
     job, twin = Job(), Job()
     for event in before:
         assert job.play(*event) == twin.play(*event)
-    assume(not job.state.waiting or not job.state.roster.rests_until())  # a restart forgets who was to rest
+    assume(not job.state.waiting or not job.state.roster.backoff_ends())  # back-offs are not in the snapshot
     twin.state = Membership.restore(json.loads(json.dumps(twin.state.snapshot())), twin.now)
-    line = job.state.roster.line.keys()
+    line = job.state.roster.queue.keys()
     for name in sorted(twin.claims, key=lambda name: name not in line):  # members may complete the next generation
         twin.ask(name, set())
         job.ask(name, set())
     assert job.settle() == twin.settle()
-    assume(not job.state.roster.rests_until())
+    assume(not job.state.roster.backoff_ends())
     for event in after:
         assert job.play(*event) == twin.play(*event)
         assert job.settle() == twin.settle()

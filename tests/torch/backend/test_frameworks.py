@@ -55,10 +55,10 @@ def ddp(place: Path) -> Tensor:
 
 
 def ddp_hooks(place: Path) -> Tensor:
-    """A hook of torch's that compresses, one of low rank, and a user's own with futures."""
+    """Three communication hooks: torch's compression, torch's PowerSGD, and a user's hook with futures."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-    def doubled(state, bucket):  # type: ignore[no-untyped-def]  # DDP looks at annotations, and wants its own
+    def doubled(state, bucket):  # type: ignore[no-untyped-def]  # DDP checks annotations of hooks
         future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
         return future.then(lambda done: done.value()[0] * 2)
 
@@ -76,7 +76,7 @@ def ddp_hooks(place: Path) -> Tensor:
 
 
 def join(place: Path) -> Tensor:
-    """Ranks with unlike amounts of data."""
+    """Train with different amounts of data on the ranks."""
     net = DistributedDataParallel(model())
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     with net.join():
@@ -115,7 +115,7 @@ def fsdp2(place: Path) -> Tensor:
 
 
 def hybrid(place: Path) -> Tensor:
-    """Sharded in one direction of a mesh, copied in the other."""
+    """Train with FSDP on a mesh: sharded in one dimension, replicated in the other."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -171,9 +171,9 @@ def checkpoint(place: Path) -> Tensor:
         if kind == "save":
             dcp.save(to, checkpoint_id=place / kind)
         else:
-            apart = dist.new_group()  # it is written by another thread, in whatever order with the training
+            apart = dist.new_group()  # another thread writes the checkpoint, concurrently with the training
             writing = dcp.async_save(to, checkpoint_id=place / kind, process_group=apart)
-            trained(net, optimizer)  # which the checkpoint must not see
+            trained(net, optimizer)  # these steps must not appear in the checkpoint
             writing.result()
         other = model(2)
         fully_shard(other)
@@ -249,12 +249,12 @@ def test_backend_frameworks_give_the_results_of_gloo(job: StartJob, tmp_path: Pa
 
         with job(outcomes, size, backend, str(folder), environ=environ) as ranks:
             for rank in ranks:
-                while (told := rank.hear())["done"] != list(EVERY)[-1]:
-                    assert told["done"] in EVERY
+                while (report := rank.hear())["done"] != list(EVERY)[-1]:
+                    assert report["done"] in EVERY
             for rank in ranks:
                 assert rank.ended() == 0, rank.output()
     for file in sorted((tmp_path / "gloo").glob("*.pt")):
         ours, theirs = torch.load(tmp_path / "gradwire" / file.name), torch.load(file)
-        # Sums of more than two numbers depend on their order; float16 is summed in float32 here, and not by Gloo.
+        # Sums of more than two numbers depend on their order. gradwire sums float16 in float32, Gloo does not.
         close = {"rtol": 1e-6, "atol": 1e-4 if file.name.startswith("ddp_hooks") else 1e-9}
         torch.testing.assert_close(ours, theirs, **close, msg=lambda text, file=file: f"{file.name} {text}")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # DDP wants it: once, before ranks are forked
+import torch._dynamo  # DDP needs it: import it once, before ranks are forked
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -28,20 +28,20 @@ STEPS = 6
 KEPT: list[
     Group
 ] = []  # until the process ends: if one of Gloo's own threads let go of it last, it would wait for itself
-VERY_LONG = 100.0  # seconds: a bound for what takes a few, on a machine that is busy
+VERY_LONG = 100.0  # seconds: a few are enough, unless the machine is busy
 
 
 def low_rank(group: Group, **options: Any) -> Any:
-    """PowerSGD that begins with the third backward; before, DDP has found its buckets and they stay."""
+    """PowerSGD that begins in the third backward pass, when DDP has rebuilt its buckets and no longer changes them."""
     return powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=1, start_powerSGD_iter=2, **options)
 
 
-def bf16(group, bucket):  # type: ignore[no-untyped-def]  # DDP looks at annotations, and wants its own
-    """torch's hook, by a name that torch does not reserve for GPUs."""
+def bf16(group, bucket):  # type: ignore[no-untyped-def]  # DDP checks annotations of hooks
+    """torch's bfloat16 hook under another name, because torch reserves its own name for GPUs."""
     return default_hooks.bf16_compress_hook(group, bucket)
 
 
-# name: state, hook, how far from Gloo (which adds 16-bit floats in 16 bits), how many times fewer bytes at least
+# name: state, hook, tolerance to Gloo (which adds 16-bit floats in 16 bits), least factor of saved bytes
 HOOKS: dict[str, tuple[Callable[[Group], Any], Callable[..., Any], float, float]] = {
     "plain": (lambda group: group, default_hooks.allreduce_hook, 1e-6, 1.0),
     "fp16": (lambda group: group, default_hooks.fp16_compress_hook, 5e-4, 1.9),
@@ -67,7 +67,7 @@ def model() -> Any:
 
 
 def trained(name: str, group: Group) -> tuple[Tensor, int]:
-    """The weights after some steps, and the bytes that our group has sent in the last of them."""
+    """Return the weights after some steps, and the bytes that the gradwire group sent in the last step."""
     make_state, hook, _, _ = HOOKS[name]
     net = nn.parallel.DistributedDataParallel(model(), process_group=group)
     net.register_comm_hook(make_state(group), hook)
@@ -96,42 +96,42 @@ def hooked(here: Here, file: str) -> None:
     join(file)
     gloo = dist.new_group(backend="gloo")
     KEPT.append(gloo)
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, (_, _, tolerance, _) in HOOKS.items():
         ours, nbytes = trained(name, dist.group.WORLD)
         theirs, _ = trained(name, gloo)
-        told[name] = {
+        results[name] = {
             "bits": hashlib.sha256(ours.numpy().tobytes()).hexdigest(),
             "apart": float((ours - theirs).abs().max()),
             "moved": float((ours - torch.cat([one.detach().flatten() for one in model().parameters()])).abs().max()),
             "bytes": nbytes,
         }
-        assert torch.allclose(ours, theirs, rtol=0, atol=tolerance), (name, told[name])
+        assert torch.allclose(ours, theirs, rtol=0, atol=tolerance), (name, results[name])
     dist.destroy_process_group()
-    here.tell(**told)
+    here.tell(**results)
 
 
 @pytest.mark.slow
 def test_ddp_compression_hooks_give_the_results_of_gloo(job: StartJob, tmp_path: Path) -> None:
     with job(hooked, SIZE, str(tmp_path / "store"), environ=environ) as ranks:
-        told = [rank.hear() for rank in ranks]
+        reports = [rank.hear() for rank in ranks]
         for rank in ranks:
             assert rank.ended() == 0, rank.output()
     for name, (_, _, tolerance, times) in HOOKS.items():
-        of_ranks = [one[name] for one in told]
+        of_ranks = [one[name] for one in reports]
         assert len({one["bits"] for one in of_ranks}) == 1, name
-        assert of_ranks[0]["moved"] > 10 * tolerance, name  # the tolerance is about something
-        for one, plain in zip(of_ranks, [one["plain"] for one in told], strict=True):
+        assert of_ranks[0]["moved"] > 10 * tolerance, name  # the weights have changed by much more than the tolerance
+        for one, plain in zip(of_ranks, [one["plain"] for one in reports], strict=True):
             assert plain["bytes"] >= times * one["bytes"], name
-    assert len({told[0][name]["bits"] for name in HOOKS}) == len(HOOKS)
+    assert len({reports[0][name]["bits"] for name in HOOKS}) == len(HOOKS)
 
 
 def dies_between(here: Here, file: str) -> None:
-    """One rank dies when the first call of a hook has ended, and before the second, as PowerSGD makes them."""
+    """Kill one rank between the first and the second collective of a hook, which calls two as PowerSGD does."""
     join(file)
     net, backwards = nn.parallel.DistributedDataParallel(model()), 0
 
-    def twice(state, bucket):  # type: ignore[no-untyped-def]  # DDP looks at annotations, and wants its own
+    def twice(state, bucket):  # type: ignore[no-untyped-def]  # DDP checks annotations of hooks
         def again(done: Any) -> Tensor:
             if dist.get_rank() == 1 and backwards == 3:
                 os.kill(os.getpid(), SIGKILL)
@@ -152,7 +152,7 @@ def dies_between(here: Here, file: str) -> None:
 def test_ddp_hook_rank_killed_between_two_calls_raises_peer_lost_on_the_others(job: StartJob, tmp_path: Path) -> None:
     with job(dies_between, SIZE, str(tmp_path / "store"), environ=environ) as ranks:
         for rank in (ranks[0], ranks[2]):
-            told = rank.hear()
-            assert (told["error"], told["culprit"]) == ("PeerLost", 1), told["text"]
+            report = rank.hear()
+            assert (report["error"], report["culprit"]) == ("PeerLost", 1), report["text"]
             assert rank.ended() == 0, rank.output()
         assert ranks[1].ended() == -SIGKILL

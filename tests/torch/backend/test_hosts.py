@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # DDP wants it: once, before ranks are forked
+import torch._dynamo  # DDP needs it: import it once, before ranks are forked
 import torch.distributed as dist
 
 import gradwire as gw
@@ -25,15 +25,15 @@ from support.processes import zygote_fixture as zygote_fixture
 from support.small_models import batch, loss, mlp
 
 SIZE = 4  # ranks: 0 and 1 on one host, 2 and 3 on the other
-PORT = 29_500  # in a network that nobody else has
-VERY_LONG = 100.0  # seconds: a bound for what takes a few, on a machine that is busy
-NOWHERE = "192.0.2.1"  # an address that is kept for documentation
+PORT = 29_500  # any port will do: the network namespace is private
+VERY_LONG = 100.0  # seconds: a few are enough, unless the machine is busy
+NOWHERE = "192.0.2.1"  # an address reserved for documentation (RFC 5737)
 
 Environ = Callable[[int], dict[str, str]]
 
 
 def on_hosts(number: int, **more: str) -> Environ:
-    """The variables of torchrun, and so many hosts."""
+    """Return the environment variables of torchrun, with the ranks distributed over `number` hosts."""
     here = SIZE // number
 
     def environ(rank: int) -> dict[str, str]:
@@ -71,32 +71,32 @@ def trains(here: Here, store: str) -> Any:
         encrypted=parts_of(group).generation.transport.encrypted,
         weights=torch.cat([one.detach().flatten() for one in model.parameters()]).tolist(),
     )
-    here.hear()  # nobody leaves while others train
+    here.hear()  # do not leave while other ranks train
     return model
 
 
 def trained(job: StartJob, store: Path, environ: Environ) -> dict[str, Any]:
-    """What all ranks tell alike."""
+    """Run the training, check that all ranks report the same result, and return it."""
     with job(trains, SIZE, f"file://{store}", environ=environ) as ranks:
-        told = [rank.hear() for rank in ranks]
-    assert all(one == told[0] for one in told)
-    return told[0]
+        reports = [rank.hear() for rank in ranks]
+    assert all(one == reports[0] for one in reports)
+    return reports[0]
 
 
-def assert_trained_alike(one: dict[str, Any], other: dict[str, Any]) -> None:
+def assert_equal_weights(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert one["weights"] == pytest.approx(other["weights"], rel=0, abs=1e-12)
 
 
 def test_backend_two_hosts_train_to_the_weights_of_one_host(job: StartJob, tmp_path: Path) -> None:
-    """With the address of this machine, links need no secret and no certificates; but no memory is shared."""
+    """All ranks are on this machine, so links need no secret and no certificates, but no memory is shared."""
     together = trained(job, tmp_path / "one", on_hosts(1))
     apart = trained(job, tmp_path / "two", on_hosts(2, MASTER_ADDR="127.0.0.1"))
     assert together["hosts"] == [[0, 1, 2, 3]]
     assert apart["hosts"] == [[0, 1], [2, 3]]
-    assert_trained_alike(apart, together)
+    assert_equal_weights(apart, together)
 
 
-# -- what is missing --------------------------------------------------------------------------------------------------
+# -- missing settings -------------------------------------------------------------------------------------------------
 
 
 def fails(here: Here, store: str) -> None:
@@ -122,17 +122,17 @@ TLS = {"GRADWIRE_TLS_CA": "ca.pem", "GRADWIRE_TLS_CERT": "m0.pem", "GRADWIRE_TLS
 def test_backend_hosts_with_missing_settings_raise_an_error_that_names_them(
     job: StartJob, tmp_path: Path, given: dict[str, str], error: str, missing: str
 ) -> None:
-    """Every rank says so at once, and nobody is spoken to."""
+    """Every rank raises the error at once, without connecting to another rank."""
     certificates = {name: str(tls_files.folder() / file) for name, file in TLS.items() if name in given}
     environ = on_hosts(2, **given | certificates)
     with job(fails, SIZE, f"file://{tmp_path / 'store'}", environ=environ) as ranks:
         for rank in ranks:
-            told = rank.hear()
-            assert told["error"] == error
-            assert missing in told["text"]
+            report = rank.hear()
+            assert report["error"] == error
+            assert missing in report["text"]
 
 
-# -- with a network between them --------------------------------------------------------------------------------------
+# -- two networks -----------------------------------------------------------------------------------------------------
 
 
 def trains_until_one_is_lost(here: Here, networks: list[int]) -> None:
@@ -147,7 +147,7 @@ def trains_until_one_is_lost(here: Here, networks: list[int]) -> None:
 
 
 def secured(hosts: Hosts) -> Environ:
-    common, where = trusting(hosts), tls_files.folder()
+    common, where = with_token(hosts), tls_files.folder()
 
     def environ(rank: int) -> dict[str, str]:
         files = {"CA": "ca.pem", "CERT": f"m{rank}.pem", "KEY": f"m{rank}.key"}
@@ -156,8 +156,8 @@ def secured(hosts: Hosts) -> Environ:
     return environ
 
 
-def trusting(hosts: Hosts, **given: str) -> Environ:
-    """Nothing but a token."""
+def with_token(hosts: Hosts, **given: str) -> Environ:
+    """Return an environment with a token, but without certificates."""
     token = secrets.token_hex(32)
     return on_hosts(2, MASTER_ADDR=hosts.address(0), MASTER_PORT=str(PORT), GRADWIRE_TOKEN=token, **given)
 
@@ -167,23 +167,23 @@ def trusting(hosts: Hosts, **given: str) -> Environ:
 def test_backend_two_networks_train_to_the_weights_of_one_host(
     job: StartJob, hosts: Hosts, tmp_path: Path, encrypted: bool
 ) -> None:
-    environ = secured(hosts) if encrypted else trusting(hosts, GRADWIRE_INSECURE="1")
+    environ = secured(hosts) if encrypted else with_token(hosts, GRADWIRE_INSECURE="1")
     with job(trains_until_one_is_lost, SIZE, hosts.pids, environ=environ) as ranks:
-        told = [rank.hear() for rank in ranks]
-        assert all(one == told[0] for one in told)
-        assert told[0]["hosts"] == [[0, 1], [2, 3]]
-        assert told[0]["encrypted"] == encrypted
-        assert_trained_alike(told[0], trained(job, tmp_path / "store", on_hosts(1)))
+        reports = [rank.hear() for rank in ranks]
+        assert all(one == reports[0] for one in reports)
+        assert reports[0]["hosts"] == [[0, 1], [2, 3]]
+        assert reports[0]["encrypted"] == encrypted
+        assert_equal_weights(reports[0], trained(job, tmp_path / "store", on_hosts(1)))
         for rank in ranks:
             rank.tell()
         _lose(ranks, 3)
 
 
 def _lose(ranks: list[Rank], number: int) -> None:
-    """Kill one: the others name it."""
+    """Kill one rank, and check that the others name it."""
     ranks[number].signal()
     for rank in ranks:
         if rank.number != number:
-            told = rank.hear()
-            assert (told["error"], told["culprit"]) == ("PeerLost", number), told["text"]
+            report = rank.hear()
+            assert (report["error"], report["culprit"]) == ("PeerLost", number), report["text"]
             assert rank.ended() == 0, rank.output()

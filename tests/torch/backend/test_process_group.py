@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # DDP wants it: once, before ranks are forked
+import torch._dynamo  # DDP needs it: import it once, before ranks are forked
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch.distributed import ReduceOp
@@ -24,10 +24,10 @@ from support.processes import Here, StartJob
 from support.processes import job_fixture as job_fixture
 from support.processes import zygote_fixture as zygote_fixture
 
-# -- what Gloo has not -------------------------------------------------------------------------------------------------
+# -- operations that Gloo does not support -----------------------------------------------------------------------------
 
 
-def beyond(here: Here, file: str) -> None:
+def uses_ops_beyond_gloo(here: Here, file: str) -> None:
     rank, size = meet(file)
     mean = torch.tensor([1.0, 2.0]) * (rank + 1)
     dist.all_reduce(mean, ReduceOp.AVG)
@@ -57,10 +57,10 @@ def beyond(here: Here, file: str) -> None:
 
 
 def test_backend_ops_and_shapes_beyond_gloo_give_correct_results(job: StartJob, tmp_path: Path) -> None:
-    for one in run(job, beyond, 2, tmp_path):
+    for one in run(job, uses_ops_beyond_gloo, 2, tmp_path):
         assert one == {
             "mean": [1.5, 3.0],
-            "whole": [-4, 4],  # towards zero
+            "whole": [-4, 4],  # rounded towards zero
             "scaled": [1.0, 1.0],
             "part": [0.5, 0.5],
             "ragged": [[0.0], [1.0, 1.0]],
@@ -69,7 +69,7 @@ def test_backend_ops_and_shapes_beyond_gloo_give_correct_results(job: StartJob, 
         }
 
 
-def cannot_meet(here: Here, file: str) -> None:
+def fails_to_init(here: Here, file: str) -> None:
     try:
         meet(file)
     except gw.GradwireError as error:
@@ -80,12 +80,15 @@ def cannot_meet(here: Here, file: str) -> None:
 def test_init_process_group_transport_not_built_raises_unsupported_op(job: StartJob, tmp_path: Path, size: int) -> None:
     environ = environ_of(size)
     with job(
-        cannot_meet, size, str(tmp_path / "store"), environ=lambda rank: environ(rank) | {"GRADWIRE_TRANSPORT": "grpc"}
+        fails_to_init,
+        size,
+        str(tmp_path / "store"),
+        environ=lambda rank: environ(rank) | {"GRADWIRE_TRANSPORT": "grpc"},
     ) as ranks:
         for rank in ranks:
-            told = rank.hear()
-            assert told["error"] == "UnsupportedOp"
-            assert "'grpc' (from GRADWIRE_TRANSPORT) is not built yet: there are 'auto', 'shm', 'tcp'" in told["text"]
+            report = rank.hear()
+            assert report["error"] == "UnsupportedOp"
+            assert "'grpc' (from GRADWIRE_TRANSPORT) is not built yet: there are 'auto', 'shm', 'tcp'" in report["text"]
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------
@@ -97,7 +100,7 @@ def groups(here: Here, file: str) -> None:
     pair, other = dist.new_group([0, 2]), dist.new_group([0, 2])
     if rank != 1:
         works = [dist.all_reduce(torch.ones(1), group=group, async_op=True) for group in (pair, other)[:: 1 - rank]]
-        for work in works:  # rank 2 calls them the other way around: the groups have an order each
+        for work in works:  # rank 2 calls them in the opposite order, because each group has its own order
             work.wait()
         x = torch.tensor([rank])
         dist.broadcast(x, src=2, group=pair)
@@ -112,12 +115,12 @@ def groups(here: Here, file: str) -> None:
     dist.all_reduce(torch.ones(1), group=alone)
     backend, name = dist.get_backend(pair) if rank != 1 else "gradwire", turned.group_name
     dist.destroy_process_group()
-    meet(file)  # the same store serves again
+    meet(file)  # the same store is used again
     again = torch.ones(1)
     dist.all_reduce(again)
     world = dist.group.WORLD
     dist.destroy_process_group()
-    world.shutdown()  # what is closed is closed
+    world.shutdown()  # closing again does nothing
     world.abort()
     try:
         world.allreduce([torch.ones(1)]).wait()
@@ -126,9 +129,9 @@ def groups(here: Here, file: str) -> None:
 
 
 def test_new_group_subgroups_and_a_second_init_process_group_work(job: StartJob, tmp_path: Path) -> None:
-    told = run(job, groups, 3, tmp_path)
+    reports = run(job, groups, 3, tmp_path)
     expected = {"turned": [2, 0, 1], "again": 3, "backend": "gradwire", "named": True}
-    assert told == [{"sums": sums, **expected} for sums in ([2], [], [2])]
+    assert reports == [{"sums": sums, **expected} for sums in ([2], [], [2])]
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------
@@ -136,11 +139,11 @@ def test_new_group_subgroups_and_a_second_init_process_group_work(job: StartJob,
 
 def messages(here: Here, file: str) -> None:
     rank, _ = meet(file)
-    large = 100_000  # elements: more than travel without a recv to take them
+    large = 100_000  # elements: more than are sent before the receiver calls recv
     peer = 1 - rank
     mine, theirs = torch.full((large,), float(rank)), torch.full((large,), -1.0)
-    sent = [dist.isend(mine + tag, peer, tag=tag) for tag in (1, 2)]  # both send first
-    dist.recv(theirs, peer, tag=2)  # and take them in the other order
+    sent = [dist.isend(mine + tag, peer, tag=tag) for tag in (1, 2)]  # both ranks send first
+    dist.recv(theirs, peer, tag=2)  # and receive in the opposite order
     second = theirs.clone()
     work = dist.irecv(theirs, peer, tag=1)
     first = work.get_future().wait()[0][0].item()
@@ -166,7 +169,7 @@ def test_isend_both_ranks_send_first_and_recv_in_any_order_works(job: StartJob, 
     assert one == {"first": 1.0, "second": 2.0, "source": None, "batch": 0.0}
 
 
-# -- odd callers -------------------------------------------------------------------------------------------------------
+# -- unusual callers ---------------------------------------------------------------------------------------------------
 
 
 class Numbers(torch.utils.data.Dataset[Any]):  # type: ignore[misc]  # torch is Any to mypy
@@ -177,12 +180,14 @@ class Numbers(torch.utils.data.Dataset[Any]):  # type: ignore[misc]  # torch is 
         return torch.tensor(float(place))
 
 
-def odd(here: Here, file: str) -> None:
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # here: it warns that parts of torch are old
+def calls_unusually(here: Here, file: str) -> None:
+    from torch.distributed.optim import (
+        ZeroRedundancyOptimizer,
+    )  # imported here, because it warns about deprecated parts of torch
 
     rank, size = meet(file)
     gathered = funcol.all_gather_tensor(torch.full((2,), float(rank)), 0, dist.group.WORLD)
-    dist.all_reduce(gathered)  # it may not be there yet
+    dist.all_reduce(gathered)  # the input may still be incomplete
     spread = distribute_tensor(torch.arange(4.0), init_device_mesh("cpu", (size,)), [Shard(0)])
     sharded = ZeroRedundancyOptimizer([torch.nn.Parameter(torch.ones(2)) for _ in range(2)], torch.optim.Adam)
     refused = []
@@ -202,7 +207,7 @@ def odd(here: Here, file: str) -> None:
     world = dist.group.WORLD
     dist.barrier()
     world.abort()
-    world.abort()  # again is harmless
+    world.abort()  # a second abort is harmless
     try:
         dist.barrier()
     except (gw.Aborted, gw.PeerLost) as error:
@@ -211,12 +216,12 @@ def odd(here: Here, file: str) -> None:
 
 
 def test_backend_unusual_tensors_forked_loaders_and_a_second_abort_are_handled(job: StartJob, tmp_path: Path) -> None:
-    with job(odd, 2, str(tmp_path / "store"), environ=environ_of(2)) as ranks:
+    with job(calls_unusually, 2, str(tmp_path / "store"), environ=environ_of(2)) as ranks:
         for rank in ranks:
-            told = rank.hear()
-            assert told["gathered"] == [0.0, 0.0, 2.0, 2.0]
-            assert told["refused"] == ["ArrayError", "ArrayError", "ConfigError"]
-            assert told["total"] == 2 * sum(range(8))
+            report = rank.hear()
+            assert report["gathered"] == [0.0, 0.0, 2.0, 2.0]
+            assert report["refused"] == ["ArrayError", "ArrayError", "ConfigError"]
+            assert report["total"] == 2 * sum(range(8))
         for rank in ranks:
             assert rank.hear()["error"] in ("Aborted", "PeerLost")
             assert rank.ended() == 0, rank.output()
@@ -249,14 +254,14 @@ def test_torch_ddp_killed_rank_raises_peer_lost_on_the_others(job: StartJob, tmp
             assert rank.hear()["training"]
         ranks[1].signal()
         for rank in (ranks[0], ranks[2]):
-            told = rank.hear()
-            assert told["error"] == "PeerLost", told
-            assert told["culprit"] == 1
+            report = rank.hear()
+            assert report["error"] == "PeerLost", report
+            assert report["culprit"] == 1
             assert rank.hear()["error"] == "PeerLost"
             assert rank.ended() == 0, rank.output()
 
 
-def late(here: Here, file: str) -> None:
+def misses_a_call(here: Here, file: str) -> None:
     rank, _ = meet(file)
     group = dist.new_group(timeout=timedelta(seconds=0.2))
     error: BaseException | None = None
@@ -279,14 +284,14 @@ def late(here: Here, file: str) -> None:
 
 
 def test_new_group_timeout_raises_gradwire_timeout(job: StartJob, tmp_path: Path) -> None:
-    with job(late, 2, str(tmp_path / "store"), environ=environ_of(2)) as ranks:
+    with job(misses_a_call, 2, str(tmp_path / "store"), environ=environ_of(2)) as ranks:
         assert "0.2 s" in ranks[0].hear()["error"]
         for rank in ranks:
             rank.tell()
             assert rank.ended() == 0, rank.output()
 
 
-# -- torch's side ------------------------------------------------------------------------------------------------------
+# -- registration in torch ---------------------------------------------------------------------------------------------
 
 
 def test_autoload_registers_the_backend_without_importing_gradwire() -> None:
@@ -309,11 +314,11 @@ def test_autoload_error_during_registration_is_not_raised(monkeypatch: pytest.Mo
 
 
 def test_handle_get_future_hurries_the_work_and_returns_its_tensors() -> None:
-    told: list[bool] = []
-    running = gw.Work("all_reduce", lambda work, here: told.append(here))
+    here_flags: list[bool] = []
+    running = gw.Work("all_reduce", lambda work, here: here_flags.append(here))
     tensors = [torch.ones(2)]
     future = Handle(running, tensors, lambda: None).get_future()
-    assert told == [False], "somebody waits, on a thread that we do not know"
+    assert here_flags == [False], "get_future() must start the work on another thread"
     running.run(lambda: None, first_error=True)
     running.call_back()
     assert future.wait() is tensors

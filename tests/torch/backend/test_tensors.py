@@ -13,8 +13,8 @@ from gradwire.torch.backend.tensors import array_of
 from support.ranks import run_group
 
 
-class Stand(torch.Tensor):  # type: ignore[misc]  # torch is Any to mypy
-    """A tensor that stands for another, as DTensor does."""
+class Wrapper(torch.Tensor):  # type: ignore[misc]  # torch is Any to mypy
+    """A tensor subclass without its own memory, like DTensor."""
 
     @staticmethod
     def __new__(cls, shape: tuple[int, ...]) -> Any:
@@ -28,7 +28,7 @@ class Stand(torch.Tensor):  # type: ignore[misc]  # torch is Any to mypy
 
 
 class Named(torch.Tensor):  # type: ignore[misc]
-    """A tensor like any other, but for its name."""
+    """A tensor subclass with memory."""
 
 
 def fake() -> Any:
@@ -43,7 +43,7 @@ def freed(dtype: torch.dtype) -> Any:
 
 
 ODD: dict[str, tuple[Any, str]] = {
-    "a stand-in": (lambda: Stand((3,)), "has no memory"),
+    "a wrapper subclass": (lambda: Wrapper((3,)), "has no memory"),
     "a fake": (fake, "has no memory"),
     "negative": (lambda: torch.tensor([1 + 2j]).conj().imag, r"pass x\.resolve_conj\(\)\.resolve_neg\(\)"),
     "conjugate": (lambda: torch.tensor([1 + 2j]).conj(), r"pass x\.resolve_conj\(\)\.resolve_neg\(\)"),

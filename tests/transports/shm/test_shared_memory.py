@@ -1,4 +1,4 @@
-"""Ranks of one host exchange their memory: all of a host or none, whatever other processes send to their sockets."""
+"""Ranks of one host share memory, all of them or none, whatever other processes send to their sockets."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ Offers = list[Any]
 Shared = tuple[SharedMemory | None, tuple[bool, ...]]
 
 
-class Table:
-    """Where ranks, as threads, tell each other values; `between` is called once, with what was told first."""
+class ThreadGather:
+    """Gathers values of ranks that are threads. `between` is called once, with the values of the first gather."""
 
     def __init__(self, size: int, between: Callable[[Offers], None] = lambda _: None) -> None:
         self._barrier = threading.Barrier(size)
@@ -39,16 +39,16 @@ class Table:
         self._between = between
         self._times = 0
 
-    def tell_all(self, rank: int, value: Any) -> list[Any]:
+    def gather(self, rank: int, value: Any) -> list[Any]:
         self._values[rank] = value
         if self._barrier.wait(LONG) == 0:
             self._times += 1
             if self._times == 1:
                 self._between(list(self._values))
         self._barrier.wait(LONG)
-        told = list(self._values)
+        values = list(self._values)
         self._barrier.wait(LONG)
-        return told
+        return values
 
     def abort(self, reason: str) -> None:
         self._barrier.abort()
@@ -58,21 +58,21 @@ class Table:
 def sharing(
     hosts: str, unwilling: tuple[int, ...] = (), between: Callable[[Offers], None] = lambda _: None
 ) -> Iterator[list[Shared]]:
-    """Every rank, on the host that its letter names, shares; the results by rank."""
-    table = Table(len(hosts), between)
+    """Run the steps of `Sharing` on every rank, and return the results. A letter names the host of each rank."""
+    gathered = ThreadGather(len(hosts), between)
     numbers = iter(range(len(hosts)))
     lock = threading.Lock()
 
-    def run(_: Table) -> Shared:
+    def run(_: ThreadGather) -> Shared:
         with lock:
             rank = next(numbers)
         results[rank] = share(
-            rank, hosts, rank not in unwilling, lambda value: table.tell_all(rank, value), time.monotonic() + LONG
+            rank, hosts, rank not in unwilling, lambda value: gathered.gather(rank, value), time.monotonic() + LONG
         )
         return results[rank]
 
     results: dict[int, Shared] = {}
-    run_ranks([table] * len(hosts), run, timeout=LONG)
+    run_ranks([gathered] * len(hosts), run, timeout=LONG)
     try:
         yield [results[rank] for rank in range(len(hosts))]
     finally:
@@ -82,7 +82,7 @@ def sharing(
 
 
 def descriptors() -> int:
-    gc.collect()  # what other tests have left in cycles is not counted
+    gc.collect()  # frees descriptors that other tests have left in reference cycles
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -94,14 +94,14 @@ def test_sharing_ranks_of_a_host_map_each_others_arenas() -> None:
         assert {rank: set(shared.peers) for rank, shared in everybody.items()} == {0: {2, 3}, 2: {0, 3}, 3: {0, 2}}
         for rank, shared in everybody.items():
             assert set(shared.pidfds) == set(shared.peers)
-            offset = shared.own.carve(PAGE)
+            offset = shared.own.allocate(PAGE)
             ctypes.memset(shared.own.address + offset, rank + 1, 1)
         for shared in everybody.values():
             for peer, arena in shared.peers.items():
                 assert ctypes.string_at(arena.address + RESERVED, 1) == bytes([peer + 1])
 
 
-def test_sharing_one_unwilling_rank_keeps_its_whole_host_from_sharing() -> None:
+def test_sharing_one_unwilling_rank_prevents_sharing_on_its_host() -> None:
     with sharing("aabbb", unwilling=(3,)) as results:
         assert {sharing for _, sharing in results} == {(True, True, False, False, False)}
         assert [shared is not None for shared, _ in results] == [True, True, False, False, False]
@@ -110,15 +110,15 @@ def test_sharing_one_unwilling_rank_keeps_its_whole_host_from_sharing() -> None:
 @pytest.mark.parametrize("offer", [None, "name", ["name"], ["\0", "token"], ["g" * 32, "0" * 32], [{}, []], 3])
 def test_sharing_malformed_offer_counts_as_no_offer(offer: object) -> None:
     before = descriptors()
-    told: list[Offers] = [[None, offer], [False, True], [False, True]]
-    shared, sharing = share(0, "aa", True, lambda _: told.pop(0), time.monotonic() + LONG)
+    answers: list[Offers] = [[None, offer], [False, True], [False, True]]
+    shared, sharing = share(0, "aa", True, lambda _: answers.pop(0), time.monotonic() + LONG)
     assert (shared, sharing) == (None, (False, False))
     assert descriptors() == before
 
 
 def test_sharing_offer_without_a_listener_ends_without_shared_memory() -> None:
-    told: list[Offers] = [[None, ["0" * 32, "1" * 32]], [False, True], [False, True]]
-    shared, sharing = share(0, "aa", True, lambda _: told.pop(0), time.monotonic() + LONG)
+    answers: list[Offers] = [[None, ["0" * 32, "1" * 32]], [False, True], [False, True]]
+    shared, sharing = share(0, "aa", True, lambda _: answers.pop(0), time.monotonic() + LONG)
     assert (shared, sharing) == (None, (False, False))
 
 
@@ -133,7 +133,7 @@ def greeting(rank: int, token: str, started: int = 0) -> bytes:
 
 
 def unsealed() -> int:
-    descriptor = os.memfd_create("stranger", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    descriptor = os.memfd_create("intruder", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, 1 << 20)
     return descriptor
 
@@ -148,10 +148,10 @@ def sealed() -> int:
     return os.dup(arena.descriptor)
 
 
-# What strangers send to the socket of a rank that has one neighbour, `peer`, and a token.
-STRANGERS: dict[str, Callable[[int, str], tuple[bytes, list[Callable[[], int]]]]] = {
-    "says nothing": lambda peer, token: (b"", []),
-    "talks rubbish": lambda peer, token: (b"\xff" * 4096, []),
+# What other processes send to the socket of a rank that has one neighbour, `peer`, and a token.
+INTRUDERS: dict[str, Callable[[int, str], tuple[bytes, list[Callable[[], int]]]]] = {
+    "sends nothing": lambda peer, token: (b"", []),
+    "sends invalid bytes": lambda peer, token: (b"\xff" * 4096, []),
     "sends no memory": lambda peer, token: (greeting(peer, token), []),
     "does not know the token": lambda peer, token: (greeting(peer, "0" * 32), [sealed]),
     "is no neighbour": lambda peer, token: (greeting(77, token), [sealed]),
@@ -159,29 +159,29 @@ STRANGERS: dict[str, Callable[[int, str], tuple[bytes, list[Callable[[], int]]]]
     "sends memory it could shrink": lambda peer, token: (greeting(peer, token), [unsealed]),
     "sends a file": lambda peer, token: (greeting(peer, token), [on_disk]),
     "sends too much memory": lambda peer, token: (greeting(peer, token), [sealed, sealed, sealed]),
-    "says too much": lambda peer, token: (greeting(peer, token) + b"!", [sealed]),
+    "sends a byte too many": lambda peer, token: (greeting(peer, token) + b"!", [sealed]),
 }
 
 
-@pytest.mark.parametrize("stranger", STRANGERS)
-def test_sharing_strangers_at_the_socket_change_nothing(stranger: str) -> None:
+@pytest.mark.parametrize("intruder", INTRUDERS)
+def test_sharing_other_processes_at_the_socket_change_nothing(intruder: str) -> None:
     before = descriptors()
     lines: list[socket.socket] = []
 
-    def knock(offers: Offers) -> None:  # before the neighbours do
+    def connect(offers: Offers) -> None:  # before the neighbours connect
         for rank, (name, token) in enumerate(offers):
             for _ in range(3):
                 line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 lines.append(line)
                 line.connect(shared_memory.abstract_address(name))
-                data, memory = STRANGERS[stranger](1 - rank, token)
+                data, memory = INTRUDERS[intruder](1 - rank, token)
                 held = [make() for make in memory]
                 if data:
                     socket.send_fds(line, [data], held)
                 for descriptor in held:
                     os.close(descriptor)
 
-    with sharing("aa", between=knock) as results:
+    with sharing("aa", between=connect) as results:
         for line in lines:
             line.close()
         assert [sharing for _, sharing in results] == [(True, True)] * 2
@@ -198,10 +198,10 @@ def test_sharing_strangers_at_the_socket_change_nothing(stranger: str) -> None:
 
 
 def test_sharing_neighbour_whose_pid_was_reused_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It told when its process started: a process with its pid that started later is a stranger."""
+    """The neighbour has sent the start time of its process. A process with another start time is not the neighbour."""
     own = machine.process_status(os.getpid())
     assert own is not None
-    times = iter([own.started, own.started, own.started, own.started + 1])  # as both ranks tell, then as both look
+    times = iter([own.started, own.started, own.started, own.started + 1])  # sent by both ranks, then read by both
 
     def status(pid: int | str) -> machine.ProcessStatus:
         return machine.ProcessStatus("S", next(times))
@@ -229,7 +229,7 @@ def test_pidfd_link_only_reports_the_end_of_the_process() -> None:
         with pytest.raises(LinkClosed):
             life.receive([memoryview(bytearray(1))])
         life.close()
-        assert shared.died(3), "the descriptor is not the link's to close"
+        assert shared.died(3), "the link must not close the descriptor"
         shared.close()
         shared.close()
         assert life.fileno() == -1

@@ -1,4 +1,4 @@
-"""Links inside TLS, over real sockets: who is refused, with which words on either side, and what goes on regardless."""
+"""Links inside TLS, over real sockets: which peers are refused, the reason on both sides, and that other links work."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from support.captured_log import CapturedLog
 from support.captured_log import captured_fixture as captured_fixture
 
 LONG = 60.0
-FOREVER = 10_000.0  # seconds: whatever waits for so long hangs
+FOREVER = 10_000.0  # seconds: a wait this long is a hang
 RUN, KEY = secrets.token_bytes(16), secrets.token_bytes(32)
 MEMBERS = ("m0", "m1", "m2")
 Assemble = Callable[..., list[TcpTransport]]
@@ -43,7 +43,7 @@ def deadline() -> float:
 
 @pytest.fixture
 def assemble() -> Iterator[Assemble]:
-    """Ranks with these credentials; `members` are the ids that their certificates are checked against.
+    """Make ranks with these credentials. `members` are the ids that their certificates are checked against.
 
     `claims` replaces a rank's id in its own list, so that it accepts a certificate that the others do not.
     """
@@ -68,7 +68,7 @@ def assemble() -> Iterator[Assemble]:
 
 
 def issued(where: Path, authority: certificates.Authority, identity: Identity, **options: Any) -> Credentials:
-    """Credentials by some authority, in a folder of their own."""
+    """Issue credentials by an authority, in a folder of their own."""
     where.mkdir()
     pem, key = authority.issue(identity, **options)
     authority.store(where)
@@ -78,7 +78,7 @@ def issued(where: Path, authority: certificates.Authority, identity: Identity, *
 
 
 def expired(where: Path, identity: Identity) -> Credentials:
-    """Credentials that show a certificate which has expired since they were loaded."""
+    """Return credentials whose certificate has expired since they were loaded."""
     past = datetime.now(UTC) - timedelta(days=2)
     shown = issued(where, own_authority(), identity)
     pem, key = own_authority().issue(identity, begin=past, end=past + timedelta(days=1))
@@ -116,14 +116,14 @@ def works(one: Link, two: Link) -> None:
 
 
 def is_refused(transport: TcpTransport, words: str, peer: int = 0) -> None:
-    with pytest.raises(Refused, match=words) as told:  # at the first attempt: later ones end without a reason
+    with pytest.raises(Refused, match=words) as caught:  # at the first attempt; later ones end without a reason
         transport.dial(peer, 77, deadline())
-    assert (told.value.peer, told.value.rank) == (peer, transport.rank)
+    assert (caught.value.peer, caught.value.rank) == (peer, transport.rank)
 
 
 @contextlib.contextmanager
 def line_to(transport: TcpTransport, credentials: Credentials) -> Iterator[ssl.SSLSocket]:
-    """A connection that is past its handshake, by other code than ours."""
+    """Open a TLS connection with Python's `ssl` module instead of gradwire."""
     context = credentials.client_context()
     with socket.create_connection(transport.address, timeout=LONG) as sock, context.wrap_socket(sock) as line:
         assert line.recv(1) == accept.WELCOME
@@ -131,7 +131,7 @@ def line_to(transport: TcpTransport, credentials: Credentials) -> Iterator[ssl.S
 
 
 def admit(line: ssl.SSLSocket, dialer: Dialer) -> bytes:
-    """Go through the admission; returns the bytes that were sent."""
+    """Do the admission, and return the bytes that were sent."""
     sent = dialer.start()
     line.sendall(sent)
     while not dialer.done:
@@ -174,7 +174,7 @@ def test_dialer_of_another_authority_refuses_the_acceptor(
 def test_certificate_of_another_authority_is_refused_by_the_acceptor(
     assemble: Assemble, tmp_path: Path, captured: CapturedLog
 ) -> None:
-    """The stranger believes the rank; the rank does not believe the stranger."""
+    """The dialer accepts the certificate of the rank, but the rank refuses that of the dialer."""
     issued(tmp_path / "other", certificates.Authority.new(), Identity("tests", "m2"))
     with open(tmp_path / "other" / "ca.pem", "ab") as file:
         file.write((tls_files.folder() / "ca.pem").read_bytes())
@@ -205,7 +205,7 @@ def test_dial_with_another_members_certificate_is_refused(assemble: Assemble, ca
     shown = [tls_files.credentials(member) for member in ("m0", "m1", "m3")]
     transports = assemble(*shown, claims={2: "m3"})
     one, two = linked(transports)
-    said = "it says that it is rank 2, but its certificate is for m3, which cannot speak for member m2"
+    said = "it says that it is rank 2, but its certificate is for m3, which does not cover member m2"
     is_refused(transports[2], f"rank 0 refused the link: {said}$")  # the reason is authenticated
     captured.wait_for(f"refused a link from .*: {said}")
     works(one, two)
@@ -213,8 +213,10 @@ def test_dial_with_another_members_certificate_is_refused(assemble: Assemble, ca
 
 def test_accept_with_another_members_certificate_is_refused(assemble: Assemble, captured: CapturedLog) -> None:
     transports = assemble(tls_files.credentials("m3"), tls_files.credentials("m1"), claims={0: "m3"})
-    is_refused(transports[1], "no link to rank 0: its certificate is for m3, which cannot speak for member m0")
-    captured.wait_for("refused a link from .*: the connection ended 80 bytes short of a hello; is this rank's")
+    is_refused(transports[1], "no link to rank 0: its certificate is for m3, which does not cover member m0")
+    captured.wait_for(
+        "refused a link from .*: the connection closed 80 bytes before the end of a hello; is this rank's"
+    )
 
 
 def test_certificate_of_another_job_is_refused_by_both_sides(
@@ -226,7 +228,7 @@ def test_certificate_of_another_job_is_refused_by_both_sides(
     is_refused(transports[2], "no link to rank 0: its certificate is for job tests, and this is job elsewhere")
     said = "it says that it is rank 2, but its certificate is for job elsewhere, and this is job tests"
     with line_to(transports[0], other) as line, pytest.raises(Refused, match=f"rank 0 refused the link: {said}$"):
-        admit(line, Dialer(KEY, Hello(RUN, 1, 77, 2, 0)))  # does not look at the acceptor's certificate
+        admit(line, Dialer(KEY, Hello(RUN, 1, 77, 2, 0)))  # does not check the acceptor's certificate
     captured.wait_for(f"refused a link from .*: {said}")
     works(one, two)
 
@@ -272,14 +274,14 @@ def test_assemble_with_another_members_certificate_raises_config_error(assemble:
 def test_plaintext_dialer_at_a_tls_port_is_refused_with_a_reason(assemble: Assemble, captured: CapturedLog) -> None:
     transports = assemble(tls_files.credentials("m0"), tls_files.credentials("m1"), None)
     one, two = linked(transports)
-    is_refused(transports[2], "rank 0 refused the link: links here are TLS: give that process certificates too")
-    captured.wait_for("refused a link from .*: what arrived is not TLS; links here are TLS")
+    is_refused(transports[2], "rank 0 refused the link: this rank uses TLS: give that process certificates too")
+    captured.wait_for("refused a link from .*: it does not use TLS; this rank uses TLS")
     with socket.create_connection(transports[0].address, timeout=LONG) as browser:
         browser.sendall(b"GET / HTTP/1.1\r\n\r\n")
         with contextlib.suppress(ConnectionError):
             while browser.recv(4096):
                 pass
-    captured.wait_for("refused a link from .*: what arrived is not TLS", times=2)
+    captured.wait_for("refused a link from .*: it does not use TLS", times=2)
     works(one, two)
 
 
@@ -288,7 +290,7 @@ def test_tls_dialer_at_a_plaintext_port_is_refused_with_a_reason(assemble: Assem
     one, two = linked(transports)
     is_refused(transports[2], "no link to rank 0: it does not use TLS, and this rank does: give certificates to all")
     captured.wait_for(
-        "refused a link from .*: what arrived is not a gradwire admission but TLS: this rank was given no"
+        "refused a link from .*: the received bytes are not a gradwire admission but TLS: this rank was given no"
     )
     works(one, two)
 
@@ -308,14 +310,14 @@ def test_tls_older_than_1_2_is_refused(assemble: Assemble, captured: CapturedLog
     if accepted:
         assert f"New, TLSv{version[-3:].replace('_', '.')}, Cipher is" in said, said
         assert "Verify return code: 0 (ok)" in said
-        captured.wait_for("refused a link from .*: the connection ended 80 bytes short of a hello")
+        captured.wait_for("refused a link from .*: the connection closed 80 bytes before the end of a hello")
     else:
         assert "Cipher is (NONE)" in said, said
         captured.wait_for("refused a link from .*: TLS failed: it offers nothing newer than TLS 1.1")
 
 
 def test_admission_replayed_inside_tls_by_a_member_is_refused(assemble: Assemble, captured: CapturedLog) -> None:
-    """Of somebody who could look inside TLS, and has a certificate that fits."""
+    """The replaying process could read inside TLS, and has a valid certificate."""
     transports = assemble(tls_files.credentials("m0"), tls_files.credentials("m1"))
     one, two = linked(transports)
     recorded = b""
@@ -330,5 +332,5 @@ def test_admission_replayed_inside_tls_by_a_member_is_refused(assemble: Assemble
                         pass
         if attempt == "admitted":
             transports[0].accept(1, 77, deadline()).close()
-    captured.wait_for("refused a link from .*: the process that says it is rank 1 does not hold this job's secret")
+    captured.wait_for("refused a link from .*: the process that claims to be rank 1 does not hold this job's secret")
     works(one, two)

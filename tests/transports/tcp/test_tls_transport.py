@@ -1,4 +1,4 @@
-"""Links inside TLS: their bytes on the wire, threads at both directions, renewed certificates, many strangers."""
+"""Links inside TLS: their bytes on the wire, threads in both directions, renewed certificates, hostile connections."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from cryptography import x509
 
 from gradwire.errors import Refused
 from gradwire.host import native_core
-from gradwire.liveness.beat_messages import BLOCK_TOKENS, TOKEN_BYTES, BeatSink, TokenReader, Tokens
+from gradwire.liveness.heartbeat_messages import BLOCK_TOKENS, TOKEN_BYTES, HeartbeatSink, TokenReader, Tokens
 from gradwire.security import certificates
 from gradwire.security.certificate_names import Identity
 from gradwire.security.credentials import Credentials
 from gradwire.transports.base import LIFELINE_CHANNEL, Link, LinkClosed
 from gradwire.transports.tcp import accept
-from gradwire.transports.tcp.tls_link import MOST_AT_ONCE, BeatLink, TlsLink, TlsStream
+from gradwire.transports.tcp.tls_link import MOST_AT_ONCE, HeartbeatLink, TlsLink, TlsStream
 from gradwire.transports.tcp.transport import TcpTransport
 from support import forked_child, tls_files
 from support.captured_log import CapturedLog
@@ -40,7 +40,7 @@ def deadline() -> float:
 
 
 def assembled(*shown: Credentials, hang_up: int = 0) -> tuple[list[TcpTransport], TcpProxy]:
-    """Two ranks; rank 1 reaches rank 0 through a proxy."""
+    """Make two ranks. Rank 1 connects to rank 0 through a proxy."""
     transports = [TcpTransport("127.0.0.1", credentials) for credentials in shown]
     wire = TcpProxy(transports[0].address, hang_up)
     run, key = secrets.token_bytes(16), secrets.token_bytes(32)
@@ -116,7 +116,7 @@ def test_tls_link_bytes_altered_on_the_wire_end_that_link_only(
     until, bell = deadline(), transports[0].bell()
     with pytest.raises(LinkClosed):
         while time.monotonic() < until:
-            assert two.receive([memoryview(bytearray(1000))]) == 0, "spoiled bytes were handed on"
+            assert two.receive([memoryview(bytearray(1000))]) == 0, "altered bytes were delivered"
             transports[0].wait([two], [], bell, LONG)
     captured.wait_for("the link to rank 1 is broken: TLS failed: ")
     wire.spoils = False
@@ -135,12 +135,12 @@ def tcp_pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def test_link_altered_bytes_behind_good_ones_wake_the_reader_again(transports: list[TcpTransport]) -> None:
-    """Both arrive in one piece, and no poll of the socket reports the second."""
+    """Good and altered bytes arrive in one piece, and no poll of the socket reports the altered ones."""
     one, two = linked(transports)
     with tcp_pair() as (sends, receives):
         sends.setblocking(False)
         sender = os.dup(one.fileno())
-        os.dup2(sends.fileno(), one.fileno())  # what rank 1 sends stays here
+        os.dup2(sends.fileno(), one.fileno())  # captures the bytes that rank 1 sends
         records = []
         for message in (b"good", b"bad"):
             assert one.send([message]) == len(message)
@@ -177,7 +177,7 @@ def test_wait_with_decrypted_bytes_pending_returns_at_once(transports: list[TcpT
     one.send([bytes(range(100))])
     bell = transports[0].bell()
     transports[0].wait([two], [], bell, LONG)
-    for number in range(100):  # one record; no poll tells of the rest of it
+    for number in range(100):  # one record: no poll reports the rest of it
         assert list(transports[0].wait([two], [], bell, 0.0)) == [two]
         assert receive(transports[0], two, 1) == bytes([number])
     began = time.monotonic()
@@ -208,7 +208,7 @@ def test_tls_link_both_directions_at_once_by_two_threads(transports: list[TcpTra
 
 def test_tls_link_many_small_buffers_and_one_large_arrive_whole(transports: list[TcpTransport]) -> None:
     one, two = linked(transports)
-    parts = [bytes([number % 251]) * (number % 7) for number in range(1000)]  # more than one call takes, some empty
+    parts = [bytes([number % 251]) * (number % 7) for number in range(1000)]  # too many for one call; some are empty
     whole = b"".join(parts)
     sent = one.send(parts)
     assert 0 < sent < len(whole)
@@ -224,35 +224,35 @@ def test_tls_link_many_small_buffers_and_one_large_arrive_whole(transports: list
 # -- the lifeline's links ---------------------------------------------------------------------------------------------
 
 
-def beat_links(transports: list[TcpTransport]) -> tuple[BeatLink, BeatLink]:
+def heartbeat_links(transports: list[TcpTransport]) -> tuple[HeartbeatLink, HeartbeatLink]:
     mine = transports[1].dial(0, LIFELINE_CHANNEL, deadline())
     theirs = transports[0].accept(1, LIFELINE_CHANNEL, deadline())
-    assert isinstance(mine, BeatLink)
-    assert isinstance(theirs, BeatLink)
+    assert isinstance(mine, HeartbeatLink)
+    assert isinstance(theirs, HeartbeatLink)
     return mine, theirs
 
 
-def test_beat_link_leaves_tls_with_a_key_of_its_own(
+def test_heartbeat_link_leaves_tls_with_a_key_of_its_own(
     tapped: tuple[list[TcpTransport], TcpProxy],
 ) -> None:
     transports, wire = tapped
-    one, two = beat_links(transports)
+    one, two = heartbeat_links(transports)
     assert one.key == two.key
-    assert b"gw-link1" not in wire.said, "it was admitted inside TLS"
+    assert b"gw-link1" not in wire.said, "the admission must be inside TLS"
     assert one.key not in wire.said
     for link, transport, other in ((one, transports[0], two), (two, transports[1], one)):
         link.send([b"in plain"])
         assert receive(transport, other, 8) == b"in plain"
     assert wire.said.endswith(b"in plain")
     other_transports, other_wire = assembled(*map(tls_files.credentials, MEMBERS))
-    assert beat_links(other_transports)[0].key != one.key
+    assert heartbeat_links(other_transports)[0].key != one.key
     for transport in other_transports:
         transport.close()
     other_wire.close()
 
 
 def test_leave_keeps_bytes_that_follow_the_last_tls_record() -> None:
-    """Both are there at once: the first bytes without TLS may come in one packet with the last of TLS."""
+    """The first bytes without TLS may arrive in one packet with the last bytes of TLS."""
     ends = socket.socketpair()
     contexts = tls_files.credentials("m0").server_context(), tls_files.credentials("m1").client_context()
     server, client = (
@@ -275,18 +275,18 @@ def test_leave_keeps_bytes_that_follow_the_last_tls_record() -> None:
     assert client.leave() == bytes(range(256))
     server.send(b"more", b"than was said")
     assert client.recv(4) == b"more"
-    with pytest.raises(ConnectionAbortedError, match="belongs inside TLS"):
+    with pytest.raises(ConnectionAbortedError, match="data of the TLS connection"):
         client.leave()
     for end in ends:
         end.close()
 
 
 @pytest.mark.skipif(not native_core.available(), reason="its thread is native")
-def test_recorded_beat_does_not_keep_a_frozen_rank_alive(tapped: tuple[list[TcpTransport], TcpProxy]) -> None:
-    """Beats by the native thread over the wire; then it stops, and the wire says again what it has recorded."""
+def test_recorded_heartbeats_do_not_keep_a_frozen_rank_alive(tapped: tuple[list[TcpTransport], TcpProxy]) -> None:
+    """The native thread sends heartbeats and then stops. A proxy then sends the recorded heartbeats again."""
     transports, wire = tapped
-    one, two = beat_links(transports)
-    sink = BeatSink(lambda header: None)
+    one, two = heartbeat_links(transports)
+    sink = HeartbeatSink(lambda header: None)
     sink.detector.watch(1, 0.0, 1.0)
     reader = TokenReader(two, Tokens(two.key, 1), sink)
     thread, bell = native_core.native.Lifeline(0.001), transports[0].bell()
@@ -301,14 +301,14 @@ def test_recorded_beat_does_not_keep_a_frozen_rank_alive(tapped: tuple[list[TcpT
     while got < (BLOCK_TOKENS - thread.ahead(one.fileno())) * TOKEN_BYTES:
         transports[0].wait([two], [], bell, LONG)
         got += reader.pump()
-    assert sink.detector.heard_at(1) == 0.0
+    assert sink.detector.last_heartbeat(1) == 0.0
     sink.now = 1000.0
     one.send([bytes(wire.said[-got:])])
     with pytest.raises(LinkClosed):
         while True:
             transports[0].wait([two], [], bell, LONG)
             reader.pump()
-    assert sink.detector.heard_at(1) == 0.0
+    assert sink.detector.last_heartbeat(1) == 0.0
 
 
 def test_abandon_in_forked_child_closes_the_sockets_of_links(transports: list[TcpTransport]) -> None:
@@ -361,11 +361,13 @@ def test_renewal_of_the_key_alone_changes_nothing_until_the_certificate_follows(
         pem, key = certificates.Authority.load(tmp_path).issue(Identity("tests", "m0"))
         certificates.write(tmp_path / "m0.key", key, 0o600)
         linked(transports, 10)
-        captured.wait_for(r"m0\.key is not the key of the certificate .*m0\.pem; what was read before stays in use")
+        captured.wait_for(
+            r"m0\.key is not the key of the certificate .*m0\.pem; the certificates that were read before stay in use"
+        )
         certificates.write(tmp_path / "m0.pem", pem, 0o644)
         one, _ = linked(transports, 11)
         assert serial(one) == x509.load_pem_x509_certificate(pem).serial_number
-        assert len(captured.lines) == 1, "told once, not at every link"
+        assert len(captured.lines) == 1, "logged once, not for every link"
     finally:
         for transport in transports:
             transport.close()
@@ -388,8 +390,8 @@ def test_slow_tls_handshakes_do_not_delay_other_links(
         linked(transports)
         monkeypatch.setattr(accept, "ADMISSION_SECONDS", 0.2)
         with socket.create_connection(transports[0].address, timeout=LONG) as late:
-            late.sendall(hello)  # and then nothing: the handshake stands still half-way
-            captured.wait_for(f":{late.getsockname()[1]}: said too little in 0.2 s")
+            late.sendall(hello)  # and nothing more: the handshake stops halfway
+            captured.wait_for(f":{late.getsockname()[1]}: the admission did not finish in 0.2 s")
     finally:
         for sock in slow:
             sock.close()
@@ -405,7 +407,7 @@ def client_hello() -> bytes:
         return there.recv(65536)
 
 
-def test_nonsense_that_begins_like_tls_is_refused(transports: list[TcpTransport], captured: CapturedLog) -> None:
+def test_invalid_bytes_that_begin_like_tls_are_refused(transports: list[TcpTransport], captured: CapturedLog) -> None:
     dice = random.Random(8)
     hello = client_hello()
     for attempt in range(200):
@@ -415,13 +417,13 @@ def test_nonsense_that_begins_like_tls_is_refused(transports: list[TcpTransport]
         with socket.create_connection(transports[0].address, timeout=LONG) as sock, contextlib.suppress(OSError):
             sock.sendall(data)
             sock.shutdown(socket.SHUT_WR)
-    captured.wait_for("more refusals follow within this minute; they are not logged")
+    captured.wait_for("further refusals within this minute are not logged")
     assert not any("could not be handled" in line for line in captured.lines)
     linked(transports)
 
 
-def test_tls_handshake_without_end_is_cut_off(transports: list[TcpTransport], captured: CapturedLog) -> None:
-    """Records of one byte each, of a message that is said to be long."""
+def test_tls_handshake_without_end_is_dropped(transports: list[TcpTransport], captured: CapturedLog) -> None:
+    """The records have one byte each, and belong to a message that claims to be long."""
     piece = b"\x16\x03\x03\x00\x01\x00"
     with socket.create_connection(transports[0].address, timeout=LONG) as sock, contextlib.suppress(OSError):
         sock.sendall(b"\x16\x03\x03\x00\x04\x01\xff\xff\xff")
@@ -429,12 +431,12 @@ def test_tls_handshake_without_end_is_cut_off(transports: list[TcpTransport], ca
             sock.sendall(piece * 1000)
             if select.select([sock], [], [], 0)[0]:
                 break
-    captured.wait_for("refused a link from .*: (TLS failed|broke off): ")
+    captured.wait_for("refused a link from .*: (TLS failed|the connection failed): ")
     linked(transports)
 
 
-def test_dial_peer_that_closes_during_the_handshake_is_tried_again() -> None:
-    """An acceptor with too many connections may drop an honest caller; a certificate that does not fit is final."""
+def test_dial_peer_that_closes_during_the_handshake_is_retried() -> None:
+    """An acceptor with too many connections may drop a valid peer, which must try again."""
     transports, wire = assembled(*map(tls_files.credentials, MEMBERS), hang_up=2)
     try:
         linked(transports)
@@ -447,5 +449,5 @@ def test_dial_peer_that_closes_during_the_handshake_is_tried_again() -> None:
 
 def test_refusal_inside_tls_is_final(transports: list[TcpTransport]) -> None:
     linked(transports)
-    with pytest.raises(Refused, match=r"rank 0 refused the link: rank 1 already holds this link$"):
+    with pytest.raises(Refused, match=r"rank 0 refused the link: rank 1 already has this link$"):
         transports[1].dial(0, 9, deadline())

@@ -1,4 +1,4 @@
-"""TCP: admission over real sockets, and acceptors that keep working whatever strangers send."""
+"""TCP: admission over real sockets, and acceptors that keep working whatever unknown clients send."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from support.captured_log import captured_fixture as captured_fixture
 from support.tcp_proxy import TcpProxy
 
 LONG = 60.0
-FOREVER = 10_000.0  # seconds: whatever waits for so long hangs
+FOREVER = 10_000.0  # seconds: a wait this long is a hang
 JOB, KEY = secrets.token_bytes(16), secrets.token_bytes(32)
 Assemble = Callable[..., list[TcpTransport]]
 
 
 @pytest.fixture
 def assemble() -> Iterator[Assemble]:
-    """Transports; `via` replaces the addresses of the others as the last rank knows them, which holds the key."""
+    """Make transports. `via` replaces the peers' addresses for the last rank, which gets `key`."""
     made: list[TcpTransport] = []
 
     def make(
@@ -93,12 +93,12 @@ def test_recorded_admission_cannot_be_replayed(
             while thief.recv(4096):
                 pass
         host, port = thief.getsockname()
-        captured.wait_for(f"refused a link from {host}:{port}: the process that says it is rank 1 does not hold")
+        captured.wait_for(f"refused a link from {host}:{port}: the process that claims to be rank 1 does not hold")
     assert transports[0].arrivals.refusal(1, 10) is None
 
 
-def test_dial_admission_that_breaks_off_is_tried_again(assemble: Assemble, proxy: Callable[..., TcpProxy]) -> None:
-    """A door crowded by strangers may turn out an honest caller; that must not end a job."""
+def test_dial_interrupted_admission_is_retried(assemble: Assemble, proxy: Callable[..., TcpProxy]) -> None:
+    """An acceptor with too many connections may drop a valid peer. That must not end the job."""
     between: list[TcpProxy] = []
 
     def through(address: tuple[str, int]) -> tuple[str, int]:
@@ -114,14 +114,12 @@ def test_dial_admission_that_breaks_off_is_tried_again(assemble: Assemble, proxy
 def test_dial_all_with_one_link_refused_raises_refused(assemble: Assemble) -> None:
     transports, made = assemble(size=3), list[Link]()
     transports[2].dial(1, 9, deadline())
-    with pytest.raises(Refused, match="rank 2 already holds this link"):
+    with pytest.raises(Refused, match="rank 2 already has this link"):
         transports[2].dial_all([0, 1], 9, deadline(), made.append)
     assert [link.peer for link in made] in ([0], [])
 
 
-def test_dial_all_connections_that_break_off_are_tried_again(
-    assemble: Assemble, proxy: Callable[..., TcpProxy]
-) -> None:
+def test_dial_all_interrupted_connections_are_retried(assemble: Assemble, proxy: Callable[..., TcpProxy]) -> None:
     transports = assemble(lambda address: proxy(address, hang_up=2).address, size=3)
     made: list[Link] = []
     transports[2].dial_all([0, 1], 9, deadline(), made.append)
@@ -129,7 +127,7 @@ def test_dial_all_connections_that_break_off_are_tried_again(
 
 
 def test_dial_all_late_peer_does_not_delay_others(assemble: Assemble, proxy: Callable[..., TcpProxy]) -> None:
-    """Rank 0 is reached only when rank 1 has admitted the caller."""
+    """Rank 0 can be reached only after rank 1 has admitted the connection."""
     opened, made = threading.Event(), list[Link]()
     proxies: list[TcpProxy] = []
 
@@ -156,17 +154,17 @@ def test_dial_refused_raises_the_reason_without_another_attempt(
         return between[0].address
 
     transports = assemble(through, key=secrets.token_bytes(32))
-    with pytest.raises(Refused, match=r"rank 0 refused the link: .* does not hold this job's secret") as told:
+    with pytest.raises(Refused, match=r"rank 0 refused the link: .* does not hold this job's secret") as caught:
         transports[1].dial(0, 9, deadline())
     assert between[0].calls == 1
-    assert (told.value.rank, told.value.peer) == (1, 0)
-    captured.wait_for(r"refused a link from 127\.0\.0\.1:\d+: the process that says it is rank 1 does not hold")
+    assert (caught.value.rank, caught.value.peer) == (1, 0)
+    captured.wait_for(r"refused a link from 127\.0\.0\.1:\d+: the process that claims to be rank 1 does not hold")
 
 
 def test_dial_link_that_exists_is_refused(assemble: Assemble) -> None:
     transports = assemble()
     transports[1].dial(0, 9, deadline())
-    with pytest.raises(Refused, match="rank 1 already holds this link"):
+    with pytest.raises(Refused, match="rank 1 already has this link"):
         transports[1].dial(0, 9, deadline())
 
 
@@ -176,9 +174,9 @@ def test_dial_port_that_keeps_refusing_raises_no_connection(
     monkeypatch.setattr(dial, "REFUSING_SECONDS", 0.2)
     transports = assemble()
     transports[0].close()
-    with pytest.raises(NoConnection, match=r"rank 0 at 127.0.0.1:\d+ does not answer: .*refused") as told:
+    with pytest.raises(NoConnection, match=r"rank 0 at 127.0.0.1:\d+ does not answer: .*refused") as caught:
         transports[1].dial(0, 9, time.monotonic() + FOREVER)
-    assert told.value.peer == 0
+    assert caught.value.peer == 0
 
 
 @pytest.mark.parametrize("where", ["connecting", "admission"])
@@ -186,7 +184,7 @@ def test_dial_ends_at_its_deadline_and_when_its_check_raises(assemble: Assemble,
     silent = socket.create_server(("127.0.0.1", 0), backlog=0 if where == "connecting" else 10)
     fillers = []
     with silent:
-        if where == "connecting":  # a full queue: connecting hangs
+        if where == "connecting":  # the listener's queue is full, so connecting hangs
             for _ in range(3):
                 filler = socket.socket()
                 filler.setblocking(False)
@@ -208,7 +206,7 @@ def test_dial_ends_at_its_deadline_and_when_its_check_raises(assemble: Assemble,
 # -- accepting --------------------------------------------------------------------------------------------------------
 
 
-def test_accept_slow_stranger_is_dropped_at_the_time_limit(
+def test_accept_slow_connection_is_dropped_at_the_time_limit(
     assemble: Assemble, captured: CapturedLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accept, "ADMISSION_SECONDS", 0.2)
@@ -217,29 +215,29 @@ def test_accept_slow_stranger_is_dropped_at_the_time_limit(
         with contextlib.suppress(ConnectionError):
             for byte in b"gw-link1" + bytes(60):
                 slow.send(bytes([byte]))
-                if select.select([slow], [], [], 0.1)[0]:  # the end
+                if select.select([slow], [], [], 0.1)[0]:  # the connection was closed
                     break
             else:
                 pytest.fail("each byte extends the time limit")
-        captured.wait_for(r"refused a link from 127\.0\.0\.1:\d+: said too little in 0.2 s")
+        captured.wait_for(r"refused a link from 127\.0\.0\.1:\d+: the admission did not finish in 0.2 s")
 
 
-def test_accept_too_many_strangers_drops_the_oldest(
+def test_accept_too_many_pending_connections_drops_the_oldest(
     assemble: Assemble, captured: CapturedLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(accept, "MAX_STRANGERS", 5)
+    monkeypatch.setattr(accept, "MAX_PENDING", 5)
     transports = assemble()
-    strangers = [socket.create_connection(transports[0].address, timeout=LONG) for _ in range(8)]
-    for eldest in strangers[:3]:
+    clients = [socket.create_connection(transports[0].address, timeout=LONG) for _ in range(8)]
+    for eldest in clients[:3]:
         assert eldest.recv(1) == b""
-    captured.wait_for("too many connections that say nothing", times=3)
-    transports[1].dial(0, 9, deadline())  # and an honest caller gets in
-    for stranger in strangers:
-        stranger.close()
+    captured.wait_for("too many connections wait for admission", times=3)
+    transports[1].dial(0, 9, deadline())  # a valid peer is still admitted
+    for client in clients:
+        client.close()
 
 
 class FailingAcceptor(Acceptor):
-    """One with a bug that a stranger can reach."""
+    """An acceptor with a bug that an unknown client can trigger."""
 
     def feed(self, data: bytes | bytearray | memoryview) -> bytes:
         if bytes(data).startswith(b"bug"):
@@ -247,15 +245,15 @@ class FailingAcceptor(Acceptor):
         return super().feed(data)
 
 
-def test_accept_stranger_that_hits_a_bug_loses_its_own_connection_only(
+def test_accept_connection_that_triggers_a_bug_is_the_only_one_dropped(
     assemble: Assemble, captured: CapturedLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accept, "Acceptor", FailingAcceptor)
-    monkeypatch.setattr(accept, "ADMISSION_SECONDS", 10 * LONG)  # nobody is shown out for being late
+    monkeypatch.setattr(accept, "ADMISSION_SECONDS", 10 * LONG)  # no connection is dropped because it is late
     transports = assemble()
-    with socket.create_connection(transports[0].address, timeout=LONG) as stranger:
-        stranger.send(b"bug")
-        assert stranger.recv(1) == b""
+    with socket.create_connection(transports[0].address, timeout=LONG) as client:
+        client.send(b"bug")
+        assert client.recv(1) == b""
     captured.wait_for(r"refused a link from 127\.0\.0\.1:\d+: could not be handled: ZeroDivisionError: a bug", times=1)
     transports[1].dial(0, 9, deadline())
 
@@ -268,7 +266,7 @@ def test_accept_continues_after_an_adopting_function_failed(assemble: Assemble, 
 
     transports[0].adopt(9, fail)
     transports[1].dial(0, 9, deadline())
-    captured.wait_for("a connection could not be handled")
+    captured.wait_for("an incoming connection could not be handled")
     transports[1].dial(0, 10, deadline())
     transports[0].accept(1, 10, deadline())
 
@@ -289,7 +287,7 @@ def test_accept_without_descriptors_continues_later(
     captured.wait_for("cannot accept a connection: .*too many open files")
 
 
-def test_link_socket_is_tuned_for_small_messages_and_silent_deaths(assemble: Assemble) -> None:
+def test_link_socket_has_nodelay_and_keepalive(assemble: Assemble) -> None:
     transports = assemble()
     for link in (transports[1].dial(0, 9, deadline()), transports[0].accept(1, 9, deadline())):
         assert isinstance(link, TcpLink)
@@ -325,7 +323,7 @@ def test_abandon_in_forked_child_closes_every_descriptor(assemble: Assemble) -> 
     before = forked_child.descriptors()
     transports = assemble()
     transports[1].dial(0, 9, deadline())
-    transports[0].close()  # abandoning may follow closing
+    transports[0].close()  # `abandon` after `close` must work
 
     def abandon() -> None:
         for transport in transports:

@@ -1,7 +1,7 @@
-"""gRPC calls on a socket of our own: HTTP/2 by h2, without threads.
+"""Makes gRPC calls on a plain socket: HTTP/2 with h2, without threads.
 
-A process that trains forks data loaders at any time. gRPC's own client does not bear that: its threads outlive each
-call, and a fork beside them can crash the child, and the parent too. Here a call is some bytes sent and some awaited.
+A process that trains may fork data loaders at any time. gRPC's own client does not support that: its threads outlive
+each call, and a fork while they run can crash the child, and the parent too. Here a call only sends and receives bytes.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from h2.settings import SettingCodes
 from gradwire.security.admission import printable
 
 SERVICE = "gradwire.membership.v1.Membership"
-# The meaning of grpc-status.
+# The names of the values of grpc-status, in their order.
 _CODES = (
     *("OK", "CANCELLED", "UNKNOWN", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND", "ALREADY_EXISTS"),
     *("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "ABORTED", "OUT_OF_RANGE", "UNIMPLEMENTED"),
     *("INTERNAL", "UNAVAILABLE", "DATA_LOSS", "UNAUTHENTICATED"),
 )
-_PREFIX = struct.Struct(">BI")  # of a message: whether it is compressed, and its length
-_FRAME, _LARGEST_FRAME, _GOAWAY = 9, 16 << 10, 7  # of HTTP/2: a header's length; what we allow; a type
-# Our own headers are known to be in order; what comes is looked at.
+_PREFIX = struct.Struct(">BI")  # of a gRPC message: whether it is compressed, and its length
+_FRAME, _LARGEST_FRAME, _GOAWAY = 9, 16 << 10, 7  # HTTP/2: bytes of a frame header, the allowed payload, a frame type
+# Only received headers are validated. The headers that this module sends are known to be valid.
 _SETTINGS = H2Configuration(
     client_side=True, header_encoding="utf-8", validate_outbound_headers=False, normalize_outbound_headers=False
 )
-_WINDOW = 1 << 20  # bytes that may come before we ask for more
+_WINDOW = 1 << 20  # flow control: bytes that the server may send before it must wait for an acknowledgement
 
 
 class CallFailed(Exception):
-    """A call ended badly, or the connection did; `code` is gRPC's name for what happened."""
+    """A call or its connection failed. `code` is gRPC's name of the status."""
 
     def __init__(self, code: str, details: str) -> None:
         super().__init__(f"{code}: {details}")
@@ -49,9 +49,9 @@ class CallFailed(Exception):
 
 
 class Connection:
-    """Calls over a connected socket, one at a time; closes it.
+    """Makes calls over a connected socket, one at a time, and owns the socket.
 
-    Raises `CallFailed`, or `ssl.SSLError` where TLS is what fails. After either it is of no more use.
+    Its methods raise `CallFailed`, or `ssl.SSLError` if TLS fails. After either, the connection is unusable.
     """
 
     def __init__(self, sock: socket.socket, authority: str, largest: int) -> None:
@@ -65,12 +65,12 @@ class Connection:
         self._h2 = H2Connection(_SETTINGS)
         self._h2.local_settings[SettingCodes.ENABLE_PUSH] = 0
         self._h2.local_settings[SettingCodes.INITIAL_WINDOW_SIZE] = _WINDOW
-        self._h2.local_settings.acknowledge()  # they are in force from the first frame on
+        self._h2.local_settings.acknowledge()  # makes the settings take effect from the first frame on
         self._h2.initiate_connection()
         self._h2.increment_flow_control_window(_WINDOW)
 
     def call(self, method: str, message: bytes, timeout: float, service: str = SERVICE) -> bytes:
-        """The reply to one message."""
+        """Send one message and return the reply."""
         deadline = time.monotonic() + timeout
         self._begin(method, service, [("grpc-timeout", f"{max(1, round(timeout * 1000))}m")])
         self._send(message, deadline, end=True)
@@ -79,11 +79,11 @@ class Connection:
         return self._exchange.only_reply(self._largest)
 
     def begin_stream(self, method: str, service: str = SERVICE) -> None:
-        """Messages both ways, by `ask`, from now on."""
+        """Begin a stream. Use `ask` for its messages."""
         self._begin(method, service, [])
 
     def ask(self, message: bytes, timeout: float) -> bytes:
-        """The next reply of the stream, to this message."""
+        """Send a message on the stream and return the reply to it."""
         deadline = time.monotonic() + timeout
         self._send(message, deadline, end=False)
         while (reply := self._exchange.next_reply(self._largest)) is None:
@@ -94,12 +94,12 @@ class Connection:
         return reply
 
     def close(self) -> None:
-        """Hang up, whatever is under way."""
+        """Close the socket, even during a call."""
         self._socket.close()
 
     def _begin(self, method: str, service: str, more: list[tuple[str, str]]) -> None:
         if self._ending:
-            raise CallFailed("UNAVAILABLE", "it is being stopped")
+            raise CallFailed("UNAVAILABLE", "it is stopping")
         self._exchange = _Exchange(self._h2.get_next_available_stream_id())
         headers = [
             (":method", "POST"),
@@ -110,35 +110,35 @@ class Connection:
             ("content-type", "application/grpc"),
             *more,
         ]
-        with _protocol():
+        with _http2_errors():
             self._h2.send_headers(self._exchange.stream, headers)
 
     def _send(self, message: bytes, deadline: float, *, end: bool) -> None:
         left = memoryview(_PREFIX.pack(0, len(message)) + message)
         stream = self._exchange.stream
-        while left and not self._exchange.ended:  # a refusal may come before all is said
-            with _protocol():
+        while left and not self._exchange.ended:  # a refusal may arrive before the whole message is sent
+            with _http2_errors():
                 room = min(self._h2.local_flow_control_window(stream), self._h2.max_outbound_frame_size)
             if room <= 0:
                 self._progress(deadline)
                 continue
             part, left = left[:room], left[room:]
-            with _protocol():
+            with _http2_errors():
                 self._h2.send_data(stream, part, end_stream=end and not left)
         self._flush(deadline)
 
     def _progress(self, deadline: float) -> None:
-        """Send what there is to send, and take in what comes next."""
+        """Send the pending bytes, then receive and process the next ones."""
         self._flush(deadline)
         with self._bounded_wait(deadline):
             data = self._socket.recv(1 << 16)
         if not data:
-            raise CallFailed("UNAVAILABLE", "it hung up")
+            raise CallFailed("UNAVAILABLE", "it closed the connection")
         self._received += data
-        with _protocol():
+        with _http2_errors():
             for frame in self._frames():
                 for event in self._h2.receive_data(frame):
-                    self._take(event)
+                    self._handle(event)
 
     def _flush(self, deadline: float) -> None:
         with self._bounded_wait(deadline):
@@ -148,25 +148,25 @@ class Connection:
     def _bounded_wait(self, deadline: float) -> Iterator[None]:
         left = deadline - time.monotonic()
         try:
-            if left <= 0:  # however much there is to read
+            if left <= 0:  # the deadline applies even if there are bytes to read
                 raise TimeoutError
             self._socket.settimeout(left)
             yield
         except TimeoutError as error:
-            raise CallFailed("DEADLINE_EXCEEDED", "it gave no answer in time") from error
+            raise CallFailed("DEADLINE_EXCEEDED", "it did not answer in time") from error
         except (ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:
-            raise CallFailed("UNAVAILABLE", "it hung up") from error
+            raise CallFailed("UNAVAILABLE", "it closed the connection") from error
         except ssl.SSLError:
             raise
         except OSError as error:
             raise CallFailed("UNAVAILABLE", error.strerror or str(error)) from error
 
     def _frames(self) -> Iterator[bytes]:
-        """Whole frames that have come, but for those that announce an end: after one, h2 would hear no more replies."""
+        """Yield the complete frames received, except GOAWAY: after a GOAWAY, h2 would reject further replies."""
         while len(self._received) >= _FRAME:
             length = int.from_bytes(self._received[:3], "big")
             if length > _LARGEST_FRAME:
-                raise ValueError(f"a frame of {length} bytes")
+                raise ValueError(f"a frame of {length} bytes, and at most {_LARGEST_FRAME} are allowed")
             if len(self._received) < _FRAME + length:
                 return
             frame = bytes(self._received[: _FRAME + length])
@@ -176,9 +176,9 @@ class Connection:
                 continue
             self._ending = True
             if int.from_bytes(frame[_FRAME : _FRAME + 4], "big") < self._exchange.stream:
-                raise CallFailed("UNAVAILABLE", "it is being stopped")
+                raise CallFailed("UNAVAILABLE", "it is stopping")
 
-    def _take(self, event: Event) -> None:
+    def _handle(self, event: Event) -> None:
         exchange = self._exchange
         if getattr(event, "stream_id", None) != exchange.stream:
             return
@@ -191,22 +191,22 @@ class Connection:
             self._h2.acknowledge_received_data(event.flow_controlled_length or 0, exchange.stream)
         elif isinstance(event, StreamEnded):
             exchange.ended = True
-        elif isinstance(event, StreamReset) and not exchange.ended:  # after the status it means: say no more
+        elif isinstance(event, StreamReset) and not exchange.ended:  # after the status, a reset only stops this sender
             refused = event.error_code == ErrorCodes.REFUSED_STREAM
-            raise CallFailed("UNAVAILABLE" if refused else "CANCELLED", "it cut the call off")
+            raise CallFailed("UNAVAILABLE" if refused else "CANCELLED", "it aborted the call")
 
 
 @contextlib.contextmanager
-def _protocol() -> Iterator[None]:
-    """Errors of HTTP/2, as what they mean for a call. Frames that came before can make sending one too."""
+def _http2_errors() -> Iterator[None]:
+    """Raise errors of HTTP/2 as `CallFailed`. Sending can fail too, because of frames received before."""
     try:
         yield
     except (H2Error, ValueError) as error:
-        raise CallFailed("UNAVAILABLE", f"what it says is not HTTP/2 ({type(error).__name__})") from error
+        raise CallFailed("UNAVAILABLE", f"it does not answer in valid HTTP/2 ({type(error).__name__})") from error
 
 
 class _Exchange:
-    """A call under way."""
+    """A call in progress."""
 
     def __init__(self, stream: int) -> None:
         self.stream = stream
@@ -215,7 +215,7 @@ class _Exchange:
         self.ended = False
 
     def next_reply(self, largest: int) -> bytes | None:
-        """The first message that has come, if it has come."""
+        """Return the first message received, or None if it is not complete yet."""
         if len(self.body) < _PREFIX.size:
             return None
         compressed, length = _PREFIX.unpack_from(self.body)
@@ -235,7 +235,7 @@ class _Exchange:
         return reply
 
     def check_status(self) -> None:
-        """Raise unless the call has ended well."""
+        """Raise `CallFailed` unless the call has succeeded."""
         status, http = self.headers.get("grpc-status", ""), self.headers.get(":status", "")
         if status == "0":
             return

@@ -1,4 +1,4 @@
-"""Heartbeats of a launcher: one stream to the coordinator for all workers of its host."""
+"""Sends a launcher's heartbeats: one stream to the coordinator for all workers of its host."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from gradwire.security.credentials import Credentials
 log = logging.getLogger("gradwire.membership")
 
 INTERVAL = 1.0  # seconds from one heartbeat to the next
-_ONE_TRY = 2.0  # seconds to find the coordinator, before the log says that it is not there
-_ANSWER_WITHIN = 3.0  # seconds after which a stream without an answer is given up for a new one
-_NO_LOSS = ("RESOURCE_EXHAUSTED", "FAILED_PRECONDITION")  # the next try will do: with single calls, after a new hello
-_LAST_WORD = 2.0  # seconds that closing may take, to say who is gone
+_CONNECT_SECONDS = 2.0  # to connect to the coordinator, before the log reports that it does not answer
+_REPLY_SECONDS = 3.0  # after which a stream without a reply is replaced by a new one
+# Status codes that are not worth a log line: the next try uses single calls, or sends Hello again.
+_EXPECTED_CODES = ("RESOURCE_EXHAUSTED", "FAILED_PRECONDITION")
+_CLOSE_SECONDS = 2.0  # that closing may take, to report members that are gone
 
 
 class Heartbeats:
-    """Says once a second which members live, at once who is gone, and hears the news. A coordinator that was away is
-    found again, until this is closed.
+    """Reports once a second which members are alive, and at once which are gone, and receives the coordinator's news.
 
-    `on_news` is called with each answer, from a thread of this.
+    If the coordinator does not answer, this tries again until it is closed. `on_news` is called with each reply, from
+    this object's own thread.
     """
 
     def __init__(
@@ -57,83 +58,83 @@ class Heartbeats:
         self._pid = os.getpid()
 
     def start(self) -> None:
-        """Begin; returns at once, whether or not the coordinator is there."""
+        """Start the thread. This returns at once, even if the coordinator cannot be reached."""
         self._thread = threading.Thread(target=self._run, name="gradwire-heartbeats", daemon=True)
         self._thread.start()
 
     def watch(self, ids: Iterable[str]) -> None:
-        """Speak for these members too."""
+        """Send heartbeats for these members too."""
         with self._changed:
             self._rules.watch(ids)
 
     def frozen(self, ids: Iterable[str]) -> None:
-        """These, and only these, stand still: nothing is said of them, so that their leases run out if that lasts."""
+        """Set the members that are frozen. Heartbeats omit them, so that their leases expire if they stay frozen."""
         with self._changed:
             self._frozen = frozenset(ids)
 
     def gone(self, ids: Iterable[str]) -> None:
-        """The processes of these members have ended: said at once, and again until the coordinator has heard it."""
+        """Report at once that the processes of these members have ended, and repeat it until it is confirmed."""
         with self._changed:
             self._rules.end(ids)
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End, having said who is gone if the coordinator is there to hear it. Idempotent."""
+        """Stop, after a last report of the members that are gone, if the coordinator answers. Idempotent."""
         thread, self._thread = self._thread, None
         if thread is None or self._pid != os.getpid():
             return
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        thread.join(_LAST_WORD)
+        thread.join(_CLOSE_SECONDS)
         while thread.is_alive():
             self._give_up()
             thread.join(0.1)
 
     def _run(self) -> None:
-        trouble = False
+        failing = False
         pauses = pauses_between_tries()
         while not self._closed:
             refused = False
             try:
-                for news in self._conversation():
-                    if trouble:
+                for news in self._news():
+                    if failing:
                         log.info("the coordinator at %s answers the heartbeats of this host again", self._address)
-                    trouble, pauses = False, pauses_between_tries()
-                    self._tell(news)
+                    failing, pauses = False, pauses_between_tries()
+                    self._deliver(news)
             except GradwireError as error:
-                if not trouble:
-                    log.warning("no heartbeats from this host, trying again: %s", error)
-                trouble, refused = True, isinstance(error, Refused)
-            except Exception:  # none is known; but the workers of this host must not lose their leases by it
-                log.exception("the heartbeats of this host were interrupted by an error of gradwire's own")
+                if not failing:
+                    log.warning("heartbeats of this host do not reach the coordinator, trying again: %s", error)
+                failing, refused = True, isinstance(error, Refused)
+            except Exception:  # an error in gradwire must not cost the workers of this host their leases
+                log.exception("an internal error of gradwire interrupted the heartbeats of this host")
             with self._changed:
                 self._changed.wait_for(lambda: self._closed, 2 * self._interval if refused else next(pauses))
 
-    def _conversation(self) -> Iterator[News]:
-        """The answers to the heartbeats, until the connection breaks or this is closed."""
+    def _news(self) -> Iterator[News]:
+        """Yield the replies to heartbeats, until the connection breaks or this object is closed."""
         with CoordinatorSession(
-            self._address, self._secret, _ONE_TRY, credentials=self._credentials, seal=self._seal
+            self._address, self._secret, _CONNECT_SECONDS, credentials=self._credentials, seal=self._seal
         ) as coordinator:
-            self._give_up = lambda: coordinator.hurry(0.0)
+            self._give_up = lambda: coordinator.set_time_left(0.0)
             code = ""
-            with coordinator.judged():
+            with coordinator.suppress_retryable():
                 try:
                     if self._unary:
-                        yield from self._beats(lambda body: coordinator.ask("Heartbeat", body))
+                        yield from self._exchange_heartbeats(lambda body: coordinator.ask("Heartbeat", body))
                     else:
                         stream = coordinator.stream("Heartbeats")
-                        yield from self._beats(lambda body: stream(body, _ANSWER_WITHIN))
+                        yield from self._exchange_heartbeats(lambda body: stream(body, _REPLY_SECONDS))
                     return
                 except CallFailed as error:
-                    # A coordinator has room for so many streams; single calls do as well.
+                    # The coordinator limits the number of streams. Single calls work without one.
                     code = error.code
                     self._unary = code == "RESOURCE_EXHAUSTED"
                     raise
-            if code not in _NO_LOSS:
-                raise NoConnection(f"the coordinator at {self._address} does not answer: {coordinator.trouble}")
+            if code not in _EXPECTED_CODES:
+                raise NoConnection(f"the coordinator at {self._address} does not answer: {coordinator.failure}")
 
-    def _beats(self, ask: Callable[[bytes], bytes]) -> Iterator[News]:
+    def _exchange_heartbeats(self, ask: Callable[[bytes], bytes]) -> Iterator[News]:
         while True:
             with self._changed:
                 sent = self._rules.next(self._frozen)
@@ -141,7 +142,9 @@ class Heartbeats:
             try:
                 news = news_from_wire(parse(pb.News, ask(request.SerializeToString())))
             except Malformed as error:
-                raise NoConnection(f"the coordinator at {self._address} answers in another version") from error
+                raise NoConnection(
+                    f"the coordinator at {self._address} sent a reply that this version of gradwire does not understand"
+                ) from error
             with self._changed:
                 left_behind = self._rules.answered(sent, news)
             if left_behind is not None:
@@ -152,21 +155,21 @@ class Heartbeats:
                 if self._closed and not self._rules.unconfirmed:
                     return
 
-    def _tell(self, news: News) -> None:
+    def _deliver(self, news: News) -> None:
         try:
             if self._on_news is not None:
                 self._on_news(news)
         except Exception:
-            log.exception("the news from the coordinator could not be passed on")
+            log.exception("an error in the callback for the coordinator's news")
 
 
 def not_a_member(news: News, member: str, run: bytes) -> str:
-    """Why a coordinator does not count a member of `run` as its own, for the log; empty if it does."""
+    """Return, for the log, why a coordinator does not know a member of `run`; empty if it does."""
     if run and news.run and news.run != run:
         return (
-            f"serves run {news.run.hex()}, and {member} is a member of run {run.hex()}: it was started anew without "
-            "its journal. The members of the old run go on together until they lose one, and cannot regroup then"
+            f"serves run {news.run.hex()}, and {member} is a member of run {run.hex()}: it was restarted without its "
+            "journal. The members of the old run continue until they lose one, and cannot form a new generation then"
         )
     if member in news.unknown:
-        return f"does not know {member}, which is no member of this run"
+        return f"does not know {member}: it is not a member of this run"
     return ""

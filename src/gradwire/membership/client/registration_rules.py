@@ -1,4 +1,4 @@
-"""Checks the coordinator's answer to a member's claim: accepted, waiting, or an error to raise. Pure."""
+"""Checks the coordinator's answer to a worker's claim: accepted, waiting, or an error to raise. Pure."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from gradwire.membership.types import Assembly, Claim, Outcome, Refusal, Waiting
 
 
 def accepted(claim: Claim, outcome: Outcome, address: str) -> Assembly | Waiting:
-    """The answer to a claim. A refusal, or an answer that does not fit the claim, raises `Refused` or a subclass.
+    """Return the answer to a claim. Raise `Refused` or a subclass if it is a refusal or does not fit the claim.
 
-    A member of one run takes no part in another run, with one exception: the coordinator may start a new run in place
-    of the member's own (`Assembly.previous_run`).
+    A member of one run does not join another run, with one exception: the coordinator may have started a new run as the
+    replacement of the member's own (`Assembly.previous_run`).
     """
     if isinstance(outcome, Waiting):
         return outcome
@@ -23,15 +23,15 @@ def accepted(claim: Claim, outcome: Outcome, address: str) -> Assembly | Waiting
     if is_of_another_run(claim, outcome):
         raise OtherRun(
             f"the coordinator at {address} serves run {outcome.run.hex()} of the job, and this worker is "
-            f"a member of run {claim.run.hex()}: the two must not be mixed. Start this worker anew to join that run"
+            f"a member of run {claim.run.hex()}: the two must not be mixed. Restart this worker to join the new run"
         )
     return outcome
 
 
 def is_of_another_run(claim: Claim, assembly: Assembly) -> bool:
-    """Whether a member is offered a place in a run that neither is its own nor was begun in place of that."""
+    """Return whether the assembly is of a run that is neither the member's own nor the replacement of it."""
     return bool(claim.run) and claim.run not in (assembly.run, assembly.previous_run)
 
 
 def other_version(address: str) -> Refused:
-    return Refused(f"the coordinator at {address} answers in a way that this version of gradwire does not know")
+    return Refused(f"the coordinator at {address} sent a reply that this version of gradwire does not understand")

@@ -1,6 +1,6 @@
-"""A worker's requests to the coordinator: register, leave, heartbeat, checkpoint.
+"""Sends a worker's requests to the coordinator: register, leave, heartbeat, checkpoint.
 
-Each is one short conversation. Nothing of gRPC is held between two of them: a process that trains may fork at any time.
+Each request opens its own connection and closes it, because a process that trains may fork at any time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gradwire.errors import InvalidSize, NoConnection, Refused, Timeout
 from gradwire.membership.client.registration_rules import accepted, other_version
 from gradwire.membership.client.session import BYTES_PER_MEMBER, HOLD_SECONDS, CoordinatorSession, Secret
 from gradwire.membership.codec import (
-    SESSION,
+    SESSION_BYTES,
     M,
     Malformed,
     assembly_from_wire,
@@ -37,7 +37,7 @@ from gradwire.membership.types import (
     Outcome,
     Refusal,
     Waiting,
-    named,
+    format_ranks,
 )
 from gradwire.membership.v1 import gradwire_pb2 as pb
 from gradwire.security.admission import printable
@@ -45,9 +45,9 @@ from gradwire.security.credentials import Credentials
 
 log = logging.getLogger("gradwire.membership")
 
-_MOST_LOST = 1024  # members that one can complain of; the leases of others, if lost, run out
+_MOST_LOST = 1024  # lost members that a claim names; the leases of further lost members expire
 
-# By process and id: the session under which this process registered, which later generations are asked for under too.
+# By process id and member id: the session of this process's first claim, which its later claims use too.
 _sessions: dict[tuple[int, str], bytes] = {}
 
 
@@ -72,42 +72,42 @@ def register(
 ) -> Assembly:
     """Register at the coordinator and wait for the next generation.
 
-    `secret` is the job's, here and below, or a join token. `generation` is the last one that this member was in (0: a
-    newcomer), `run` its run, and `lost` the ids of its members that this one could not reach. `transport` is what this
-    member can use to exchange data with others, empty if it brings its own data plane. While it waits, `waiting` is
-    called with the reason, whenever that changes; after `log_after` seconds, and then after twice that time each, it is
-    logged. A caller that registers again passes the same `seal`: then the two have met.
+    `secret` is the job's secret or a join token, here and below. `generation` is the last generation that this member
+    was in (0: a newcomer), `run` is the run of that generation, and `lost` are the ids of its members that this member
+    could not reach. `transport` is what this member can use to exchange data, empty if it brings its own data plane.
+    While the member waits, `waiting` is called with the reason whenever the reason changes. The reason is logged after
+    `log_after` seconds, and again each time the waiting time has doubled. A caller that registers again passes the same
+    `seal`, so that the coordinator is already authenticated.
 
-    Raises `NoConnection` if nobody answers, `Refused` with the coordinator's reason, `Timeout` naming the ranks that
-    did not come, and `ConfigError` for an address that cannot be. Whoever fails gives its place back.
+    Raise `NoConnection` if there is no answer, `Refused` with the coordinator's reason, `Timeout` naming the ranks that
+    did not register, and `ConfigError` for an invalid address. A call that fails gives up the member's place.
     """
     if size is not None and size < 1:
         raise InvalidSize(f"a job has at least one rank, not {size}")
     session = _session(member.id, generation)
-    complaints = tuple(lost)[:_MOST_LOST]
     claim = Claim(
         member,
         size,
         job,
         session,
         generation=generation,
-        lost=complaints,
+        lost=tuple(lost)[:_MOST_LOST],
         stranger=stranger,
         stood_still=stood_still,
         run=run,
         version=_version(),
         transport=transport,
     )
-    room = BYTES_PER_MEMBER * ((size or LARGEST_JOB) + 64)
+    largest_reply = BYTES_PER_MEMBER * ((size or LARGEST_JOB) + 64)
     with CoordinatorSession(
-        address, secret, timeout, seal=seal, credentials=credentials, largest_reply=room
+        address, secret, timeout, seal=seal, credentials=credentials, largest_reply=largest_reply
     ) as coordinator:
         try:
             return _wait_for_all(coordinator, claim, waiting, log_after)
-        except NoConnection:  # also when refused: there is no place to give back, or nobody to give it to
+        except NoConnection:  # or `Refused`: there is no place to give up, or no coordinator that could be informed
             raise
         except BaseException:
-            coordinator.hurry(1.0)
+            coordinator.set_time_left(1.0)
             with contextlib.suppress(Exception):
                 _unregister(coordinator, member, run=run)
             raise
@@ -123,7 +123,10 @@ def unregister(
     timeout: float = 5.0,
     credentials: Credentials | None = None,
 ) -> bool:
-    """Take leave of `run`, also for good if all work is `finished`; False if the coordinator knows no such member."""
+    """Leave `run`. With `finished`, also report that all work of the job is done.
+
+    Return False if the coordinator does not know this member.
+    """
     with CoordinatorSession(address, secret, timeout, credentials=credentials) as coordinator:
         return _unregister(coordinator, member, finished, run)
 
@@ -139,9 +142,9 @@ def heartbeat(
     credentials: Credentials | None = None,
     seal: WorkerSeal | None = None,
 ) -> News:
-    """Say that the members `ids` of `run` live and those in `gone` do not, and hear what all should know.
+    """Report that the members `ids` of `run` are alive and those in `gone` are not, and return the coordinator's news.
 
-    Whoever does so often keeps a `seal` for it: the coordinator remembers each of them.
+    A frequent caller passes the same `seal` each time, because the coordinator stores a sequence number for each seal.
     """
     request = pb.HeartbeatRequest(ids=ids, gone=gone, run=run)
     with CoordinatorSession(address, secret, timeout, credentials=credentials, seal=seal) as coordinator:
@@ -150,7 +153,7 @@ def heartbeat(
 
 
 def serving(address: str, *, secret: Secret, timeout: float = 5.0, credentials: Credentials | None = None) -> bool:
-    """Whether the coordinator is there, holds the secret, and says that it serves (`grpc.health.v1`)."""
+    """Return whether the coordinator answers, holds the secret, and reports that it serves (`grpc.health.v1`)."""
     with CoordinatorSession(address, secret, timeout, credentials=credentials) as coordinator:
         return coordinator.serving()
 
@@ -165,7 +168,10 @@ def start_checkpoint(
     credentials: Credentials | None = None,
     seal: WorkerSeal | None = None,
 ) -> CheckpointStatus:
-    """Begin the checkpoint of an epoch, of which the others hear with their next heartbeat, or learn how far it is."""
+    """Begin the checkpoint of an epoch, or return the progress of one that has begun.
+
+    The other members are informed with the reply to their next heartbeat.
+    """
     return _checkpoint("StartCheckpoint", address, id, epoch, secret, timeout, credentials, seal)
 
 
@@ -179,7 +185,7 @@ def end_checkpoint(
     credentials: Credentials | None = None,
     seal: WorkerSeal | None = None,
 ) -> CheckpointStatus:
-    """Report that this member's part is saved. May be repeated, to learn whether all have reported."""
+    """Report that this member's part is saved. Repeat the call to poll whether all members have reported."""
     return _checkpoint("EndCheckpoint", address, id, epoch, secret, timeout, credentials, seal)
 
 
@@ -207,12 +213,12 @@ def _checkpoint(
 def _session(id: str, generation: int) -> bytes:
     key = (os.getpid(), id)
     if generation == 0 or key not in _sessions:
-        _sessions[key] = secrets.token_bytes(SESSION)
+        _sessions[key] = secrets.token_bytes(SESSION_BYTES)
     return _sessions[key]
 
 
 def _version() -> str:
-    """Of gradwire as it is installed; empty if it is not."""
+    """Return the version of the installed gradwire; empty if it is not installed as a package."""
     from importlib import metadata
 
     try:
@@ -227,38 +233,37 @@ def _unregister(coordinator: CoordinatorSession, member: Member, finished: bool 
 
 
 def _wait_for_all(
-    coordinator: CoordinatorSession, claim: Claim, tell: Callable[[str], None] | None, log_after: float
+    coordinator: CoordinatorSession, claim: Claim, waiting: Callable[[str], None] | None, log_after: float
 ) -> Assembly:
     request = claim_to_wire(claim)
-    start, told = time.monotonic(), ""
+    start, last_reason = time.monotonic(), ""
     while True:
         request.patience_ms = max(0, round(1000 * min(HOLD_SECONDS, coordinator.left)))
         reply = _answer(coordinator, pb.RegisterWorkerReply, "RegisterWorker", request.SerializeToString())
         assembly = accepted(claim, _outcome(coordinator, reply), coordinator.address)
         if isinstance(assembly, Assembly):
             return assembly
-        reason = _reason(reply.waiting, request.size, "have not come")
-        if tell is not None and reason != told:
-            tell(reason)
-            told = reason
+        reason = _reason(reply.waiting, request.size)
+        if waiting is not None and reason != last_reason:
+            waiting(reason)
+            last_reason = reason
         waited = time.monotonic() - start
         if coordinator.left <= 0:
             raise Timeout(
-                f"the job did not come together at {coordinator.address} within {coordinator.timeout:g} s: "
-                + _reason(reply.waiting, request.size, "did not come"),
+                f"the rendezvous at {coordinator.address} was not complete within {coordinator.timeout:g} s: {reason}",
                 operation="rendezvous",
                 seconds=coordinator.timeout,
             )
         if waited >= log_after:
-            log.warning("%.0f s at the rendezvous %s: %s", waited, coordinator.address, reason)
+            log.warning("waited %.0f s at the rendezvous %s: %s", waited, coordinator.address, reason)
             log_after *= 2
         time.sleep(max(0.0, min(reply.waiting.again_after_ms / 1000, coordinator.left)))
 
 
-def _reason(waiting: pb.Waiting, size: int, verb: str) -> str:
+def _reason(waiting: pb.Waiting, size: int) -> str:
     if size and waiting.missing_count:
-        return f"of {size}, {named(waiting.missing, waiting.missing_count)} {verb}"
-    return printable(waiting.reason) or "others are missing"
+        return f"missing {format_ranks(waiting.missing, waiting.missing_count)} of {size}"
+    return printable(waiting.reason) or "other members are missing"
 
 
 def _answer(coordinator: CoordinatorSession, kind: type[M], method: str, body: bytes) -> M:
@@ -277,7 +282,7 @@ def _outcome(coordinator: CoordinatorSession, reply: pb.RegisterWorkerReply) -> 
         case "assembly":
             try:
                 key = reply.assembly.link_key
-                return assembly_from_wire(reply.assembly, coordinator.seal.unveil(key) if key else None)
+                return assembly_from_wire(reply.assembly, coordinator.seal.unwrap_key(key) if key else None)
             except (Malformed, ValueError) as error:
                 raise other_version(coordinator.address) from error
     raise other_version(coordinator.address)

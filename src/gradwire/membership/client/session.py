@@ -1,11 +1,14 @@
-"""An authenticated session with a coordinator: short calls, on a socket that is open no longer than they take.
+"""Provides an authenticated session with a coordinator: short calls on a socket that is closed after them.
 
-Only sealed replies are proven. Whatever else comes from the address (the line of a `ClosedListener`, a failed TLS
-handshake, the status of a call) may be anybody's: while a coordinator is started anew, other programs can have its
-port. A newcomer that has met no coordinator yet believes it and ends, since a mistyped token or address must not look
-like a long wait. A member that has met one takes it for a hint: it tries again until its deadline, and the error then
-quotes the hint. It believes a status only from a connection over which the coordinator has proved itself; so it says
-hello once more.
+Only sealed replies are proven. Everything else that comes from the address is not: the line of a `ClosedListener`, a
+failed TLS handshake, the status of a call. While a coordinator restarts, another program may use its port. This session
+treats such an unproven refusal as follows:
+
+- If the coordinator has never proved the secret to this process, the refusal is raised at once. A mistyped token or
+  address must not cause a long wait.
+- If it has, the refusal is only a hint: the session tries again until its deadline, and the final error quotes the
+  hint. A status is trusted only on a connection over which the coordinator has proved the secret, so the session sends
+  Hello again.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from google.protobuf.wrappers_pb2 import Int32Value, StringValue
 
 from gradwire.errors import ConfigError, NoConnection, Refused
 from gradwire.membership.client.grpc_socket import CallFailed, Connection
-from gradwire.membership.closed_listener import told_at
+from gradwire.membership.closed_listener import closing_reason_at
 from gradwire.membership.endpoints import Endpoint, Unresolved, resolve, split
 from gradwire.membership.sealing import Unproven, WorkerSeal
 from gradwire.membership.v1 import gradwire_pb2 as pb
@@ -34,13 +37,13 @@ from gradwire.security.certificates import may_coordinate
 from gradwire.security.credentials import Credentials, explain
 from gradwire.security.tokens import Token
 
-HOLD_SECONDS = 1.0  # seconds that a call may be held back by the coordinator
+HOLD_SECONDS = 1.0  # for which the coordinator may delay the reply to RegisterWorker
 BYTES_PER_MEMBER = 4096
-_SLACK = 5.0  # seconds beyond that in which an answer must come
-_LAST_WORD = 1.0  # seconds beyond the deadline in which the coordinator can still say who is missing
-_ONE_TRY = 5.0  # seconds for a connection to be made
-_NAME_GRACE = 5.0  # seconds in which a name server may recover
-# What a call can end with while a coordinator starts, stops, is overloaded or is cut off.
+_REPLY_MARGIN = 5.0  # seconds beyond HOLD_SECONDS within which a reply must come
+_REPLY_GRACE = 1.0  # seconds beyond the deadline for a last reply, which names the missing ranks
+_CONNECT_SECONDS = 5.0  # for one attempt to connect
+_NAME_GRACE = 5.0  # seconds for a name server to recover
+# Status codes that a call can end with while a coordinator starts, stops, is overloaded or is unreachable.
 _TRY_AGAIN = (
     "UNAVAILABLE",
     "RESOURCE_EXHAUSTED",
@@ -52,13 +55,14 @@ _TRY_AGAIN = (
 )
 
 
-Secret = bytes | Token  # what a worker proves: the job's secret, or a join token
+Secret = bytes | Token  # the credential that a worker proves: the job's secret, or a join token
 
 
-class _Unbelieved(Exception):
-    """Something at the address turns this process away, without proof that it is the coordinator.
+class _UnprovenRefusal(Exception):
+    """A program at the address refuses this process, without proof that it is the coordinator.
 
-    `by_status`: by how it ended a call, which counts if it has proved itself over the same connection.
+    `by_status`: the refusal is the status of a call. It is trusted if the coordinator has proved the secret over the
+    same connection.
     """
 
     def __init__(self, reason: str, *, by_status: bool = False) -> None:
@@ -68,7 +72,7 @@ class _Unbelieved(Exception):
 
 
 class CoordinatorSession:
-    """A proven conversation with the coordinator at an address, begun again as often as it breaks until time is up."""
+    """An authenticated session with the coordinator at an address. It reconnects until the deadline."""
 
     def __init__(
         self,
@@ -88,32 +92,34 @@ class CoordinatorSession:
         self._credentials = credentials
         self._largest_reply = largest_reply
         self._connection: Connection | None = None
-        self._proven = False  # by what is at the other end of the connection
-        self._last = "nothing listens there"
-        self._hint = ""  # what something there said last without proof
+        self._proven = False  # the peer of the current connection has proved that it is the coordinator
+        self._last_failure = "nothing listens there"
+        self._hint = ""  # the last unproven refusal
         self._endpoint: Endpoint | None = None
 
     @property
     def left(self) -> float:
+        """The seconds until the deadline."""
         return self._deadline - time.monotonic()
 
-    def hurry(self, seconds: float) -> None:
+    def set_time_left(self, seconds: float) -> None:
+        """Move the deadline to `seconds` from now."""
         self._deadline = time.monotonic() + seconds
 
     def ask(self, method: str, body: bytes) -> bytes:
-        """The proven answer to a request; tries again on a new connection until the deadline."""
+        """Return the proven reply to a request. Try again on a new connection until the deadline."""
         pauses = pauses_between_tries()
         while True:
-            with self.judged():
+            with self.suppress_retryable():
                 return self._call(method, body)
             if self.left <= 0:
-                raise self._nobody()
+                raise self._no_connection()
             time.sleep(min(next(pauses), max(0.0, self.left)))
 
     def stream(self, method: str) -> Callable[[bytes, float], bytes]:
-        """A stream, as a function that takes a request and a time limit and returns the proven answer.
+        """Open a stream and return a function that sends a request on it, with a timeout, and returns the proven reply.
 
-        It, and this, raise `CallFailed` if there is no answer.
+        Both this method and the function raise `CallFailed` if there is no reply.
         """
         connection = self._connected()
         connection.begin_stream(method)
@@ -124,16 +130,16 @@ class CoordinatorSession:
         return ask
 
     def serving(self) -> bool:
-        """What the standard health check says."""
-        with self.judged():
+        """Return the result of the standard health check."""
+        with self.suppress_retryable():
             request = StringValue().SerializeToString()
-            timeout = max(0.1, min(self.left, _SLACK))
+            timeout = max(0.1, min(self.left, _REPLY_MARGIN))
             reply = self._connected().call("Check", request, timeout, service="grpc.health.v1.Health")
             return Int32Value.FromString(reply).value == 1
         return False
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
@@ -148,7 +154,7 @@ class CoordinatorSession:
 
     def _call(self, method: str, body: bytes) -> bytes:
         connection = self._connected()
-        timeout = min(HOLD_SECONDS + _SLACK, max(0.0, self.left) + _LAST_WORD)
+        timeout = min(HOLD_SECONDS + _REPLY_MARGIN, max(0.0, self.left) + _REPLY_GRACE)
         return self._exchange(method, body, lambda message: connection.call(method, message, timeout))
 
     def _exchange(self, method: str, body: bytes, send: Callable[[bytes], bytes]) -> bytes:
@@ -156,98 +162,104 @@ class CoordinatorSession:
         try:
             reply = self.seal.open(method, request, pb.Sealed.FromString(send(request.SerializeToString())))
         except (Unproven, DecodeError) as error:
-            reason = f"what answers at {self.address} {NO_SECRET}: its reply is not authenticated"
-            raise _Unbelieved(reason, by_status=True) from error
+            reason = f"the program at {self.address} {NO_SECRET}: its reply is not authenticated"
+            raise _UnprovenRefusal(reason, by_status=True) from error
         self._proven = True
         return reply
 
     def _connected(self) -> Connection:
-        """Reach the coordinator and have it prove the secret, before it is told anything of use: once for each seal, by
-        which all that follows is proven too."""
+        """Return a connection to the coordinator.
+
+        Before any request is sent, the coordinator must have proved the secret. That is done once for each seal,
+        because the seal also proves all later messages.
+        """
         if self._connection is None:
-            sock = self._secured(self._reach())
+            sock = self._secured(self._connect())
             self._connection = Connection(sock, self.address, self._largest_reply)
             self._proven = self._credentials is not None  # by its certificate
-            if not self.seal.met:
-                self._meet(self._connection)
+            if not self.seal.authenticated:
+                self._authenticate(self._connection)
         return self._connection
 
-    def _meet(self, connection: Connection) -> None:
-        timeout = max(0.1, min(self.left, _SLACK))
+    def _authenticate(self, connection: Connection) -> None:
+        timeout = max(0.1, min(self.left, _REPLY_MARGIN))
         reply = connection.call("Hello", self.seal.hello().SerializeToString(), timeout)
         try:
-            self.seal.meet(pb.HelloReply.FromString(reply))
+            self.seal.accept_hello(pb.HelloReply.FromString(reply))
         except (Unproven, DecodeError) as error:
-            reason = f"what answers at {self.address} {NO_SECRET}: check GRADWIRE_TOKEN on both sides"
-            raise _Unbelieved(reason) from error
+            reason = f"the program at {self.address} {NO_SECRET}: check GRADWIRE_TOKEN on both sides"
+            raise _UnprovenRefusal(reason) from error
         self._proven = True
 
     @contextlib.contextmanager
-    def judged(self) -> Iterator[None]:
-        """Swallows a failure after which another try makes sense; any other is raised as what it means."""
+    def suppress_retryable(self) -> Iterator[None]:
+        """Suppress failures after which another try makes sense. Raise all others as an error for the user."""
         try:
             try:
                 yield
             except CallFailed as error:
                 self.close()
-                self._judge(error)
+                self._classify(error)
             except ssl.SSLError as error:
                 self.close()
                 if self._endpoint is not None:
-                    self._look_closer(self._endpoint)
-                raise self._unlike(explain(error)) from error
-        except _Unbelieved as hint:
+                    self._probe_reason(self._endpoint)
+                raise self._tls_failure(explain(error)) from error
+        except _UnprovenRefusal as hint:
             self.close()
-            if not self.seal.acquainted or (hint.by_status and self._proven):
+            if not self.seal.ever_authenticated or (hint.by_status and self._proven):
                 raise Refused(hint.reason) from hint
-            self._hint = f"something answered there, without proof: {hint.reason}"
-            self.seal.part()  # the next connection begins with a proof; what is said over it then can be believed
+            self._hint = f"an unauthenticated answer from there: {hint.reason}"
+            self.seal.forget_coordinator()  # so that the next connection begins with a proof, and its status counts
         except BaseException:
             self.close()
             raise
 
-    def _judge(self, error: CallFailed) -> None:
+    def _classify(self, error: CallFailed) -> None:
         if error.code == "PERMISSION_DENIED":
             reason = f"the coordinator at {self.address} refused this worker: {error.details}"
-            raise _Unbelieved(reason, by_status=True) from error
+            raise _UnprovenRefusal(reason, by_status=True) from error
         if error.code == "UNAUTHENTICATED":
-            raise _Unbelieved(
+            raise _UnprovenRefusal(
                 f"the coordinator at {self.address} refused this worker: it {NO_SECRET}; "
                 "check that GRADWIRE_TOKEN is the same on both sides"
             ) from error
         if error.code not in _TRY_AGAIN:
-            reason = f"what answers at {self.address} is no gradwire coordinator: {error}"
-            raise _Unbelieved(reason, by_status=True) from error
+            reason = f"the program at {self.address} is not a gradwire coordinator: {error}"
+            raise _UnprovenRefusal(reason, by_status=True) from error
         if error.code == "UNAVAILABLE" and self._endpoint is not None:
-            self._look_closer(self._endpoint)
-        if error.code == "FAILED_PRECONDITION":  # it was started anew
-            self.seal.part()
+            self._probe_reason(self._endpoint)
+        if error.code == "FAILED_PRECONDITION":  # the coordinator was restarted
+            self.seal.forget_coordinator()
         else:
-            self._last = f"something listens there, but: {error.details or error.code}"
+            self._last_failure = f"a program listens there, but the call failed: {error.details or error.code}"
 
-    def _look_closer(self, endpoint: Endpoint) -> None:
-        """Raise if what hung up can tell why: a `ClosedListener` does, and so does TLS."""
+    def _probe_reason(self, endpoint: Endpoint) -> None:
+        """Connect again to find out why a program closed the connection, and raise the reason if there is one.
+
+        A `ClosedListener` sends a reason, and a TLS handshake can show one.
+        """
         seconds = min(1.0, max(0.1, self.left))
-        over = told_at(endpoint, seconds)
-        if over is not None:
-            raise _Unbelieved(
-                f"the rendezvous at {self.address} is over: {over}. If this process is not one too many, "
-                "another job has this address: choose another port"
+        closing_reason = closing_reason_at(endpoint, seconds)
+        if closing_reason is not None:
+            raise _UnprovenRefusal(
+                f"the rendezvous at {self.address} is over: {closing_reason}. Either this is a surplus process of that "
+                "job, or another job uses this address: then choose another port"
             )
-        trouble = _trouble(endpoint, seconds, self._credentials)
-        if trouble is not None:
-            raise self._unlike(trouble)
+        problem = _tls_problem(endpoint, seconds, self._credentials)
+        if problem is not None:
+            raise self._tls_failure(problem)
 
-    def _unlike(self, reason: str) -> _Unbelieved:
-        return _Unbelieved(f"no conversation with the coordinator at {self.address}: {reason}")
+    def _tls_failure(self, reason: str) -> _UnprovenRefusal:
+        return _UnprovenRefusal(f"cannot connect to the coordinator at {self.address}: {reason}")
 
     def _secured(self, sock: socket.socket) -> socket.socket:
-        """The socket under TLS, if there are credentials, and the other side is one that may be the coordinator."""
+        """Return the socket with TLS if there are credentials. Raise if the peer's certificate is no coordinator's."""
         if self._credentials is None:
             return sock
         context = self._credentials.client_context()
         context.set_alpn_protocols(["h2"])
-        sock.settimeout(max(0.1, min(self.left, _ONE_TRY)))
+        sock.settimeout(max(0.1, min(self.left, _CONNECT_SECONDS)))
         try:
             secure = context.wrap_socket(sock)
         except ssl.SSLError:
@@ -257,24 +269,25 @@ class CoordinatorSession:
             sock.close()
             raise CallFailed("UNAVAILABLE", f"the TLS handshake: {error.strerror or error}") from error
         if not may_coordinate(secure.getpeercert(binary_form=True) or b"", self._credentials.job):
-            reason = tls_probe.wrong_name(secure, self._credentials)
+            reason = tls_probe.identity_problem(secure, self._credentials)
             secure.close()
-            raise self._unlike(reason or f"its certificate is not for a coordinator of job {self._credentials.job}")
+            reason = reason or f"its certificate is not for a coordinator of job {self._credentials.job}"
+            raise self._tls_failure(reason)
         return secure
 
-    def _reach(self) -> socket.socket:
-        """A connection to the address, or to the first of its addresses that accepts one."""
+    def _connect(self) -> socket.socket:
+        """Return a connection to the first of the resolved addresses that accepts one."""
         endpoints = self._resolved()
         pauses = pauses_between_tries()
         while True:
             for endpoint in endpoints:
-                found = _try(endpoint, max(0.1, min(self.left, _ONE_TRY)))
+                found = _try_connect(endpoint, max(0.1, min(self.left, _CONNECT_SECONDS)))
                 if not isinstance(found, str):
                     self._endpoint = endpoint
                     return found
-                self._last = found
+                self._last_failure = found
             if self.left <= 0:
-                raise self._nobody()
+                raise self._no_connection()
             time.sleep(min(next(pauses), max(0.0, self.left)))
 
     def _resolved(self) -> list[Endpoint]:
@@ -285,57 +298,57 @@ class CoordinatorSession:
             try:
                 return resolve(self._host, self._port)
             except Unresolved as error:
-                if not error.passing or time.monotonic() >= until:
+                if not error.temporary or time.monotonic() >= until:
                     raise
             time.sleep(0.2)
 
     @property
-    def trouble(self) -> str:
-        """Why the last try failed, and what something there said without proof."""
-        return "; ".join(text for text in (self._last, self._hint) if text)
+    def failure(self) -> str:
+        """Why the last try failed, and the last unproven refusal."""
+        return "; ".join(text for text in (self._last_failure, self._hint) if text)
 
-    def _nobody(self) -> NoConnection:
-        if self.seal.acquainted:
-            how = f"the coordinator at {self.address} answered at first and then went away"
+    def _no_connection(self) -> NoConnection:
+        if self.seal.ever_authenticated:
+            what = f"the coordinator at {self.address} answered at first and then no longer"
         else:
-            how = f"no coordinator answered at {self.address}: check that rank 0 or the launcher runs, and its address"
+            what = f"no coordinator answered at {self.address}: check that rank 0 or the launcher runs, and its address"
         return NoConnection(
-            f"{how} (waited {self.timeout:g} s; {self.trouble})", operation="rendezvous", seconds=self.timeout
+            f"{what} (waited {self.timeout:g} s; {self.failure})", operation="rendezvous", seconds=self.timeout
         )
 
 
 def pauses_between_tries() -> Iterator[float]:
-    """Seconds between tries: quick at first, as the coordinator usually starts together with its workers."""
+    """Yield the seconds between tries, short at first: a coordinator often starts together with its workers."""
     pause = 0.01
     while True:
         yield pause
         pause = min(pause * 1.5, 0.1 if pause < 0.1 else 0.25)
 
 
-def _trouble(endpoint: Endpoint, seconds: float, credentials: Credentials | None) -> str | None:
-    """Why TLS, or its absence, keeps the two sides apart, if it does."""
-    knock = _try(endpoint, seconds)
-    if isinstance(knock, str):
+def _tls_problem(endpoint: Endpoint, seconds: float, credentials: Credentials | None) -> str | None:
+    """Return the TLS problem between this process and the program at the endpoint, if there is one."""
+    sock = _try_connect(endpoint, seconds)
+    if isinstance(sock, str):
         return None
-    with knock:
+    with sock:
         try:
-            return tls_probe.trouble(knock, credentials)
+            return tls_probe.tls_problem(sock, credentials)
         except OSError:
             return None
 
 
-def _try(endpoint: Endpoint, seconds: float) -> socket.socket | str:
-    """A connection, or why there is none."""
+def _try_connect(endpoint: Endpoint, seconds: float) -> socket.socket | str:
+    """Return a connection, or a text that says why there is none."""
     sock = socket.socket(endpoint.family, socket.SOCK_STREAM)
     sock.settimeout(seconds)
     try:
         sock.connect(endpoint.sockaddr)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # On loopback a socket can meet itself where nobody listens, if the port is among the ephemeral ones.
+        # On loopback a socket can connect to itself if no program listens and the port is in the ephemeral range.
         if sock.getsockname() != sock.getpeername():
             return sock
-        trouble = "nothing listens there"
+        reason = "nothing listens there"
     except OSError as error:
-        trouble = error.strerror or os.strerror(error.errno or 0) or "timed out"
+        reason = error.strerror or os.strerror(error.errno or 0) or "timed out"
     sock.close()
-    return f"connecting to {endpoint}: {trouble}"
+    return f"connecting to {endpoint}: {reason}"

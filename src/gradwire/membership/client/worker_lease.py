@@ -1,4 +1,4 @@
-"""The lease of a worker without a launcher: a thread that sends a heartbeat every second."""
+"""Renews the lease of a worker without a launcher: a thread sends a heartbeat every second."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from gradwire.security.credentials import Credentials
 
 log = logging.getLogger("gradwire.membership")
 
-_ONE_BEAT = 2.0  # seconds after which a heartbeat without an answer is given up; well within a lease
+_REPLY_SECONDS = 2.0  # after which a heartbeat without a reply has failed; much shorter than a lease
 
 
 class Lease:
-    """Keeps a member's lease, by calls of their own: no connection is open between two heartbeats.
+    """Renews a member's lease by single calls. No connection is open between two heartbeats.
 
-    `on_news` is called with each answer, from the lease's thread. A coordinator that does not answer is no reason to
-    stop working: that it is away, and that it is back, is logged once.
+    `on_news` is called with each reply, from the lease's thread. If the coordinator does not answer, the worker
+    continues; the log has one line when the coordinator stops answering, and one when it answers again.
     """
 
     def __init__(
@@ -41,27 +41,27 @@ class Lease:
     ) -> None:
         self._address, self._id, self._secret, self._credentials = address, member_id, secret, credentials
         self._run_id = run
-        self._warned = ""  # of what, last
+        self._last_warning = ""
         self._seal = WorkerSeal(secret)
         self._on_news = on_news
         self._interval = interval
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
-        self.news: News | None = None  # the last that were heard
-        self.trouble = ""  # why the last heartbeat had no answer
+        self.news: News | None = None  # the last reply
+        self.failure = ""  # why the last heartbeat had no reply
 
     def start(self) -> None:
-        """Begin; returns at once."""
+        """Start the thread."""
         self._thread = threading.Thread(target=self._run, name="gradwire-lease", daemon=True)
         self._thread.start()
 
     def enter(self, run: bytes) -> None:
-        """The member is in a generation of `run` now."""
+        """Record that the member is in a generation of `run` now."""
         self._run_id = run
 
     def close(self) -> None:
-        """No more heartbeats. Idempotent; in a forked child it does nothing."""
+        """Stop the heartbeats. Idempotent; it does nothing in a forked child."""
         thread, self._thread = self._thread, None
         if thread is None or self._pid != os.getpid():
             return
@@ -70,7 +70,7 @@ class Lease:
             thread.join()
 
     def abandon(self) -> None:
-        """In a forked child: the lease stays the parent's."""
+        """Drop the lease in a forked child. The parent keeps renewing it."""
         self._thread = None
 
     def _run(self) -> None:
@@ -78,41 +78,41 @@ class Lease:
         while not self._closed.wait(max(0.0, due - time.monotonic())):
             due = time.monotonic() + self._interval
             try:
-                news = self._beat()
+                news = self._heartbeat()
             except GradwireError as error:
-                if not self.trouble:
-                    log.warning("this worker goes on without its coordinator: %s", error)
-                self.trouble = str(error)
+                if not self.failure:
+                    log.warning("this worker continues without its coordinator: %s", error)
+                self.failure = str(error)
                 continue
-            except Exception as error:  # none is known; but the worker must not lose its lease by it
-                log.exception("a heartbeat of this worker was interrupted by an error of gradwire's own")
-                self.trouble = str(error)
+            except Exception as error:  # an error in gradwire must not cost the worker its lease
+                log.exception("an internal error of gradwire interrupted a heartbeat of this worker")
+                self.failure = str(error)
                 continue
-            if self.trouble:
-                log.info("the coordinator at %s is back", self._address)
-            self.trouble, self.news = "", news
+            if self.failure:
+                log.info("the coordinator at %s answers again", self._address)
+            self.failure, self.news = "", news
             self._warn(not_a_member(news, self._id, self._run_id))
-            self._tell(news)
+            self._deliver(news)
 
     def _warn(self, reason: str) -> None:
-        if reason and reason != self._warned:
+        if reason and reason != self._last_warning:
             log.warning("the coordinator at %s %s", self._address, reason)
-        self._warned = reason
+        self._last_warning = reason
 
-    def _beat(self) -> News:
+    def _heartbeat(self) -> News:
         return heartbeat(
             self._address,
             [self._id],
             run=self._run_id,
             secret=self._secret,
-            timeout=_ONE_BEAT,
+            timeout=_REPLY_SECONDS,
             credentials=self._credentials,
             seal=self._seal,
         )
 
-    def _tell(self, news: News) -> None:
+    def _deliver(self, news: News) -> None:
         try:
             if self._on_news is not None:
                 self._on_news(news)
         except Exception:
-            log.exception("the news from the coordinator could not be passed on")
+            log.exception("an error in the callback for the coordinator's news")

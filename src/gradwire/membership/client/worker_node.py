@@ -1,4 +1,4 @@
-"""`WorkerNode`: membership alone, for programs that bring their own data plane."""
+"""Provides `WorkerNode`: membership without a data plane, for programs that bring their own."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gradwire.membership")
 
-_ASK_AGAIN = 0.2  # seconds between two questions whether a checkpoint is complete
+_POLL_SECONDS = 0.2  # between two polls whether a checkpoint is complete
 
 
 class WorkerNode:
-    """A member of a job: it registers at the coordinator, keeps its lease once a second, and takes its leave.
+    """A member of a job: registers at the coordinator, renews its lease once a second, and unregisters at the end.
 
-    `id` is made up if it is None; `endpoint` is where others reach this worker, and is told to them as it is. The
-    job's secret (or a join token) is `GRADWIRE_TOKEN`, and certificates are the files that `GRADWIRE_TLS_CA`,
-    `GRADWIRE_TLS_CERT` and `GRADWIRE_TLS_KEY` name, unless given here. Beyond this machine certificates are needed, or
-    `insecure=True`. `on_news` is called about once a second, from another thread.
+    `id` is random if it is None. `endpoint` is the address where the other members reach this worker; they receive it
+    unchanged. Unless given here, the job's secret (or a join token) comes from `GRADWIRE_TOKEN`, and the certificates
+    from the files that `GRADWIRE_TLS_CA`, `GRADWIRE_TLS_CERT` and `GRADWIRE_TLS_KEY` name. A coordinator on another
+    machine needs certificates or `insecure=True`. `on_news` is called about once a second, from another thread.
 
         with gw.WorkerNode("127.0.0.1:29500", "worker-0", endpoint="10.0.0.5:4711", size=2) as node:
             print(node.rank, node.size, [peer.address for peer in node.peers])
@@ -58,39 +58,39 @@ class WorkerNode:
         insecure: bool = False,
         on_news: Callable[[News], None] | None = None,
     ) -> None:
-        self._address, self._wish, self._size, self._job = address, rank, size, job
+        self._address, self._wanted_rank, self._size, self._job = address, rank, size, job
         self._timeout = timeout
         self._credentials = credentials or Credentials.from_environ(os.environ)
         loopback = resolve(*split(address))[0].loopback
         if not (loopback or insecure or self._credentials):
             raise ConfigError(
-                f"{address} is beyond this machine, and nothing would be encrypted: give certificates "
-                "(GRADWIRE_TLS_CA, _CERT and _KEY), or pass insecure=True if you trust the network in between"
+                f"{address} is not on this machine, and the connection would not be encrypted: set certificates "
+                "(GRADWIRE_TLS_CA, _CERT and _KEY), or pass insecure=True if you trust the network"
             )
-        self._secret = tokens.held(os.environ, loopback) if secret is None else secret
+        self._secret = tokens.secret_or_token(os.environ, loopback) if secret is None else secret
         self._on_news = on_news
         self._id = secrets.token_hex(8) if id is None else id
         self._endpoint = endpoint
         self._lock = threading.Lock()
         self._assembly: Assembly | None = None
         self._lease: Lease | None = None
-        self._seal: WorkerSeal | None = None  # for all registrations, from the first one on
-        self._checkpoint_seal: WorkerSeal | None = None  # for all checkpoints, which other threads may ask for
-        self._begun = self._closed = False
+        self._seal: WorkerSeal | None = None  # for all registrations
+        self._checkpoint_seal: WorkerSeal | None = None  # for all checkpoints, which may run in other threads
+        self._started = self._closed = False
 
     @property
     def id(self) -> str:
-        """This member's id, for its life."""
+        """This member's id, which never changes."""
         return self._id
 
     @property
     def rank(self) -> int:
-        """In the present generation; -1 before `start` and after `close`."""
+        """The rank in the current generation; -1 before `start` and after `close`."""
         return -1 if self._assembly is None else self._assembly.rank
 
     @property
     def size(self) -> int:
-        """How many are in the present generation; 0 before `start` and after `close`."""
+        """The number of members in the current generation; 0 before `start` and after `close`."""
         return 0 if self._assembly is None else len(self._assembly.members)
 
     @property
@@ -100,33 +100,33 @@ class WorkerNode:
 
     @property
     def peers(self) -> tuple[Member, ...]:
-        """All members of the present generation in rank order, this one included."""
+        """All members of the current generation in rank order, including this one."""
         return () if self._assembly is None else self._assembly.members
 
     @property
     def news(self) -> News | None:
-        """What the coordinator last said: who was evicted, who waits to join, whether a checkpoint is under way."""
+        """The coordinator's last news: evicted members, the number of joiners, a checkpoint in progress."""
         return None if self._lease is None else self._lease.news
 
     def start(self) -> Self:
-        """Register, wait for the others, and begin to keep the lease. A node is started once."""
+        """Register, wait for the other members, and begin to renew the lease. A node can be started once."""
         with self._lock:
             if self._closed:
                 raise Closed(f"the worker node {self.id} is closed")
-            if self._begun:
-                raise ConfigError(f"the worker node {self.id} was started already")
-            self._begun = True
+            if self._started:
+                raise ConfigError(f"the worker node {self.id} has already been started")
+            self._started = True
         try:
             self._register(0, ())
         except BaseException:
-            self._begun = False
+            self._started = False
             raise
-        from gradwire.membership.client.worker_lease import Lease  # loads grpc
+        from gradwire.membership.client.worker_lease import Lease
 
         lease = Lease(
             self._address,
             self.id,
-            run=self._present().run,
+            run=self._current().run,
             secret=self._secret,
             credentials=self._credentials,
             on_news=self._on_news,
@@ -136,11 +136,11 @@ class WorkerNode:
         return self
 
     def rejoin(self, lost: Iterable[str] = (), *, waiting: Callable[[str], None] | None = None) -> None:
-        """Enter the next generation; `lost` are the ids of peers that this worker could not reach."""
-        self._register(self._present().generation, tuple(lost), waiting)
+        """Wait for the next generation and enter it. `lost` are the ids of peers that this worker could not reach."""
+        self._register(self._current().generation, tuple(lost), waiting)
 
     def healthy(self, timeout: float = 1.0) -> bool:
-        """Whether this worker is in its generation and its coordinator serves (`grpc.health.v1`)."""
+        """Return whether this worker is in the current generation and its coordinator serves (`grpc.health.v1`)."""
         from gradwire.membership.client import requests
 
         if self._assembly is None:
@@ -154,10 +154,10 @@ class WorkerNode:
             return False
 
     def start_checkpoint(self, epoch: int) -> CheckpointStatus:
-        """Begin the checkpoint of an epoch for the whole job, or learn that it has begun."""
+        """Begin the checkpoint of an epoch for the whole job, or return the progress of one that has begun."""
         from gradwire.membership.client import requests
 
-        self._present()
+        self._current()
         return requests.start_checkpoint(
             self._address,
             self.id,
@@ -168,15 +168,15 @@ class WorkerNode:
         )
 
     def end_checkpoint(self, epoch: int, timeout: float = 0.0) -> CheckpointStatus:
-        """Report that this worker's part is saved, and wait at most so many seconds until all who live have reported.
+        """Report that this worker's part is saved, and wait up to `timeout` seconds for all live workers to report.
 
-        With a timeout, `Timeout` names those who have not; without one, the status tells.
+        After that, raise `Timeout` with the ids of the workers that did not. With timeout 0, return the status at once.
         """
         from gradwire.membership.client import requests
 
         deadline = time.monotonic() + timeout
         while True:
-            self._present()
+            self._current()
             status = requests.end_checkpoint(
                 self._address,
                 self.id,
@@ -194,10 +194,10 @@ class WorkerNode:
                     operation="checkpoint",
                     seconds=timeout,
                 )
-            time.sleep(_ASK_AGAIN)
+            time.sleep(_POLL_SECONDS)
 
     def close(self) -> None:
-        """Stop the heartbeats, then take leave of the coordinator, if it is there to hear it. Idempotent."""
+        """Stop the heartbeats, then unregister at the coordinator if it answers. Idempotent."""
         from gradwire.membership.client import requests
 
         with self._lock:
@@ -226,7 +226,7 @@ class WorkerNode:
     ) -> None:
         self.close()
 
-    def _present(self) -> Assembly:
+    def _current(self) -> Assembly:
         if self._closed:
             raise Closed(f"the worker node {self.id} is closed")
         if self._assembly is None:
@@ -239,7 +239,7 @@ class WorkerNode:
 
         self._seal = self._seal or WorkerSeal(self._secret)
         self._checkpoint_seal = self._checkpoint_seal or WorkerSeal(self._secret)
-        rank = None if generation else self._wish
+        rank = None if generation else self._wanted_rank
         member = Member(
             id=self.id,
             rank=rank,

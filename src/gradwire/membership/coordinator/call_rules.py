@@ -1,8 +1,8 @@
-"""What each call to the coordinator does: which members a join token speaks for, when a use of it counts, and what is
-in the journal before anybody is answered.
+"""Implements the calls to the coordinator: join tokens, the membership, and the journal before each answer.
 
-No I/O, no clock, no locks: the journal is a function that is passed in, and time is an argument. `CoordinatorServicer`
-drives this with gRPC, SQLite and threads, the simulator with simulated calls and a simulated disk.
+This module does no I/O and has no clock and no locks: the journal is a function that is passed in, and time is an
+argument. `CoordinatorServicer` uses it with gRPC, SQLite and threads, the simulator with simulated calls and a
+simulated disk.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ Report = Callable[[Sequence[Change]], None]
 
 
 class Denied(Exception):
-    """The caller may not speak for the member that it names."""
+    """The caller may not make calls for the member that it names."""
 
 
 class CallRules:
-    """Answers calls. When a method returns, what it changed is in the journal, and may be told.
+    """Answers calls. When a method returns, its changes are in the journal, so the answer may be sent.
 
-    `save` writes an entry, or raises `JournalError`: then nothing is answered any more, because what was told must
-    outlive the coordinator. `report` is called with changes that are in the journal.
+    `save` writes an entry or raises `JournalError`. After that error no call is answered any more, because an answer
+    must stay true after a restart of the coordinator. `report` is called with changes that are in the journal.
     """
 
     def __init__(self, membership: Membership, save: Save, report: Report) -> None:
         self.membership = membership
-        self.failure: JournalError | None = None  # of the journal
+        self.failure: JournalError | None = None
         self._gate = TokenGate(membership.terms.job)
         self._gate_changed = False
         self._save = save
@@ -43,24 +43,26 @@ class CallRules:
         self._calls = itertools.count(1)
 
     def resume(self, snapshot: Mapping[str, Any], now: float) -> None:
-        """Go on from what a journal holds."""
+        """Continue from the state in a journal."""
         self.membership = Membership.restore(snapshot, now)
         self._gate = TokenGate(self.membership.terms.job)
         self._gate.restore(snapshot["tokens"], [member.id for member in self.membership.members])
 
     def snapshot(self) -> dict[str, Any]:
-        """All that a journal must hold."""
+        """Return the state that the journal must hold."""
         return self.membership.snapshot() | {"tokens": self._gate.snapshot()}
 
     # -- calls
 
     def next_call(self) -> int:
-        """The sequence number of a claim that has just arrived: later ones are greater."""
+        """Return the sequence number for a new claim. Later numbers are greater."""
         return next(self._calls)
 
     def register(self, claim: Claim, ticket: bytes, now: float, time_of_day: float) -> Outcome:
-        """Register a claim that proved the job's secret, or a join token's key if there is a `ticket`. A use of the
-        token counts only if the claim is accepted."""
+        """Register a claim that proved the job's secret, or a join token's key if there is a `ticket`.
+
+        A use of the token counts only if the claim is accepted.
+        """
         self._check_journal()
         name = claim.member.id
         reason = self._gate.refusal(ticket, name, time_of_day, self.membership.knows) if ticket else None
@@ -72,33 +74,36 @@ class CallRules:
         return self._recorded(outcome)
 
     def outcome(self, claim: Claim, now: float) -> Outcome:
-        """The present answer to a claim that was held back."""
+        """Return the current answer to a claim whose reply was delayed."""
         self._check_journal()
         return self._recorded(self.membership.outcome(claim, now))
 
     def withdraw(self, claim: Claim) -> None:
-        """The caller of a claim that was held back is gone."""
+        """Free the place of a claim whose caller disconnected during the delay."""
         self._check_journal()
         self.membership.withdraw(claim)
         self._recorded(None)
 
     def leave(self, member: Member, ticket: bytes, now: float, *, finished: bool = False, run: bytes = b"") -> bool:
-        """A member takes its leave; False if there is none that is exactly this process."""
+        """Record that a member leaves. Return False if there is no member that is exactly this process."""
         self._check_journal()
         self._check_caller(ticket, member.id)
         return self._recorded(self.membership.leave(member, now, finished=finished, run=run))
 
-    def beat(self, ids: Iterable[str], gone: Iterable[str], run: bytes, ticket: bytes, now: float) -> News:
-        """The news for a caller that names living members of `run`, and members that are gone. Ids for which its join
-        token does not speak are ignored, and the news says so: they may be about to register."""
+    def heartbeat(self, ids: Iterable[str], gone: Iterable[str], run: bytes, ticket: bytes, now: float) -> News:
+        """Process a heartbeat that names live members of `run` and members that are gone, and return the news.
+
+        Ids that the caller's join token does not cover are ignored, and the news lists them as unknown: they may be
+        about to register.
+        """
         self._check_journal()
         ids = list(ids)
-        theirs, theirs_gone = ([n for n in names if self._gate.speaks_for(ticket, n)] for names in (ids, gone))
-        if theirs_gone:
-            self.membership.gone(theirs_gone, now, run)
-        news = self.membership.beat(theirs, now, run)
-        not_theirs = sorted(set(ids).difference(theirs))
-        return self._recorded(replace(news, unknown=(*news.unknown, *not_theirs)) if not_theirs else news)
+        covered, covered_gone = ([n for n in names if self._gate.may_act_for(ticket, n)] for names in (ids, gone))
+        if covered_gone:
+            self.membership.gone(covered_gone, now, run)
+        news = self.membership.heartbeat(covered, now, run)
+        others = sorted(set(ids).difference(covered))
+        return self._recorded(replace(news, unknown=(*news.unknown, *others)) if others else news)
 
     def start_checkpoint(self, epoch: int, name: str, ticket: bytes, now: float) -> CheckpointStatus | Refusal:
         self._check_journal()
@@ -111,7 +116,7 @@ class CallRules:
         return self._recorded(self.membership.end_checkpoint(epoch, name, now))
 
     def tick(self, now: float) -> None:
-        """Time has passed; to be called when the membership is `due`."""
+        """Process the passing of time. Call this when the membership is `due`."""
         self._check_journal()
         self.membership.tick(now)
         self._recorded(None)
@@ -123,11 +128,11 @@ class CallRules:
             raise self.failure
 
     def _check_caller(self, ticket: bytes, name: str) -> None:
-        if not self._gate.speaks_for(ticket, name):
-            raise Denied(f"its join token has not let {name} in")
+        if not self._gate.may_act_for(ticket, name):
+            raise Denied(f"{name} did not join with the caller's join token")
 
     def _recorded(self, answer: T) -> T:
-        """The answer, when what lasts of the changes behind it is in the journal."""
+        """Write lasting changes to the journal, then return the answer."""
         changes = self.membership.changes()
         self._count_uses(changes)
         if self._gate_changed or any(change.lasting for change in changes):
@@ -142,7 +147,7 @@ class CallRules:
         return answer
 
     def _count_uses(self, changes: Sequence[Change]) -> None:
-        """A use of a join token counts when its member is in a generation, and not at all if it went before."""
+        """Count a use of a join token when its member is in a generation, but not if the member left before that."""
         if any(change.kind == "formed" for change in changes):
             self._gate.registered(member.id for member in self.membership.members)
         for change in changes:

@@ -1,15 +1,15 @@
-"""The clock of a state machine whose own process may be paused."""
+"""Provides the clock of a state machine whose own process may be paused."""
 
 from __future__ import annotations
 
-STALL = 2.0  # seconds between two looks; what is beyond counts for nobody
-_NEAR = 1e-6  # seconds; a deadline so near has been reached: sums of floats are not exact
+LONGEST_STEP = 2.0  # seconds; the rest of a longer step is not counted
+_TOLERANCE = 1e-6  # seconds; a deadline this near counts as reached, because sums of floats are not exact
 
 
 class Clock:
-    """Goes on with the time that it is told, except for pauses longer than `STALL`.
+    """Follows the time passed to `advance`, but counts at most `LONGEST_STEP` seconds of each step.
 
-    Whoever is told the time only after ten seconds was itself stopped or starved, and holds that against nobody.
+    A longer step means that this process was itself stopped or starved. That time must not make leases expire.
     """
 
     def __init__(self) -> None:
@@ -18,16 +18,16 @@ class Clock:
         self._paused = 0.0
 
     def advance(self, now: float) -> None:
-        """It is `now`; a time before the last one changes nothing."""
+        """Set the time to `now`. A time before the last one changes nothing."""
         if self._now is None:
             self._now = now
-        self._paused += max(0.0, now - self._now - STALL)
+        self._paused += max(0.0, now - self._now - LONGEST_STEP)
         self._now = max(self._now, now)
         self.time = self._now - self._paused
 
     def reached(self, deadline: float) -> bool:
-        return self.time >= deadline - _NEAR
+        return self.time >= deadline - _TOLERANCE
 
     def outside(self, deadline: float) -> float:
-        """A deadline of this clock in the time that it is told."""
+        """Convert a deadline of this clock to the time base of `advance`."""
         return deadline + self._paused

@@ -1,11 +1,16 @@
 """Decides which connections to the coordinator stay open, and for how long. Pure.
 
-A connection is *waiting* until the server is given its bytes, then *unproven*, and *proven* from the first request on
-it that proves the job's secret. Few connections are unproven at a time, so that strangers cannot use up the server,
-however many calls each of them begins. Connections beyond that number wait: honest callers prove the secret within
-milliseconds, so a burst of them is soon through. Connections that prove nothing are closed after some seconds. While
-others wait they lose their place at the server sooner, and are *parked* until they are closed: an attacker who was
-closed at once would be back at once.
+A connection is *waiting* until its bytes are forwarded to the server, then *unproven*, and *proven* after the first
+request on it that proves the job's secret.
+
+- Only a few connections are unproven at a time, so that callers without the secret cannot exhaust the server, however
+  many calls they begin. Further connections wait. Honest callers prove the secret within milliseconds, so even a burst
+  of them is served soon.
+- Connections that prove nothing are closed after some seconds.
+- While others wait, an unproven connection loses its place at the server sooner. It is then *parked* for some seconds
+  before it is closed, because an attacker whose connection was closed at once would reconnect at once.
+
+All connections that are not proven are called *unauthenticated*.
 """
 
 from __future__ import annotations
@@ -27,27 +32,27 @@ class Limits:
 
     proven: int = 1 << 16
     unproven: int = 64
-    strangers: int = 4096  # waiting, unproven or parked
-    strangers_per_source: int = 1024
-    seconds_to_prove: float = 5.0  # and to be parked
-    seconds_to_prove_in_a_crowd: float = 1.0  # while other connections wait, one unproven connection gives way …
-    seconds_between_replacements: float = 0.02  # … at a time: to begin the calls of a connection costs milliseconds
+    unauthenticated: int = 4096  # waiting, unproven or parked
+    unauthenticated_per_source: int = 1024
+    seconds_to_prove: float = 5.0  # also how long a connection stays parked
+    seconds_to_prove_when_full: float = 1.0  # after which an unproven connection is parked if others wait
+    seconds_between_replacements: float = 0.02  # at the server, where a new connection's calls cost milliseconds
     seconds_to_wait: float = 30.0
-    seconds_between_proofs: float = 30.0  # members prove themselves with each request, at least every 4 s
-    seconds_between_heartbeats: float = 10.0  # of one stream; a launcher sends one each second
+    seconds_between_proofs: float = 30.0  # members prove the secret with each request, at least every 4 s
+    seconds_between_heartbeats: float = 10.0  # on one stream; a launcher sends one each second
 
 
 class Reason(Enum):
     """Why a connection is closed."""
 
     TOO_SLOW = "did not prove the job's secret in time"
-    CROWDED = "had proved nothing yet when others needed the room"
+    CROWDED = "had not proved the secret when other connections needed the place"
     IDLE = "were idle"
 
 
 @dataclass(slots=True)
 class Decisions:
-    """Connections to pass on to the server, to take away from it again, and to close."""
+    """Connections to connect to the server, to disconnect from it, and to close."""
 
     opened: list[int] = field(default_factory=list)
     parked: list[int] = field(default_factory=list)
@@ -55,52 +60,55 @@ class Decisions:
 
 
 @dataclass(slots=True)
-class _Stranger:
+class _Unauthenticated:
     source: str
-    since: float  # when it came, was passed on, or was parked
+    since: float  # when its current state (waiting, unproven or parked) began
 
 
 @dataclass(slots=True)
 class _Source:
-    """The connections of one source that have proved nothing, in order of arrival: all of them, and those that wait;
-    and how many of them the server has."""
+    """The unauthenticated connections of one source in order of arrival, those of them that wait, and how many are
+    unproven."""
 
-    strangers: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    unauthenticated: OrderedDict[int, None] = field(default_factory=OrderedDict)
     waiting: OrderedDict[int, None] = field(default_factory=OrderedDict)
     unproven: int = 0
 
 
 class ConnectionLimits:
-    """Connections are numbers. Report what happens to them, ask `decide` what to do, and again at `due`."""
+    """Identifies connections by number. Report events, then call `decide`, and call it again at `due`."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        # In each of these the longest there comes first; an OrderedDict finds it at once, also after many removals.
-        self._waiting: OrderedDict[int, _Stranger] = OrderedDict()
-        self._unproven: OrderedDict[int, _Stranger] = OrderedDict()
-        self._parked: OrderedDict[int, _Stranger] = OrderedDict()
+        # The oldest entry of each is first. An OrderedDict finds it in constant time, even after many removals.
+        self._waiting: OrderedDict[int, _Unauthenticated] = OrderedDict()
+        self._unproven: OrderedDict[int, _Unauthenticated] = OrderedDict()
+        self._parked: OrderedDict[int, _Unauthenticated] = OrderedDict()
         self._proven: OrderedDict[int, float] = OrderedDict()  # time of the last proof
         self._sources: dict[str, _Source] = {}
-        self._replaced = -math.inf  # when an unproven connection last gave way to one that waited
-        self._surplus: list[tuple[int, Reason]] = []  # connections that later ones have replaced
+        self._replaced = -math.inf  # when an unproven connection was last parked in favour of a waiting one
+        self._surplus: list[tuple[int, Reason]] = []  # connections to close because newer ones took their place
 
     def arrived(self, connection: int, source: str, now: float) -> None:
-        """A connection was accepted; strangers are counted by `source`. One too many replaces the oldest."""
-        self._waiting[connection] = _Stranger(source, now)
-        crowd = self._sources.setdefault(source, _Source())
-        crowd.strangers[connection] = crowd.waiting[connection] = None
-        too_many = len(crowd.strangers) > self._limits.strangers_per_source
-        if len(self._waiting) + len(self._unproven) + len(self._parked) > self._limits.strangers:
-            too_many, crowd = True, max(self._sources.values(), key=lambda source: len(source.strangers))
+        """Record an accepted connection. If there are too many, in total or from `source`, the oldest is closed."""
+        self._waiting[connection] = _Unauthenticated(source, now)
+        group = self._sources.setdefault(source, _Source())
+        group.unauthenticated[connection] = group.waiting[connection] = None
+        too_many = len(group.unauthenticated) > self._limits.unauthenticated_per_source
+        if len(self._waiting) + len(self._unproven) + len(self._parked) > self._limits.unauthenticated:
+            too_many, group = True, max(self._sources.values(), key=lambda source: len(source.unauthenticated))
         if too_many:
-            oldest = next(iter(crowd.strangers))
-            self._forget_stranger(oldest)
+            oldest = next(iter(group.unauthenticated))
+            self._forget_unauthenticated(oldest)
             self._surplus.append((oldest, Reason.CROWDED))
 
     def proved(self, connection: int, now: float) -> None:
-        """A request on this connection proved the secret. One too many replaces the one that did so longest ago."""
+        """Record that a request on this connection proved the secret.
+
+        If there are too many proven connections, the one with the oldest proof is closed.
+        """
         if connection in self._unproven or self._proven.pop(connection, None) is not None:
-            self._forget_stranger(connection)
+            self._forget_unauthenticated(connection)
             self._proven[connection] = now
         if len(self._proven) > self._limits.proven:
             longest_ago = next(iter(self._proven))
@@ -108,8 +116,8 @@ class ConnectionLimits:
             self._surplus.append((longest_ago, Reason.IDLE))
 
     def ended(self, connection: int) -> None:
-        """The connection is no more."""
-        self._forget_stranger(connection)
+        """Record that the connection has ended."""
+        self._forget_unauthenticated(connection)
         self._proven.pop(connection, None)
 
     def decide(self, now: float) -> Decisions:
@@ -123,16 +131,16 @@ class ConnectionLimits:
         return decisions
 
     def due(self) -> float | None:
-        """When to decide again if nothing happens until then."""
+        """Return when to call `decide` again if nothing happens before."""
         limits = self._limits
-        times = [stranger.since + limits.seconds_to_wait for stranger in _first(self._waiting)]
-        times += [stranger.since + limits.seconds_to_prove for stranger in _first(self._parked)]
+        times = [entry.since + limits.seconds_to_wait for entry in _first(self._waiting)]
+        times += [entry.since + limits.seconds_to_prove for entry in _first(self._parked)]
         times += [proof + limits.seconds_between_proofs for proof in _first(self._proven)]
         for oldest in _first(self._unproven):
             times.append(oldest.since + limits.seconds_to_prove)
             if self._waiting:
                 next_replacement = self._replaced + limits.seconds_between_replacements
-                times.append(max(next_replacement, oldest.since + limits.seconds_to_prove_in_a_crowd))
+                times.append(max(next_replacement, oldest.since + limits.seconds_to_prove_when_full))
         return min(times, default=None)
 
     def _expired(self, now: float) -> Iterator[tuple[int, Reason]]:
@@ -142,8 +150,8 @@ class ConnectionLimits:
             (self._waiting, limits.seconds_to_wait, Reason.CROWDED),
             (self._parked, limits.seconds_to_prove, Reason.CROWDED),
         ):
-            for connection, stranger in table.items():
-                if stranger.since + seconds > now:
+            for connection, entry in table.items():
+                if entry.since + seconds > now:
                     break
                 yield connection, reason
         for connection, proof in self._proven.items():
@@ -152,7 +160,7 @@ class ConnectionLimits:
             yield connection, Reason.IDLE
 
     def _make_room(self, now: float, decisions: Decisions) -> bool:
-        """Whether one more can be passed on, after parking another one if need be."""
+        """Return whether the server can take one more connection, after parking another one if necessary."""
         if len(self._unproven) >= self._limits.unproven:
             slow = self._slow(now) if now >= self._replaced + self._limits.seconds_between_replacements else None
             if slow is None:
@@ -161,14 +169,16 @@ class ConnectionLimits:
         return True
 
     def _slow(self, now: float) -> int | None:
-        """An unproven connection that has had its time: of the source that has the most, the oldest."""
-        patience = self._limits.seconds_to_prove_in_a_crowd
-        slow = [key for key, stranger in self._unproven.items() if stranger.since + patience <= now]
+        """Return an unproven connection whose time is over: the oldest of the source with the most unproven ones."""
+        seconds = self._limits.seconds_to_prove_when_full
+        slow = [key for key, entry in self._unproven.items() if entry.since + seconds <= now]
         return max(slow, key=lambda key: self._sources[self._unproven[key].source].unproven, default=None)
 
     def _next(self) -> int:
-        """The newest that waits, of the source that has the fewest unproven connections. Under an attack the oldest
-        ones are the attacker's; in a burst of honest callers nobody waits long."""
+        """Return the newest waiting connection of the source with the fewest unproven ones.
+
+        In an attack the oldest waiting connections are the attacker's. In a burst of honest callers none waits long.
+        """
         waiting = (source for source in self._sources.values() if source.waiting)
         return next(reversed(min(waiting, key=lambda source: source.unproven).waiting))
 
@@ -176,13 +186,13 @@ class ConnectionLimits:
         source = self._waiting.pop(connection).source
         del self._sources[source].waiting[connection]
         self._sources[source].unproven += 1
-        self._unproven[connection] = _Stranger(source, now)
+        self._unproven[connection] = _Unauthenticated(source, now)
         decisions.opened.append(connection)
 
     def _park(self, connection: int, now: float, decisions: Decisions) -> None:
         source = self._unproven.pop(connection).source
         self._sources[source].unproven -= 1
-        self._parked[connection] = _Stranger(source, now)
+        self._parked[connection] = _Unauthenticated(source, now)
         self._replaced = now
         decisions.parked.append(connection)
 
@@ -190,21 +200,23 @@ class ConnectionLimits:
         self.ended(connection)
         decisions.closed.append((connection, reason))
 
-    def _forget_stranger(self, connection: int) -> None:
+    def _forget_unauthenticated(self, connection: int) -> None:
         unproven = self._unproven.pop(connection, None)
-        stranger = unproven or self._waiting.pop(connection, None) or self._parked.pop(connection, None)
-        if stranger is None:
+        entry = unproven or self._waiting.pop(connection, None) or self._parked.pop(connection, None)
+        if entry is None:
             return
-        source = self._sources[stranger.source]
+        source = self._sources[entry.source]
         source.unproven -= unproven is not None
-        del source.strangers[connection]
+        del source.unauthenticated[connection]
         source.waiting.pop(connection, None)
-        if not source.strangers:
-            del self._sources[stranger.source]
+        if not source.unauthenticated:
+            del self._sources[entry.source]
 
 
 def source_of(ip: str) -> str:
-    """What counts as one source: an IPv4 address, or the network of an IPv6 address, of which anybody has all.
+    """Return the source of an address: an IPv4 address, or the /64 network of an IPv6 address.
+
+    One IPv6 caller usually has a whole /64 network.
 
     >>> source_of("10.0.0.1"), source_of("2001:db8::7"), source_of("::ffff:10.0.0.1"), source_of("fe80::1%eth0")
     ('10.0.0.1', '2001:db8::/64', '10.0.0.1', 'fe80::/64')

@@ -1,7 +1,7 @@
-"""The standard health check `grpc.health.v1` of a coordinator.
+"""Implements the standard health check `grpc.health.v1` for a coordinator.
 
-Its two messages have one field each, and look on the wire exactly like protobuf's own wrappers of a string and of a
-number. So no further package is needed, and none is in the way of the one that an application may use.
+Its two messages have one field each. On the wire they are identical to protobuf's own wrappers of a string and an
+integer. So no further package is needed, and there is no conflict with the package that an application may use.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _KNOWN = ("", MEMBERSHIP)  # "" is the server as a whole
 
 
 class Health:
-    """Answers `Check` and `Watch`; who asks needs no secret, and learns nothing but whether the coordinator serves.
+    """Answers `Check` and `Watch`. A caller needs no secret, and learns only whether the coordinator serves.
 
-    A connection on which nothing proves the secret is closed after some seconds, so those who watch ask anew.
+    A connection without a proof of the secret is closed after some seconds, so a watcher must connect again.
     """
 
     def __init__(self, most_watchers: int = 16) -> None:
-        """Each watcher holds a thread of the server; beyond `most_watchers` they are refused."""
+        """Refuse more than `most_watchers` watchers, because each one occupies a thread of the server."""
         self._most_watchers = most_watchers
         self._status = NOT_SERVING
         self._changed = threading.Condition()
         self._watchers = 0
-        self._over = False
+        self._closed = False
 
     def set(self, serving: bool) -> None:
         with self._changed:
@@ -40,14 +40,14 @@ class Health:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Those who watch are told, and let go."""
+        """Report to watchers that the coordinator no longer serves, and end their calls."""
         self.set(False)
         with self._changed:
-            self._over = True
+            self._closed = True
             self._changed.notify_all()
 
     def handler(self) -> Any:
-        """For `server.add_generic_rpc_handlers`."""
+        """Return the handler for `server.add_generic_rpc_handlers`."""
         serializers = {
             "request_deserializer": StringValue.FromString,
             "response_serializer": Int32Value.SerializeToString,
@@ -66,7 +66,7 @@ class Health:
     def _watch(self, request: StringValue, context: Any) -> Iterator[Int32Value]:
         with self._changed:
             if self._watchers >= self._most_watchers:
-                context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{self._most_watchers} others watch already")
+                context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{self._most_watchers} callers watch already")
             self._watchers += 1
         try:
             yield from self._statuses(request.value in _KNOWN, context)
@@ -77,18 +77,18 @@ class Health:
     def _statuses(self, known: bool, context: Any) -> Iterator[Int32Value]:
         if not context.add_callback(self._wake):
             return
-        told = 0
+        last_sent = 0
         while True:
             with self._changed:
-                while not self._over and context.is_active() and self._present(known) == told:
+                while not self._closed and context.is_active() and self._current(known) == last_sent:
                     self._changed.wait()
-                status = self._present(known)
-                if not context.is_active() or status == told:
+                status = self._current(known)
+                if not context.is_active() or status == last_sent:
                     return
-            told = status
+            last_sent = status
             yield Int32Value(value=status)
 
-    def _present(self, known: bool) -> int:
+    def _current(self, known: bool) -> int:
         return self._status if known else SERVICE_UNKNOWN
 
     def _wake(self) -> None:

@@ -1,14 +1,14 @@
-"""The coordinator's journal: an SQLite file from which a restarted coordinator resumes.
+"""Stores the coordinator's journal: an SQLite file from which a restarted coordinator resumes.
 
-    state         one row: the snapshot, but for the members
+    state         one row: the snapshot without the members
     generations   the members of each generation, written once; the last few are kept
-    changes       what happened, for people to read; the last few thousand are kept
-    earlier       the id of the run whose journal was set aside for this one, if there was any
+    changes       a log of events for people to read; the last few thousand are kept
+    earlier       the id of the run whose journal was moved away for this one, if there was one
 
-Whatever is saved survives the death of the coordinator. A durable journal survives the death of the machine, too; one
-that is not durable may then lack its last entries, and is refused, because a coordinator that forgets a generation
-would form another one with the same number. One coordinator at a time has the file. A
-file that is damaged, of another version or not a journal at all is an error, and is left as it is.
+A saved entry survives a crash of the coordinator. In a durable journal it also survives a crash of the machine. A
+journal that is not durable may lack its last entries after that and is refused, because a coordinator that forgets a
+generation would form another one with the same number. Only one coordinator at a time can open the file. A file that is
+damaged, of another version or not a journal raises an error and is not changed.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from gradwire.host import machine
 from gradwire.identity import RUN_BYTES
 from gradwire.membership.types import Change
 
-APPLICATION = 0x47774A6C  # "GwJl"; tells a journal from any other SQLite file
+APPLICATION = 0x47774A6C  # "GwJl"; distinguishes a journal from other SQLite files
 VERSION = 2
 GENERATIONS_KEPT = 8
 CHANGES_KEPT = 10_000
-_UNDO = "-journal"  # what SQLite appends to the name of the file by which it undoes half a transaction
+_UNDO = "-journal"  # the suffix of SQLite's rollback file, with which it undoes an incomplete transaction
 
 _SCHEMA = f"""
 PRAGMA application_id = {APPLICATION};
@@ -46,30 +46,30 @@ CREATE TABLE changes (
 );
 CREATE TABLE earlier (run TEXT NOT NULL);
 """
-_ANEW = "move the file away to start the job anew, or put a sound copy of it there"
+_REMEDY = "move the file away to begin a new run, or replace it with an undamaged copy"
 _MEANING = {
-    sqlite3.SQLITE_BUSY: "another coordinator has it: stop that one first, or give this one a journal of its own",
+    sqlite3.SQLITE_BUSY: "another coordinator uses it: stop that one first, or use another journal for this one",
     sqlite3.SQLITE_READONLY: "it cannot be written: check its permissions and whether its disk is mounted read-only",
-    sqlite3.SQLITE_FULL: "its disk is full: make room and start the coordinator again; it goes on from the last entry",
-    sqlite3.SQLITE_IOERR: "its disk fails or is full: see to that, and start the coordinator again",
+    sqlite3.SQLITE_FULL: "its disk is full: free space and restart the coordinator, which resumes from the last entry",
+    sqlite3.SQLITE_IOERR: "its disk fails or is full: fix that and restart the coordinator",
     sqlite3.SQLITE_CANTOPEN: "it cannot be opened: check that its folder exists and that this user may write there",
-    sqlite3.SQLITE_CORRUPT: f"it is damaged: {_ANEW}",
+    sqlite3.SQLITE_CORRUPT: f"it is damaged: {_REMEDY}",
     sqlite3.SQLITE_NOTADB: "it is not a coordinator's journal, or damaged from its first byte: name another file",
 }
 
 
 class Journal:
-    """The journal at `path`, made if there is no such file. It is locked until `close`.
+    """The journal at `path`. The file is created if it does not exist, and is locked until `close`.
 
-    Each entry is on the disk when it is made, unless it need not be `durable`: then it outlives this process only, and
-    the file is of no use once the machine was started anew. `boot` tells one start of the machine from another.
+    With `durable`, each entry is on the disk before `save` returns. Otherwise an entry survives this process but not a
+    reboot, and a journal from before a reboot is refused. `boot` identifies the current boot of the machine.
     """
 
     def __init__(self, path: Path, *, durable: bool = True, boot: str | None = None) -> None:
         self.path = path
         self._durable = durable
         self._boot = machine.boot() if boot is None else boot
-        self._written = 0  # the generation whose members are known to be in it
+        self._written = 0  # the last generation whose members this object has written
         with self._explained():
             if not path.exists():
                 _create(path)
@@ -78,13 +78,13 @@ class Journal:
             )
         try:
             with self._explained():
-                self._take()
+                self._lock_and_check()
         except BaseException:
             self._db.close()
             raise
 
     def load(self) -> dict[str, Any] | None:
-        """The snapshot that was saved last; None if none ever was."""
+        """Return the last saved snapshot; None if there is none."""
         with self._explained():
             row = self._db.execute("SELECT body, digest FROM state").fetchone()
             if row is None and not self._number("SELECT count(*) FROM generations"):
@@ -93,21 +93,21 @@ class Journal:
             boot = snapshot.pop("boot", "")
             if boot not in ("", self._boot):
                 raise self._error(
-                    f"it was written without waiting for the disk, and the machine was started anew since, so the last "
-                    f"entries may be missing: {_ANEW}"
+                    f"it was written without waiting for the disk, and the machine has been rebooted since, so the "
+                    f"last entries may be missing: {_REMEDY}"
                 )
             number = snapshot["generation"]
             row = self._db.execute("SELECT body, digest FROM generations WHERE number = ?", (number,)).fetchone()
             return snapshot | {"members": self._read(row, f"generation {number}")}
 
     def earlier_run(self) -> bytes:
-        """The id of the run before this journal's; empty if none is known."""
+        """Return the id of the run before this journal's; empty if it is unknown."""
         with self._explained():
             (run,) = self._db.execute("SELECT coalesce(max(run), '') FROM earlier").fetchone()
         return bytes.fromhex(run)
 
     def save(self, changes: Sequence[Change], snapshot: Mapping[str, Any]) -> None:
-        """Add what happened, and what is so now: all of it or, with an error, nothing."""
+        """Save the changes and the snapshot in one transaction."""
         state = {name: value for name, value in snapshot.items() if name != "members"}
         if not self._durable:
             state["boot"] = self._boot
@@ -122,7 +122,7 @@ class Journal:
         self._written = snapshot["generation"]
 
     def close(self) -> None:
-        """Let the next coordinator have it. Idempotent."""
+        """Close and unlock the file. Idempotent."""
         self._db.close()
 
     def __enter__(self) -> Self:
@@ -133,30 +133,33 @@ class Journal:
     ) -> None:
         self.close()
 
-    def _take(self) -> None:
-        """Make sure that this is a sound journal of ours, and that nobody else has it."""
+    def _lock_and_check(self) -> None:
+        """Lock the file, and raise if it is not an undamaged journal or another process has it."""
         if self.path.stat().st_size == 0:
-            raise self._error(f"it is empty, as no journal ever is: {_ANEW}")
+            raise self._error(f"it is empty, which a journal never is: {_REMEDY}")
         self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
         application, version = self._number("PRAGMA application_id"), self._number("PRAGMA user_version")
         if application != APPLICATION:
             raise self._error(_MEANING[sqlite3.SQLITE_NOTADB])
         if version != VERSION:
             raise self._error(
-                f"it is of version {version}, and this gradwire writes version {VERSION}: "
+                f"it has version {version}, and this gradwire writes version {VERSION}: "
                 "use the gradwire that wrote it, or name another file"
             )
-        # Not WAL: after each commit the one file is the whole journal, and nothing is lost if it is copied alone.
+        # Not WAL: after each commit this one file contains the whole journal, so copying it loses nothing.
         self._db.execute("PRAGMA journal_mode = TRUNCATE")
         self._db.execute(f"PRAGMA synchronous = {'FULL' if self._durable else 'OFF'}")
-        self._db.execute("BEGIN EXCLUSIVE")  # in this locking mode the lock outlasts the transaction
+        self._db.execute("BEGIN EXCLUSIVE")  # in locking mode EXCLUSIVE the lock is kept after the transaction
         self._db.execute("COMMIT")
         (found,) = self._db.execute("PRAGMA integrity_check(1)").fetchone()
         if found != "ok":
             raise self._error(f"{_MEANING[sqlite3.SQLITE_CORRUPT]} ({found})")
 
     def _save_members(self, db: sqlite3.Connection, number: int, members: Sequence[Mapping[str, Any]]) -> None:
-        """A generation never changes, and none is older than the last: otherwise two coordinators have had one job."""
+        """Save the members of a generation.
+
+        A generation never changes, and numbers never decrease. Otherwise two coordinators have served the same job.
+        """
         if number == self._written and number > 0:
             return
         body, digest = _sealed(members)
@@ -164,14 +167,14 @@ class Journal:
         row = db.execute("SELECT body FROM generations WHERE number = ?", (number,)).fetchone()
         if newest > number or (number > 0 and row not in (None, (body,))):
             raise self._error(
-                f"it already holds another generation {max(number, newest)}: this coordinator must not go on"
+                f"it already contains another generation {max(number, newest)}: this coordinator must not continue"
             )
         db.execute("INSERT OR REPLACE INTO generations VALUES (?, ?, ?)", (number, body, digest))
         db.execute("DELETE FROM generations WHERE number <= ?", (number - GENERATIONS_KEPT,))
 
     def _read(self, row: tuple[str, str] | None, what: str) -> Any:
         if row is None or _digest(row[0]) != row[1]:
-            raise self._error(f"it is damaged ({what}): {_ANEW}")
+            raise self._error(f"it is damaged ({what}): {_REMEDY}")
         return json.loads(row[0])
 
     def _number(self, query: str) -> int:
@@ -190,7 +193,7 @@ class Journal:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Errors of SQLite and of the system, as what they mean for this file."""
+        """Raise errors of SQLite and of the system as `JournalError`, with what to do about them."""
         try:
             yield
         except sqlite3.Error as error:
@@ -205,12 +208,11 @@ class Journal:
 
 
 def set_aside(path: Path, folder: Path, *, timeout: float = 10.0) -> Path | None:
-    """Move the journal of an earlier run into a folder, so that a new run begins one; returns where it is now.
+    """Move the journal of an earlier run into a folder, and return its new path; None if there is no journal.
 
-    The new journal remembers the id of the earlier run, so that the new run's is greater whatever the clock says. None
-    if there is no journal. A coordinator that is just ending has `timeout` seconds to let go of it: afterwards it
-    would write its changes beside the new journal. `JournalError` if it still has it then. What is damaged is moved as
-    it is.
+    The new journal stores the id of the earlier run, so that the id of the new run is greater even if the clock was set
+    back. A coordinator that still uses the journal has `timeout` seconds to close it, because it could otherwise write
+    next to the new journal. After that, raise `JournalError`. A damaged journal is moved unchanged.
     """
     if not path.exists():
         return None
@@ -219,7 +221,7 @@ def set_aside(path: Path, folder: Path, *, timeout: float = 10.0) -> Path | None
         with contextlib.closing(
             sqlite3.connect(f"{path.resolve().as_uri()}?mode=rw", uri=True, timeout=timeout, isolation_level=None)
         ) as db:
-            db.execute("BEGIN EXCLUSIVE")  # also undoes what a killed coordinator had half written
+            db.execute("BEGIN EXCLUSIVE")  # also rolls back an incomplete transaction of a killed coordinator
             db.execute("COMMIT")
             run = _run_in(db)
     except sqlite3.Error as error:
@@ -237,12 +239,12 @@ def set_aside(path: Path, folder: Path, *, timeout: float = 10.0) -> Path | None
         try:
             _create(path, run)
         except (sqlite3.Error, OSError) as error:
-            raise JournalError(f"the coordinator's journal {path} cannot be made anew: {error}") from error
+            raise JournalError(f"a new coordinator's journal {path} cannot be created: {error}") from error
     return moved
 
 
 def _run_in(db: sqlite3.Connection) -> str:
-    """The id of the run in a journal, which may be damaged or of another version; empty if it cannot be read."""
+    """Return the id of the run in a journal, which may be damaged or of another version; empty if it is unreadable."""
     try:
         row = db.execute("SELECT body FROM state").fetchone() or db.execute("SELECT run FROM earlier").fetchone()
         run = str(json.loads(row[0])["run"] if row[0].startswith("{") else row[0])
@@ -252,7 +254,7 @@ def _run_in(db: sqlite3.Connection) -> str:
 
 
 def _create(path: Path, earlier_run: str = "") -> None:
-    """Make an empty journal: under another name first, so that a half-made one is never taken for a damaged one."""
+    """Create an empty journal, under another name first, so that an incomplete file never looks like a damaged one."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     os.close(handle)
     try:
@@ -264,7 +266,7 @@ def _create(path: Path, earlier_run: str = "") -> None:
         try:
             os.link(name, path)
         except FileExistsError:
-            pass  # somebody was faster: one of us will get the lock
+            pass  # another process created it first, and one of the two will get the lock
         except OSError:  # a file system without hard links
             os.rename(name, path)
     finally:

@@ -1,11 +1,12 @@
-"""The coordinator's public address: accepts connections, and passes their bytes on to the gRPC server behind it.
+"""Serves the coordinator's public address: accepts connections and forwards their bytes to the gRPC server behind it.
 
-gRPC's server does not limit how many connections it holds, for how long and from where: clients that prove nothing
-could use it up. So it listens on a socket that only this process can reach, and a thread here connects clients to it,
-within the limits of `connection_limits`. TLS is between the client and gRPC; this passes on bytes without reading them.
+gRPC's server does not limit the number, the duration or the sources of its connections, so clients without the secret
+could exhaust it. Therefore it listens on a socket that only this process can reach. A thread here connects clients to
+it, within the limits of `connection_limits`. TLS is between the client and gRPC: the proxy forwards bytes without
+reading them.
 
-gRPC knows the connections from here by the names of their sockets. By that name the coordinator finds out where a call
-comes from, and reports which connections have proved the job's secret.
+gRPC identifies the connections from here by the names of their sockets. With such a name the coordinator finds the
+client's address of a call, and reports which connections have proved the job's secret.
 """
 
 from __future__ import annotations
@@ -25,26 +26,26 @@ from collections import Counter, deque
 
 from gradwire.errors import TransportError
 from gradwire.membership.coordinator.connection_limits import ConnectionLimits, Limits, Reason, source_of
-from gradwire.membership.coordinator.proxy_sockets import DescriptorRoom, PrivateAddress
+from gradwire.membership.coordinator.proxy_sockets import DescriptorLimit, PrivateAddress
 from gradwire.membership.endpoints import Endpoint, join
 from gradwire.transports.fork_safe_sockets import Sockets
 
 log = logging.getLogger("gradwire.membership")
 
-_CHUNK = 64 << 10  # bytes that are read at a time, and at most kept for each direction
+_CHUNK = 64 << 10  # bytes read at a time, and the most that are buffered for each direction
 _ACCEPTED_AT_ONCE = 64
-_PROOFS_APART = 1.0  # seconds in which another proof on the same connection is not reported again
-_PAUSE = 0.1  # seconds before connections are accepted again, when descriptors have run out
-_LAST_WORDS = 1.0  # seconds that clients have to receive what the server had for them when it stopped
-_QUIET = 0.05  # seconds without a byte after which a stopped server sends nothing more
-_REPORT_EVERY = 10.0  # seconds between two lines in the log about closed connections
+_PROOF_INTERVAL = 1.0  # seconds for which further proofs on the same connection are not reported
+_PAUSE = 0.1  # seconds before connections are accepted again, after the process ran out of descriptors
+_DRAIN_SECONDS = 1.0  # for clients to receive the last bytes of a stopped server
+_QUIET_SECONDS = 0.05  # without a byte, after which a stopped server is assumed to send nothing more
+_REPORT_EVERY = 10.0  # seconds between two log lines about closed connections
 
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_GONE = select.EPOLLERR | select.EPOLLHUP | select.EPOLLRDHUP
+_CLOSED = select.EPOLLERR | select.EPOLLHUP | select.EPOLLRDHUP
 
 
 class ClientConnection:
-    """A client's connection from `address` and, once it is passed on, the one to the server that goes with it."""
+    """A client's connection from `address`, with its connection to the server if there is one."""
 
     __slots__ = ("address", "client", "id", "inward", "name", "outward", "proof", "server", "source", "watched")
 
@@ -54,15 +55,15 @@ class ClientConnection:
         self.address = join(self.source if ip.startswith("::ffff:") else ip, int(port))
         self.server: socket.socket | None = None
         self.name = ""  # of the socket that is connected to the server
-        self.inward = self.outward = b""  # bytes read that the other side has no room for yet
-        self.watched = (0, 0)  # the events that are waited for, at the client's and at the server's socket
+        self.inward = self.outward = b""  # bytes that were read and that the other side cannot take yet
+        self.watched = (0, 0)  # the polled events of the client's and of the server's socket
         self.proof = 0.0  # when it last proved the secret
 
 
 class ConnectionProxy:
-    """Listens at an endpoint from the beginning; raises `TransportError` if it cannot.
+    """Listens at an endpoint from its construction on. Raises `TransportError` if it cannot.
 
-    The server binds to `inner`; `start` then begins to pass connections on to it.
+    The server binds to `inner`. After that, `start` begins to connect clients to it.
     """
 
     def __init__(self, endpoint: Endpoint, limits: Limits) -> None:
@@ -73,89 +74,89 @@ class ConnectionProxy:
         except BaseException:
             self._inner.close()
             raise
-        self._room = DescriptorRoom(limits)
-        self._limits = ConnectionLimits(self._room.limits)
+        self._descriptors = DescriptorLimit(limits)
+        self._limits = ConnectionLimits(self._descriptors.limits)
         self._poll = select.epoll()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._ringing = threading.Lock()  # no wake-up is written to a descriptor that was closed
-        self._prefix = secrets.token_hex(8)  # nobody else can have taken the names
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wakeup_lock = threading.Lock()  # so that no wake-up is written to a closed descriptor
+        self._prefix = secrets.token_hex(8)  # random, so that no other process uses these names
         self._ids = itertools.count(1)
         self._connections: dict[int, ClientConnection] = {}  # by id
         self._clients: dict[int, ClientConnection] = {}  # by the client's descriptor
         self._servers: dict[int, ClientConnection] = {}  # by the server's
         self._names: dict[str, ClientConnection] = {}
         self._proofs: deque[tuple[int, float]] = deque()
-        self._closings = _Closings()
-        self._paused_until, self._complained = 0.0, -_REPORT_EVERY
+        self._closed_connections = _ClosedConnections()
+        self._paused_until, self._last_warning = 0.0, -_REPORT_EVERY
         self._listening = self._open = True
         self._thread: threading.Thread | None = None
         _proxies.add(self)
 
     @property
     def port(self) -> int:
-        """Where clients connect to."""
+        """The port to which clients connect."""
         return int(self._listener.getsockname()[1])
 
     @property
     def inner(self) -> str:
-        """Where the server is to listen, as gRPC writes it."""
+        """The address at which the server must listen, in gRPC's notation."""
         return f"unix:{self._inner.path}"
 
     def start(self) -> None:
-        """Begin; the server listens."""
+        """Begin to forward connections. The server must be listening."""
         self._inner.hide()
-        self._poll.register(self._bell, select.EPOLLIN)
+        self._poll.register(self._wakeup, select.EPOLLIN)
         self._poll.register(self._listener, select.EPOLLIN)
         self._thread = threading.Thread(target=self._run, name="gradwire-coordinator-proxy", daemon=True)
         self._thread.start()
 
     def find(self, peer: str) -> ClientConnection | None:
-        """The connection that gRPC calls `peer`, if it is still there. For any thread."""
+        """Return the connection that gRPC calls `peer`, if it still exists. Any thread may call this."""
         return self._names.get(peer.removeprefix("unix-abstract:"))
 
     def proved(self, connection: ClientConnection) -> None:
-        """A request on this connection has proved the job's secret. For any thread."""
+        """Record that a request on this connection has proved the job's secret. Any thread may call this."""
         now = time.monotonic()
-        if now - connection.proof < _PROOFS_APART:
+        if now - connection.proof < _PROOF_INTERVAL:
             return
         first, connection.proof = not connection.proof, now
         self._proofs.append((connection.id, now))
         if first:
-            self._ring()
+            self._wake()
 
     def refuse(self) -> None:
         """Accept no more connections."""
         self._listening = False
-        self._ring()
+        self._wake()
 
     def close(self) -> None:
-        """End all connections, when clients have received what a server that stopped had for them. Idempotent."""
+        """Close all connections, after clients have received the last bytes of a stopped server. Idempotent."""
         if not self._open:
             return
         self._open = False
         if self._thread is not None:
-            self._ring()
+            self._wake()
             self._thread.join()
         for connection in list(self._connections.values()):
             self._end(connection)
         self._inner.close()
-        self._room.close()
-        with self._ringing:
+        self._descriptors.close()
+        with self._wakeup_lock:
             self.abandon()
 
     def abandon(self) -> None:
-        """In a forked child: close its copies of the descriptors; the parent goes on."""
+        """Close the copies of the descriptors in a forked child. The parent continues."""
         _proxies.discard(self)
         self._sockets.abandon()
         self._inner.abandon()
         self._poll.close()
-        os.close(self._bell)
-        self._bell = -1
+        os.close(self._wakeup)
+        self._wakeup = -1
 
-    def _ring(self) -> None:
-        with self._ringing:
-            if self._bell >= 0:
-                os.eventfd_write(self._bell, 1)
+    def _wake(self) -> None:
+        with self._wakeup_lock:
+            if self._wakeup >= 0:
+                os.eventfd_write(self._wakeup, 1)
 
     # -- the thread
 
@@ -167,26 +168,26 @@ class ConnectionProxy:
             due = [then for then in (self._limits.due(), self._paused_until) if then]
             self._handle_events(max(0.0, min(due) - now) if due else None)
         self._listener.close()
-        deadline = time.monotonic() + _LAST_WORDS
+        deadline = time.monotonic() + _DRAIN_SECONDS
         while self._servers and time.monotonic() < deadline:
-            busy = self._handle_events(_QUIET)
+            busy = self._handle_events(_QUIET_SECONDS)
             if not busy and not any(connection.outward for connection in self._connections.values()):
                 break
 
     def _enforce(self, now: float) -> None:
-        """Report proofs, and do what the limits say."""
+        """Report proofs to the limits, and carry out their decisions."""
         while self._proofs:
             self._limits.proved(*self._proofs.popleft())
         decisions = self._limits.decide(now)
         for number in decisions.opened:
-            self._pass_on(self._connections[number])
+            self._connect_to_server(self._connections[number])
         for number in decisions.parked:
             self._park(self._connections[number])
         for number, reason in decisions.closed:
             if number in self._connections:
-                self._closings.add(reason, self._connections[number].source)
+                self._closed_connections.add(reason, self._connections[number].source)
                 self._end(self._connections[number])
-        self._closings.report(now)
+        self._closed_connections.report(now)
 
     def _keep_listening(self, now: float) -> None:
         if not self._listening:
@@ -197,7 +198,7 @@ class ConnectionProxy:
             self._poll.register(self._listener, select.EPOLLIN)
 
     def _handle_events(self, timeout: float | None) -> bool:
-        """Wait for events and handle them; False if there were none."""
+        """Wait for events and handle them. Return False if there were none."""
         events = self._poll.poll(timeout)
         accepting = False
         for descriptor, event in events:
@@ -205,11 +206,11 @@ class ConnectionProxy:
                 self._handle_client(connection, event)
             elif (connection := self._servers.get(descriptor)) is not None:
                 self._handle_server(connection, event)
-            elif descriptor == self._bell:
-                os.eventfd_read(self._bell)
+            elif descriptor == self._wakeup:
+                os.eventfd_read(self._wakeup)
             elif descriptor == self._listener.fileno():
                 accepting = True
-        if accepting:  # last: a new connection may get a descriptor that was closed above, and has an event here
+        if accepting:  # last: a new connection may reuse a descriptor that was closed above and still has an event here
             self._accept()
         return bool(events)
 
@@ -221,7 +222,7 @@ class ConnectionProxy:
                 return
             except OSError as error:
                 if error.errno not in _NO_ROOM:
-                    continue  # that connection has ended already
+                    continue  # this connection has already ended
                 self._pause(error, time.monotonic())
                 return
             client.setblocking(False)
@@ -233,14 +234,14 @@ class ConnectionProxy:
             self._limits.arrived(connection.id, connection.source, time.monotonic())
 
     def _pause(self, error: OSError, now: float) -> None:
-        """Accept nothing for a moment: descriptors or memory have run out."""
-        if now >= self._complained + _REPORT_EVERY:
+        """Stop accepting for a moment, because descriptors or memory have run out."""
+        if now >= self._last_warning + _REPORT_EVERY:
             log.warning("the coordinator cannot accept connections for now: %s", error.strerror)
-            self._complained = now
+            self._last_warning = now
         self._poll.unregister(self._listener)
         self._paused_until = now + _PAUSE
 
-    def _pass_on(self, connection: ClientConnection) -> None:
+    def _connect_to_server(self, connection: ClientConnection) -> None:
         """Connect to the server on behalf of a client."""
         connection.name = f"{self._prefix}-{connection.id}"
         self._names[connection.name] = connection
@@ -258,12 +259,12 @@ class ConnectionProxy:
         self._watch(connection)
 
     def _park(self, connection: ClientConnection) -> None:
-        """Take a client away from the server, and hear nothing more from it but its end."""
+        """Disconnect a client from the server, and ignore its bytes until it is closed."""
         self._end_server(connection)
         self._poll.modify(connection.client, select.EPOLLRDHUP)
 
     def _handle_client(self, connection: ClientConnection, event: int) -> None:
-        if event & _GONE:
+        if event & _CLOSED:
             self._end(connection)
             return
         if event & select.EPOLLOUT and not self._send_outward(connection, connection.outward):
@@ -280,10 +281,10 @@ class ConnectionProxy:
         assert connection.server is not None
         if event & select.EPOLLOUT:
             self._send_inward(connection, connection.inward)
-        if connection.outward:  # a server that has closed is not watched until this is sent
-            self._watch(connection, server_closed=bool(event & _GONE))
+        if connection.outward:  # a server that has closed is not polled until these bytes are sent
+            self._watch(connection, server_closed=bool(event & _CLOSED))
             return
-        data = _receive(connection.server) if event & (select.EPOLLIN | _GONE) else None
+        data = _receive(connection.server) if event & (select.EPOLLIN | _CLOSED) else None
         if data == b"":
             self._server_ended(connection)
         elif self._send_outward(connection, data or b""):
@@ -292,11 +293,11 @@ class ConnectionProxy:
     def _send_inward(self, connection: ClientConnection, data: bytes) -> None:
         connection.inward = b""
         if connection.server is not None:
-            with contextlib.suppress(OSError):  # a server that has ended shows it by its own last bytes
+            with contextlib.suppress(OSError):  # the end of a server is handled when its last bytes are read
                 connection.inward = _send(connection.server, data)
 
     def _send_outward(self, connection: ClientConnection, data: bytes) -> bool:
-        """False if the client is gone."""
+        """Send bytes to the client. Return False if it has disconnected."""
         try:
             connection.outward = _send(connection.client, data)
         except OSError:
@@ -305,7 +306,7 @@ class ConnectionProxy:
         return True
 
     def _server_ended(self, connection: ClientConnection) -> None:
-        """Let the client read to the end, and wait until it ends too: closing at once could cost it the last bytes."""
+        """Shut down the sending side and wait for the client to close: closing at once could lose the last bytes."""
         self._end_server(connection)
         connection.inward = b""
         with contextlib.suppress(OSError):
@@ -313,7 +314,7 @@ class ConnectionProxy:
         self._watch(connection)
 
     def _watch(self, connection: ClientConnection, *, server_closed: bool = False) -> None:
-        """Wait for what can go on: reading where there is room for the bytes, writing where there are bytes."""
+        """Poll for the events that can be handled: reading if the buffer is empty, writing if it has bytes."""
         client = (0 if connection.inward else select.EPOLLIN) | (select.EPOLLOUT if connection.outward else 0)
         server = (0 if connection.outward else select.EPOLLIN) | (select.EPOLLOUT if connection.inward else 0)
         before, connection.watched = connection.watched, (client, server)
@@ -347,8 +348,8 @@ class ConnectionProxy:
             server.close()
 
 
-class _Closings:
-    """The log's account of connections that were closed: the first at once, then a sum every few seconds."""
+class _ClosedConnections:
+    """Logs closed connections: the first at once, then a summary every `_REPORT_EVERY` seconds."""
 
     def __init__(self) -> None:
         self._reasons: Counter[Reason] = Counter()
@@ -373,7 +374,7 @@ class _Closings:
 
 
 def _listen(endpoint: Endpoint, sockets: Sockets) -> socket.socket:
-    """A listening socket, or an error with the system's own reason."""
+    """Return a listening socket. Raise `TransportError` with the system's reason if that fails."""
     listener = sockets.open(endpoint.ip)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -382,7 +383,7 @@ def _listen(endpoint: Endpoint, sockets: Sockets) -> socket.socket:
     except OSError as error:
         listener.close()
         hint = {
-            errno.EADDRINUSE: "another process, perhaps an earlier run of this job, listens there",
+            errno.EADDRINUSE: "another process listens there, perhaps of an earlier run of this job",
             errno.EADDRNOTAVAIL: "this machine does not have that address",
             errno.EACCES: "ports below 1024 need privileges",
         }.get(error.errno or 0, "")
@@ -393,7 +394,7 @@ def _listen(endpoint: Endpoint, sockets: Sockets) -> socket.socket:
 
 
 def _receive(sock: socket.socket) -> bytes | None:
-    """What has come: nothing at the end of the connection, None if it is only not there yet."""
+    """Return the received bytes; empty at the end of the connection, None if there are none yet."""
     try:
         return sock.recv(_CHUNK)
     except BlockingIOError:
@@ -403,7 +404,7 @@ def _receive(sock: socket.socket) -> bytes | None:
 
 
 def _send(sock: socket.socket, data: bytes) -> bytes:
-    """The rest, for which there is no room."""
+    """Send bytes and return the rest that the socket cannot take yet."""
     if not data:
         return b""
     try:

@@ -1,6 +1,6 @@
-"""System resources of the proxy: a socket that only this process can reach, and enough descriptors.
+"""Provides the proxy's system resources: a socket that only this process can reach, and enough descriptors.
 
-Both are undone by `close`; a forked child calls `abandon`.
+`close` releases both. A forked child calls `abandon`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import tempfile
 from gradwire.errors import TransportError
 from gradwire.membership.coordinator.connection_limits import Limits
 
-_FOR_EACH = 3  # descriptors of a connection: the client's, and both ends of the one to the server
-_OTHERS = 256  # descriptors of this process that are no connections
+_PER_CONNECTION = 3  # descriptors: the client's socket, and both ends of the connection to the server
+_OTHERS = 256  # descriptors that this process needs for other purposes
 
 
 class PrivateAddress:
-    """Where only this process can connect to: a Unix socket without a name.
+    """A Unix socket without a name, to which only this process can connect.
 
-    A server binds to `path`, in a folder that only this user may enter. `hide` then removes both from the file system.
-    A descriptor is left to connect by, so nobody else can, and nothing stays behind, however this process ends.
+    The server binds to `path`, in a folder that only this user may enter. `hide` then removes both from the file
+    system. This process can still connect through an open descriptor. Other processes cannot, and no file is left
+    behind when this process is killed.
     """
 
     def __init__(self) -> None:
@@ -36,11 +37,11 @@ class PrivateAddress:
 
     @property
     def path(self) -> str:
-        """Short, wherever the folder is: the path of a Unix socket has at most 107 characters."""
+        """The path to bind to. It is short, because the path of a Unix socket may have at most 107 characters."""
         return f"/proc/self/fd/{self._directory}/socket"
 
     def hide(self) -> None:
-        """The server is bound."""
+        """Remove the socket from the file system, after the server has bound to it."""
         self._socket = os.open(self.path, os.O_PATH)
         self._remove()
 
@@ -53,7 +54,7 @@ class PrivateAddress:
         self.abandon()
 
     def abandon(self) -> None:
-        """In a forked child: the parent needs the address still."""
+        """Close the descriptors in a forked child. The parent keeps the address."""
         for descriptor in (self._socket, self._directory):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -66,29 +67,29 @@ class PrivateAddress:
             os.rmdir(self._folder)
 
 
-class DescriptorRoom:
-    """Raises the number of descriptors that this process may have, up to what the system allows without asking.
+class DescriptorLimit:
+    """Raises this process's limit of descriptors, up to the hard limit.
 
-    `limits` are the given ones, lowered to what that is enough for.
+    `limits` are the given limits, lowered if there are not enough descriptors for them.
     """
 
     def __init__(self, limits: Limits) -> None:
         self._before = soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = _OTHERS + limits.strangers + _FOR_EACH * (limits.unproven + limits.proven)
+        wanted = _OTHERS + limits.unauthenticated + _PER_CONNECTION * (limits.unproven + limits.proven)
         self._raised = soft
         if soft != resource.RLIM_INFINITY and soft < wanted:
             self._raised = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
             with contextlib.suppress(OSError, ValueError):
                 resource.setrlimit(resource.RLIMIT_NOFILE, (self._raised, hard))
-        present = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        room = wanted if present == resource.RLIM_INFINITY else max(0, present - _OTHERS)
-        strangers = min(limits.strangers, max(room // 4, 1))
-        unproven = min(limits.unproven, max(strangers // _FOR_EACH, 1))
-        proven = min(limits.proven, max((room - strangers) // _FOR_EACH - unproven, 1))
-        self.limits = dataclasses.replace(limits, strangers=strangers, unproven=unproven, proven=proven)
+        current = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        available = wanted if current == resource.RLIM_INFINITY else max(0, current - _OTHERS)
+        unauthenticated = min(limits.unauthenticated, max(available // 4, 1))
+        unproven = min(limits.unproven, max(unauthenticated // _PER_CONNECTION, 1))
+        proven = min(limits.proven, max((available - unauthenticated) // _PER_CONNECTION - unproven, 1))
+        self.limits = dataclasses.replace(limits, unauthenticated=unauthenticated, unproven=unproven, proven=proven)
 
     def close(self) -> None:
-        """Lower the number to what it was, unless it was changed since."""
+        """Restore the previous limit, unless it was changed in the meantime."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft == self._raised != self._before[0]:
             resource.setrlimit(resource.RLIMIT_NOFILE, (self._before[0], hard))

@@ -1,4 +1,8 @@
-"""Where each member is: in the present generation, back from it, or waiting to join. Moves only, no rules."""
+"""Stores where each member is: in the current generation, returning from it, or queued. It contains no rules.
+
+A *returning* member is one of the current generation that has registered for the next one. All other processes that
+wait are in the *queue*. A *removed* member is still listed in the current generation, but no longer counts in it.
+"""
 
 from __future__ import annotations
 
@@ -10,51 +14,51 @@ from typing import Any
 from gradwire.membership.coordinator.clock import Clock
 from gradwire.membership.types import Cause, Change, Claim, Kind, Member
 
-LAPSE = 5.0  # seconds; much longer than the pause between two claims of a waiting member
-LAPSE_FOR_EACH = 0.005  # seconds for each that waits, if that is more: where many do, they are to ask less often
-REST = 5.0  # seconds before a member that others could not reach may join again; doubled each time
-LONGEST_REST = 300.0
+LAPSE = 5.0  # seconds without a claim after which a waiting member loses its place; much more than between two claims
+LAPSE_FOR_EACH = 0.005  # seconds per waiting member, if that gives more: with many of them, each asks less often
+BACKOFF = 5.0  # seconds before a member that others could not reach may join again; doubled each time
+LONGEST_BACKOFF = 300.0
 
 _WHY: dict[Cause, str] = {
     "left": "has left",
     "gone": "has died",
-    "silent": "was not heard of for the time of its lease",
-    "accused": "could not be reached by others",
-    "replaced": "gave its place up: its id asks for a new one",
+    "silent": "sent no heartbeat during its lease",
+    "accused": "could not be reached by other members",
+    "replaced": "was replaced by a new registration of its id",
 }
 
 
 @dataclass(slots=True)
 class Place:
-    """Of one that waits."""
+    """The place of a process that waits."""
 
     claim: Claim
-    asked: float
-    told: bool = False
-    complaints: frozenset[str] = frozenset()
+    last_asked: float
+    informed: bool = False  # whether it has received its final answer
+    lost: frozenset[str] = frozenset()  # members that it could not reach
 
 
 @dataclass(slots=True)
 class MemberRecord:
-    """Of one that is in the present generation, with what must be kept of its claim."""
+    """The record of a member of the current generation, with the lasting parts of its claim."""
 
-    member: Member  # with the rank that it got
-    wish: int | None  # the rank that it asked for
+    member: Member  # with the assigned rank
+    wanted_rank: int | None  # the rank in its claim
     session: bytes
     came_from: int  # the generation that it was in before
-    transport: str  # that it asked for
-    asked: float
-    heard: float
-    told: bool = False
+    transport: str  # the transport in its claim
+    last_asked: float
+    last_seen: float
+    informed: bool = False
 
     def claimed(self) -> Member:
-        """The member as it described itself."""
-        return replace(self.member, rank=self.wish)
+        """Return the member as described in its claim."""
+        return replace(self.member, rank=self.wanted_rank)
 
 
 @dataclass(frozen=True, slots=True)
-class Outsider:
-    """A member that was dropped, and may live all the same: it knows the state of a generation."""
+class DroppedMember:
+    """A member of `generation` that may be alive, although the next generation formed without it."""
 
     member: Member
     generation: int
@@ -62,222 +66,231 @@ class Outsider:
 
 
 class Roster:
-    """Members by id: `records` in rank order, `back` and `line` in the order of arrival; `out` are records given up.
+    """Members by id: `records` in rank order, of which some are `removed`; `returning` and `queue` by order of arrival.
 
-    What is asked at each event is kept up to date instead of being counted: jobs have thousands of members.
+    Values that every event needs are kept up to date instead of being computed: a job may have thousands of members.
     """
 
     def __init__(self, clock: Clock) -> None:
         self.generation = 0
         self.records: dict[str, MemberRecord] = {}
         self.members: tuple[Member, ...] = ()
-        self.out: dict[str, Cause] = {}
-        self.back: dict[str, Place] = {}
-        self.over = False  # somebody has come back: for the present generation that is the end
-        self.line: dict[str, Place] = {}
-        self.outside: dict[str, Outsider] = {}  # for some minutes
-        self.expected: dict[str, None] = {}  # members at work, neither out nor back
-        self.insists = False  # some member of the present generation insists on shared memory
-        self.arrived = 0.0  # when somebody last came
-        self.stirred = 0.0  # when somebody last came or went who matters to the next generation
+        self.removed: dict[str, Cause] = {}
+        self.returning: dict[str, Place] = {}
+        self.over = False  # a member has returned: the current generation has ended
+        self.queue: dict[str, Place] = {}
+        self.dropped: dict[str, DroppedMember] = {}  # kept for some minutes
+        self.expected: dict[str, None] = {}  # members that are neither removed nor returning
+        self.requires_shm = False  # a member of the current generation requires shared memory
+        self.last_arrival = 0.0  # the time of the last new claim
+        self.last_change = 0.0  # the time of the last event that affects the next generation
         self.changes: list[Change] = []
         self._clock = clock
-        self._wishes: list[int | None] | None = None  # as long as nobody comes or goes
-        self._accused: Counter[str] = Counter()  # by how many of those who are back
-        self._rests: dict[str, tuple[float, float]] = {}  # by id: how long, and until when
-        self._joined: set[str] = set()  # members that came without the state; not known after a restart
-        self._lapse_at = 0.0  # no place lapses before
-        self._silent_at = 0.0  # no lease runs out before
+        self._wanted_ranks: list[int | None] | None = None  # cached until the queue changes
+        self._reported_lost: Counter[str] = Counter()  # how many returning members could not reach each member
+        self._backoffs: dict[str, tuple[float, float]] = {}  # by id: length and end
+        self._joined: set[str] = set()  # members that joined without the state; not known after a restart
+        self._lapse_at = 0.0  # no place lapses before this time
+        self._silent_at = 0.0  # no lease expires before this time
 
-    # -- who is where
+    # -- where each member is
 
     def place(self, name: str) -> Place | None:
-        return self.back.get(name) or self.line.get(name)
+        return self.returning.get(name) or self.queue.get(name)
 
     @property
-    def exchanging(self) -> bool | None:
-        """Whether those who are here use gradwire's data plane: all do or none does; None if nobody is here."""
+    def uses_data_plane(self) -> bool | None:
+        """Whether the members use gradwire's data plane: all do or none does. None if there are no members."""
         if self.records:
             return bool(next(iter(self.records.values())).transport)
-        first = next(iter(self.line.values()), None)
+        first = next(iter(self.queue.values()), None)
         return None if first is None else bool(first.claim.transport)
 
     def live(self) -> dict[str, MemberRecord]:
-        return {name: record for name, record in self.records.items() if name not in self.out}
+        return {name: record for name, record in self.records.items() if name not in self.removed}
 
     def alive(self, name: str) -> bool:
-        return name in self.records and name not in self.out
+        return name in self.records and name not in self.removed
 
     def returnable(self, name: str) -> bool:
-        """Whether it is a member of the present generation that lives, for all we know, or was only silent."""
-        return name in self.records and self.out.get(name, "silent") == "silent"
+        """Return whether this is a member of the current generation that is not removed, or only because of silence."""
+        return name in self.records and self.removed.get(name, "silent") == "silent"
 
     def known(self, name: str) -> Member | None:
-        """Whoever goes by this id now, at work or waiting."""
+        """Return the member that has this id now, in the generation or waiting."""
         place = self.place(name)
         if place is not None:
             return place.claim.member
         return self.records[name].member if self.returnable(name) else None
 
     def size(self) -> int:
-        """How many live members the present generation has."""
-        return len(self.records) - len(self.out)
+        """Return how many members of the current generation are not removed."""
+        return len(self.records) - len(self.removed)
 
-    def absent(self) -> list[str]:
-        """Those whom somebody who is back could not reach, and who are not back themselves; in rank order."""
-        absent = [name for name in self._accused if name in self.expected]
-        return sorted(absent, key=lambda name: self.records[name].member.rank or 0)
+    def unreachable(self) -> list[str]:
+        """Return the members, by rank, that a returning member could not reach and that do not return themselves."""
+        names = [name for name in self._reported_lost if name in self.expected]
+        return sorted(names, key=lambda name: self.records[name].member.rank or 0)
 
     def awaited(self) -> int:
-        """How many members of the present generation may still come back."""
-        return len(self.expected) - len(self.absent())
+        """Return how many members of the current generation may still return."""
+        return len(self.expected) - len(self.unreachable())
 
     def ready(self) -> Iterator[str]:
-        """Those in line who may join, in their order."""
-        return (name for name in self.line if not self.rest(name))
+        """Yield the queued processes that may join now, in their order."""
+        return (name for name in self.queue if not self.backoff(name))
 
-    def rest(self, name: str) -> float:
-        """Seconds before it may join again."""
-        _, until = self._rests.get(name, (0.0, 0.0))
+    def backoff(self, name: str) -> float:
+        """Return the seconds before a member may join again."""
+        _, until = self._backoffs.get(name, (0.0, 0.0))
         return 0.0 if self._clock.reached(until) else until - self._clock.time
 
     def dropped_again(self, name: str) -> bool:
-        """Whether it rests, and not for the first time."""
-        return self.rest(name) > 0 and self._rests[name][0] > REST
+        """Return whether a member is in a back-off that is not its first."""
+        return self.backoff(name) > 0 and self._backoffs[name][0] > BACKOFF
 
-    def rests_until(self) -> list[float]:
-        return [until for _, until in self._rests.values()]
+    def backoff_ends(self) -> list[float]:
+        return [until for _, until in self._backoffs.values()]
 
-    def unseen(self) -> list[str]:
-        """Members of the present generation that are out, but may live all the same."""
-        return [name for name, cause in self.out.items() if cause in ("silent", "accused")]
+    def maybe_alive(self) -> list[str]:
+        """Return the removed members of the current generation whose processes may be alive."""
+        return [name for name, cause in self.removed.items() if cause in ("silent", "accused")]
 
-    def wishes(self) -> list[int | None]:
-        """The ranks that those in line asked for."""
-        if self._wishes is None:
-            self._wishes = [place.claim.member.rank for place in self.line.values()]
-        return self._wishes
+    def wanted_ranks(self) -> list[int | None]:
+        """Return the ranks that queued processes asked for."""
+        if self._wanted_ranks is None:
+            self._wanted_ranks = [place.claim.member.rank for place in self.queue.values()]
+        return self._wanted_ranks
 
     def uninformed(self) -> bool:
-        """Whether somebody who still asks has not been told how it ended."""
-        asking: list[MemberRecord | Place] = [*self.records.values(), *self.back.values(), *self.line.values()]
-        return any(not one.told and not self._clock.reached(one.asked + LAPSE) for one in asking)
+        """Return whether a process that still asks has not received its final answer."""
+        asking: list[MemberRecord | Place] = [*self.records.values(), *self.returning.values(), *self.queue.values()]
+        return any(not entry.informed and not self._clock.reached(entry.last_asked + LAPSE) for entry in asking)
 
-    # -- moves of those who wait
+    # -- changes for processes that wait
 
-    def come(self, claim: Claim, places: dict[str, Place], complaints: frozenset[str] = frozenset()) -> None:
-        """A claim takes a place in `places`, or holds it."""
+    def place_claim(self, claim: Claim, places: dict[str, Place], lost: frozenset[str] = frozenset()) -> None:
+        """Give a claim a place in `places` (`returning` or `queue`), or renew the place that it has."""
         name, now = claim.member.id, self._clock.time
         place = places.get(name)
         if place is None:
-            place = places[name] = Place(claim, now, complaints=complaints)
-            self.arrived = now
-            self._stir(places)
-            back = places is self.back
-            self.note("came", name, f"{claim.member} has come{' back' if back else ''}", lasting=back and not self.over)
-            self.over = self.over or back
-            if back:
+            place = places[name] = Place(claim, now, lost=lost)
+            self.last_arrival = now
+            self._mark_changed(places)
+            returns = places is self.returning
+            text = f"{claim.member} has registered{' for the next generation' if returns else ''}"
+            self.note("came", name, text, lasting=returns and not self.over)
+            self.over = self.over or returns
+            if returns:
                 self.expected.pop(name, None)
-                self._accused.update(complaints)
+                self._reported_lost.update(lost)
         elif place.claim.session != claim.session or place.claim.sequence <= claim.sequence:
-            if place.complaints != complaints:
-                self._stir(places)
-                self._withdraw_complaints(place)
-                self._accused.update(complaints)
-            place.claim, place.complaints = claim, complaints
-        place.asked = now
+            if place.lost != lost:
+                self._mark_changed(places)
+                self._withdraw_lost(place)
+                self._reported_lost.update(lost)
+            place.claim, place.lost = claim, lost
+        place.last_asked = now
 
-    def free(self, name: str, why: str) -> None:
-        """Whoever waited there no longer does."""
-        place = self._leave_back(name)
+    def free_place(self, name: str, why: str) -> None:
+        """Free the place of a process that no longer waits."""
+        place = self._pop_returning(name)
         if place is not None:
-            self.stirred = self._clock.time
+            self.last_change = self._clock.time
             self.expected[name] = None
         else:
-            place = self.line.pop(name, None)
-            self._stir(self.line)
+            place = self.queue.pop(name, None)
+            self._mark_changed(self.queue)
         if place is not None:
             self.note("went", name, f"{place.claim.member} {why}", lasting=False)
 
-    def let_lapse(self) -> None:
+    def drop_lapsed(self) -> None:
         if not self._clock.reached(self._lapse_at):
             return
-        lapse = max(LAPSE, LAPSE_FOR_EACH * (len(self.back) + len(self.line)))
-        for name in [name for name, place in self._waiting() if self._clock.reached(place.asked + lapse)]:
-            self.free(name, "no longer asks")
-        self._lapse_at = LAPSE + min((place.asked for _, place in self._waiting()), default=self._clock.time)
+        lapse = max(LAPSE, LAPSE_FOR_EACH * (len(self.returning) + len(self.queue)))
+        for name in [name for name, place in self._waiting() if self._clock.reached(place.last_asked + lapse)]:
+            self.free_place(name, "stopped asking for a place")
+        self._lapse_at = LAPSE + min((place.last_asked for _, place in self._waiting()), default=self._clock.time)
 
-    def send_to_line(self, name: str) -> None:
-        """A member that others cannot reach starts over at the end of the line.
+    def move_to_queue(self, name: str) -> None:
+        """Move a returning member that others cannot reach to the end of the queue.
 
-        A link that is cut stays cut for a while: without a rest, all would regroup for it again and again.
+        A broken link often stays broken for a while. Without a back-off, all members would form one generation after
+        another because of it.
         """
-        self.line[name] = self.back[name]
-        self._leave_back(name)
-        self._must_rest(name)
-        self.strike(name, "accused")
+        self.queue[name] = self.returning[name]
+        self._pop_returning(name)
+        self._start_backoff(name)
+        self.remove(name, "accused")
 
-    def strike_accused(self, name: str) -> None:
-        """Strike off a member that others cannot reach and that is not back. One that has just joined must rest before
-        it may join again: otherwise it could break one generation after the other."""
+    def remove_unreachable(self, name: str) -> None:
+        """Remove a member that others cannot reach and that does not return.
+
+        If the member has only just joined, it gets a back-off. Otherwise it could break one generation after another.
+        """
         if name in self._joined:
-            self._must_rest(name)
-        self.strike(name, "accused")
+            self._start_backoff(name)
+        self.remove(name, "accused")
 
-    # -- moves of those who are at work
+    # -- changes for members of the current generation
 
-    def strike(self, name: str, cause: Cause) -> None:
-        """A member is out of the present generation."""
-        self._leave_back(name)
+    def remove(self, name: str, cause: Cause) -> None:
+        """Remove a member from the current generation."""
+        self._pop_returning(name)
         self.expected.pop(name, None)
-        self.out[name] = cause
-        self.records[name].told = True
-        self.stirred = self._clock.time
+        self.removed[name] = cause
+        self.records[name].informed = True
+        self.last_change = self._clock.time
         self.note(cause, name, f"{self.records[name].member} {_WHY[cause]}")
 
     def end(self, name: str, cause: Cause) -> None:
-        """A process is no more, wherever it was."""
-        self.free(name, _WHY[cause])
-        self._rests.pop(name, None)
-        outsider = self.outside.pop(name, None)
-        if outsider is not None:  # or a restarted coordinator would wait for it
-            self.note("went", name, f"{outsider.member} {_WHY[cause]}, having been dropped before")
+        """Record that a process has ended or left, wherever it was."""
+        self.free_place(name, _WHY[cause])
+        self._backoffs.pop(name, None)
+        dropped = self.dropped.pop(name, None)
+        if dropped is not None:  # this must be in the journal: a restarted coordinator would wait for the member
+            self.note("went", name, f"{dropped.member}, which had been dropped before, {_WHY[cause]}")
         if self.returnable(name):
-            self.strike(name, cause)
+            self.remove(name, cause)
 
-    def hear(self, name: str) -> None:
-        """A member lives. If it had only been silent, and nobody went on without it, it is in again."""
+    def mark_alive(self, name: str) -> None:
+        """Record that a member is alive. If it was removed only because of silence, it is no longer removed."""
         record = self.records.get(name)
         if record is None:
             return
-        record.heard = self._clock.time
-        if self.out.get(name) == "silent":
-            del self.out[name]
+        record.last_seen = self._clock.time
+        if self.removed.get(name) == "silent":
+            del self.removed[name]
             self.expected[name] = None
-            self.stirred = self._clock.time
-            self.note("returned", name, f"{record.member} is heard of again")
+            self.last_change = self._clock.time
+            self.note("returned", name, f"{record.member} is no longer silent")
 
     def silent(self, lease: float) -> list[str]:
-        """Those whose lease has run out. Who is back asks all the time, and needs none."""
+        """Return the members whose lease has expired. Returning members need no lease, because they repeat claims."""
         if not self._clock.reached(self._silent_at):
             return []
         live = self.live()
-        silent = [n for n, record in live.items() if n not in self.back and self._clock.reached(record.heard + lease)]
+        silent = [
+            n for n, record in live.items() if n not in self.returning and self._clock.reached(record.last_seen + lease)
+        ]
         self._silent_at = lease + min(
-            (record.heard for name, record in live.items() if name not in silent), default=self._clock.time
+            (record.last_seen for name, record in live.items() if name not in silent), default=self._clock.time
         )
         return silent
 
     def record(self, order: Sequence[str]) -> None:
-        """The next generation: these, from back and line, in this order. Who is not among them stays in line."""
-        places = {name: self.back.get(name) or self.line[name] for name in order}
-        kept = {name: one for name, one in self.outside.items() if not self._clock.reached(one.since + LONGEST_REST)}
-        kept |= {name: Outsider(self.records[name].member, self.generation, self._clock.time) for name in self.unseen()}
-        self.outside = {name: one for name, one in kept.items() if name not in places}
+        """Begin the next generation with these members, in this order. Other queued processes stay in the queue."""
+        places = {name: self.returning.get(name) or self.queue[name] for name in order}
+        kept = {name: one for name, one in self.dropped.items() if not self._clock.reached(one.since + LONGEST_BACKOFF)}
+        kept |= {
+            name: DroppedMember(self.records[name].member, self.generation, self._clock.time)
+            for name in self.maybe_alive()
+        }
+        self.dropped = {name: one for name, one in kept.items() if name not in places}
         claims = {name: place.claim for name, place in places.items()}
         self._joined = {n for n, one in claims.items() if one.stranger or one.generation < self.generation}
         self.generation += 1
-        self.records, self.out, self.over = {}, {}, False
+        self.records, self.removed, self.over = {}, {}, False
         for rank, (name, place) in enumerate(places.items()):
             claim = place.claim
             member = replace(claim.member, rank=rank)
@@ -287,14 +300,14 @@ class Roster:
                 claim.session,
                 claim.generation,
                 claim.transport,
-                place.asked,
+                place.last_asked,
                 self._clock.time,
             )
-            self._leave_back(name)
-            self.line.pop(name, None)
-        self._know_members()
+            self._pop_returning(name)
+            self.queue.pop(name, None)
+        self._update_members()
 
-    # -- the record
+    # -- the log and the journal
 
     def note(self, kind: Kind, name: str | None, text: str, *, lasting: bool = True) -> None:
         self.changes.append(Change(kind, self.generation, name, text, lasting))
@@ -303,53 +316,55 @@ class Roster:
         return {
             "generation": self.generation,
             "members": [_to_json(record) for record in self.records.values()],
-            "out": dict(self.out),
+            "out": dict(self.removed),
             "over": self.over,
-            "outside": [[_described(one.member), one.generation] for one in self.outside.values()],
+            "outside": [[_described(one.member), one.generation] for one in self.dropped.values()],
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         now = self._clock.time
         self.generation = snapshot["generation"]
         self.records = {fields["id"]: _from_json(fields, now) for fields in snapshot["members"]}
-        self.out, self.over = dict(snapshot["out"]), snapshot["over"]
-        outside = [Outsider(Member(**fields), number, now) for fields, number in snapshot.get("outside", [])]
-        self.outside = {one.member.id: one for one in outside}
-        self._know_members()
-        self.arrived = self.stirred = now
+        self.removed, self.over = dict(snapshot["out"]), snapshot["over"]
+        dropped = [DroppedMember(Member(**fields), number, now) for fields, number in snapshot.get("outside", [])]
+        self.dropped = {one.member.id: one for one in dropped}
+        self._update_members()
+        self.last_arrival = self.last_change = now
 
-    def _must_rest(self, name: str) -> None:
-        self._rests = {n: rest for n, rest in self._rests.items() if not self._clock.reached(rest[1] + LONGEST_REST)}
-        length = min(LONGEST_REST, 2 * self._rests[name][0]) if name in self._rests else REST
-        self._rests[name] = (length, self._clock.time + length)
+    def _start_backoff(self, name: str) -> None:
+        self._backoffs = {
+            n: backoff for n, backoff in self._backoffs.items() if not self._clock.reached(backoff[1] + LONGEST_BACKOFF)
+        }
+        length = min(LONGEST_BACKOFF, 2 * self._backoffs[name][0]) if name in self._backoffs else BACKOFF
+        self._backoffs[name] = (length, self._clock.time + length)
 
     def _waiting(self) -> Iterator[tuple[str, Place]]:
-        yield from self.back.items()
-        yield from self.line.items()
+        yield from self.returning.items()
+        yield from self.queue.items()
 
-    def _know_members(self) -> None:
+    def _update_members(self) -> None:
         self.members = tuple(record.member for record in self.records.values())
         self.expected = dict.fromkeys(self.live())
-        self.insists = any(record.transport == "shm" for record in self.records.values())
+        self.requires_shm = any(record.transport == "shm" for record in self.records.values())
 
-    def _leave_back(self, name: str) -> Place | None:
-        place = self.back.pop(name, None)
+    def _pop_returning(self, name: str) -> Place | None:
+        place = self.returning.pop(name, None)
         if place is not None:
-            self._withdraw_complaints(place)
+            self._withdraw_lost(place)
         return place
 
-    def _withdraw_complaints(self, place: Place) -> None:
-        for accused in place.complaints:
-            self._accused[accused] -= 1
-            if not self._accused[accused]:
-                del self._accused[accused]
-        place.complaints = frozenset()
+    def _withdraw_lost(self, place: Place) -> None:
+        for name in place.lost:
+            self._reported_lost[name] -= 1
+            if not self._reported_lost[name]:
+                del self._reported_lost[name]
+        place.lost = frozenset()
 
-    def _stir(self, places: dict[str, Place]) -> None:
-        """Those who are back do not wait for comings and goings in the line; if nobody is, the line settles too."""
-        self._wishes = None
-        if places is self.back or not self.back:
-            self.stirred = self._clock.time
+    def _mark_changed(self, places: dict[str, Place]) -> None:
+        """Record a change in `places`. While members return, changes of the queue do not delay the next generation."""
+        self._wanted_ranks = None
+        if places is self.returning or not self.returning:
+            self.last_change = self._clock.time
 
 
 _FIELDS = ("id", "rank", "host", "hostname", "pid", "address", "started")
@@ -360,11 +375,13 @@ def _described(member: Member) -> dict[str, Any]:
 
 
 def _to_json(record: MemberRecord) -> dict[str, Any]:
-    claimed = {"wish": record.wish, "session": record.session.hex(), "came_from": record.came_from}
+    claimed = {"wish": record.wanted_rank, "session": record.session.hex(), "came_from": record.came_from}
     return _described(record.member) | claimed | {"transport": record.transport}
 
 
 def _from_json(fields: Mapping[str, Any], now: float) -> MemberRecord:
     member = Member(**{name: fields[name] for name in _FIELDS})
     session = bytes.fromhex(fields["session"])
-    return MemberRecord(member, fields["wish"], session, fields["came_from"], fields["transport"], now, now, told=True)
+    return MemberRecord(
+        member, fields["wish"], session, fields["came_from"], fields["transport"], now, now, informed=True
+    )

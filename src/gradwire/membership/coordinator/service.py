@@ -1,4 +1,7 @@
-"""The coordinator: the membership behind gRPC, embedded in rank 0, in a launcher, or alone (`gradwire coordinator`)."""
+"""Runs the coordinator, which serves a job's membership with gRPC.
+
+It is embedded in rank 0, started by a launcher, or started alone with `gradwire coordinator`.
+"""
 
 from __future__ import annotations
 
@@ -31,21 +34,22 @@ from gradwire.security.credentials import Credentials
 log = logging.getLogger("gradwire.membership")
 
 _LIMITS = Limits()
-_CALLS = 8  # at a time on one connection
+_CALLS = 8  # concurrent calls on one connection
 _OPTIONS = [
     ("grpc.max_receive_message_length", 256 * 1024),
     ("grpc.max_metadata_size", 8 * 1024),
     ("grpc.max_concurrent_streams", _CALLS),
     ("grpc.server_handshake_timeout_ms", 10_000),
-    ("grpc.http2.min_ping_interval_without_data_ms", 2000),  # launchers make sure that we are there
+    ("grpc.http2.min_ping_interval_without_data_ms", 2000),  # launchers ping the coordinator
 ]
 
 
 class Coordinator:
-    """Serves the membership of one job at `host`:`port`; port 0 takes a free one.
+    """Serves the membership of one job at `host`:`port`. Port 0 chooses a free one.
 
-    The first generation has `size` members. With a `minimum` or a `maximum` the job is elastic: it goes on after
-    losses, and others may join. With a `journal` what it knows outlives it: started again on the same file, it goes on.
+    The first generation has `size` members. With a `minimum` or a `maximum` the job is elastic: it continues after
+    losses, and further members may join. With a `journal`, a coordinator that is restarted on the same file continues
+    where the previous one ended.
     """
 
     def __init__(
@@ -66,14 +70,16 @@ class Coordinator:
         failed: Callable[[JournalError], None] = lambda error: None,
         limits: Limits = _LIMITS,
     ) -> None:
-        """`failed` is called, once, if the journal cannot be written: from then on nobody is told anything. Without
-        `durable` nobody waits until it is on the disk either: it outlives the coordinator, but perhaps not the machine.
-        `limits` are those of connections.
+        """Prepare the coordinator; `start` starts it.
+
+        `failed` is called once if the journal cannot be written. After that no call is answered any more. Without
+        `durable`, the journal is not flushed to the disk: it survives a crash of the coordinator, but perhaps not one
+        of the machine. `limits` are the limits of connections.
         """
         self._host, self._port = host, port
         self._insecure = insecure
         self._credentials = credentials
-        self._covered: dict[tuple[str, ...], set[str]] = {}  # members by certificate, as found out before
+        self._covered: dict[tuple[str, ...], set[str]] = {}  # cache: the members that each certificate covers
         if credentials is not None and job not in (None, credentials.job):
             raise ConfigError(f"the certificate is for job {credentials.job}, and this is job {job}")
         name = job or (credentials.job if credentials is not None else secrets.token_hex(8))
@@ -84,7 +90,7 @@ class Coordinator:
         self._servicer = CoordinatorServicer(
             membership,
             CoordinatorSeal(secret),
-            vouched=self._objection,
+            caller_refusal=self._objection,
             proved=lambda caller: caller.proved(),
             failed=self._failed,
             seconds_between_heartbeats=limits.seconds_between_heartbeats,
@@ -96,38 +102,38 @@ class Coordinator:
 
     @property
     def address(self) -> str:
-        """Where it can be reached: "host:port", or "[host]:port" for an IPv6 address."""
+        """The address for clients: "host:port", or "[host]:port" for an IPv6 address."""
         return join(self._host, self._port)
 
     @property
     def job(self) -> str:
-        """The job's name, made up if none was given."""
+        """The job's name, random if none was given."""
         return self._servicer.membership.terms.job
 
     @property
     def run(self) -> bytes:
-        """The id of this run of the job, which a journal carries over a restart."""
+        """The id of this run of the job. With a journal it stays the same after a restart."""
         return self._servicer.membership.terms.run
 
     def start(self) -> None:
-        """Listen; returns when workers can register."""
+        """Start listening. When this returns, workers can register."""
         endpoint = resolve(self._host, self._port)[0]
         if not endpoint.loopback and not self._insecure and self._credentials is None:
             raise ConfigError(
-                f"a coordinator at {self.address} could be reached from other machines, and it does not encrypt: "
-                "give it certificates (GRADWIRE_TLS_CA, _CERT and _KEY; `gradwire certs` makes them), "
+                f"other machines could reach a coordinator at {self.address}, and its connections are not encrypted: "
+                "give it certificates (GRADWIRE_TLS_CA, _CERT and _KEY; `gradwire certs` creates them), "
                 "listen on 127.0.0.1, or pass insecure=True (GRADWIRE_INSECURE=1) in a network that you trust"
             )
         self._proxy = ConnectionProxy(endpoint, self._limits)
         try:
-            self._take_journal()
+            self._open_journal()
             self._serve()
         except BaseException:
             self._proxy.close()
             self._journal.close()
             raise
 
-    def _take_journal(self) -> None:
+    def _open_journal(self) -> None:
         if self._journal_file is None:
             return
         from gradwire.membership.coordinator.journal import Journal  # loads SQLite
@@ -135,10 +141,10 @@ class Coordinator:
         name = self.job
         self._servicer.resume(self._journal.enter_context(Journal(self._journal_file, durable=self._durable)))
         if self._named and self.job != name:
-            raise ConfigError(f"the journal {self._journal_file} is of job {self.job}, and this is job {name}")
+            raise ConfigError(f"the journal {self._journal_file} belongs to job {self.job}, and this is job {name}")
 
     def _serve(self) -> None:
-        calls = THREADS + _CALLS * self._limits.unproven  # what strangers can begin leaves the members' share alone
+        calls = THREADS + _CALLS * self._limits.unproven  # so that unproven connections cannot occupy members' threads
         self._pool = ThreadPoolExecutor(calls, thread_name_prefix="gradwire-coordinator")
         server = grpc.server(self._pool, options=_OPTIONS, maximum_concurrent_rpcs=calls)
         callers = _Callers(self._servicer, self._proxy)
@@ -151,7 +157,7 @@ class Coordinator:
                 server.add_secure_port(self._proxy.inner, self._credentials.grpc_server())
         except RuntimeError as error:
             raise TransportError(
-                f"the coordinator at {self.address} cannot make a socket in the folder for temporary files "
+                f"the coordinator at {self.address} cannot create a socket in the folder for temporary files "
                 f"({tempfile.gettempdir()}): {error}"
             ) from error
         server.start()
@@ -163,7 +169,7 @@ class Coordinator:
         self._server, self._pid = server, os.getpid()
 
     def stop(self, grace: float = 5.0) -> None:
-        """Stop listening, when all who wait have been told how it ended (at most `grace` seconds). Idempotent."""
+        """Stop, after all waiting processes have received a final answer or `grace` seconds have passed. Idempotent."""
         server, self._server = self._server, None
         if server is None or self._pid != os.getpid():  # a forked child must not touch its parent's server
             return
@@ -177,7 +183,7 @@ class Coordinator:
         self._journal.close()
 
     def cut_off(self) -> None:
-        """Close the address and all connections and tell nobody anything, as if this had crashed. For tests."""
+        """Close the address and all connections without a last answer, as a crash would. For tests."""
         self._proxy.close()
 
     def __enter__(self) -> Self:
@@ -194,7 +200,7 @@ class Coordinator:
         self._report_failure(error)
 
     def _objection(self, context: Any, names: Iterable[str]) -> str | None:
-        """Why a caller may not speak for members: its certificate must cover them."""
+        """Return why a caller may not make calls for members; None if its certificate covers them."""
         if self._credentials is None:
             return None
         identities = self._credentials.names_of(context.auth_context())
@@ -212,7 +218,7 @@ class Coordinator:
 
 
 class _Callers:
-    """The servicer, as gRPC calls it: each call's context names the client's own address, not the proxy's."""
+    """Wraps the servicer for gRPC, so that each call's context has the client's address instead of the proxy's."""
 
     def __init__(self, servicer: CoordinatorServicer, proxy: ConnectionProxy) -> None:
         self._servicer, self._proxy = servicer, proxy
@@ -223,7 +229,7 @@ class _Callers:
 
 
 class _Caller:
-    """The context of a call that came by way of the proxy."""
+    """The context of a call that came through the proxy."""
 
     def __init__(self, context: Any, proxy: ConnectionProxy) -> None:
         self._context, self._proxy = context, proxy
@@ -233,10 +239,10 @@ class _Caller:
         return getattr(self._context, name)
 
     def peer(self) -> str:
-        """Where the client is: "host:port"."""
-        return self._connection.address if self._connection is not None else "a client that has gone"
+        """Return the client's address, "host:port"."""
+        return self._connection.address if self._connection is not None else "a client that has disconnected"
 
     def proved(self) -> None:
-        """The call has proved the job's secret."""
+        """Record that the call has proved the job's secret."""
         if self._connection is not None:
             self._proxy.proved(self._connection)

@@ -1,9 +1,10 @@
-"""Where the coordinator answers calls: proofs and certificates are checked here, and `CallRules` has the answer.
+"""Answers the coordinator's gRPC calls: checks proofs and certificates, and gets the answers from `CallRules`.
 
-Each call runs in a thread, one at a time at the servicer. A RegisterWorker call is held back until there is news or its
-patience ends, and the worker asks again. A held call occupies its thread, so only `HELD` of them are; further workers
-are told when to ask again instead. A launcher's stream occupies a thread too, which sleeps between two heartbeats; when
-`STREAMS` are taken, launchers use single calls.
+Each call runs in its own thread, and a lock lets one call at a time use `CallRules`. The reply to RegisterWorker is
+delayed until the outcome changes or its time limit ends. Then the worker asks again. A delayed call occupies its
+thread, so at most `MOST_DELAYED` calls are delayed. Further workers get an answer at once, with a time after which to
+ask again. A launcher's stream occupies a thread too, which sleeps between two heartbeats. If there are `MOST_STREAMS`
+streams, further launchers use single calls.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from gradwire.errors import ConfigError, JournalError
 from gradwire.identity import new_run
 from gradwire.membership.codec import (
     Malformed,
-    Replies,
+    ReplyEncoder,
     checkpoint_to_wire,
     claim_from_wire,
     member_from_wire,
@@ -44,49 +45,51 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gradwire.membership")
 
-HELD = 64  # calls held back at a time
-STREAMS = 1024  # of launchers that have proved the secret
-STRANGERS = 64  # streams of which nothing is proven yet
-THREADS = HELD + STREAMS + STRANGERS + 32
-_LONGEST_HOLD = 1.0  # seconds
+MOST_DELAYED = 64  # calls with a delayed reply
+MOST_STREAMS = 1024  # of launchers that have proved the secret
+MOST_UNPROVEN_STREAMS = 64  # streams on which no request has proved the secret yet
+THREADS = MOST_DELAYED + MOST_STREAMS + MOST_UNPROVEN_STREAMS + 32
+_LONGEST_DELAY = 1.0  # seconds
 _LONGEST_PAUSE = 4.0  # seconds; a place lapses after 5
-_PAUSE_PER_WAITING = 0.002  # seconds between two questions of a worker that is not held, times those that wait
-_USUAL = ("came", "formed", "returned", "left", "checkpoint")  # changes that are nobody's loss
+_PAUSE_PER_WAITING = 0.002  # seconds per waiting process: how long a worker pauses whose call was not delayed
+_ROUTINE = ("came", "formed", "returned", "left", "checkpoint")  # changes that are not worth a warning
 
 T = TypeVar("T")
 
 
 class CoordinatorServicer(rpc.MembershipServicer):
-    """Answers the calls; each method runs in a thread of the server's pool."""
+    """Answers the calls. Each method runs in a thread of the server's pool."""
 
     def __init__(
         self,
         membership: Membership,
         seal: CoordinatorSeal,
         *,
-        vouched: Callable[[Any, Iterable[str]], str | None] = lambda context, names: None,
+        caller_refusal: Callable[[Any, Iterable[str]], str | None] = lambda context, names: None,
         proved: Callable[[Any], None] = lambda context: None,
         failed: Callable[[JournalError], None] = lambda error: None,
         seconds_between_heartbeats: float = 10.0,
     ) -> None:
-        """`vouched` tells why a caller may not speak for members; `proved` is called with the context of each call that
-        proves the job's secret; `failed` hears that the journal cannot be written, after which nobody is told anything.
-        A stream without a heartbeat for `seconds_between_heartbeats` is ended.
+        """Prepare the servicer.
+
+        `caller_refusal` returns why a caller may not make calls for members, or None. `proved` is called with the
+        context of each call that proves the job's secret. `failed` is called if the journal cannot be written; after
+        that no call is answered any more. A stream without a heartbeat for `seconds_between_heartbeats` is ended.
         """
         self._rules = CallRules(membership, self._save, self._report)
         self._seal = seal
         self._journal: Journal | None = None
-        self._vouched = vouched
+        self._caller_refusal = caller_refusal
         self._proved = proved
         self._failed = failed
         self._seconds_between_heartbeats = seconds_between_heartbeats
-        self._replies = Replies()
+        self._replies = ReplyEncoder()
         self._refusals = RefusalLog(log)
         self._lock = threading.Lock()
-        self._told = threading.Condition(self._lock)
-        self._stirred = threading.Condition(self._lock)
-        self._held: set[_Held] = set()
-        self._streams: set[_Listened] = set()
+        self._informed = threading.Condition(self._lock)
+        self._timer_changed = threading.Condition(self._lock)
+        self._delayed: set[_DelayedCall] = set()
+        self._streams: set[_LauncherStream] = set()
         self._closed = False
 
     @property
@@ -97,7 +100,7 @@ class CoordinatorServicer(rpc.MembershipServicer):
 
     def Hello(self, request: pb.HelloRequest, context: Any) -> pb.HelloReply:  # noqa: N802
         try:
-            return self._seal.meet(request)
+            return self._seal.answer_hello(request)
         except Unproven:
             self._abort(context, grpc.StatusCode.UNAUTHENTICATED, f"the caller {NO_SECRET}")
 
@@ -107,7 +110,7 @@ class CoordinatorServicer(rpc.MembershipServicer):
             claim = claim_from_wire(body, self._rules.next_call())
         except Malformed as error:
             self._abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        reason = self._vouched(context, [claim.member.id])
+        reason = self._caller_refusal(context, [claim.member.id])
         outcome: Outcome = Refusal(reason or "")
         again_after = 0.0
         if reason is None:
@@ -116,7 +119,7 @@ class CoordinatorServicer(rpc.MembershipServicer):
             self._refusals.log("refused %s at %s: %s", claim.member, _peer(context), outcome.reason)
         link_key = b""
         if isinstance(outcome, Assembly) and request.ticket:
-            link_key = self._seal.veil(self._seal.link_key(outcome.run), request)
+            link_key = self._seal.wrap_key(self._seal.link_key(outcome.run), request)
         return self._seal.seal("RegisterWorker", request, self._replies.encode(outcome, again_after, link_key))
 
     def UnregisterWorker(self, request: pb.Sealed, context: Any) -> pb.Sealed:  # noqa: N802
@@ -130,15 +133,15 @@ class CoordinatorServicer(rpc.MembershipServicer):
         return self._seal.seal("UnregisterWorker", request, reply.SerializeToString())
 
     def Heartbeat(self, request: pb.Sealed, context: Any) -> pb.Sealed:  # noqa: N802
-        return self._beat("Heartbeat", request, context)
+        return self._heartbeat("Heartbeat", request, context)
 
     def Heartbeats(self, requests: Iterator[pb.Sealed], context: Any) -> Iterator[pb.Sealed]:  # noqa: N802
-        stream = self._listen(context)
+        stream = self._add_stream(context)
         try:
             for request in requests:
-                reply = self._beat("Heartbeats", request, context)
-                stream.heard = time.monotonic()
-                self._prove(stream, context)
+                reply = self._heartbeat("Heartbeats", request, context)
+                stream.last_heartbeat = time.monotonic()
+                self._count_proven(stream, context)
                 yield reply
         finally:
             with self._lock:
@@ -153,7 +156,7 @@ class CoordinatorServicer(rpc.MembershipServicer):
     # -- what the server does
 
     def resume(self, journal: Journal) -> None:
-        """Go on from what a journal holds, if it holds anything, and keep it from now on."""
+        """Continue from the state in a journal, if it has any, and write to it from now on."""
         snapshot = journal.load()
         if snapshot is None:
             self.membership.terms = replace(self.membership.terms, run=new_run(after=journal.earlier_run()))
@@ -166,7 +169,7 @@ class CoordinatorServicer(rpc.MembershipServicer):
         self._journal = journal
 
     def keep_time(self) -> None:
-        """Tell the membership the time when it wants to know, and cut streams that fell silent, until `close`."""
+        """Call `tick` when the membership is due, and cancel streams without heartbeats. Returns after `close`."""
         with self._lock:
             while not self._closed:
                 now = time.monotonic()
@@ -176,23 +179,23 @@ class CoordinatorServicer(rpc.MembershipServicer):
                         self._rules.tick(now)
                     due = self.membership.due()
                 oldest = now - self._seconds_between_heartbeats
-                for stream in [stream for stream in self._streams if stream.heard < oldest]:
+                for stream in [stream for stream in self._streams if stream.last_heartbeat < oldest]:
                     stream.context.cancel()
                 pause = 1.0 if due is None else min(1.0, max(0.005, due - now))
-                self._stirred.wait(pause if due is not None or self._streams else None)
+                self._timer_changed.wait(pause if due is not None or self._streams else None)
 
     def close(self, grace: float) -> None:
-        """Refuse whoever still waits, and return when all have been told, or after `grace` seconds."""
+        """Refuse all waiting processes. Return when all have received that answer, or after `grace` seconds."""
         deadline = time.monotonic() + grace
         with self._lock:
-            self.membership.stop("the coordinator was stopped before all ranks had come")
+            self.membership.stop("the coordinator was stopped before all ranks had registered")
             self._wake()
             while (left := deadline - time.monotonic()) > 0 and self.membership.uninformed(time.monotonic()):
-                self._told.wait(min(left, 0.1))
+                self._informed.wait(min(left, 0.1))
             self._closed = True
-            self._stirred.notify_all()
+            self._timer_changed.notify_all()
 
-    # -- at the servicer
+    # -- steps of a call
 
     def _open(self, method: str, kind: Any, request: pb.Sealed, context: Any) -> Any:
         try:
@@ -202,24 +205,22 @@ class CoordinatorServicer(rpc.MembershipServicer):
         except Unproven:
             self._abort(context, grpc.StatusCode.UNAUTHENTICATED, f"the caller {NO_SECRET}")
         except Stale:
-            self._abort(
-                context, grpc.StatusCode.FAILED_PRECONDITION, "the coordinator was started anew; say hello again"
-            )
+            self._abort(context, grpc.StatusCode.FAILED_PRECONDITION, "the coordinator was restarted; send Hello again")
         except Malformed as error:
             self._abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
     def _check(self, context: Any, names: Iterable[str]) -> None:
-        """Whether a caller's certificate lets it speak for members."""
-        reason = self._vouched(context, names)
+        """Abort the call unless the caller's certificate covers the members."""
+        reason = self._caller_refusal(context, names)
         if reason is not None:
             self._abort(context, grpc.StatusCode.PERMISSION_DENIED, reason)
 
     def _event(self, context: Any, event: Callable[[float], T]) -> T:
-        """Something happens to the membership; what it changes is in the journal when this returns."""
+        """Apply an event to the membership. When this returns, its changes are in the journal."""
         try:
             with self._lock:
                 answer = event(time.monotonic())
-                self._told.notify_all()
+                self._informed.notify_all()
         except Denied as denied:
             self._abort(context, grpc.StatusCode.PERMISSION_DENIED, str(denied))
         except JournalError as error:
@@ -232,7 +233,7 @@ class CoordinatorServicer(rpc.MembershipServicer):
         try:
             self._journal.save(changes, snapshot)
         except JournalError as error:
-            log.error("%s; nobody is told anything any more", error)
+            log.error("%s; the coordinator answers no more calls", error)
             self._failed(error)
             raise
 
@@ -241,40 +242,45 @@ class CoordinatorServicer(rpc.MembershipServicer):
             _log(change)
         if any(change.kind == "formed" for change in changes):
             self._wake()
-        self._stirred.notify_all()
+        self._timer_changed.notify_all()
 
-    def _answer(self, claim: Claim, ticket: bytes, patience: float, context: Any) -> tuple[Outcome, float]:
-        """The answer to a claim, held back while it is only `Waiting`, and after which time to ask again."""
-        held = _Held()
+    def _answer(self, claim: Claim, ticket: bytes, seconds: float, context: Any) -> tuple[Outcome, float]:
+        """Return the answer to a claim, and the seconds after which to ask again.
+
+        The answer `Waiting` is delayed for up to `seconds`, in case the outcome changes.
+        """
+        delayed = _DelayedCall()
 
         def event(now: float) -> Outcome:
             outcome = self._rules.register(claim, ticket, now, time.time())
-            if isinstance(outcome, Waiting) and len(self._held) < HELD:
-                self._held.add(held)
+            if isinstance(outcome, Waiting) and len(self._delayed) < MOST_DELAYED:
+                self._delayed.add(delayed)
             return outcome
 
         outcome = self._event(context, event)
         if not isinstance(outcome, Waiting):
             return outcome, 0.0
-        if held not in self._held:
+        if delayed not in self._delayed:
             return outcome, min(_LONGEST_PAUSE, _PAUSE_PER_WAITING * self.membership.waiting)
-        if not context.add_callback(held.cut_off):
-            held.cut_off()
-        held.wait(min(patience, _LONGEST_HOLD))
+        if not context.add_callback(delayed.disconnected):
+            delayed.disconnected()
+        delayed.wait(min(seconds, _LONGEST_DELAY))
         with self._lock:
-            self._held.discard(held)
-        if held.gone:
+            self._delayed.discard(delayed)
+        if delayed.gone:
             self._event(context, lambda now: self._rules.withdraw(claim))
         return self._event(context, lambda now: self._rules.outcome(claim, now)), 0.0
 
     def _wake(self) -> None:
-        for held in self._held:
-            held.news()
+        for delayed in self._delayed:
+            delayed.wake()
 
-    def _beat(self, method: str, request: pb.Sealed, context: Any) -> pb.Sealed:
+    def _heartbeat(self, method: str, request: pb.Sealed, context: Any) -> pb.Sealed:
         body = self._open(method, pb.HeartbeatRequest, request, context)
         self._check(context, [*body.ids, *body.gone])
-        news = self._event(context, lambda now: self._rules.beat(body.ids, body.gone, body.run, request.ticket, now))
+        news = self._event(
+            context, lambda now: self._rules.heartbeat(body.ids, body.gone, body.run, request.ticket, now)
+        )
         return self._seal.seal(method, request, news_to_wire(news).SerializeToString())
 
     def _checkpoint(self, method: str, ask: Any, request: pb.Sealed, context: Any) -> pb.Sealed:
@@ -290,28 +296,28 @@ class CoordinatorServicer(rpc.MembershipServicer):
 
     # -- streams
 
-    def _listen(self, context: Any) -> _Listened:
-        stream = _Listened(context)
+    def _add_stream(self, context: Any) -> _LauncherStream:
+        stream = _LauncherStream(context)
         with self._lock:
-            strangers = sum(not other.proven for other in self._streams)
-            if strangers < STRANGERS:
+            unproven = sum(not other.proven for other in self._streams)
+            if unproven < MOST_UNPROVEN_STREAMS:
                 self._streams.add(stream)
-                self._stirred.notify_all()
-        if strangers >= STRANGERS:
+                self._timer_changed.notify_all()
+        if unproven >= MOST_UNPROVEN_STREAMS:
             self._abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "too many streams begin at once")
         return stream
 
-    def _prove(self, stream: _Listened, context: Any) -> None:
+    def _count_proven(self, stream: _LauncherStream, context: Any) -> None:
         if stream.proven:
             return
         with self._lock:
-            stream.proven = sum(other.proven for other in self._streams) < STREAMS
+            stream.proven = sum(other.proven for other in self._streams) < MOST_STREAMS
         if not stream.proven:
-            self._abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, f"{STREAMS} hosts have streams already")
+            self._abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MOST_STREAMS} hosts already have streams")
 
 
-class _Held:
-    """A call that is held back until there is news, its time is up, or its caller is gone."""
+class _DelayedCall:
+    """A call whose reply is delayed until a generation forms, its time is up, or its caller disconnects."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -322,40 +328,40 @@ class _Held:
         self._event.wait(seconds)
         self._over = True
 
-    def news(self) -> None:
+    def wake(self) -> None:
         self._event.set()
 
-    def cut_off(self) -> None:
-        """gRPC's word that the call has ended; while it is held, that means that the caller is gone."""
+    def disconnected(self) -> None:
+        """Handle gRPC's callback for the end of a call. During the delay it means that the caller has disconnected."""
         if not self._over:
             self.gone = True
             self._event.set()
 
 
-class _Listened:
+class _LauncherStream:
     """A launcher's stream."""
 
     def __init__(self, context: Any) -> None:
         self.context = context
-        self.heard = time.monotonic()
+        self.last_heartbeat = time.monotonic()
         self.proven = False
 
 
 def _check_terms(snapshot: Mapping[str, Any], terms: Terms, journal: Journal) -> None:
-    """Whether the journal is of the same job. A name that was made up gives way to the one in it."""
-    for name, what in {"start": "a start with {}", "minimum": "at least {}", "maximum": "at most {}"}.items():
+    """Raise `ConfigError` if the journal is of a job with other sizes."""
+    for name, what in {"start": "initial", "minimum": "minimum", "maximum": "maximum"}.items():
         here, there = getattr(terms, name), snapshot[name]
         if here != there:
             raise ConfigError(
-                f"the journal {journal.path} is of a job of {what.format(there)} members, not {here}: "
-                "describe the job as before, or name another file"
+                f"the journal {journal.path} belongs to a job whose {what} size is {there}, not {here}: "
+                "use the same sizes as before, or name another file"
             )
 
 
 def _log(change: Change) -> None:
-    log.log(logging.INFO if change.kind in _USUAL else logging.WARNING, "%s", change.text)
+    log.log(logging.INFO if change.kind in _ROUTINE else logging.WARNING, "%s", change.text)
 
 
 def _peer(context: Any) -> str:
-    """The caller's address, as people write it: gRPC says "ipv6:%5B::1%5D:4711"."""
+    """Return the caller's address in the usual notation: gRPC writes "ipv6:%5B::1%5D:4711"."""
     return unquote(context.peer()).removeprefix("ipv4:").removeprefix("ipv6:")

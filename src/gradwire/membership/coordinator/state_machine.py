@@ -1,19 +1,20 @@
-"""The membership of a job as a state machine: claims, deaths and the time come in, answers go out.
+"""Decides the membership of a job, as a state machine: claims, deaths and the time go in, answers come out.
 
-    register(claim)  →  Waiting    registered; the reason says what it waits for
-                        Refusal    turned away, with the reason
-                        Assembly   the members of the next generation, and its own rank
+    register(claim)  →  Waiting    registered; the reason says what the claim waits for
+                        Refusal    refused, with the reason
+                        Assembly   the members of the next generation, and the claimant's own rank
 
-A member that waits holds its place by asking again; a place that nobody has asked for in `LAPSE` seconds is free, and a
-place that is held is never given to anybody else. The first generation forms when `start` members have come. In a
-static job that is all: its members may ask for it again, everybody else is refused.
+A waiting process keeps its place by repeating its claim. A place without a claim for `LAPSE` seconds is freed, and a
+place that is held is never given to another process. The first generation forms when `start` members have registered.
+A static job has only this generation: its members may ask for it again, and all others are refused.
 
-An elastic job goes on. A member of the present generation that registers for a newer one has come *back*; everybody
-else stands in *line*. The next generation forms when each member of the present one is back or *out*: it left, it died,
-its lease ran out, or those who are back could not reach it. Survivors keep their order, those in line follow, and the
-size stays between the minimum and the maximum.
+An elastic job can have more generations. A member of the current generation that registers for a newer one is
+*returning*. All other waiting processes are in the *queue*. The next generation forms when each member of the current
+one is returning or *removed*: it left, it died, its lease expired, or a returning member could not reach it. Survivors
+keep their order, members from the queue follow, and the size stays between the minimum and the maximum.
 
-No I/O, no clock, no locks: time is an argument. Whoever drives this calls `tick` when it is `due`.
+This module does no I/O and has no clock and no locks: time is an argument. The caller must call `tick` when it is
+`due`.
 """
 
 from __future__ import annotations
@@ -32,15 +33,17 @@ from gradwire.membership.coordinator.election import cut_off, initial_order, mis
 from gradwire.membership.coordinator.roster import Roster
 from gradwire.membership.types import Assembly, Change, CheckpointStatus, Claim, Member, News, Outcome, Refusal, Waiting
 
-NEWCOMER_SECONDS = 30.0  # seconds without a newcomer, after which a first generation makes do with the minimum
+NEWCOMER_SECONDS = 30.0  # if no process registers for this long, the minimum size is enough for a first generation
 TICK = 1.0  # seconds between two ticks at most
-FINISHED = "the work of this job is done; there is nothing left to join"
-OUTNUMBERED = 1.0  # seconds in which those whom no majority calls lost can come and say otherwise
-HOPE = 60.0  # seconds beyond its lease in which a silent member may still be at work, where nobody else knows the state
+FINISHED = "all work of this job is done; no process can join any more"
+# Seconds for members that are reported lost to return, if the returning members are not the majority.
+MINORITY_GRACE = 1.0
+# Seconds beyond its lease for which a silent member may still be at work, if no other member has the training state.
+SILENT_GRACE = 60.0
 
 
 class Membership:
-    """Who is in the job. Each method that takes the time is an event; `changes` tells what came of them."""
+    """The members of a job. Each method that takes the time is an event. `changes` returns what the events changed."""
 
     def __init__(
         self,
@@ -62,344 +65,365 @@ class Membership:
 
     @property
     def generation(self) -> int:
-        """The present one; 0 before the first."""
+        """The number of the current generation; 0 before the first."""
         return self._roster.generation
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """Of the present generation, in rank order. Some may be out already."""
+        """The members of the current generation in rank order, including removed ones."""
         return self._roster.members
 
     @property
     def roster(self) -> Roster:
-        """Where each member is; to be read, never changed."""
+        """Where each member is. Callers must not change it."""
         return self._roster
 
     @property
     def waiting(self) -> int:
-        """How many wait."""
-        return len(self._roster.back) + len(self._roster.line)
+        """The number of processes that wait."""
+        return len(self._roster.returning) + len(self._roster.queue)
 
-    # -- those who wait
+    # -- processes that wait
 
     def register(self, claim: Claim, now: float) -> Outcome:
-        """Claim a place, or claim it again. Whoever is refused has changed nothing."""
+        """Claim a place, or renew a claim. A refused claim changes nothing."""
         self._advance(now)
         reason = admission_rules.objection(claim, self.terms, self._roster)
         if reason is not None:
             return Refusal(reason, other_run=admission_rules.is_of_another_run(claim, self.terms, self._roster))
-        if self._finished and not admission_rules.survives(claim, self._roster):
+        if self._finished and not admission_rules.is_survivor(claim, self._roster):
             return Refusal(FINISHED, finished=True)
         if self._stopped is None and (
-            self._missed(claim) or not admission_rules.is_current_member(claim, self.terms, self._roster)
+            self._missed_the_end(claim) or not admission_rules.is_current_member(claim, self.terms, self._roster)
         ):
             self._admit(claim)
         return self.outcome(claim, now)
 
     def outcome(self, claim: Claim, now: float) -> Outcome:
-        """The present answer to a claim that was not refused."""
+        """Return the current answer to a claim that was not refused."""
         self.tick(now)
         name, roster = claim.member.id, self._roster
-        if name not in roster.back and admission_rules.is_current_member(claim, self.terms, roster):
+        if name not in roster.returning and admission_rules.is_current_member(claim, self.terms, roster):
             record = roster.records[name]
-            record.asked, record.told = self._clock.time, True
-            roster.hear(name)
+            record.last_asked, record.informed = self._clock.time, True
+            roster.mark_alive(name)
             rank, terms = record.member.rank or 0, self.terms
             previous = claim.run if replaces(terms.run, claim.run) else terms.previous_run
             return Assembly(terms.job, roster.generation, rank, roster.members, terms.run, previous_run=previous)
         if self._stopped is not None:
             place = roster.place(name)
             if place is not None and place.claim.session == claim.session:
-                place.told = True
+                place.informed = True
             return Refusal(self._stopped)
-        if self._finished and name not in roster.back:
+        if self._finished and name not in roster.returning:
             return Refusal(FINISHED, finished=True)
-        gaps = () if roster.generation else missing(roster.wishes(), self.terms.start)
+        gaps = () if roster.generation else missing(roster.wanted_ranks(), self.terms.start)
         return Waiting(gaps, self._reason(name))
 
     def withdraw(self, claim: Claim) -> Member | None:
-        """The process behind a claim went away while it waited: frees its place, unless it has claimed again since."""
+        """Free the place of a process that disconnected while it waited, unless it has claimed again since."""
         place = self._roster.place(claim.member.id)
         if place is None or (place.claim.session, place.claim.sequence) != (claim.session, claim.sequence):
             return None
-        self._roster.free(claim.member.id, "went away while it waited")
+        self._roster.free_place(claim.member.id, "disconnected while it waited")
         return place.claim.member
 
     def stop(self, reason: str) -> None:
-        """Nobody gets in any more; those who wait are refused for `reason`."""
+        """Stop admitting processes. All that wait are refused with `reason`."""
         self._stopped = reason
 
     def uninformed(self, now: float) -> bool:
-        """Whether a member that still asks has not been told how it ended."""
+        """Return whether a process that still asks has not received its final answer."""
         self._advance(now)
         return self._roster.uninformed()
 
-    # -- those who are at work
+    # -- members of the current generation
 
     def leave(self, member: Member, now: float, *, finished: bool = False, run: bytes = b"") -> bool:
-        """A member takes its leave; False if there is none that is exactly this process.
+        """Record that a member leaves. Return False if there is no member that is exactly this process.
 
-        With `finished` all work is done: nobody joins any more, who would begin it anew. The present members stay. Only
-        a member of the present generation can know that.
+        With `finished`, the member also reports that all work is done. Only a member of the current generation can do
+        that. From then on no process can join, because it would begin the work again. The current members stay.
         """
         self._advance(now)
         known = self._roster.known(member.id)
-        other = self._of_another(run) and not replaces(self.terms.run, run)
+        other = self._is_another_run(run) and not replaces(self.terms.run, run)
         if known is None or not admission_rules.same_process(known, member) or other:
             return False
-        self._roster.hear(member.id)
+        self._roster.mark_alive(member.id)
         self._finished = self._finished or (finished and self._roster.alive(member.id))
         self._roster.end(member.id, "left")
-        self._go_on()
+        self._form_if_ready()
         return True
 
     def gone(self, names: Iterable[str], now: float, run: bytes = b"") -> None:
-        """Somebody who must know saw these processes die. What is said of members of another `run` is ignored."""
+        """Record that the processes of these members have ended. Reports about another `run` are ignored."""
         self._advance(now)
-        for name in () if self._of_another(run) else names:
+        for name in () if self._is_another_run(run) else names:
             self._roster.end(name, "gone")
-        self._go_on()
+        self._form_if_ready()
 
-    def beat(self, names: Iterable[str], now: float, run: bytes = b"") -> News:
-        """These members live: their leases begin anew, unless they are members of another `run`. An id that is no
-        member is ignored, and the news says so: it may be about to become one, or is a member of another run."""
+    def heartbeat(self, names: Iterable[str], now: float, run: bytes = b"") -> News:
+        """Renew the leases of these members and return the news.
+
+        Ids that are not members of this `run` are ignored, and the news lists them as unknown: such a process may be
+        about to join, or is a member of another run.
+        """
         self._advance(now)
         names = list(names)
-        unknown = names if self._of_another(run) else [name for name in names if name not in self._roster.records]
+        unknown = names if self._is_another_run(run) else [name for name in names if name not in self._roster.records]
         for name in set(names).difference(unknown):
-            self._roster.hear(name)
-        self._go_on()
+            self._roster.mark_alive(name)
+        self._form_if_ready()
         return replace(self.news(), unknown=tuple(unknown))
 
     def knows(self, name: str) -> bool:
-        """Whether an id is that of a member of this run, of one that waits to be, or of one that was dropped and may
-        come back."""
+        """Return whether an id belongs to a member of this run, a waiting process, or a dropped member."""
         roster = self._roster
-        return name in roster.records or name in roster.outside or roster.place(name) is not None
+        return name in roster.records or name in roster.dropped or roster.place(name) is not None
 
-    def _of_another(self, run: bytes) -> bool:
+    def _is_another_run(self, run: bytes) -> bool:
         return run not in (b"", self.terms.run)
 
     def news(self) -> News:
         roster = self._roster
-        takes = self.terms.elastic and roster.generation and not self._finished
-        room = self.terms.largest - roster.size() if takes else 0
+        open_to_joiners = self.terms.elastic and roster.generation and not self._finished
+        room = self.terms.largest - roster.size() if open_to_joiners else 0
         joiners = sum(1 for _ in islice(roster.ready(), room))
-        evicted = tuple(name for name, cause in roster.out.items() if cause != "left")
+        evicted = tuple(name for name, cause in roster.removed.items() if cause != "left")
         epoch = self._checkpoints.epoch
         size, run = roster.size(), self.terms.run
         return News(roster.generation, joiners, evicted, epoch, roster.over, size, self._finished, run)
 
     def start_checkpoint(self, epoch: int, name: str, now: float) -> CheckpointStatus | Refusal:
-        """A worker begins the checkpoint of `epoch`, or finds it begun."""
-        return self._checkpoint(epoch, name, now, "begun")
+        """Begin the checkpoint of `epoch` for a member, or return its progress if it has begun."""
+        return self._checkpoint(epoch, name, now, begin=True)
 
     def end_checkpoint(self, epoch: int, name: str, now: float) -> CheckpointStatus | Refusal:
-        """A worker has written its part. May be asked again, to see how far the others are."""
-        return self._checkpoint(epoch, name, now, "written")
+        """Record that a member has written its part. Repeat the call to poll the progress of the others."""
+        return self._checkpoint(epoch, name, now, begin=False)
 
-    def _checkpoint(self, epoch: int, name: str, now: float, what: str) -> CheckpointStatus | Refusal:
+    def _checkpoint(self, epoch: int, name: str, now: float, *, begin: bool) -> CheckpointStatus | Refusal:
         self.tick(now)
         if not self._roster.alive(name):
-            return Refusal(f"{name!r} is no live member of generation {self.generation}")
-        begin = what == "begun"
+            return Refusal(f"{name!r} is not a live member of generation {self.generation}")
         if self._checkpoints.begin(epoch, self._roster.live()) if begin else self._checkpoints.report(epoch, name):
-            self._roster.note("checkpoint", name, f"the checkpoint of epoch {epoch} was {what} by {name}")
-        self._settle_checkpoint()
+            action = "begun" if begin else "written its part of"
+            self._roster.note("checkpoint", name, f"{name} has {action} the checkpoint of epoch {epoch}")
+        self._close_checkpoint()
         return self._checkpoints.status(epoch, self._roster.alive)
 
-    def _settle_checkpoint(self) -> None:
-        if self._checkpoints.settle(self._roster.alive):
+    def _close_checkpoint(self) -> None:
+        if self._checkpoints.end_if_complete(self._roster.alive):
             self._roster.note("checkpoint", None, f"the checkpoint of epoch {self._checkpoints.last} is complete")
 
     # -- time
 
     def tick(self, now: float) -> None:
-        """Time has passed."""
+        """Process the passing of time."""
         self._advance(now)
-        self._go_on()
+        self._form_if_ready()
 
     def due(self) -> float | None:
-        """When `tick` should be called at the latest; None if nothing waits for the time."""
+        """Return the time by which `tick` must be called; None if no decision depends on the time."""
         roster = self._roster
         if not (self.waiting or (self.terms.elastic and roster.generation)):
             return None
-        deadlines = [roster.arrived + NEWCOMER_SECONDS, self._settled_at(), *roster.rests_until()]
+        deadlines = [roster.last_arrival + NEWCOMER_SECONDS, self._ready_at(), *roster.backoff_ends()]
         ahead = [deadline for deadline in deadlines if not self._clock.reached(deadline)]
         return self._clock.outside(min([self._clock.time + TICK, *ahead]))
 
     def _advance(self, now: float) -> None:
         self._clock.advance(now)
-        self._roster.let_lapse()
+        self._roster.drop_lapsed()
         if self.terms.elastic:
             for name in self._roster.silent(self.terms.lease):
-                self._roster.strike(name, "silent")
+                self._roster.remove(name, "silent")
 
     # -- the next generation
 
     def _admit(self, claim: Claim) -> None:
         name, roster = claim.member.id, self._roster
-        if self._missed(claim):
-            roster.hear(name)
-            roster.come(claim, roster.back)
-        elif admission_rules.survives(claim, roster):
-            roster.hear(name)
-            roster.line.pop(name, None)
-            roster.come(claim, roster.back, frozenset(claim.lost) & roster.records.keys() - {name})
+        if self._missed_the_end(claim):
+            roster.mark_alive(name)
+            roster.place_claim(claim, roster.returning)
+        elif admission_rules.is_survivor(claim, roster):
+            roster.mark_alive(name)
+            roster.queue.pop(name, None)
+            roster.place_claim(claim, roster.returning, frozenset(claim.lost) & roster.records.keys() - {name})
         else:
             if roster.returnable(name):
-                roster.strike(name, "replaced")
-            for other in admission_rules.ousted(claim, roster):
-                roster.free(other, "has no data address, and others of this job have one")
-            roster.come(claim, roster.line)
+                roster.remove(name, "replaced")
+            for other in admission_rules.displaced(claim, roster):
+                roster.free_place(other, "has no data address, and other members of this job have one")
+            roster.place_claim(claim, roster.queue)
 
-    def _missed(self, claim: Claim) -> bool:
-        """Whether a member asks for a generation that others are back from already: it is over, and the next is due."""
+    def _missed_the_end(self, claim: Claim) -> bool:
+        """Return whether a member asks for the current generation after others have already registered for the next.
+
+        The current generation is over then, so the member must wait for the next one.
+        """
         roster = self._roster
         return self.terms.elastic and roster.over and admission_rules.is_current_member(claim, self.terms, roster)
 
-    def _go_on(self) -> None:
-        """After each event: form the next generation if it is time."""
+    def _form_if_ready(self) -> None:
+        """Form the next generation if all conditions are met. Called after each event."""
         roster = self._roster
-        self._settle_checkpoint()
+        self._close_checkpoint()
         if self._stopped is not None:
             return
         if not roster.generation:
-            few = len(roster.line) >= self.terms.smallest and self._clock.reached(roster.arrived + NEWCOMER_SECONDS)
-            if few or len(roster.line) >= self.terms.start:
-                self._form(initial_order([place.claim.member for place in roster.line.values()]))
-        elif self.terms.elastic and not roster.awaited() and self._clock.reached(self._settled_at()):
+            few = len(roster.queue) >= self.terms.smallest and self._clock.reached(
+                roster.last_arrival + NEWCOMER_SECONDS
+            )
+            if few or len(roster.queue) >= self.terms.start:
+                self._form(initial_order([place.claim.member for place in roster.queue.values()]))
+        elif self.terms.elastic and not roster.awaited() and self._clock.reached(self._ready_at()):
             self._regroup()
 
-    def _settled_at(self) -> float:
-        """When it is time to go on without those who are absent, if nothing stirs until then."""
+    def _ready_at(self) -> float:
+        """Return when to form the next generation without unreachable members, if nothing changes before."""
         roster = self._roster
-        absent = len(roster.absent())
-        if not roster.back:
-            return roster.stirred + (0.0 if len(roster.line) >= self.terms.start else self.terms.settle)
-        if not absent:
-            return roster.stirred
-        return roster.stirred + max(self.terms.settle, 0.0 if len(roster.back) > absent else OUTNUMBERED)
+        unreachable = len(roster.unreachable())
+        if not roster.returning:
+            return roster.last_change + (0.0 if len(roster.queue) >= self.terms.start else self.terms.settle)
+        if not unreachable:
+            return roster.last_change
+        grace = 0.0 if len(roster.returning) > unreachable else MINORITY_GRACE
+        return roster.last_change + max(self.terms.settle, grace)
 
     def _regroup(self) -> None:
-        """Nobody is awaited any more: whoever cannot be reached goes, and if enough are left, they go on."""
+        """Remove unreachable members, and form the next generation if enough members remain."""
         roster = self._roster
-        for name in roster.absent():
-            roster.strike_accused(name)
-        order = [name for name in roster.records if name in roster.back]
-        # Whoever stood still was missed, and is back: that keeps nobody apart. If something does, they say so again.
-        back = {name for name in order if roster.back[name].claim.stood_still}
-        complaints = {name: roster.back[name].complaints - back for name in order}
-        strangers = {name for name in order if not self._knows(roster.back[name].claim)}
-        for name in cut_off(order, complaints, strangers):
-            roster.send_to_line(name)
-        survivors = [name for name in order if name in roster.back]
+        for name in roster.unreachable():
+            roster.remove_unreachable(name)
+        order = [name for name in roster.records if name in roster.returning]
+        # A member that was stopped for a moment was reported lost, but has returned. Reports about it are ignored: if
+        # it really cannot be reached, it is reported again in the next generation.
+        resumed = {name for name in order if roster.returning[name].claim.stood_still}
+        lost = {name: roster.returning[name].lost - resumed for name in order}
+        stateless = {name for name in order if not self._has_state(roster.returning[name].claim)}
+        for name in cut_off(order, lost, stateless):
+            roster.move_to_queue(name)
+        survivors = [name for name in order if name in roster.returning]
         joiners = [] if self._finished else self._joiners(survivors)
         if joiners is not None and len(survivors) + len(joiners) >= self.terms.smallest:
             self._form(survivors + joiners)
 
     def _joiners(self, survivors: list[str]) -> list[str] | None:
-        """Those in line for whom it is time, in their order; None if nobody can go on yet.
+        """Return the queued processes to admit, in order; None if the next generation must not form yet.
 
-        Where no survivor knows the state, those in line who have been at work do, the last ones best: they are needed,
-        rested or not, unless they were dropped again and again. If none of them is of the present generation, it must
-        have ended: whoever of it is merely not heard of may work on out of our sight, and the others would begin anew
-        beside it. So may those who were dropped before: they know an earlier state.
+        If a survivor has the training state, these are the processes that are ready to join. Otherwise the state must
+        come from queued processes that were in a generation, the latest generation first. They are admitted even during
+        a back-off, unless they were dropped more than once.
+
+        If no queued process has the state of the current generation, a silent or dropped member may still be at work
+        with it. A generation without that member would begin the work again beside it. So none forms until that member
+        is given up.
         """
         roster, room = self._roster, self.terms.largest - len(survivors)
-        if any(self._knows(roster.back[name].claim) for name in survivors):
+        if any(self._has_state(roster.returning[name].claim) for name in survivors):
             return list(islice(roster.ready(), room))
-        if self._out_of_sight() and not self._returned():
+        if self._unaccounted() and not self._state_holder_queues():
             return None
-        worked = (name for name, place in roster.line.items() if place.claim.generation)
-        known = [name for name in worked if not roster.dropped_again(name)]
-        known.sort(key=lambda name: -roster.line[name].claim.generation)
-        return [*known, *(name for name in roster.ready() if name not in known)][:room]
+        experienced = (name for name, place in roster.queue.items() if place.claim.generation)
+        first = [name for name in experienced if not roster.dropped_again(name)]
+        first.sort(key=lambda name: -roster.queue[name].claim.generation)
+        return [*first, *(name for name in roster.ready() if name not in first)][:room]
 
-    def _knows(self, claim: Claim) -> bool:
-        """Whether a member that is back has the state of the training: not if it joined, and was not handed it yet, or
-        has not even heard that it was let in."""
+    def _has_state(self, claim: Claim) -> bool:
+        """Return whether a returning member has the training state.
+
+        It does not if it joined the generation but did not receive the state, or not even its Assembly.
+        """
         return not claim.stranger and self.generation - claim.generation <= 1
 
-    def _returned(self) -> bool:
-        """Whether somebody in line was at work in the present generation, and dropped from it."""
-        return any(map(self._holds_state, self._roster.line))
+    def _state_holder_queues(self) -> bool:
+        """Return whether a queued process has the state of the current generation, from which it was removed."""
+        return any(map(self._has_current_state, self._roster.queue))
 
-    def _holds_state(self, name: str) -> bool:
-        """Whether one that waits has the state of the present generation, back from it or dropped from it."""
-        if name in self._roster.back:
-            return self._knows(self._roster.back[name].claim)
-        claim, record = self._roster.line[name].claim, self._roster.records.get(name)
-        dropped = record is not None and admission_rules.same_process(record.member, claim.member)
-        return dropped and claim.generation == self.generation and not claim.stranger
+    def _has_current_state(self, name: str) -> bool:
+        """Return whether a waiting process has the state of the current generation."""
+        if name in self._roster.returning:
+            return self._has_state(self._roster.returning[name].claim)
+        claim, record = self._roster.queue[name].claim, self._roster.records.get(name)
+        was_member = record is not None and admission_rules.same_process(record.member, claim.member)
+        return was_member and claim.generation == self.generation and not claim.stranger
 
-    def _out_of_sight(self) -> dict[Member, float]:
-        """Members that may live, do not wait anew, and know more than those who wait, with the seconds after which they
-        are given up: they are out of the present generation, or were dropped before."""
+    def _unaccounted(self) -> dict[Member, float]:
+        """Return members that may be alive, do not wait, and have a later state than the waiting processes.
+
+        They were removed from the current generation or dropped before. The values are the seconds until they are given
+        up.
+        """
         roster = self._roster
-        claims = [place.claim for place in roster.line.values()]
-        known = max((claim.generation for claim in claims if not claim.stranger), default=0)
-        since = {one.member: one.since for one in roster.outside.values() if one.generation > known}
-        since |= {roster.records[name].member: roster.records[name].heard for name in roster.unseen()}
-        left = {member: at + self.terms.lease + HOPE - self._clock.time for member, at in since.items()}
-        return {one: seconds for one, seconds in left.items() if seconds > 0 and roster.place(one.id) is None}
+        claims = [place.claim for place in roster.queue.values()]
+        latest = max((claim.generation for claim in claims if not claim.stranger), default=0)
+        since = {one.member: one.since for one in roster.dropped.values() if one.generation > latest}
+        since |= {roster.records[name].member: roster.records[name].last_seen for name in roster.maybe_alive()}
+        left = {member: at + self.terms.lease + SILENT_GRACE - self._clock.time for member, at in since.items()}
+        return {member: seconds for member, seconds in left.items() if seconds > 0 and roster.place(member.id) is None}
 
     def _form(self, order: list[str]) -> None:
-        """Form the next generation. Where nobody in it holds the state of the present one, it begins a new run: members
-        that were out of sight may have committed more, and must not come back into a history that differs."""
+        """Form the next generation.
+
+        If no member has the state of the current generation, a new run begins. Members that were given up may have
+        committed further steps, and must not return into a different history.
+        """
         roster = self._roster
-        anew = roster.generation > 0 and not any(self._holds_state(name) for name in order)
+        new_run = roster.generation > 0 and not any(self._has_current_state(name) for name in order)
         run = self.terms.run
-        self.terms = replace(self.terms, run=next_run(run) if anew else run, previous_run=run if anew else b"")
+        self.terms = replace(self.terms, run=next_run(run) if new_run else run, previous_run=run if new_run else b"")
         roster.record(order)
-        for name in [name for name, place in roster.line.items() if anew and place.claim.generation]:
-            roster.free(name, "is a member of the run before")
+        for name in [name for name, place in roster.queue.items() if new_run and place.claim.generation]:
+            roster.free_place(name, "is a member of the previous run")
         text = f"generation {self.generation} of job {self.terms.job} has {len(order)} members"
-        if anew:
-            text += f", and begins run {self.terms.run.hex()}: nobody in it holds the state of the generation before"
+        if new_run:
+            text += f" and begins run {self.terms.run.hex()}: no member has the state of the previous generation"
         self._roster.note("formed", None, text)
 
     def _reason(self, name: str) -> str:
-        """What a member waits for."""
+        """Return what a waiting process waits for."""
         roster, terms = self._roster, self.terms
         if not roster.generation:
-            enough = f"; {terms.smallest} are enough if nobody comes for {NEWCOMER_SECONDS:g} s"
-            return f"{len(roster.line)} of {terms.start} members are here" + (
+            enough = f"; {terms.smallest} are enough if no other registers for {NEWCOMER_SECONDS:g} s"
+            return f"{len(roster.queue)} of {terms.start} members have registered" + (
                 enough if terms.smallest < terms.start else ""
             )
-        if name not in roster.back:
-            if roster.rest(name):
-                return f"others could not reach it; it may join again in {roster.rest(name):.0f} s"
-            ahead = next((ahead for ahead, other in enumerate(roster.ready()) if other == name), len(roster.line))
+        if name not in roster.returning:
+            if roster.backoff(name):
+                return f"other members could not reach it; it may join again in {roster.backoff(name):.0f} s"
+            ahead = next((ahead for ahead, other in enumerate(roster.ready()) if other == name), len(roster.queue))
             if roster.size() + ahead >= terms.largest:
-                turn = "you are first in line" if ahead == 0 else f"{ahead} are before you in line"
-                return f"the job is full: {roster.size()} of at most {terms.largest}; {turn}"
-            if roster.size() and not roster.back:
+                full = f"the job is full ({roster.size()} of at most {terms.largest} members)"
+                return f"{full}; {ahead} processes are before it in the queue"
+            if roster.size() and not roster.returning:
                 at_work = f"generation {roster.generation} is at work with {roster.size()} members"
-                return f"{at_work}; you join between two steps"
+                return f"{at_work}; it can join between two steps"
         if roster.awaited():
-            absent = set(roster.absent())
-            late = islice((name for name in roster.expected if name not in absent), 4)
+            unreachable = set(roster.unreachable())
+            late = islice((name for name in roster.expected if name not in unreachable), 4)
             names = ", ".join(str(roster.records[name].member) for name in late)
             more = f" and {roster.awaited() - 4} more" if roster.awaited() > 4 else ""
-            return f"waits for {names}{more} of generation {roster.generation} to come back"
-        knowing = any(self._knows(place.claim) for place in roster.back.values())
-        hidden = {} if knowing or self._returned() else self._out_of_sight()
-        if hidden:
-            who = ", ".join(map(str, islice(hidden, 4)))
-            left = max(hidden.values())
-            return f"waits {left:.0f} s to hear of {who}: nobody else knows the state of generation {roster.generation}"
-        return f"{len(roster.back) + sum(1 for _ in roster.ready())} of at least {terms.smallest} members are here"
+            return f"waits for {names}{more} of generation {roster.generation} to register again"
+        has_state = any(self._has_state(place.claim) for place in roster.returning.values())
+        unaccounted = {} if has_state or self._state_holder_queues() else self._unaccounted()
+        if unaccounted:
+            names = ", ".join(map(str, islice(unaccounted, 4)))
+            left = max(unaccounted.values())
+            return f"waits up to {left:.0f} s for {names}: no other has the state of generation {roster.generation}"
+        count = len(roster.returning) + sum(1 for _ in roster.ready())
+        return f"{count} of at least {terms.smallest} members have registered"
 
-    # -- what lasts
+    # -- the log and the journal
 
     def changes(self) -> list[Change]:
-        """What happened since this was last asked."""
+        """Return the changes since the last call."""
         changes, self._roster.changes = self._roster.changes, []
         return changes
 
     def snapshot(self) -> dict[str, Any]:
-        """All that a restarted coordinator must know, in JSON's types. Whoever waits asks again, and is not in it."""
+        """Return the lasting state, in JSON's types. Waiting processes are not in it, because they ask again."""
         terms = {name: getattr(self.terms, name) for name in _TERMS}
         kept = {
             "run": self.terms.run.hex(),
@@ -411,7 +435,7 @@ class Membership:
 
     @classmethod
     def restore(cls, snapshot: Mapping[str, Any], now: float) -> Membership:
-        """A membership that goes on from `snapshot`; its live members get a fresh lease."""
+        """Return a membership that continues from `snapshot`. Its live members get a new lease."""
         terms = {name: snapshot[name] for name in _TERMS}
         membership = cls(run=bytes.fromhex(snapshot["run"]), **terms)
         membership.terms = replace(membership.terms, previous_run=bytes.fromhex(snapshot["previous_run"]))

@@ -55,7 +55,8 @@ class MembershipServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Hello(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Exchanges nonces and proofs of the secret.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -75,30 +76,32 @@ class MembershipServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Heartbeat(self, request, context):
-        """Request body: HeartbeatRequest; reply body: News. For a lone worker, once a second.
+        """Request body: HeartbeatRequest; reply body: News. For a worker without a launcher, once a second.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Heartbeats(self, request_iterator, context):
-        """The same bodies, for a launcher that speaks for all workers of its host: a reply to each request, in order. The
-        coordinator ends a stream that is silent for as long as a lease.
+        """The same bodies, for a launcher that sends heartbeats for all workers of its host. Each request gets a reply, in
+        order. The coordinator ends a stream on which it receives no request for the length of a lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StartCheckpoint(self, request, context):
-        """A checkpoint of the whole job: begun by any member, told to the others as News, complete when every member that lives
-        has said EndCheckpoint. Request body: CheckpointRequest; reply body: CheckpointReply. Both may be repeated.
+        """Begins a checkpoint of the whole job. Any member may call this; the others learn of it through News. The checkpoint
+        is complete when every live member has called EndCheckpoint. Both calls may be repeated.
+        Request body: CheckpointRequest; reply body: CheckpointReply.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def EndCheckpoint(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Reports that this member has saved its part. Bodies as for StartCheckpoint.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

@@ -1,14 +1,14 @@
-"""The backend "gradwire" of torch.distributed: existing scripts run on our collectives by naming it.
+"""The backend "gradwire" of torch.distributed: existing scripts use gradwire's collectives by naming it.
 
-    tensors             tensors as arrays, torch's reduce ops as ours
-    no_dynamo           functions that torch.compile must not look into
+    tensors             tensors as NumPy arrays, and torch's reduce ops as gradwire's
+    no_dynamo           marks functions that torch.compile must not trace
     monitored_barrier   torch's monitored barrier
-    store_rendezvous    how the ranks of a process group find each other, through torch's store
+    store_rendezvous    connects the ranks of a process group through torch's store
     sparse              all-reduce of sparse tensors
-    reductions          reducing collectives with all of torch's ops
-    work                torch's handles of running collectives
-    p2p                 send and recv, with such handles
-    process_group       what torch calls
+    reductions          reducing collectives with all of torch's reduce ops
+    work                torch's `Work` objects for collectives
+    p2p                 send and recv, with their `Work` objects
+    process_group       the process group that torch calls
 
-They are loaded when a process group is made: `gradwire_autoload` tells torch the name.
+These modules are imported when a process group is made. `gradwire_autoload` registers the backend's name with torch.
 """

@@ -1,4 +1,4 @@
-"""send and recv of torch.distributed: handles of messages that are on their way."""
+"""send and recv of torch.distributed: `Work` objects for messages that are not complete yet."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from gradwire.group import Group
 from gradwire.group.internals import GroupInternals
 from gradwire.group.point_to_point import PointToPoint, checked_tag
 from gradwire.torch.backend.tensors import array_of
-from gradwire.torch.backend.work import seconds, settle
+from gradwire.torch.backend.work import seconds, set_future
 
 
 class Message(TorchWork):  # type: ignore[misc]
-    """A message that somebody has to see through: whoever waits for it first, or a thread."""
+    """A message in progress. The first thread that waits for it completes it, or else a background thread."""
 
     def __init__(self, group: Group, tensors: Any) -> None:
         super().__init__()
@@ -33,21 +33,21 @@ class Message(TorchWork):  # type: ignore[misc]
         self._error: BaseException | None = None
         self._source = -1
         self._future: Future | None = None
-        self._unsettled: Future | None = None
+        self._unset_future: Future | None = None
 
     def _finish(self, timeout: float | None) -> int:
-        """See it through; who sent it, or -1."""
+        """Complete the message. Return the rank of the sender; for a sent message, -1."""
         raise NotImplementedError
 
     def _end(self, timeout: float | None = None) -> None:
-        future = self._see_through(timeout)
-        if future is not None:  # without the lock: its callbacks may wait for this message
-            settle(future, self._tensors, self._error)
+        future = self._complete(timeout)
+        if future is not None:  # without the lock, because callbacks of the future may wait for this message
+            set_future(future, self._tensors, self._error)
 
-    def _see_through(self, timeout: float | None = None) -> Future | None:
-        """Do what is left to do; the future that has to be told."""
-        if not self._lock.acquire(timeout=timeout or -1):  # somebody else sees it through
-            raise Timeout(f"a message was not through in {timeout:g} s", operation="wait", seconds=timeout)
+    def _complete(self, timeout: float | None = None) -> Future | None:
+        """Complete the message unless that is done, and return the future whose result the caller must set."""
+        if not self._lock.acquire(timeout=timeout or -1):  # another thread completes the message
+            raise Timeout(f"a message was not complete after {timeout:g} s", operation="wait", seconds=timeout)
         try:
             if not self._ended:
                 try:
@@ -55,7 +55,7 @@ class Message(TorchWork):  # type: ignore[misc]
                 except BaseException as error:
                     self._error = error
                 self._ended = True
-            future, self._unsettled = self._unsettled, None
+            future, self._unset_future = self._unset_future, None
             return future
         finally:
             self._lock.release()
@@ -87,7 +87,7 @@ class Message(TorchWork):  # type: ignore[misc]
 
     def get_future(self) -> Future:
         if self._future is None:
-            self._future = self._unsettled = Future()
+            self._future = self._unset_future = Future()
             if self._ended:
                 self._end()
             else:
@@ -101,21 +101,21 @@ class Message(TorchWork):  # type: ignore[misc]
 
 
 class SendWorker:
-    """A thread for all messages of a group that wait for their receivers; there is none while there are none."""
+    """Delivers the messages of a group that wait for their receivers, on one thread. It ends when no message waits."""
 
     def __init__(self, messages: PointToPoint) -> None:
         self._changed = messages.changed
         self._waiting: list[Sending] = []
         self._lock = threading.Lock()
 
-    def see_through(self, sending: Sending) -> None:
-        """Have a message delivered when its receiver is ready, whether or not somebody here waits for that."""
+    def add(self, sending: Sending) -> None:
+        """Deliver a message when its receiver is ready, even if no thread of this rank waits for it."""
         with self._lock:
             self._waiting.append(sending)
             first = len(self._waiting) == 1
         if first:
             threading.Thread(target=self._run, name="gradwire-messages", daemon=True).start()
-        else:  # its receiver may have been quicker
+        else:  # the receiver may be ready already
             with self._changed:
                 self._changed.notify_all()
 
@@ -137,42 +137,45 @@ _SEND_WORKERS: weakref.WeakKeyDictionary[Group, SendWorker] = weakref.WeakKeyDic
 
 
 class Sending(Message):
-    """A tensor on its way to a rank. It has its place among the messages to that rank from the beginning."""
+    """A tensor being sent to a rank. Its order among the messages to that rank is fixed by the constructor."""
 
     def __init__(self, group: Group, tensor: Any, dst: int, tag: int) -> None:
         super().__init__(group, [tensor])
         self._flat = view(array_of(tensor), writable=False).load()
         messages, number = self._messages, checked_tag(tag)
         peer, timeout = messages.check_peer(dst), self._internals.timeout
-        self._promised = messages.begin_send(raw(self._flat), peer, number, timeout, waits=False)
-        if self._promised is None:
+        self._offered = messages.begin_send(raw(self._flat), peer, number, timeout, waits=False)
+        if self._offered is None:
             self._ended = True
-        else:  # the receiver must not wait for this rank to wait
-            _SEND_WORKERS.setdefault(group, SendWorker(messages)).see_through(self)
+        else:  # the send worker delivers it, even if this rank never waits
+            _SEND_WORKERS.setdefault(group, SendWorker(messages)).add(self)
 
     @property
     def due(self) -> bool:
-        """Whether there is something to do for it that nobody does; or nothing any more."""
-        assert self._promised is not None
-        return self._ended or (not self._lock.locked() and self._messages.due(self._promised))
+        """Whether the send worker must act: the message has ended, or can be completed and no thread does it."""
+        assert self._offered is not None
+        return self._ended or (not self._lock.locked() and self._messages.due(self._offered))
 
     def deliver(self) -> None:
-        """For the send worker, who has other messages: callbacks of a future may wait for one of those."""
-        future = self._see_through()
+        """Complete the message on the send worker's thread.
+
+        The future gets its result on another thread: its callbacks may wait for other messages of the send worker.
+        """
+        future = self._complete()
         if future is not None:
-            threading.Thread(target=settle, args=(future, self._tensors, self._error), daemon=True).start()
+            threading.Thread(target=set_future, args=(future, self._tensors, self._error), daemon=True).start()
 
     def _begin_thread(self) -> None:
-        """There is one already."""
+        """Do nothing: the send worker has a thread."""
 
     def _finish(self, timeout: float | None) -> int:
-        assert self._promised is not None
-        self._messages.finish_send(self._promised, timeout)
+        assert self._offered is not None
+        self._messages.finish_send(self._offered, timeout)
         return -1
 
 
 class Receiving(Message):
-    """A tensor that waits for a message from a rank, or from anybody."""
+    """A tensor that receives a message from a given rank, or from any rank."""
 
     def __init__(self, group: Group, tensor: Any, src: int | None, tag: int) -> None:
         super().__init__(group, [tensor])

@@ -1,9 +1,9 @@
 """The backend "gradwire" of torch.distributed: a process group that calls a `Group`.
 
-torch calls a process group written in Python by two kinds of names. Its own Python code (`dist.all_reduce` …) calls the
-methods here directly; its C++ code (DDP's reducer, functional collectives) calls those that its trampoline knows. Calls
-that nobody wants to outlive (`async_op=False`) run on the caller's thread, the others on the group's progress thread,
-all of them in the group's one order.
+torch calls a Python process group by two sets of names. Its Python code (`dist.all_reduce` …) calls the methods here
+directly. Its C++ code (DDP's reducer, functional collectives) calls the names that its trampoline class knows. Calls
+with `async_op=False` run on the caller's thread, the others on the group's progress thread; all of them follow the
+group's one order.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ Tensors = Sequence[torch.Tensor]
 
 
 def create(options: Any, backend_options: Any) -> GradwireProcessGroup:
-    """What torch calls in `init_process_group` and `new_group`, on the members of the group."""
+    """Create a process group. torch calls it in `init_process_group` and `new_group`, on the members of the group."""
     timeout: float = options.timeout.total_seconds()
     ranks = list(options.global_ranks_in_group)
     world = _world() if ranks else None
     if world is None:
-        # A setting that does not exist is refused before the ranks wait for each other, and for a lone rank too.
+        # Reject an invalid setting before the ranks wait for each other. A single rank is checked too.
         resolve(environ={TRANSPORT: os.environ[TRANSPORT]} if TRANSPORT in os.environ else {})
-        group = store_rendezvous.meet(options.store, options.group_rank, options.group_size, timeout)
+        group = store_rendezvous.join_world(options.store, options.group_rank, options.group_size, timeout)
         malloc.keep(group.topology, group.rank)
     else:
         group = world.part(ranks, options.group_id, timeout)
@@ -53,13 +53,17 @@ def create(options: Any, backend_options: Any) -> GradwireProcessGroup:
 
 
 def _world() -> GradwireProcessGroup | None:
-    """torch's default group, if it is one of ours and goes on: new groups are then parts of it."""
+    """Return torch's default group if it is an open gradwire group: new groups are then subgroups of it."""
     world = dist.group.WORLD
     return world if isinstance(world, GradwireProcessGroup) and not world._internals.is_closed else None
 
 
 class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
-    """A group as torch sees it; `group` is the `Group` itself."""
+    """A torch process group on top of a gradwire `Group`.
+
+    Attributes:
+        group: The gradwire group.
+    """
 
     def __init__(self, store: Any, group: Group) -> None:
         super().__init__(group.rank, group.size)
@@ -71,7 +75,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
         self._name = self._description = ""
         self._parts: dict[str, int] = {}
 
-    # -- who and how --------------------------------------------------------------------------------------------------
+    # -- properties ---------------------------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:  # noqa: N802  # torch's names, here and below
         return NAME
@@ -93,9 +97,9 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
         return [torch.device("cpu")]
 
     def _get_backend(self, device: torch.device) -> GradwireProcessGroup:
-        """Elsewhere a process group has a backend for each device; this one is its own."""
+        """Return this group: unlike other process groups, it has no separate backend for each device."""
         if torch.device(device).type != "cpu":
-            raise RuntimeError(f"the backend {NAME!r} is for tensors on the CPU, not on {device}")
+            raise RuntimeError(f"the backend {NAME!r} supports tensors on the CPU, not on {device}")
         return self
 
     def get_group_store(self) -> Any:
@@ -110,7 +114,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
         return self._internals.calls_made
 
     def _set_sequence_number_for_group(self) -> None:
-        """Both sides of a call know its number anyway."""
+        """Do nothing: gradwire numbers the calls of a group itself."""
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._internals.set_timeout(timeout.total_seconds())
@@ -118,7 +122,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
     _set_default_timeout = set_timeout
 
     def part(self, ranks: Sequence[int], name: str, timeout: float) -> Group:
-        """A group of some of these ranks; names come again when the group that had one is destroyed."""
+        """Return a subgroup of some ranks. torch reuses a name after the group with that name was destroyed."""
         times = self._parts[name] = self._parts.get(name, 0) + 1
         return store_rendezvous.part(self.group, ranks, name, times, timeout)
 
@@ -126,7 +130,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
         self.group.close()
 
     def abort(self) -> None:
-        """Break the group on all ranks: whoever waits in it stops waiting."""
+        """Break the group on all ranks, so that every rank that waits in it gets an error."""
         self.group.abort("torch's abort() was called")
 
     # -- running ------------------------------------------------------------------------------------------------------
@@ -164,7 +168,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
         parts = [
             reductions.all_reduce(self._at, array_of(tensor), how) for tensor, how in zip(tensors, hows, strict=True)
         ]
-        return self._run(_one_after_another("all_reduce", parts), opts, tensors)
+        return self._run(_in_sequence("all_reduce", parts), opts, tensors)
 
     @no_dynamo
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Done | Handle:
@@ -196,7 +200,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
             output_tensors, input_tensors = [output_tensors], [input_tensors]
         outputs, tensor = _only(output_tensors), _only(input_tensors)
         if len(outputs) != self._size:
-            raise InvalidSize(f"a list of {len(outputs)} tensors for what {self._size} ranks bring")
+            raise InvalidSize(f"the output list has {len(outputs)} tensors for {self._size} ranks")
         opts = _options(opts, None, c10d.AllgatherOptions)
         return self._run(self._gathering(outputs, tensor), opts, list(outputs))
 
@@ -205,15 +209,18 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
         self, output_lists: Sequence[Tensors], input_list: Tensors, opts: Any = None
     ) -> Done | Handle:
         opts = _options(opts, None, c10d.AllgatherOptions)
-        # torch hands in a list for each rank, of a result for each tensor.
+        # torch passes one list for each rank, with one result for each tensor.
         if len(output_lists) != self._size or any(len(outs) != len(input_list) for outs in output_lists):
-            raise InvalidSize(f"lists for {len(output_lists)} ranks where {self._size} bring {len(input_list)} tensors")
+            raise InvalidSize(
+                f"expected output lists for {self._size} ranks with {len(input_list)} tensors each, got "
+                f"{len(output_lists)} lists of {[len(outs) for outs in output_lists]} tensors"
+            )
         outputs = zip(*output_lists, strict=True)
         parts = [self._gathering(list(outs), tensor) for outs, tensor in zip(outputs, input_list, strict=True)]
-        return self._run(_one_after_another("all_gather", parts), opts, [one for outs in output_lists for one in outs])
+        return self._run(_in_sequence("all_gather", parts), opts, [one for outs in output_lists for one in outs])
 
     def _gathering(self, outputs: Tensors, tensor: torch.Tensor) -> Operation:
-        """All-gather into a tensor for each rank, or into one for all of them."""
+        """Return the all-gather into one tensor for each rank, or into one tensor for all ranks."""
         out, x = Strip.of(arrays_of(outputs), writable=True), Strip.of([array_of(tensor)], writable=False)
         counts = out.counts if len(outputs) == self._size > 1 else (x.size,) * self._size
         return all_gather_into(out, x, counts, self._rank)
@@ -226,7 +233,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Done | Handle:
         opts = _options(opts, None, c10d.AllgatherOptions)
         parts = [self._gathering([output], tensor) for output, tensor in zip(outputs, inputs, strict=True)]
-        return self._run(_one_after_another("all_gather", parts), opts, list(outputs))
+        return self._run(_in_sequence("all_gather", parts), opts, list(outputs))
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -239,7 +246,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
         if self._rank == opts.rootRank:
             outputs = list(_only(output_tensors))
             if len(outputs) != self._size:
-                raise InvalidSize(f"a list of {len(outputs)} tensors for what {self._size} ranks bring")
+                raise InvalidSize(f"the output list has {len(outputs)} tensors for {self._size} ranks")
             out = Strip.of(arrays_of(outputs), writable=True)
         x = Strip.of([array_of(tensor)], writable=False)
         return self._run(gather_into(out, x, opts.rootRank, self._size), opts, outputs)
@@ -252,7 +259,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
         if self._rank == opts.rootRank:
             inputs = _only(input_tensors)
             if len(inputs) != self._size:
-                raise InvalidSize(f"a list of {len(inputs)} tensors for {self._size} ranks")
+                raise InvalidSize(f"the input list has {len(inputs)} tensors for {self._size} ranks")
             x = Strip.of(arrays_of(inputs), writable=False)
         out = Strip.of([array_of(output)], writable=True)
         return self._run(scatter_into(out, x, opts.rootRank, self._size), opts, output_tensors)
@@ -268,7 +275,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
 
     def _scattering(self, output: torch.Tensor, inputs: Tensors, counts: Sequence[int], opts: Any) -> Operation:
         if len(counts) != self._size:
-            raise InvalidSize(f"a list of {len(counts)} tensors for {self._size} ranks")
+            raise InvalidSize(f"the input list has {len(counts)} tensors for {self._size} ranks")
         how = reduction(opts.reduceOp, output)
         return reductions.reduce_scatter(self._at, array_of(output), arrays_of(inputs), how, counts)
 
@@ -285,7 +292,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
             self._scattering(output, [tensor], (output.numel(),) * self._size, opts)
             for output, tensor in zip(outputs, inputs, strict=True)
         ]
-        return self._run(_one_after_another("reduce_scatter", parts), opts, list(outputs))
+        return self._run(_in_sequence("reduce_scatter", parts), opts, list(outputs))
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -310,7 +317,7 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
     @no_dynamo
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Done | Handle:
         if len(outputs) != self._size or len(inputs) != self._size:
-            raise InvalidSize(f"{len(outputs)} and {len(inputs)} tensors for {self._size} ranks")
+            raise InvalidSize(f"got {len(outputs)} output and {len(inputs)} input tensors for {self._size} ranks")
         out, x = Strip.of(arrays_of(outputs), writable=True), Strip.of(arrays_of(inputs), writable=False)
         operation = all_to_all_into(out, x, out.counts, x.counts, even=False)
         return self._run(operation, _options(opts, None, c10d.AllToAllOptions), list(outputs))
@@ -323,9 +330,9 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
     @no_dynamo
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         limit = self._internals.timeout if timeout is None else timeout.total_seconds()
-        monitored_barrier(self.group, limit, everybody=wait_all_ranks)
+        monitored_barrier(self.group, limit, report_all=wait_all_ranks)
 
-    # -- messages -----------------------------------------------------------------------------------------------------
+    # -- point to point -----------------------------------------------------------------------------------------------
 
     @no_dynamo
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Sending:
@@ -341,14 +348,14 @@ class GradwireProcessGroup(ProcessGroup):  # type: ignore[misc]
 
 
 def _only(tensors: Any) -> Any:
-    """The one entry of a list: torch once had several per process."""
+    """Return the only entry of a list. Old versions of torch passed several tensors per process."""
     if len(tensors) != 1:
-        raise UnsupportedOp(f"a list of {len(tensors)} where torch passes one tensor for each process")
+        raise UnsupportedOp(f"expected a list of one tensor per process, got {len(tensors)}")
     return tensors[0]
 
 
 def _options(given: Any, timeout: Any, kind: Any) -> Any:
-    """The options of a call: as they are, or made from a bare reduce op, or none."""
+    """Return `given` if it is an options object, else new options from a reduce op, a root rank, a timeout or None."""
     if isinstance(given, kind):
         return given
     values: dict[str, Any] = {}
@@ -370,8 +377,8 @@ def _filled(options: Any, **values: Any) -> Any:
     return options
 
 
-def _one_after_another(name: str, parts: Sequence[Operation]) -> Operation:
-    """Several exchanges as one call."""
+def _in_sequence(name: str, parts: Sequence[Operation]) -> Operation:
+    """Return one operation that runs several, one after the other."""
 
     def body(exchange: Exchange) -> None:
         for part in parts:
@@ -381,7 +388,7 @@ def _one_after_another(name: str, parts: Sequence[Operation]) -> Operation:
 
 
 def _split(tensor: torch.Tensor, sizes: Sequence[int], size: int) -> tuple[tuple[int, ...], bool]:
-    """How many elements go to each rank, and whether they are equal parts because nobody said otherwise."""
+    """Return the number of elements for each rank, and whether no sizes were given, so that the parts are equal."""
     if sizes:
         if len(sizes) != size or sum(sizes) != tensor.shape[0]:
             raise InvalidSize(f"{describe(tensor)} cannot be split by {list(sizes)} over {size} ranks")

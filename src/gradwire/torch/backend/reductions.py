@@ -1,4 +1,4 @@
-"""Reducing collectives with torch's reduce ops, some of which are composed of ours."""
+"""Reducing collectives with torch's reduce ops. Some of them are composed of several gradwire operations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradwire.torch.backend.tensors import Reduction
 
 
 def all_reduce(at: Position, x: Array, how: Reduction) -> Operation:
-    """In place."""
+    """Return the all-reduce of x, in place."""
     if how.fold is not None:
         return _fold(at, x, how)
     reducing = elementwise.all_reduce(at, x, how.op)
@@ -44,7 +44,7 @@ def _fold(at: Position, x: Array, how: Reduction) -> Operation:
 
 
 def reduce(at: Position, x: Array, how: Reduction, root: int) -> Operation:
-    """In place on the root."""
+    """Return the reduce of x, in place on the root."""
     out = x if at.rank == root else None
     if how.plain:
         return elementwise.reduce(at, x, how.op, root, out=out)
@@ -52,9 +52,9 @@ def reduce(at: Position, x: Array, how: Reduction, root: int) -> Operation:
 
 
 def reduce_scatter(at: Position, out: Array, xs: Sequence[Array], how: Reduction, counts: Sequence[int]) -> Operation:
-    """The sum of what the ranks bring for this one."""
+    """Return the reduce-scatter of the joined arrays `xs` into `out`."""
     target, given = Strip.of([out], writable=True), Strip.of(xs, writable=False)
-    plain = reduce_scatter_into(target, given, how.op, counts, at.rank)  # looks at all sizes
+    plain = reduce_scatter_into(target, given, how.op, counts, at.rank)  # checks all sizes, also for other ops
     if how.plain:
         return plain
     if how.fold is not None:
@@ -76,7 +76,7 @@ def reduce_scatter(at: Position, out: Array, xs: Sequence[Array], how: Reduction
 def _by_all_reduce(
     name: str, at: Position, xs: Sequence[Array], how: Reduction, out: Array | None, part: slice
 ) -> Operation:
-    """Reduce everything on all ranks, and keep a part of it: for ops that are rare."""
+    """All-reduce the whole data, and keep one part of the result. Used only for rare reduce ops."""
 
     def body(exchange: Exchange) -> None:
         whole = np.concatenate([x.reshape(-1) for x in xs])
@@ -88,8 +88,8 @@ def _by_all_reduce(
 
 
 def divided(x: Array, n: int) -> Array:
-    """Integers divided, towards zero as in C."""
-    wide = x if x.dtype.itemsize == 8 else x.astype(np.int64)  # n may not be a number of x's type
+    """Divide integers by n, rounding towards zero as in C."""
+    wide = x if x.dtype.itemsize == 8 else x.astype(np.int64)  # n may not fit into x's dtype
     down: Array = wide // wide.dtype.type(n)
     down += ((wide < 0) & (down * wide.dtype.type(n) != wide)).astype(wide.dtype)
     return down.astype(x.dtype)

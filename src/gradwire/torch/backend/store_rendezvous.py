@@ -1,4 +1,4 @@
-"""How the ranks of a torch process group find each other: through the store that torch gives them."""
+"""Connects the ranks of a torch process group: they exchange their addresses through torch's store."""
 
 from __future__ import annotations
 
@@ -19,45 +19,48 @@ from gradwire.job.environments.torchrun import HOST as MASTER
 from gradwire.job.member_session import HOST
 from gradwire.wire import fingerprint
 
-MEETING_SECONDS = 30.0  # at least, however short the timeout of each call is
-_UNUSED_PORT = 1  # the ranks agree on another one
+RENDEZVOUS_SECONDS = 30.0  # the least time for the rendezvous, even if the timeout of a call is shorter
+_UNUSED_PORT = 1  # a placeholder: rank 0 chooses the port and sends it through the store
 _LOOPBACK = "127.0.0.1"
 
 
-def meet(store: Any, rank: int, size: int, timeout: float) -> Group:
-    """Join a job of so many ranks whose processes share this store; all of them call it.
+def join_world(store: Any, rank: int, size: int, timeout: float) -> Group:
+    """Join a job of `size` ranks whose processes share this store. All of them call it.
 
-    On one host the user's own secret admits them. Beyond it they need what `gw.init` needs: a token and certificates,
-    or `GRADWIRE_INSECURE=1`.
+    On one host, the user's own secret authenticates the ranks. On several hosts they need what `gw.init` needs: a token
+    and certificates, or `GRADWIRE_INSECURE=1`.
     """
     if size == 1:
         return init.alone(timeout)
-    deadline = time.monotonic() + max(timeout, MEETING_SECONDS)
-    # A store may serve one group after another under the same name: each rank counts its own.
-    board = _StoreKeys(store, f"gradwire/{store.add(f'gradwire/{rank}', 1)}", size)
-    board.write(f"host/{rank}", os.environ.get(HOST) or machine.identity())
-    hosts = {board.read(f"host/{other}", f"rank {other} has not come") for other in range(size)}
-    place = _LOOPBACK if len(hosts) == 1 else _master(store)
+    deadline = time.monotonic() + max(timeout, RENDEZVOUS_SECONDS)
+    # A store may serve several groups, one after the other. Each rank counts them, and the number is part of all keys.
+    keys = _StoreKeys(store, f"gradwire/{store.add(f'gradwire/{rank}', 1)}", size)
+    keys.write(f"host/{rank}", os.environ.get(HOST) or machine.identity())
+    hosts = {keys.read(f"host/{other}", f"rank {other} has not joined") for other in range(size)}
+    host = _LOOPBACK if len(hosts) == 1 else _master(store)
 
     def agree(offered: str | None, timeout: float) -> str:
         if offered is not None:
-            board.write("address", offered)
-        return board.read("address", "rank 0 has not told where to meet")
+            keys.write("address", offered)
+        return keys.read("address", "rank 0 has not published its address")
 
-    heeded = {name: value for name in (TRANSPORT, INSECURE) if (value := os.environ.get(name))}
-    config = resolve(rank, size, Address(place, _UNUSED_PORT), timeout=timeout, environ=heeded)
+    environ = {name: value for name in (TRANSPORT, INSECURE) if (value := os.environ.get(name))}
+    config = resolve(rank, size, Address(host, _UNUSED_PORT), timeout=timeout, environ=environ)
     return init.member_session(dataclasses.replace(config, address_taken=True), agree).take(
         max(deadline, time.monotonic() + 1.0)
     )
 
 
 def part(world: Group, ranks: Sequence[int], name: str, times: int, timeout: float) -> Group:
-    """A group of some ranks of the world, in this order; the name and how often it was used tell it from others."""
+    """Return a group of some ranks of the world, in this order.
+
+    The name, and how many groups have had this name, identify the group.
+    """
     return GroupInternals(world).form(tuple(ranks), fingerprint("torch", name, times), timeout)
 
 
 class _StoreKeys:
-    """What ranks tell each other in a store."""
+    """The keys of one rendezvous in torch's store."""
 
     def __init__(self, store: Any, prefix: str, size: int) -> None:
         self._store, self._prefix, self._size = store, prefix, size
@@ -68,17 +71,18 @@ class _StoreKeys:
     def read(self, key: str, otherwise: str) -> str:
         try:
             return str(self._store.get(f"{self._prefix}/{key}").decode())
-        except RuntimeError as error:  # what torch raises, whatever went wrong
-            raise NoConnection(f"{otherwise}, as far as torch's store knows: {error}") from error
+        except RuntimeError as error:  # torch raises this for every kind of failure
+            raise NoConnection(f"{otherwise}, according to torch's store: {error}") from error
 
 
 def _master(store: Any) -> str:
-    """The host of rank 0 as the others know it."""
+    """Return the host of rank 0, as the other ranks can reach it."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     host = getattr(store, "host", None) or os.environ.get(MASTER)
     if not host:
         raise NoConnection(
-            f"the ranks are on several hosts, and neither torch's store nor {MASTER} tells that of rank 0"
+            f"the ranks are on several hosts, and neither torch's store nor {MASTER} gives the host of rank 0: "
+            f"set {MASTER}"
         )
     return str(host)

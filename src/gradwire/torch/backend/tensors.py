@@ -1,4 +1,4 @@
-"""Tensors as NumPy arrays over the same memory, and torch's reduce ops as ours."""
+"""Converts tensors to NumPy arrays over the same memory, and torch's reduce ops to gradwire's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _types() -> dict[torch.dtype, np.dtype[Any]]:
     same = "float16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool complex64 complex128"
     types = {getattr(torch, name): np.dtype(name) for name in same.split()}
     types[torch.bfloat16] = bfloat16()
-    # What cannot be reduced can be moved, as something of the same width.
+    # These types cannot be reduced, but they can be moved, as unsigned integers of the same width.
     for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "complex32"):
         if hasattr(torch, name):
             kind = getattr(torch, name)
@@ -37,22 +37,23 @@ _FOLDS: dict[str, Callable[[Array, Array], Array]] = {
 }
 
 
-class _Memory(ctypes.c_char * (1 << 62)):  # type: ignore[misc]  # NumPy asks only whether it is long enough
-    """Bytes from an address on; keeps the tensor they belong to.
+class _Memory(ctypes.c_char * (1 << 62)):  # type: ignore[misc]  # NumPy only checks that it is long enough
+    """The memory at an address, with a reference to the tensor that owns it.
 
-    `tensor.numpy()` would do, but for good forbids that the tensor's memory is given back early, as FSDP does.
+    `tensor.numpy()` is not used, because it marks the tensor's storage as not resizable for good. FSDP needs to resize
+    storages to free memory early.
     """
 
     tensor: torch.Tensor
 
 
 def array_of(tensor: torch.Tensor) -> Array:
-    """The memory of a tensor as an array."""
+    """Return the memory of a tensor as an array; raise `ArrayError` if that is not possible."""
     if type(tensor) is not torch.Tensor and hasattr(tensor, "trigger_wait"):
-        tensor = tensor.trigger_wait()  # the result of a functional collective, which may not be there yet
+        tensor = tensor.trigger_wait()  # the result of a functional collective, which may still be running
     dtype = _TYPES.get(tensor.dtype)
     if dtype is None or tensor.layout is not torch.strided or not tensor.is_cpu:
-        raise ArrayError(f"{describe(tensor)} cannot be exchanged: only plain tensors in the CPU's memory")
+        raise ArrayError(f"{describe(tensor)} cannot be exchanged: gradwire supports only dense tensors in CPU memory")
     objection = torch_objection(tensor)
     if objection is not None:
         raise ArrayError(f"{describe(tensor)} {objection}")
@@ -71,7 +72,7 @@ def arrays_of(tensors: Sequence[torch.Tensor]) -> list[Array]:
 
 
 def describe(tensor: torch.Tensor) -> str:
-    """A tensor as error messages show it."""
+    """Describe a tensor for error messages."""
     kind = str(tensor.dtype).removeprefix("torch.")
     where = "" if tensor.device.type == "cpu" else f" on {tensor.device}"
     layout = "" if tensor.layout == torch.strided else f" ({tensor.layout})"
@@ -79,18 +80,20 @@ def describe(tensor: torch.Tensor) -> str:
 
 
 class Reduction(NamedTuple):
-    """A reduce op of torch: what to do before, our op, and what to do after.
+    """A reduce op of torch in terms of gradwire's: a step before, the op, and a step after.
 
-    `fold`, where there is one, says how gathered arrays are combined instead: our collectives know no bitwise ops.
+    With `fold`, the arrays of all ranks are gathered and combined by that function instead: gradwire's collectives have
+    no bitwise ops.
     """
 
     op: str
-    factor: Any = None  # each rank's part is multiplied by it first
-    divides: bool = False  # the sum of integers is divided in the end
+    factor: Any = None  # each rank's values are multiplied by it before the exchange
+    divides: bool = False  # the sum of integers is divided by the number of ranks afterwards
     fold: Callable[[Array, Array], Array] | None = None
 
     @property
     def plain(self) -> bool:
+        """Whether gradwire's op alone is enough."""
         return self.factor is None and not self.divides and self.fold is None
 
 
@@ -101,7 +104,7 @@ _KINDS = {getattr(ReduceOp, name): name for name in (*_NAMES, *_FOLDS, "PREMUL_S
 
 
 def reduction(op: Any, tensor: torch.Tensor) -> Reduction:
-    """What torch's op means for tensors like this one."""
+    """Convert torch's reduce op for a tensor of this dtype; raise `UnsupportedOp` if there is no equivalent."""
     name = _KINDS.get(getattr(op, "op", op))
     if name is None:
         raise UnsupportedOp(f"gradwire has no reduce op {op!r}", operation="reduce")
@@ -109,7 +112,7 @@ def reduction(op: Any, tensor: torch.Tensor) -> Reduction:
         raise UnsupportedOp(f"{describe(tensor)} cannot be reduced, only moved", operation="reduce")
     if name in _FOLDING:
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-            raise UnsupportedOp(f"{name} has no meaning for {describe(tensor)}", operation="reduce")
+            raise UnsupportedOp(f"{name} is not defined for {describe(tensor)}", operation="reduce")
         return _FOLDING[name]
     if name == "PREMUL_SUM":
         return Reduction("sum", factor=_factor(op))
@@ -119,7 +122,7 @@ def reduction(op: Any, tensor: torch.Tensor) -> Reduction:
 
 
 def _factor(op: Any) -> Any:
-    """The factor of PREMUL_SUM, a number or a tensor; only pickling tells it."""
+    """Return the factor of PREMUL_SUM, a number or a tensor. torch exposes it only through pickling."""
     state = op.__getstate__()
     factor = state[1]
     return factor.item() if isinstance(factor, torch.Tensor) and factor.numel() == 1 else factor

@@ -1,4 +1,4 @@
-"""torch's handles of collectives: what `async_op=True` returns, and what DDP and FSDP wait for."""
+"""torch's `Work` objects for collectives: `async_op=True` returns them, and DDP and FSDP wait for them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from torch.futures import Future
 from gradwire.group import work
 from gradwire.torch.backend.no_dynamo import no_dynamo
 
-NO_BACKWARD = -1  # torch's number of the backward pass, where there is none
+NO_BACKWARD = -1  # torch's id of the current graph task outside of a backward pass
 
 
 class Handle(TorchWork):  # type: ignore[misc]
-    """A collective that runs beside the program."""
+    """A collective that runs on the group's progress thread."""
 
     def __init__(self, running: work.Work, tensors: Any, check: Callable[[], None]) -> None:
-        """`check` raises if the group is broken."""
+        """Wrap a running operation. `check` raises if the group is broken."""
         super().__init__()
         self._running = running
         self._tensors = tensors
@@ -42,10 +42,10 @@ class Handle(TorchWork):  # type: ignore[misc]
         return self._running.done
 
     def is_success(self) -> bool:
-        return self._running.done and self._running.heed() is None
+        return self._running.done and self._running.acknowledge_error() is None
 
     def exception(self) -> BaseException | None:
-        return self._running.heed() if self._running.done else None
+        return self._running.acknowledge_error() if self._running.done else None
 
     def result(self) -> Any:
         self.wait()
@@ -55,30 +55,33 @@ class Handle(TorchWork):  # type: ignore[misc]
     def get_future(self) -> Future:
         if self._future is None:
             self._future = future = _Awaited(self._begin)
-            tensors, told = self._tensors, threading.Event()
+            tensors, future_set = self._tensors, threading.Event()
 
-            def tell(running: work.Work) -> None:
+            def complete(running: work.Work) -> None:
                 try:
-                    settle(future, tensors, running.heed())
+                    set_future(future, tensors, running.acknowledge_error())
                 finally:
-                    told.set()
+                    future_set.set()
 
-            self._running.add_done_callback(tell)
+            self._running.add_done_callback(complete)
             if torch._C._current_graph_task_id() != NO_BACKWARD:
-                Variable._execution_engine.queue_callback(partial(self._see_through, told))
+                Variable._execution_engine.queue_callback(partial(self._wait_in_backward, future_set))
             else:
                 self._begin()
         return self._future
 
     def _begin(self) -> None:
-        """Somebody waits who does not tell for how long, or wants to go on when it is done."""
-        self._running.hurry(here=False)
+        """Start the operation now: a thread waits for the future, or has added a callback."""
+        self._running.expedite(on_this_thread=False)
 
-    def _see_through(self, told: threading.Event) -> None:
-        """DDP waits for a future at the end of the backward pass, but cannot pass on what Python raises: it becomes a
-        RuntimeError with that text. So wait here first, also for callbacks of the future, which may make more calls."""
+    def _wait_in_backward(self, future_set: threading.Event) -> None:
+        """Wait at the end of the backward pass, before DDP does.
+
+        DDP waits for the future in C++, and turns an error from Python into a RuntimeError with its text. Waiting here
+        first raises the original error. This also waits for callbacks of the future, which may call more collectives.
+        """
         self._running.wait()
-        told.wait()
+        future_set.wait()
         self._check()
 
     def source_rank(self) -> int:
@@ -88,7 +91,10 @@ class Handle(TorchWork):  # type: ignore[misc]
 
 
 class _Awaited(Future):  # type: ignore[misc]
-    """A future that tells us when Python wants it. DDP's reducer waits without a word, and is seen through."""
+    """A future that calls `begin` when Python code waits for it or adds a callback.
+
+    DDP's reducer waits in C++ and does not call these methods; `Handle._wait_in_backward` covers that case.
+    """
 
     def __init__(self, begin: Callable[[], None]) -> None:
         super().__init__()
@@ -108,7 +114,7 @@ class _Awaited(Future):  # type: ignore[misc]
 
 
 class Done(TorchWork):  # type: ignore[misc]
-    """A collective that has ended well before anybody got a handle of it."""
+    """A collective that was complete when its `Work` object was made."""
 
     def __init__(self, tensors: Any = None) -> None:
         super().__init__()
@@ -146,8 +152,8 @@ class Done(TorchWork):  # type: ignore[misc]
 class Failed:
     """The value of a future that failed.
 
-    A future of C++ cannot be given an error from Python, only a value. DDP takes the tensors out of the values that it
-    waits for by pickling them, and so meets the error's text, and not a complaint about a missing tensor.
+    Python can give a C++ future only a value, not an error. DDP extracts the tensors of a future's value by pickling
+    it. Pickling this object raises the original error, so DDP reports its text instead of a missing tensor.
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -157,8 +163,8 @@ class Failed:
         raise self.error
 
 
-def settle(future: Future, tensors: Any, error: BaseException | None) -> None:
-    """End a future with the tensors, or with an error for whoever takes its value."""
+def set_future(future: Future, tensors: Any, error: BaseException | None) -> None:
+    """Complete a future with the tensors, or so that reading its value raises the error."""
     if error is None:
         future.set_result(tensors)
         return
@@ -173,7 +179,7 @@ def _value_or_error(value: Any) -> Any:
 
 
 def seconds(timeout: timedelta | None) -> float | None:
-    """A timeout of torch as ours: none, zero and below mean that nobody gave one."""
+    """Convert torch's timeout to seconds; None, zero and negative values mean that no timeout was given."""
     if timeout is None:
         return None
     amount = timeout.total_seconds()

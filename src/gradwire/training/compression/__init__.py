@@ -1,10 +1,10 @@
-"""Gradients in fewer bytes: "f16", "bf16", "int8", "topk", each with error feedback. See docs/compression.md.
+"""Gradient compression: "f16", "bf16", "int8" and "topk", each with error feedback. See docs/compression.md.
 
-base       what they have in common: the call, and the residual of each bucket
-topk       TopK: the largest values only
-rounding   every element in fewer bits, and how those travel
-casts      F16, BF16
-int8       Int8: whole numbers and a scale for each block
+base       `Compression`: the base class, with the residual of each bucket
+topk       `TopK`: sends only the largest values
+rounding   base class of compressions that send every element in fewer bits
+casts      `F16`, `BF16`
+int8       `Int8`: 8-bit integers, with one scale per block
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ _NAMED: dict[str, type[Compression]] = {kind.name: kind for kind in (F16, BF16, 
 
 
 def compression_for(wanted: Any) -> Any:
-    """The compression of this name, or one like the given one that has kept nothing yet. None, and others' kinds, stay.
+    """Return the compression for a user's argument: a name, a compression object, or None.
+
+    A built-in object is copied without its residuals, so that two models never share them. None and objects of a user's
+    own class are returned as they are. Any other argument raises `ConfigError`.
 
     >>> compression_for("topk").ratio
     0.01
@@ -35,5 +38,5 @@ def compression_for(wanted: Any) -> Any:
     if isinstance(wanted, str) and wanted in _NAMED:
         return _NAMED[wanted]()
     raise ConfigError(
-        f"there is no compression {wanted!r}; there are {', '.join(map(repr, _NAMED))}, or an object such as TopK(0.05)"
+        f"unknown compression {wanted!r}: use {', '.join(map(repr, _NAMED))}, or an object such as TopK(0.05)"
     )

@@ -1,4 +1,4 @@
-"""What all compressions share: one call on a group or a stream, and the residual of each bucket."""
+"""The base class of all compressions: the call on a group or a stream, and the residual of each bucket."""
 
 from __future__ import annotations
 
@@ -25,25 +25,32 @@ Scale = float | Callable[[], float]
 
 
 class Task(NamedTuple):
-    """One bucket on its way: its elements, the factor of this rank's, and what is remembered between steps."""
+    """The reduction of one bucket."""
 
     flat: Array
-    scale: float
-    work: np.dtype[Any]  # the type that is computed in
-    kept: dict[str, Any]
-    call: str  # as errors show it
+    scale: float  # this rank's factor in the sum
+    work: np.dtype[Any]  # the dtype of the computation
+    saved: dict[str, Any]  # arrays that last from step to step
+    call: str  # the call's description in errors
 
 
 class Compression:
-    """A way to sum a bucket over all ranks with fewer bytes; the result is the same bits on every rank.
+    """The base class of compressions: sums a bucket over all ranks with fewer bytes.
 
-    Every rank decodes the same bytes in the same order. What a rank could not send of its own values it keeps, bucket
-    by bucket, and adds to the next ones (error feedback): so nothing is lost, only late. `feedback=False` does without.
-    Values that are not finite come out as such, and are not kept. One object serves one group at a time.
+    The result has the same bits on every rank, because every rank decodes the same bytes in the same order.
+
+    With error feedback, a rank keeps the part of its values that was not sent (the residual) for each bucket, and adds
+    it to the next values of that bucket. So nothing is lost: it only arrives later. NaN and infinite values arrive as
+    NaN or infinite, and are not kept.
+
+    One object serves one group at a time.
+
+    Args:
+        feedback: Use error feedback. False discards the part that was not sent.
 
     >>> import gradwire as gw, numpy as np
     >>> from gradwire.training.compression import Int8
-    >>> with gw.init() as group:                            # alone, nothing is sent, and nothing rounded
+    >>> with gw.init() as group:                            # one rank: nothing is sent, so nothing is rounded
     ...     Int8().exchange(group, np.array([1.0, 0.5], np.float32), scale=0.5)
     array([0.5 , 0.25], dtype=float32)
     """
@@ -52,15 +59,27 @@ class Compression:
 
     def __init__(self, *, feedback: bool = True) -> None:
         self.feedback = feedback
-        self._kept: dict[Key, dict[str, Any]] = {}
-        self._rooms: dict[str, Array] = {}
+        self._saved: dict[Key, dict[str, Any]] = {}
+        self._buffers: dict[str, Array] = {}
 
     def exchange(self, through: Group | Stream, bucket: Any, scale: Scale = 1.0, timeout: float | None = None) -> Any:
-        """Make the bucket the sum over all ranks of scale · bucket, in place; all ranks call it in the same order.
+        """Replace the bucket by the sum over all ranks of `scale · bucket`, in place. All ranks must call it.
 
-        On a group it returns the bucket; on a stream a `Work` whose result is the bucket. A mean is a sum whose scales
-        add up to 1; a function is asked for its scale when the bucket's turn has come. Buckets are known by their
-        memory: what was not sent of one is sent with the next that lies there.
+        A bucket is identified by its memory: the residual of an array is added to the next array at the same address
+        with the same size and dtype.
+
+        Args:
+            through: The group or stream that exchanges the bytes.
+            bucket: A writable array of floating-point numbers.
+            scale: The factor of this rank. For a mean, the factors of all ranks add up to 1. A function is called when
+                the exchange runs, and returns the factor.
+            timeout: Seconds for the whole exchange; None means the group's timeout.
+
+        Returns:
+            On a group, the bucket. On a stream, a `Work` whose result is the bucket.
+
+        Raises:
+            ArrayError: The bucket does not hold floating-point numbers.
 
         >>> import gradwire as gw, numpy as np
         >>> from gradwire.training.compression import F16
@@ -73,41 +92,41 @@ class Compression:
         return GroupInternals(through).run(operation, timeout)
 
     def reset(self) -> None:
-        """Forget what was not sent: the next bucket is the first, as in a new generation.
+        """Discard all residuals. Call it on every rank when a new generation begins.
 
         >>> from gradwire.training.compression import TopK
         >>> TopK(0.5).reset()
         """
-        self._kept.clear()
+        self._saved.clear()
 
     def fresh(self) -> Compression:
-        """Another one with the same settings, and nothing kept.
+        """Return a new compression with the same settings and without residuals.
 
         >>> from gradwire.training.compression import TopK
         >>> TopK(0.5).fresh().ratio
         0.5
         """
         other = copy.copy(self)
-        other._kept, other._rooms = {}, {}
+        other._saved, other._buffers = {}, {}
         return other
 
     def residual(self, bucket: Any) -> Array | None:
-        """What this rank has not sent yet of this bucket, if anything is kept for it."""
-        kept = self._kept.get(_key(arrays.view(bucket, writable=False).array))
-        return None if kept is None else kept.get("residual")
+        """Return the part of this bucket that this rank has not sent yet, or None if there is no residual for it."""
+        saved = self._saved.get(_key(arrays.view(bucket, writable=False).array))
+        return None if saved is None else saved.get("residual")
 
-    def take_back(self, bucket: Any, place: slice, values: Array) -> None:
-        """Keep these for the next exchange of a bucket: what was sent of this part of it, and not used by anybody."""
+    def add_to_residual(self, bucket: Any, place: slice, values: Array) -> None:
+        """Add values to the residual of a part of a bucket, so that the next exchange sends them (again)."""
         residual = self.residual(bucket)
         if residual is not None:
             residual[place] += np.where(np.isfinite(values), values, 0).astype(residual.dtype)
 
     def describe(self) -> str:
-        """The name and every setting that ranks must share."""
+        """Return the name and every setting that must be the same on all ranks."""
         return self.name
 
     def operation(self, bucket: Any, scale: Scale) -> Operation:
-        """`exchange`, checked and ready to run in the group's order."""
+        """Check the arguments of `exchange`, and return the operation that runs it in the group's order."""
         target = arrays.view(bucket, writable=True)
         work = _work_type(target.dtype)
         call = f"all_reduce({target.dtype.name}[{target.flat.size}], compression={self.describe()})"
@@ -115,12 +134,12 @@ class Compression:
         def body(exchange: Exchange) -> Any:
             factor = float(scale() if callable(scale) else scale)
             flat = target.load()
-            with numerics.quiet(), _honest_floats():
+            with numerics.quiet(), _ieee_floats():
                 if exchange.size == 1:
                     np.multiply(flat, flat.dtype.type(factor), out=flat)
                 elif flat.size:
-                    kept = self._kept.setdefault(_key(target.array), {})
-                    self._reduce(exchange, Task(flat, factor, work, kept, call))
+                    saved = self._saved.setdefault(_key(target.array), {})
+                    self._reduce(exchange, Task(flat, factor, work, saved, call))
             target.store()
             return bucket
 
@@ -130,29 +149,32 @@ class Compression:
         """Sum `task.scale · task.flat` over all ranks, in place."""
         raise NotImplementedError
 
-    def _room(self, name: str, count: int, dtype: Any) -> Array:
-        """Memory that serves one bucket after another: a group's operations run one at a time."""
+    def _buffer(self, name: str, count: int, dtype: Any) -> Array:
+        """Return uninitialised memory. All buckets share it, because a group's operations run one at a time."""
         kind = np.dtype(dtype)
-        room = self._rooms.get(name)
-        if room is None or room.nbytes < count * kind.itemsize:
-            room = self._rooms[name] = np.empty(count * kind.itemsize, np.uint8)
-        return room[: count * kind.itemsize].view(kind)
+        memory = self._buffers.get(name)
+        if memory is None or memory.nbytes < count * kind.itemsize:
+            memory = self._buffers[name] = np.empty(count * kind.itemsize, np.uint8)
+        return memory[: count * kind.itemsize].view(kind)
 
-    def _remembered(self, task: Task, name: str, count: int) -> Array:
-        """An array that lasts from step to step, zeros at first; without feedback, always the first."""
+    def _saved_array(self, task: Task, name: str, count: int) -> Array:
+        """Return the array that lasts from step to step: zeros in the first step; without feedback, in every step."""
         if not self.feedback:
-            room = self._room(name, count, task.work)
-            room.fill(0)
-            return room
-        array: Array | None = task.kept.get(name)
+            zeros = self._buffer(name, count, task.work)
+            zeros.fill(0)
+            return zeros
+        array: Array | None = task.saved.get(name)
         if array is None or array.size != count:
-            array = task.kept[name] = np.zeros(count, task.work)
+            array = task.saved[name] = np.zeros(count, task.work)
         return array
 
 
 @contextlib.contextmanager
-def _honest_floats() -> Iterator[None]:
-    """Denormals are honoured, whatever a library has told this thread: else ranks could decode the same differently."""
+def _ieee_floats() -> Iterator[None]:
+    """Turn off flush-to-zero, denormals-are-zero and upward rounding on this thread, if a library has set them.
+
+    Otherwise two ranks could decode the same bytes to different values.
+    """
     if not native_core.available():
         yield
         return
@@ -167,7 +189,7 @@ def _honest_floats() -> Iterator[None]:
 
 def _work_type(dtype: arrays.DType) -> np.dtype[Any]:
     if dtype.accumulator not in (np.float32, np.float64):
-        raise ArrayError(f"a bucket of {dtype.name} cannot be compressed: only those of floating point numbers can")
+        raise ArrayError(f"a bucket of {dtype.name} cannot be compressed: only floating-point numbers can")
     return dtype.accumulator
 
 
@@ -176,7 +198,7 @@ def _key(array: Array) -> Key:
 
 
 def check_ratio(name: str, value: Any) -> float:
-    """A setting between 0 (not included) and 1."""
+    """Return the value as a float if 0 < value ≤ 1; raise `ConfigError` otherwise."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
-        raise ConfigError(f"{name} is {value!r}: it must be a number above 0, and at most 1")
+        raise ConfigError(f"{name} is {value!r}: it must be a number above 0 and at most 1")
     return float(value)

@@ -1,4 +1,4 @@
-"""Half the bytes (of float32): every element as float16 or bfloat16."""
+"""`F16` and `BF16` send every element as float16 or bfloat16: half the bytes of float32."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradwire.training.compression.rounding import Rounding
 
 
 class _Cast(Rounding):
-    grain = 32  # whole lines of the cache
+    grain = 32  # elements: a whole cache line
 
     half: np.dtype[Any]
     largest: float
@@ -27,14 +27,15 @@ class _Cast(Rounding):
         if np.isfinite(spare).all():
             np.subtract(x, spare, out=x)
             return
-        # What is too large for the type is cut, and the rest of it sent later; what was not finite stays as it is.
+        # Finite values beyond the range of the half type are clipped; the rest stays in the residual for later steps.
+        # NaN and infinite values are sent as they are, and leave no residual.
         cut = np.isinf(spare) & np.isfinite(x)
         spare[cut] = np.copysign(self.largest, x[cut])
         halves[cut] = spare[cut].astype(self.half)
         np.subtract(x, spare, out=x)
         x[~np.isfinite(x)] = 0
 
-    # The core's kernels convert many times faster than NumPy, to the same bits.
+    # The kernels of the native core convert many times faster than NumPy, with the same bits as the result.
 
     def _narrow(self, wire: Array, x: Array) -> None:
         if native_core.available() and x.dtype == np.float32:
@@ -54,7 +55,12 @@ class _Cast(Rounding):
 
 
 class F16(_Cast):
-    """float16: 11 significant bits, from 6e-8 to 65504. What is larger is sent in several steps.
+    """Send every element as float16: 11 significant bits, magnitudes from 6e-8 to 65504.
+
+    A larger value is clipped to 65504, and error feedback sends the rest in the following steps.
+
+    Args:
+        feedback: Use error feedback; see `Compression`.
 
     >>> import gradwire as gw, numpy as np
     >>> one, two = gw.loopback_pair()
@@ -72,7 +78,10 @@ class F16(_Cast):
 
 
 class BF16(_Cast):
-    """bfloat16: 8 significant bits, and the range of float32.
+    """Send every element as bfloat16: 8 significant bits, and the range of float32.
+
+    Args:
+        feedback: Use error feedback; see `Compression`.
 
     >>> import gradwire as gw, numpy as np
     >>> with gw.init() as group: BF16().exchange(group, np.ones(2))

@@ -1,12 +1,15 @@
-"""Compressions that write every element in fewer bits, and how their results are exchanged.
+"""The base class of compressions that send every element in fewer bits, and their exchange.
 
-    1  a rank adds what it kept to its values, rounds them, and keeps the difference
-    2  all_to_all: each rank gets everybody's part of the bucket that is its own
-    3  it folds them in rank order, unrounded; adds what it kept of earlier sums, rounds, and keeps the difference
-    4  all_gather: every rank decodes the same bytes
+The bucket is divided into one part per rank.
 
-Per rank that is 2·(n−1)/n of the encoded bucket, as with the best all-reduce. Buckets are gone through in chunks that
-stay in the cache; a chunk is encoded by itself.
+    1  Each rank adds its residual to its values, rounds the sum, and keeps the rounding error as the new residual.
+    2  all_to_all: each rank receives all ranks' values of its own part.
+    3  It adds them in rank order without rounding, adds the rounding error of its earlier sums, rounds the result, and
+       keeps the new rounding error.
+    4  all_gather: every rank receives and decodes the same bytes.
+
+Each rank sends 2·(n−1)/n of the encoded bucket, as in a bandwidth-optimal all-reduce. A bucket is processed in chunks
+that fit into the CPU caches; each chunk is encoded on its own.
 """
 
 from __future__ import annotations
@@ -24,48 +27,48 @@ CHUNK = 1 << 15  # elements
 
 
 class Chunk(NamedTuple):
-    """Some elements of a part of the bucket, and where their bytes lie in the encoded part."""
+    """Some elements of a part."""
 
-    first: int
+    first: int  # elements first … last - 1 of the bucket
     last: int
-    begin: int
+    begin: int  # bytes begin … end - 1 of the encoded part
     end: int
 
 
 class Part(NamedTuple):
-    """What one rank folds: elements from `first` on, and their bytes in the encoded bucket."""
+    """The elements that one rank sums."""
 
-    first: int
+    first: int  # elements first … first + size - 1 of the bucket
     size: int
-    begin: int
+    begin: int  # bytes begin … begin + nbytes - 1 of the encoded bucket
     nbytes: int
     chunks: tuple[Chunk, ...]
 
 
 class Rounding(Compression):
-    """Every element, in fewer bits. Subclasses say how a chunk is written."""
+    """Sends every element in fewer bits. Subclasses define the encoding of a chunk."""
 
-    grain = 1  # elements that stay together
+    grain = 1  # elements that must stay in one chunk
 
     def _nbytes(self, count: int) -> int:
-        """Of so many elements, encoded together."""
+        """Return the number of bytes of `count` elements that are encoded together."""
         raise NotImplementedError
 
     def _encode(self, x: Array, wire: Array, spare: Array) -> None:
-        """Write x into these bytes, and leave in x what was not written; `spare` is of x's kind."""
+        """Encode x into `wire`, and leave the rounding error in x. `spare` is scratch memory of x's size and dtype."""
         raise NotImplementedError
 
     def _decode(self, wire: Array, out: Array) -> None:
-        """What these bytes say: the same on every machine."""
+        """Decode `wire` into `out`, with the same bits on every machine."""
         raise NotImplementedError
 
     def _reduce(self, exchange: Exchange, task: Task) -> None:
         parts = self._parts(task, exchange.size)
         mine = parts[exchange.rank]
         total = parts[-1].begin + parts[-1].nbytes
-        wire = self._room("wire", total, np.uint8)
-        received = self._room("received", exchange.size * mine.nbytes, np.uint8)
-        sums = self._room("sums", mine.nbytes, np.uint8)
+        wire = self._buffer("wire", total, np.uint8)
+        received = self._buffer("received", exchange.size * mine.nbytes, np.uint8)
+        sums = self._buffer("sums", mine.nbytes, np.uint8)
         sizes = tuple(part.nbytes for part in parts)
 
         self._encode_all(task, parts, wire)
@@ -75,9 +78,9 @@ class Rounding(Compression):
         self._decode_all(task, parts, wire)
 
     def _parts(self, task: Task, size: int) -> tuple[Part, ...]:
-        known: tuple[Part, ...] = task.kept.get("parts", ())
+        known: tuple[Part, ...] = task.saved.get("parts", ())
         if len(known) != size:
-            known = task.kept["parts"] = tuple(self._split(task.flat.size, size))
+            known = task.saved["parts"] = tuple(self._split(task.flat.size, size))
         return known
 
     def _split(self, count: int, size: int) -> Iterator[Part]:
@@ -96,8 +99,8 @@ class Rounding(Compression):
 
     def _encode_all(self, task: Task, parts: tuple[Part, ...], wire: Array) -> None:
         flat, scale = task.flat, task.work.type(task.scale)
-        kept = self._remembered(task, "residual", flat.size)
-        spare = self._room("spare", CHUNK + self.grain, task.work)
+        kept = self._saved_array(task, "residual", flat.size)
+        spare = self._buffer("spare", CHUNK + self.grain, task.work)
         for part in parts:
             for first, last, begin, end in part.chunks:
                 x, other = kept[first:last], spare[: last - first]
@@ -106,11 +109,11 @@ class Rounding(Compression):
                 self._encode(x, wire[part.begin + begin : part.begin + end], other)
 
     def _fold(self, task: Task, exchange: Exchange, mine: Part, received: Array, sums: Array) -> None:
-        kept = self._remembered(task, "owed", mine.size)
-        spare = self._room("spare", CHUNK + self.grain, task.work)
+        kept = self._saved_array(task, "owed", mine.size)
+        spare = self._buffer("spare", CHUNK + self.grain, task.work)
         for first, last, begin, end in mine.chunks:
             x, other = kept[first - mine.first : last - mine.first], spare[: last - first]
-            total = self._room("total", last - first, task.work)
+            total = self._buffer("total", last - first, task.work)
             self._decode(received[0, begin:end], total)
             for source in range(1, exchange.size):
                 self._decode(received[source, begin:end], other)
@@ -120,7 +123,7 @@ class Rounding(Compression):
 
     def _decode_all(self, task: Task, parts: tuple[Part, ...], wire: Array) -> None:
         flat = task.flat
-        spare = self._room("spare", CHUNK + self.grain, task.work)
+        spare = self._buffer("spare", CHUNK + self.grain, task.work)
         for part in parts:
             for first, last, begin, end in part.chunks:
                 out = flat[first:last] if flat.dtype == task.work else spare[: last - first]

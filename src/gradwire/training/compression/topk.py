@@ -1,4 +1,4 @@
-"""TopK: only the largest values of a bucket are sent, with their positions; the others accumulate in the residual."""
+"""`TopK` sends only the largest values of a bucket, with their positions. The others accumulate in the residual."""
 
 from __future__ import annotations
 
@@ -11,14 +11,22 @@ from gradwire.arrays import Array
 from gradwire.operations import Exchange, Shape
 from gradwire.training.compression.base import BYTE, Compression, Task, check_ratio
 
-SAMPLE = 1 << 15  # elements by which the smallest magnitude to look at is guessed
+SAMPLE = 1 << 15  # sampled elements, from which the smallest magnitude to send is estimated
 
 
 class TopK(Compression):
-    """A share of each rank's values, those of the largest magnitude: `TopK(0.01)` sends one in a hundred.
+    """Send only the values with the largest magnitudes: `TopK(0.01)` sends one value in a hundred.
 
-    All ranks get the chosen values of all, and add them in rank order. So a rank sends ratio · (n−1) of the bucket, and
-    its places: worth it for ratios well below 1/n. Without feedback most values would never be sent.
+    Every rank receives the chosen values of all ranks and adds them in rank order. So each rank sends ratio · (n−1)
+    times the bucket, plus the positions: this pays off for ratios well below 1/n. Use it with error feedback: without
+    it, most values would never be sent.
+
+    Args:
+        ratio: The share of the values to send, above 0 and at most 1.
+        feedback: Use error feedback; see `Compression`.
+
+    Raises:
+        ConfigError: `ratio` is not in that range.
 
     >>> import gradwire as gw, numpy as np
     >>> one, two = gw.loopback_pair()
@@ -37,7 +45,7 @@ class TopK(Compression):
         self.ratio = check_ratio("ratio", ratio)
 
     def describe(self) -> str:
-        """Ranks must send equally many.
+        """Return the name and the ratio, which must be the same on all ranks.
 
         >>> TopK(0.05).describe()
         'topk of 0.05'
@@ -49,16 +57,16 @@ class TopK(Compression):
         number = min(flat.size, math.ceil(self.ratio * flat.size))
         place = np.dtype(np.uint32 if flat.size <= 1 << 32 else np.uint64)
         nbytes = number * (work.itemsize + place.itemsize)
-        wire = self._room("wire", nbytes, np.uint8)
-        received = self._room("received", exchange.size * nbytes, np.uint8)
+        wire = self._buffer("wire", nbytes, np.uint8)
+        received = self._buffer("received", exchange.size * nbytes, np.uint8)
 
         self._choose(task, *_split(wire, number, work, place))
         exchange(Shape("all_gather", BYTE, (nbytes,) * exchange.size, call=task.call), wire, received)
 
-        total = flat if flat.dtype == work else self._room("total", flat.size, work)
+        total = flat if flat.dtype == work else self._buffer("total", flat.size, work)
         total.fill(0)
-        for source, told in enumerate(received.reshape(exchange.size, nbytes)):
-            values, places = _split(told, number, work, place)
+        for source, encoded in enumerate(received.reshape(exchange.size, nbytes)):
+            values, places = _split(encoded, number, work, place)
             if int(places.max()) >= flat.size:
                 raise exchange.disagree(f"rank {source} sends element {int(places.max())} of {flat.size}")
             total[places] += values
@@ -66,28 +74,28 @@ class TopK(Compression):
             np.copyto(flat, total, casting="same_kind")
 
     def _choose(self, task: Task, values: Array, places: Array) -> None:
-        """Take the largest values out of what this rank has to send."""
-        kept = self._remembered(task, "residual", task.flat.size)
-        magnitudes = self._room("magnitudes", task.flat.size, task.work)
+        """Move the largest values from the residual plus the bucket into `values` and `places`."""
+        kept = self._saved_array(task, "residual", task.flat.size)
+        magnitudes = self._buffer("magnitudes", task.flat.size, task.work)
         np.multiply(task.flat.astype(task.work, copy=False), task.work.type(task.scale), out=magnitudes)
         np.add(kept, magnitudes, out=kept)
         np.abs(kept, out=magnitudes)
         chosen = largest(magnitudes, values.size)
-        np.copyto(places, chosen, casting="unsafe")  # they fit
+        np.copyto(places, chosen, casting="unsafe")  # safe: the dtype was chosen for the bucket's size
         np.copyto(values, kept[chosen])
         kept[chosen] = 0
-        if not np.isfinite(values).all():  # they come first; what is left of them is not to be kept
+        if not np.isfinite(values).all():  # NaN and infinite values sort first; those not chosen must not be kept
             kept[~np.isfinite(kept)] = 0
 
 
 def _split(wire: Array, number: int, work: np.dtype[Any], place: np.dtype[Any]) -> tuple[Array, Array]:
-    """The values and the places in some bytes."""
+    """Return views of the values and of the positions in `wire`."""
     middle = number * work.itemsize
     return wire[:middle].view(work), wire[middle:].view(place)
 
 
 def largest(magnitudes: Array, number: int) -> Array:
-    """Where the largest of these are, in ascending order; NaN is larger than everything.
+    """Return the positions of the `number` largest magnitudes, in ascending order. NaN counts as the largest.
 
     >>> largest(np.array([3.0, 9.0, np.nan, 1.0]), 2)
     array([1, 2])
@@ -103,7 +111,11 @@ def largest(magnitudes: Array, number: int) -> Array:
 
 
 def _candidates(magnitudes: Array, number: int) -> Array | None:
-    """A few more than so many places, among them all of the largest: what exceeds a guess, if that was a good one."""
+    """Return at least `number` positions that include those of the largest magnitudes, or None.
+
+    A sample estimates the smallest magnitude to send. The result is None if the sample would be too small, or if the
+    estimate turns out to be bad. Then the caller must partition all magnitudes.
+    """
     step = magnitudes.size // SAMPLE
     if step < 4:
         return None

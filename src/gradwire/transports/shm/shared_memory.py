@@ -1,9 +1,9 @@
-"""Shares memory between the ranks of one host. Which ranks can is found by trying.
+"""Shares memory between the ranks of one host. The ranks find out by trying whether they can.
 
-Each rank has one arena: a nameless, sparse file in memory (memfd) that its peers map once. Its descriptor is passed
-over a Unix socket in the abstract namespace, to processes of the same user only, which show a token that travelled
-over the authenticated links. Nothing has a name in a file system, so nothing is left behind, however a process ends;
-the arena is sealed against shrinking, so no peer can pull memory from under another.
+Each rank has one arena: an unnamed, sparse file in memory (memfd) that its peers map once. A rank sends its descriptor
+over a Unix socket in the abstract namespace, only to processes of the same user that show a token. The tokens travel
+over the authenticated links. Nothing has a name in a file system, so nothing remains after a process ends, however it
+ends. The arena is sealed against shrinking, so that no peer can make another one crash.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from gradwire.transports.shm.arena import ARENA_BYTES, RESERVED, SEALS, Arena, O
 __all__ = ["Arena", "OwnArena", "PidfdLink", "SharedMemory", "Sharing"]
 
 TOKEN_BYTES = 16
-WAITING = 4096  # connections that may wait to be looked at; strangers' among them
+WAITING = 4096  # connections in the backlog, including those of unrelated processes
 CONNECT_SECONDS = 10.0  # a Unix socket connects at once, unless other processes fill its backlog
-GREETING = struct.Struct(f"<I{TOKEN_BYTES}sQ")  # sent with an arena: rank, token, when the process started
+GREETING = struct.Struct(f"<I{TOKEN_BYTES}sQ")  # sent with an arena: rank, token, start time of the process
 _CREDENTIALS = struct.Struct("3i")
 _OFFER = re.compile(rf"[0-9a-f]{{{2 * TOKEN_BYTES}}}")
 
 
 class SharedMemory:
-    """The arenas of this rank and of the peers it shares memory with, and their processes; by world rank."""
+    """This rank's arena, and the arenas and pidfds of the peers that share memory with it, by world rank."""
 
     def __init__(self, own: OwnArena, peers: dict[int, Arena], pidfds: dict[int, int]) -> None:
         self.own = own
@@ -43,7 +43,7 @@ class SharedMemory:
         self.pidfds = pidfds
 
     def died(self, peer: int, seconds: float = 0.0) -> bool:
-        """Whether a peer's process has ended, or does so in that time."""
+        """Whether a peer's process has ended, or ends within this time."""
         pidfd = self.pidfds.get(peer, -1)
         if pidfd < 0:
             return False
@@ -52,17 +52,17 @@ class SharedMemory:
         return bool(poll.poll(seconds * 1000))
 
     def close(self) -> None:
-        """Watch no process any more. Memory goes with the last reference to it: arrays may still lie there."""
+        """Close the pidfds. The memory is freed with the last reference to it, because arrays may still use it."""
         while self.pidfds:
             os.close(self.pidfds.popitem()[1])
 
     def abandon(self) -> None:
-        """In a forked child, the same; the memory is its parent's."""
+        """Close the pidfds in a forked child. The memory belongs to its parent."""
         self.close()
 
 
 class PidfdLink:
-    """A peer's process as a link on which nothing comes but the end, so that it is waited for like any other."""
+    """A peer's process in the form of a link that delivers only its end, so that the service thread can wait for it."""
 
     channel = LIFE_CHANNEL
 
@@ -82,15 +82,15 @@ class PidfdLink:
         return 0
 
     def close(self) -> None:
-        """Nothing: the descriptor is the shared memory's, and closed with it."""
+        """Do nothing: `SharedMemory` owns the descriptor and closes it."""
 
 
 class Sharing:
-    """How a rank comes to share memory with its neighbours, the other ranks of its host.
+    """The steps by which a rank begins to share memory with its neighbours, the other ranks of its host.
 
-    All ranks of a job take these steps together, and each tells all others what a step gave before the next one: so no
-    socket is ever waited for. Whatever a neighbour has to say is there, and who has nothing to say is no neighbour. A
-    host shares memory if all its ranks can and want to.
+    All ranks of a job take these steps together, and gather the results of a step before the next one. So no step waits
+    for a socket: everything that a neighbour has sent is there already. A host shares memory if all of its ranks can
+    and want to.
     """
 
     def __init__(self, rank: int, hosts: Sequence[object], wanted: bool) -> None:
@@ -99,31 +99,31 @@ class Sharing:
         self._neighbours = [peer for peer, host in enumerate(hosts) if host == hosts[rank] and peer != rank]
         self._exchange: _ArenaExchange | None = None
         if wanted and self._neighbours:
-            with contextlib.suppress(OSError, AttributeError):  # systems that have no such thing
+            with contextlib.suppress(OSError, AttributeError):  # the system does not support it
                 self._exchange = _ArenaExchange(rank)
 
     @property
     def arena(self) -> OwnArena | None:
-        """This rank's own, if it has one to share."""
+        """This rank's arena, if it has one to share."""
         return self._exchange.arena if self._exchange is not None else None
 
     def offer(self) -> list[str] | None:
-        """First: what neighbours need to come here."""
+        """Return, as the first step, the socket name and token that neighbours need."""
         return self._exchange.offer if self._exchange is not None else None
 
     def dial(self, offers: Sequence[object], deadline: float) -> bool:
-        """Second: with all ranks' offers, hand the own arena to the neighbours; whether it reached them."""
+        """Send, as the second step, this rank's arena to the neighbours. Return whether it reached them."""
         return self._exchange is not None and self._exchange.dial(self._neighbours, offers, deadline)
 
     def answer(self, dialled: Sequence[object]) -> bool:
-        """Third: take in the neighbours' arenas, if all have dialled; whether they were all there."""
+        """Receive, as the third step, the neighbours' arenas. Return whether all of them were there."""
         if self._exchange is None or not all(dialled[peer] is True for peer in (self._rank, *self._neighbours)):
             return False
         self._exchange.answer(self._neighbours)
         return len(self._exchange.peers) == len(self._neighbours)
 
     def keep(self, complete: Sequence[object]) -> tuple[SharedMemory | None, tuple[bool, ...]]:
-        """Last: this rank's share, and for each rank whether it has one."""
+        """Return, as the last step, the shared memory of this rank, and for each rank whether it shares memory."""
         lacking = {host for peer, host in enumerate(self._hosts) if complete[peer] is not True}
         sharing = tuple(host not in lacking for host in self._hosts)
         return (self._exchange.keep() if self._exchange is not None and sharing[self._rank] else None), sharing
@@ -137,7 +137,7 @@ class Sharing:
 
 
 class _ArenaExchange:
-    """Where a rank hands out its arena and gets those of its neighbours: each dials all others."""
+    """Exchanges arenas with the neighbours of a rank: each rank dials all others."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -146,22 +146,22 @@ class _ArenaExchange:
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._sockets = contextlib.ExitStack()
         self.arena = OwnArena()
-        with contextlib.ExitStack() as trouble:
-            trouble.callback(self.close)
+        with contextlib.ExitStack() as cleanup:
+            cleanup.callback(self.close)
             self._listener = self._sockets.enter_context(_unix_socket())
-            # Names of abstract sockets are for everybody to see; the token is not.
+            # Any process can see the names of abstract sockets, but not the token.
             self._name = secrets.token_hex(TOKEN_BYTES)
             self._listener.bind(abstract_address(self._name))
             self._listener.listen(WAITING)
-            trouble.pop_all()
+            cleanup.pop_all()
 
     @property
     def offer(self) -> list[str]:
-        """What neighbours need to come here."""
+        """The socket name and the token that neighbours need."""
         return [self._name, self._token.hex()]
 
     def dial(self, neighbours: Sequence[int], offers: Sequence[object], deadline: float) -> bool:
-        """Send the arena to all neighbours; whether it reached them."""
+        """Send the arena to all neighbours. Return whether it reached them."""
         deadline = min(deadline, time.monotonic() + CONNECT_SECONDS)
         try:
             for peer in neighbours:
@@ -177,7 +177,7 @@ class _ArenaExchange:
         return True
 
     def answer(self, neighbours: Sequence[int]) -> None:
-        """Take in the arenas of neighbours, all of whom have dialled. Whoever else has come is sent away."""
+        """Receive the arenas of the neighbours, which have all dialled. Other connections are closed."""
         self._listener.setblocking(False)
         for _ in range(WAITING):
             if len(self.peers) == len(neighbours):
@@ -204,31 +204,31 @@ class _ArenaExchange:
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
-        if pid > 0:  # 0: of another pid namespace
+        if pid > 0:  # 0 means another pid namespace
             with contextlib.suppress(OSError, AttributeError):
                 self._pidfds[peer] = _pidfd(pid, started)
 
     def keep(self) -> SharedMemory:
-        """What was exchanged."""
+        """Return the exchanged arenas and pidfds."""
         shared = SharedMemory(self.arena, self.peers, self._pidfds)
         self._pidfds = {}
         return shared
 
     def close(self) -> None:
-        """Let nobody in any more; what was kept stays."""
+        """Close the sockets, and the pidfds that `keep` did not return."""
         self._sockets.close()
         for pidfd in self._pidfds.values():
             os.close(pidfd)
 
 
 def _started(pid: int) -> int:
-    """When a process started; 0 if that cannot be known."""
+    """Return the start time of a process; 0 if it cannot be known."""
     status = machine.process_status(pid)
     return status.started if status is not None else 0
 
 
 def _pidfd(pid: int, started: int) -> int:
-    """A descriptor of the process that started then; OSError if it has ended, even if its pid is another's by now."""
+    """Return a pidfd of the process with this start time. Raise OSError if it has ended, even if the pid is in use."""
     pidfd = os.pidfd_open(pid)
     if _started(pid) != started:
         os.close(pidfd)
@@ -241,12 +241,12 @@ def _unix_socket() -> socket.socket:
 
 
 def abstract_address(name: str) -> str:
-    """The address of the Unix socket that a rank offers under this name."""
+    """Return the address of the Unix socket with this name."""
     return f"\0gradwire-{name}"
 
 
 def _checked_offer(offer: object) -> tuple[str, bytes]:
-    """A neighbour's name and token; ValueError if it has none or they are not well-formed."""
+    """Return the socket name and token of an offer; raise ValueError if it is missing or malformed."""
     match offer:
         case [str(name), str(token)] if _OFFER.fullmatch(name) and _OFFER.fullmatch(token):
             return name, bytes.fromhex(token)
@@ -254,16 +254,16 @@ def _checked_offer(offer: object) -> tuple[str, bytes]:
 
 
 def _check_user(sock: socket.socket) -> int:
-    """The process at the other end, which must be of the same user."""
+    """Return the pid of the process at the other end; raise `PermissionError` if it belongs to another user."""
     found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, user, _ = _CREDENTIALS.unpack(found)
     if user != os.geteuid():
-        raise PermissionError(f"a process of user {user} at a link of user {os.geteuid()}")
+        raise PermissionError(f"a process of user {user} connected to a process of user {os.geteuid()}")
     return int(pid)
 
 
 def _check_arena(descriptor: int) -> None:
-    """Memory that cannot be pulled away, of a size that fits."""
+    """Raise ValueError unless this is a sealed file of a valid size."""
     status = os.fstat(descriptor)
     sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS == SEALS
     if not stat.S_ISREG(status.st_mode) or not sealed or not RESERVED < status.st_size <= ARENA_BYTES:

@@ -1,8 +1,8 @@
-"""The listening side of TCP: admits peers, within limits on bytes, number and time for callers not yet admitted.
+"""The listening side of TCP: admits peers, with limits on bytes, number and time for connections not yet admitted.
 
-One thread runs every admission at once, TLS handshakes too, so a slow or silent stranger delays nobody. Nothing from a
-stranger is stored beyond the frames of an admission and of a bounded handshake, and of too many strangers the one that
-has dawdled longest is shown out first.
+One thread runs all admissions at the same time, including TLS handshakes, so a slow or silent connection does not delay
+the others. Before its admission a connection can use only the memory of a bounded handshake and of the admission
+messages. If there are too many such connections, the oldest one is dropped.
 """
 
 from __future__ import annotations
@@ -26,38 +26,41 @@ from gradwire.transports.tcp.tls_link import NotTls, TlsStream
 
 log = logging.getLogger("gradwire.transports")
 
-MAX_STRANGERS = 256
+MAX_PENDING = 256  # connections not yet admitted
 ADMISSION_SECONDS = 5.0
 UNREAD = 64 << 10
-WELCOME = b"!"  # to a dialer whose certificate is accepted, since its side of TLS does not tell it
-NO_PLAINTEXT = "links here are TLS: give that process certificates too (GRADWIRE_TLS_CA, _CERT and _KEY)"
+WELCOME = b"!"  # sent when the dialer's certificate is accepted: TLS 1.3 does not tell the dialer
+NO_PLAINTEXT = "this rank uses TLS: give that process certificates too (GRADWIRE_TLS_CA, _CERT and _KEY)"
 
-Line = socket.socket | TlsStream  # a connection during its admission
+Stream = socket.socket | TlsStream  # a connection during its admission
 
 
 @dataclass(slots=True)
-class _Stranger:
+class _Pending:
+    """A connection that is not admitted yet."""
+
     sock: socket.socket
     source: str
     until: float
-    line: Line
-    secured: bool
+    stream: Stream
+    secured: bool  # the TLS handshake is done, or there is none
     acceptor: Acceptor
 
 
 class Acceptance:
-    """Accepts connections on a listener and hands on those that prove to know the job's secret."""
+    """Accepts connections on a listener, and passes on those that prove that they know the job's secret."""
 
     def __init__(
         self,
         listener: socket.socket,
         sockets: Sockets,
         key: bytes,
-        check: Callable[[Hello, Line], str | None],
-        admitted: Callable[[Line, Acceptor], None],
+        check: Callable[[Hello, Stream], str | None],
+        admitted: Callable[[Stream, Acceptor], None],
         bell: Any,
         credentials: Credentials | None = None,
     ) -> None:
+        """`check` returns the reason to refuse a peer, or None. `admitted` gets each connection that is admitted."""
         self._listener = listener
         self._sockets = sockets
         self._key = key
@@ -65,7 +68,7 @@ class Acceptance:
         self._admitted = admitted
         self._bell = bell
         self._credentials = credentials
-        self._strangers: dict[int, _Stranger] = {}
+        self._pending: dict[int, _Pending] = {}  # by descriptor
         self._stopping = False
         self._paused_until = 0.0
         self._refusals = RefusalLog(log)
@@ -84,30 +87,30 @@ class Acceptance:
             try:
                 self._turn()
             except Exception:
-                # Better to lose one link than to stop accepting.
-                log.exception("a connection could not be handled")
+                # The thread must keep running: losing one connection is better than accepting none.
+                log.exception("an incoming connection could not be handled")
                 self._paused_until = time.monotonic() + 0.5
-        for descriptor in list(self._strangers):
-            self._dismiss(descriptor, None)
+        for descriptor in list(self._pending):
+            self._drop(descriptor, None)
 
     def _turn(self) -> None:
         for descriptor, _ in self._poll():
             if descriptor == self._listener.fileno():
                 self._accept()
-            elif descriptor in self._strangers:
-                self._hear(descriptor)
-        self._show_out_the_late()
+            elif descriptor in self._pending:
+                self._advance(descriptor)
+        self._drop_late()
 
     def _poll(self) -> list[tuple[int, int]]:
         poll = select.poll()
         poll.register(self._bell.fileno(), select.POLLIN)
         now = time.monotonic()
-        deadlines = [stranger.until for stranger in self._strangers.values()]
+        deadlines = [pending.until for pending in self._pending.values()]
         if now >= self._paused_until:
             poll.register(self._listener.fileno(), select.POLLIN)
         else:
             deadlines.append(self._paused_until)
-        for descriptor in self._strangers:
+        for descriptor in self._pending:
             poll.register(descriptor, select.POLLIN)
         timeout = max(0.0, min(deadlines) - now) * 1000 + 1 if deadlines else None
         return poll.poll(timeout)
@@ -118,66 +121,66 @@ class Acceptance:
         except BlockingIOError:
             return
         except OSError as error:
-            # Out of descriptors, most likely: wait instead of spinning on a listener that stays readable.
+            # Most likely the process has no free descriptors. The listener stays readable: pause instead of spinning.
             log.warning("cannot accept a connection: %s", error)
             self._paused_until = time.monotonic() + 0.5
             return
         sock.setblocking(False)
-        if len(self._strangers) >= MAX_STRANGERS:
-            eldest = min(self._strangers, key=lambda descriptor: self._strangers[descriptor].until)
-            self._dismiss(eldest, "too many connections that say nothing")
+        if len(self._pending) >= MAX_PENDING:
+            oldest = min(self._pending, key=lambda descriptor: self._pending[descriptor].until)
+            self._drop(oldest, "too many connections wait for admission, and this is the oldest")
         until = time.monotonic() + ADMISSION_SECONDS
-        line: Line = sock
+        stream: Stream = sock
         if self._credentials is not None:
             try:
-                line = TlsStream(sock, self._credentials.server_context(), server=True)
+                stream = TlsStream(sock, self._credentials.server_context(), server=True)
             except BaseException:
                 sock.close()
                 raise
-        acceptor = Acceptor(self._key, lambda hello: self._check(hello, line))
-        self._strangers[sock.fileno()] = _Stranger(sock, source, until, line, line is sock, acceptor)
+        acceptor = Acceptor(self._key, lambda hello: self._check(hello, stream))
+        self._pending[sock.fileno()] = _Pending(sock, source, until, stream, stream is sock, acceptor)
 
-    def _hear(self, descriptor: int) -> None:
-        stranger = self._strangers[descriptor]
+    def _advance(self, descriptor: int) -> None:
+        pending = self._pending[descriptor]
         try:
-            reason = self._converse(stranger)
+            reason = self._continue_admission(pending)
         except BlockingIOError:
             return
         except NotTls:
-            self._answer_in_plaintext(stranger.sock)
-            reason = f"what arrived is not TLS; {NO_PLAINTEXT}"
+            self._answer_in_plaintext(pending.sock)
+            reason = f"it does not use TLS; {NO_PLAINTEXT}"
         except ssl.SSLError as error:
             reason = explain(error)
         except OSError as error:
-            reason = f"broke off: {error}"
-        except Exception as error:  # a bug of ours, which costs others nothing
+            reason = f"the connection failed: {error}"
+        except Exception as error:  # a bug in gradwire must not affect the other connections
             reason = f"could not be handled: {type(error).__name__}: {error}"
         if reason is not None:
-            self._dismiss(descriptor, reason)
+            self._drop(descriptor, reason)
             return
-        del self._strangers[descriptor]
+        del self._pending[descriptor]
         try:
-            self._admitted(stranger.line, stranger.acceptor)
+            self._admitted(pending.stream, pending.acceptor)
         except Exception:
-            stranger.sock.close()
-            log.exception("a connection could not be handled")
+            pending.sock.close()
+            log.exception("an incoming connection could not be handled")
 
     @staticmethod
-    def _converse(stranger: _Stranger) -> str | None:
-        """Go on with an admission, as far as it goes: a reason to refuse it, or None when it is done."""
-        line, acceptor = stranger.line, stranger.acceptor
-        if not stranger.secured and isinstance(line, TlsStream):
-            line.shake_hands()
-            stranger.secured = True
-            line.send(WELCOME)
+    def _continue_admission(pending: _Pending) -> str | None:
+        """Continue an admission with the data that has arrived. Return a reason to refuse it; None when it is done."""
+        stream, acceptor = pending.stream, pending.acceptor
+        if not pending.secured and isinstance(stream, TlsStream):
+            stream.shake_hands()
+            pending.secured = True
+            stream.send(WELCOME)
         while not acceptor.done:
-            data = line.recv(acceptor.wanted)
+            data = stream.recv(acceptor.wanted)
             if not data:
                 acceptor.eof()
-                hint = "" if line is stranger.sock or acceptor.hello else "; is this rank's certificate its own?"
+                hint = "" if stream is pending.sock or acceptor.hello else "; is this rank's certificate its own?"
                 return f"{acceptor.refusal}{hint}"
             answer = acceptor.feed(data)
-            if answer and line.send(answer) < len(answer):
+            if answer and stream.send(answer) < len(answer):
                 return "does not read its answers"
             if acceptor.refusal is not None:
                 return acceptor.refusal
@@ -185,21 +188,21 @@ class Acceptance:
 
     @staticmethod
     def _answer_in_plaintext(sock: socket.socket) -> None:
-        """Tell a dialer without certificates why it is not heard; anybody else cannot make sense of it."""
+        """Send the reason of the refusal to a dialer without certificates, which cannot read TLS."""
         with contextlib.suppress(OSError):
             sock.send(refusal(NO_PLAINTEXT))
 
-    def _show_out_the_late(self) -> None:
+    def _drop_late(self) -> None:
         now = time.monotonic()
-        for descriptor in [d for d, stranger in self._strangers.items() if stranger.until <= now]:
-            self._dismiss(descriptor, f"said too little in {ADMISSION_SECONDS:g} s")
+        for descriptor in [d for d, pending in self._pending.items() if pending.until <= now]:
+            self._drop(descriptor, f"the admission did not finish in {ADMISSION_SECONDS:g} s")
 
-    def _dismiss(self, descriptor: int, reason: str | None) -> None:
-        stranger = self._strangers.pop(descriptor)
+    def _drop(self, descriptor: int, reason: str | None) -> None:
+        pending = self._pending.pop(descriptor)
         with contextlib.suppress(OSError):
-            # What was sent and not read would make the end a reset, which may overtake the reason on its way.
-            stranger.sock.recv(UNREAD)
+            # Closing a socket with unread data sends a reset, which could arrive before the reason of the refusal.
+            pending.sock.recv(UNREAD)
         with contextlib.suppress(OSError):
-            stranger.sock.close()
+            pending.sock.close()
         if reason is not None:
-            self._refusals.log("refused a link from %s: %s", stranger.source, reason)
+            self._refusals.log("refused a link from %s: %s", pending.source, reason)

@@ -1,4 +1,4 @@
-"""The connecting side of TCP: connects, speaks TLS if there are credentials, and asks for admission."""
+"""The connecting side of TCP: connects, does the TLS handshake if there are credentials, and asks for admission."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ from gradwire.security.admission import Dialer, Hello
 from gradwire.security.credentials import Credentials, explain
 from gradwire.transports.base import CHECK_SECONDS, Check
 from gradwire.transports.fork_safe_sockets import Sockets
-from gradwire.transports.tcp.accept import WELCOME, Line
+from gradwire.transports.tcp.accept import WELCOME, Stream
 from gradwire.transports.tcp.tls_link import NotTls, TlsStream
 
 RETRY_SECONDS = 0.05
-# A rank listens before it registers: one whose port refuses connections for so long is dead, not late.
+# A rank listens before it registers. If its port refuses connections for this long, the rank is dead, not late.
 REFUSING_SECONDS = 5.0
 
 T = TypeVar("T")
-Talk = Generator[int, None, T]  # goes on when the socket is ready for what it yields: events of poll
+Steps = Generator[int, None, T]  # yields the poll events that it waits for
 
 
 class Call:
-    """One connection on its way to being admitted. `impostor` tells why a certificate cannot be the peer's."""
+    """One connection attempt, up to the admission.
+
+    `check_certificate(rank, stream)` returns the reason why a certificate is not that of this rank, or None.
+    """
 
     def __init__(
         self,
@@ -37,61 +40,64 @@ class Call:
         key: bytes,
         hello: Hello,
         credentials: Credentials | None,
-        impostor: Callable[[int, Line], str | None],
+        check_certificate: Callable[[int, Stream], str | None],
     ) -> None:
         self._hello = hello
         self._dialer = Dialer(key, hello)
         self._credentials = credentials
-        self._impostor = impostor
+        self._check_certificate = check_certificate
         self.socket = sockets.open(address[0])
         self.socket.setblocking(False)
-        self._talk = self._converse(self.socket.connect_ex(address))
-        self.waits_for = 0  # events of poll
-        self.line: Line | None = None  # when it is admitted
+        self._steps = self._join(self.socket.connect_ex(address))
+        self.waits_for = 0  # poll events
+        self.stream: Stream | None = None  # set when it is admitted
 
     @property
     def dialer(self) -> Dialer:
-        """Its side of the admission."""
+        """The dialer's side of the admission."""
         return self._dialer
 
-    def go_on(self) -> bool:
-        """Go as far as possible without waiting; whether the peer has let it in. What fails is closed."""
+    def advance(self) -> bool:
+        """Continue as far as possible without waiting. Return whether the peer has admitted the connection.
+
+        After an error the socket is closed.
+        """
         try:
-            self.waits_for = next(self._talk)
+            self.waits_for = next(self._steps)
         except StopIteration as end:
-            self.line = end.value
+            self.stream = end.value
         except BaseException:
             self.close()
             raise
-        return self.line is not None
+        return self.stream is not None
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the socket."""
         self.socket.close()
 
-    def _converse(self, trouble: int) -> Talk[Line]:
-        yield from connected(self.socket, trouble)
-        line: Line = self.socket
+    def _join(self, error: int) -> Steps[Stream]:
+        yield from connected(self.socket, error)
+        stream: Stream = self.socket
         if self._credentials is not None:
-            line = TlsStream(self.socket, self._credentials.client_context(), server=False)
-            yield from self._secure(line)
-        _say(line, self._dialer.start())
+            stream = TlsStream(self.socket, self._credentials.client_context(), server=False)
+            yield from self._secure(stream)
+        _send(stream, self._dialer.start())
         while not self._dialer.done:
-            answer = self._dialer.feed((yield from self._hear(line)))
+            answer = self._dialer.feed((yield from self._receive(stream)))
             if answer:
-                _say(line, answer)
-        return line
+                _send(stream, answer)
+        return stream
 
-    def _secure(self, line: TlsStream) -> Talk[None]:
-        """Shake hands, wait until the other side has accepted our certificate, and make sure that its own fits.
+    def _secure(self, stream: TlsStream) -> Steps[None]:
+        """Do the TLS handshake, wait until the peer has accepted this rank's certificate, and check the peer's.
 
-        With TLS 1.3 this side is done before the other one has looked at what it sent.
+        With TLS 1.3 the handshake ends on this side before the peer has checked the certificate.
         """
         hello = self._hello
         try:
-            yield from _patiently(line.shake_hands)
-            yield from self._hear(line, len(WELCOME))
-            reason = self._impostor(hello.target, line)
+            yield from _retried(stream.shake_hands)
+            yield from self._receive(stream, len(WELCOME))
+            reason = self._check_certificate(hello.target, stream)
         except NotTls:
             reason = "it does not use TLS, and this rank does: give certificates to all ranks or to none"
         except ssl.SSLError as error:
@@ -100,16 +106,16 @@ class Call:
             text = f"no link to rank {hello.target}: {reason}"
             raise Refused(text, rank=hello.source, peer=hello.target, generation=hello.generation)
 
-    def _hear(self, line: Line, most: int | None = None) -> Talk[bytes]:
-        """What the acceptor says next, as much as the dialer wants."""
-        data = yield from _patiently(lambda: line.recv(most or self._dialer.wanted))
+    def _receive(self, stream: Stream, most: int | None = None) -> Steps[bytes]:
+        """Receive the next bytes from the acceptor, at most `most` or as many as the dialer wants."""
+        data = yield from _retried(lambda: stream.recv(most or self._dialer.wanted))
         if not data:
             raise self._dialer.eof()
         return data
 
 
 class Attempts:
-    """Calls to one peer, one after the other, until it lets one in or there is no hope."""
+    """Connection attempts to one peer, one after the other, until one is admitted or the peer is unreachable."""
 
     def __init__(self, peer: int, name: str, call: Callable[[], Call], deadline: float) -> None:
         self._peer = peer
@@ -117,23 +123,23 @@ class Attempts:
         self._call = call
         self._deadline = deadline
         self._refusing_since: float | None = None
-        self.present: Call | None = None
-        self.due = 0.0  # when to call again
+        self.current: Call | None = None
+        self.due = 0.0  # time of the next attempt
 
-    def go_on(self, now: float) -> Call | None:
-        """As far as possible without waiting: the call that is admitted, if there is one."""
-        if self.present is None and now < self.due:
+    def advance(self, now: float) -> Call | None:
+        """Continue as far as possible without waiting. Return the call that was admitted, or None."""
+        if self.current is None and now < self.due:
             return None
         try:
-            self.present = self.present or self._call()
-            if self.present.go_on():
-                return self.present
+            self.current = self.current or self._call()
+            if self.current.advance():
+                return self.current
             if now >= self._deadline:
-                self.present.close()
+                self.current.close()
                 raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
         except (Refused, Closed, Broken):
             raise
-        except OSError as error:  # an admission that was broken off is tried again too: many peers may dial at once
+        except OSError as error:  # retry an interrupted admission too: the peer drops some if too many dial at once
             self._failed(error, now)
         return None
 
@@ -143,20 +149,23 @@ class Attempts:
         dead = self._refusing_since is not None and now - self._refusing_since > REFUSING_SECONDS
         if dead or now + RETRY_SECONDS >= self._deadline:
             raise NoConnection(f"{self._name} does not answer: {error}", peer=self._peer) from error
-        self.present, self.due = None, now + RETRY_SECONDS
+        self.current, self.due = None, now + RETRY_SECONDS
 
     def close(self) -> None:
-        if self.present is not None:
-            self.present.close()
+        if self.current is not None:
+            self.current.close()
 
 
 def dial(attempts: Sequence[Attempts], check: Check, admitted: Callable[[int, Call], None]) -> None:
-    """All of these at the same time; `admitted` is told of each, by its index. `check` may end the wait by raising."""
+    """Run all attempts at the same time. `admitted(index, call)` gets each call that is admitted.
+
+    `check` is called regularly, and may raise to end the wait.
+    """
     pending = dict(enumerate(attempts))
     try:
         while True:
             for index, attempt in list(pending.items()):
-                call = attempt.go_on(time.monotonic())
+                call = attempt.advance(time.monotonic())
                 if call is not None:
                     del pending[index]
                     admitted(index, call)
@@ -170,37 +179,38 @@ def dial(attempts: Sequence[Attempts], check: Check, admitted: Callable[[int, Ca
 
 
 def _wait(attempts: Sequence[Attempts]) -> bool:
-    """Until one can go on; False if time has passed."""
+    """Wait until an attempt can continue; False if only time has passed."""
     poll, until = select.poll(), time.monotonic() + CHECK_SECONDS
     for attempt in attempts:
-        if attempt.present is None:
+        if attempt.current is None:
             until = min(until, attempt.due)
         else:
-            poll.register(attempt.present.socket, attempt.present.waits_for)
+            poll.register(attempt.current.socket, attempt.current.waits_for)
     return bool(poll.poll(1000 * max(0.0, until - time.monotonic())))
 
 
-def connected(sock: socket.socket, trouble: int) -> Talk[None]:
-    """A socket that does not block becomes connected; `trouble` is what `connect_ex` said."""
-    if trouble == errno.EINPROGRESS:
+def connected(sock: socket.socket, error: int) -> Steps[None]:
+    """Wait until a non-blocking socket is connected; raise if it fails. `error` is the result of `connect_ex`."""
+    if error == errno.EINPROGRESS:
         poll = select.poll()
         poll.register(sock, select.POLLOUT)
         while not poll.poll(0):
             yield select.POLLOUT
-        trouble = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-    if trouble:
-        raise OSError(trouble, os.strerror(trouble))  # which makes it a ConnectionRefusedError where it is one
+        error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if error:
+        raise OSError(error, os.strerror(error))  # Python raises the subclass, such as ConnectionRefusedError
     if sock.getsockname() == sock.getpeername():
-        # On loopback a socket can meet itself where nobody listens, if the port is among the ephemeral ones.
+        # On loopback a socket can connect to itself if no process listens on the port and the port is ephemeral.
         raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
 
 
-def _say(line: Line, data: bytes) -> None:
-    if line.send(data) < len(data):  # it is less than any socket's buffer
-        raise ConnectionAbortedError(errno.ECONNABORTED, "it takes nothing in")
+def _send(stream: Stream, data: bytes) -> None:
+    if stream.send(data) < len(data):  # the data is smaller than the buffer of any socket
+        raise ConnectionAbortedError(errno.ECONNABORTED, "the peer does not read")
 
 
-def _patiently(attempt: Callable[[], T]) -> Talk[T]:
+def _retried(attempt: Callable[[], T]) -> Steps[T]:
+    """Call `attempt` whenever the socket is readable, until it does not raise `BlockingIOError`."""
     while True:
         try:
             return attempt()

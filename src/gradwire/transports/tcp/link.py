@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from gradwire.errors import TransportError
 from gradwire.transports.base import Buffer, Link, LinkClosed
 
-MAX_BUFFERS = 512  # of one system call; Linux takes 1,024
-TCP_RTO_MAX_MS = 44  # of Linux; Python does not name it yet
-UNANSWERED_MS = 700  # the slowest beats are 500 ms apart; a host without a route does not even try to send them again
-# Of Linux's struct tcp_info: tcpi_retransmits, tcpi_unacked (segments), tcpi_last_ack_recv (milliseconds since then).
+MAX_BUFFERS = 512  # in one system call; Linux accepts 1,024
+TCP_RTO_MAX_MS = 44  # a socket option of Linux that Python's socket module does not have yet
+UNANSWERED_MS = 700  # slow heartbeats are 500 ms apart; without a route, Linux does not even retransmit
+# Three fields of Linux's struct tcp_info: tcpi_retransmits, tcpi_unacked (segments), tcpi_last_ack_recv (ms ago).
 _TCP_INFO = struct.Struct("@2xB21xI28xI")
 _GONE = (errno.EPIPE, errno.ECONNRESET, errno.ECONNABORTED, errno.ETIMEDOUT, errno.ENOTCONN, errno.EBADF)
 
@@ -64,12 +64,12 @@ class TcpLink:
         try:
             info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
             retransmits, unacknowledged, since_answer = _TCP_INFO.unpack(info)
-        except (OSError, AttributeError, struct.error):  # closed meanwhile, or not Linux
+        except (OSError, AttributeError, struct.error):  # the socket was closed, or this is not Linux
             return False
         return bool((unacknowledged and retransmits) or since_answer > UNANSWERED_MS)
 
     def close(self) -> None:
-        # Shutting down first wakes a poll of another thread; a bare close would leave it asleep.
+        # A shutdown wakes a thread that polls the socket; close alone does not.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -80,16 +80,16 @@ class TcpLink:
 
 
 def closed_or(error: OSError, peer: int) -> Exception:
-    """What an error of a socket means for its link."""
+    """Return the exception that a link raises for an error of its socket."""
     if error.errno in _GONE:
         return LinkClosed()
     return TransportError(f"the link to rank {peer} failed: {error}", peer=peer)
 
 
 def tune(sock: socket.socket) -> None:
-    """Small messages leave at once, and firewalls on the way see that the connection is in use.
+    """Send small messages at once, and keep the connection alive in firewalls.
 
-    The probes give up after more than ten minutes: whether a host has vanished is for the lifeline to judge.
+    Keepalive ends a connection only after more than ten minutes without an answer. The lifeline detects lost hosts.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,10 +1,11 @@
 """TLS over a non-blocking socket: the handshake in steps, then encrypted links.
 
-OpenSSL works in memory here (`ssl.SSLObject`), and this module moves its bytes. So the socket stays the one that forked
-children drop, a slow handshake waits for nobody, and a lifeline's link can leave TLS when it is admitted.
+OpenSSL works in memory here (`ssl.SSLObject`), and this module moves its bytes to and from the socket. So forked
+children can close the socket, a slow handshake does not block a thread, and a lifeline link can leave TLS after its
+admission.
 
-The end of a link is not announced by TLS (`close_notify`): that says nothing which a goodbye, itself a message inside,
-does not say better, and an end without one is a loss, whoever caused it.
+Links do not send `close_notify` at their end. A goodbye is a control message of its own, and the end of a link without
+a goodbye counts as a loss in any case.
 """
 
 from __future__ import annotations
@@ -23,30 +24,30 @@ from gradwire.transports.tcp.link import MAX_BUFFERS, TcpLink, closed_or
 log = logging.getLogger("gradwire.transports")
 
 BATCH = 128 << 10  # bytes encrypted at a time
-LEAST_PULL = 17 << 10  # a whole record and more
+LEAST_PULL = 17 << 10  # more than the largest TLS record
 MOST_PULL = 256 << 10
-MOST_AT_ONCE = 1 << 20  # bytes of one call, which keeps the other direction waiting
+MOST_AT_ONCE = 1 << 20  # bytes in one call, because a call blocks the other direction
 LONGEST_HANDSHAKE = 64 << 10
-_FIRST_BYTES = (0x15, 0x16)  # of TLS: an alert, a handshake
+_FIRST_BYTES = (0x15, 0x16)  # the first byte of a TLS alert and of a TLS handshake
 
 
 class NotTls(Exception):
-    """The other side does not speak TLS."""
+    """The peer does not use TLS."""
 
 
 class TlsStream:
-    """One end of a TLS connection. Nothing blocks: `BlockingIOError` where a socket raises it."""
+    """One end of a TLS connection. No method blocks; they raise `BlockingIOError` like a non-blocking socket."""
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, server: bool) -> None:
         self.socket = sock
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server)
-        self._lock = threading.Lock()  # one thread may send while another receives, and OpenSSL allows only one
+        self._lock = threading.Lock()  # one thread may send while another receives, but OpenSSL allows only one call
         self._pulled = 0
-        self._sealed = memoryview(b"")  # records that the kernel has had no room for
-        self._owed = False  # whether the last byte in them has not been counted as sent
+        self._sealed = memoryview(b"")  # encrypted records for which the kernel had no room
+        self._owed = False  # whether the last byte in them was not counted as sent
         self._ended = False
-        self._failed = False  # after bytes that were still good
+        self._failed = False  # an error was found after valid bytes; the next call raises it
 
     def fileno(self) -> int:
         return self.socket.fileno()
@@ -54,9 +55,10 @@ class TlsStream:
     # -- the handshake ------------------------------------------------------------------------------------------------
 
     def shake_hands(self) -> None:
-        """Go on with the handshake; returns when it is done, else `BlockingIOError`.
+        """Continue the handshake. Return when it is done; raise `BlockingIOError` if the peer has to answer first.
 
-        `ssl.SSLError` if the sides do not agree, and the other side is told; `NotTls` if it says something else.
+        Raise `ssl.SSLError` if the handshake fails, after sending an alert to the peer. Raise `NotTls` if the peer
+        does not use TLS.
         """
         with self._lock:
             while True:
@@ -78,31 +80,31 @@ class TlsStream:
                     return
 
     def identity(self) -> str:
-        """Whom the other side's certificate speaks for; ValueError if that is nobody of a gradwire job."""
+        """Return the identity in the peer's certificate; raise ValueError if it is not a certificate of gradwire."""
         return identity_of(self.peer_certificate())
 
     def peer_certificate(self) -> bytes:
-        """The certificate that the other side has shown (DER); ValueError if there is none."""
+        """Return the peer's certificate (DER); raise ValueError if there is none."""
         certificate = self._tls.getpeercert(binary_form=True)
         if certificate is None:
-            raise ValueError("it has shown no certificate")
+            raise ValueError("the peer has sent no certificate")
         return certificate
 
     # -- bytes --------------------------------------------------------------------------------------------------------
 
     @property
     def pending(self) -> bool:
-        """Whether something has come that no poll of the socket will tell."""
+        """Whether there is data that was already read from the socket, so that a poll would not report it."""
         with self._lock:
             return bool(self._tls.pending() or self._incoming.pending or self._failed)
 
     def recv(self, count: int) -> bytes:
-        """At most so many bytes; none at the end."""
+        """Receive at most `count` bytes; none at the end."""
         data = bytearray(count)
         return bytes(data[: self.receive([memoryview(data)])])
 
     def receive(self, buffers: Sequence[memoryview]) -> int:
-        """Fill the buffers with what has come: the number of bytes, 0 at the end."""
+        """Fill the buffers with bytes that have arrived, and return their number; 0 at the end."""
         total = 0
         with self._lock:
             for buffer in buffers:
@@ -114,7 +116,7 @@ class TlsStream:
                         if not total:
                             raise
                         self._failed = True
-                        return total  # what came before the end; the next call finds that
+                        return total  # the bytes before the error; the next call raises it
                     if not got:
                         if not total and not self._ended:
                             raise BlockingIOError
@@ -136,10 +138,10 @@ class TlsStream:
         return 0
 
     def send(self, *buffers: Buffer) -> int:
-        """Take bytes as long as there is room for them: how many.
+        """Send bytes as long as there is room for them, and return their number.
 
-        What has been encrypted must be sent. So where the kernel has no room for all of it, all but one byte counts as
-        sent: whoever comes back for that one, as after any send that was cut short, sends the rest on its way.
+        Encrypted bytes cannot be taken back. So if the kernel has no room for all of them, all but one count as sent.
+        The caller calls again for the missing byte, as after any partial send, and that call sends the rest.
         """
         with self._lock:
             parts = [memoryview(buffer) for buffer in buffers if len(buffer)]
@@ -163,17 +165,17 @@ class TlsStream:
             return sent
 
     def leave(self) -> bytes:
-        """Use the socket without TLS from now on, as the other side does: what has come from there already.
+        """Stop using TLS on this socket, as the peer does. Return the plain bytes that have arrived already.
 
-        OpenSSL takes one record at a time from what it is given, so that what follows the last one is untouched.
+        OpenSSL consumes one record at a time, so the bytes after the last record are not lost.
         """
         with self._lock:
             if self._sealed or self._outgoing.pending or self._tls.pending():
-                raise ConnectionAbortedError("something is on its way that belongs inside TLS")
+                raise ConnectionAbortedError("data of the TLS connection is still in transit")
             return self._incoming.read()
 
     def _pull(self, count: int) -> bool:
-        """Take in what the socket has; False if that is nothing now."""
+        """Read from the socket; False if nothing has arrived."""
         try:
             data = self.socket.recv(count)
         except BlockingIOError:
@@ -187,7 +189,7 @@ class TlsStream:
         return True
 
     def _push(self) -> bool:
-        """Hand to the socket what is encrypted; False if there was no room for some of it."""
+        """Write encrypted bytes to the socket; False if there was no room for all of them."""
         while True:
             if not self._sealed:
                 self._sealed = memoryview(self._outgoing.read())
@@ -200,7 +202,7 @@ class TlsStream:
 
 
 class TlsLink(TcpLink):
-    """A link inside a TLS connection that is set up and admitted."""
+    """A link inside an admitted TLS connection."""
 
     __slots__ = ("_stream",)
 
@@ -210,12 +212,12 @@ class TlsLink(TcpLink):
 
     @property
     def pending(self) -> bool:
-        """Whether there is something to receive that no poll will tell."""
+        """Whether there is data to receive that a poll of the socket does not report."""
         return self._stream.pending
 
     @property
     def peer_certificate(self) -> bytes:
-        """The certificate that the peer has shown (DER)."""
+        """The peer's certificate (DER)."""
         return self._stream.peer_certificate()
 
     def send(self, buffers: Sequence[Buffer]) -> int:
@@ -240,16 +242,16 @@ class TlsLink(TcpLink):
     def _ended(self, error: OSError) -> Exception:
         if not isinstance(error, ssl.SSLError):
             return closed_or(error, self.peer)
-        # Somebody on the way has changed the bytes, or the peer has lost its mind: either way nothing more can come.
+        # The bytes were changed in transit, or the peer sent invalid records. The connection cannot be used any more.
         log.warning("the link to rank %d is broken: %s", self.peer, explain(error))
         return LinkClosed()
 
 
-class BeatLink(TcpLink):
-    """A lifeline's link that was admitted inside TLS and then has left it: it carries one-time tokens, nothing else.
+class HeartbeatLink(TcpLink):
+    """A lifeline link that left TLS after its admission. It carries only one-time tokens.
 
-    Making and checking tokens takes `key`, which both ends have from the admission, and nobody else. A thread without
-    Python can send tokens that were made ahead for hours; TLS records it could not.
+    Making and checking tokens needs `key`, a secret of both ends that results from the admission. The native thread can
+    send tokens made in advance for hours without the interpreter. It could not do that with TLS records.
     """
 
     __slots__ = ("_early", "key")
@@ -269,7 +271,7 @@ class BeatLink(TcpLink):
 
 
 def _take(parts: list[memoryview], count: int) -> Buffer:
-    """Remove at most so many bytes from the front of some views, as one piece."""
+    """Remove at most `count` bytes from the front of a list of views, and return them in one piece."""
     taken = []
     while parts and count:
         head = parts[0][:count]

@@ -1,10 +1,10 @@
-"""Ranks connected by TCP: one connection for each pair and channel, admitted by mutual challenge.
+"""`TcpTransport`: one TCP connection for each pair of ranks and channel, admitted by mutual challenge.
 
-With credentials every connection is TLS first, and the admission happens inside. The certificate at either end must
-then cover the member that holds the rank there.
+With credentials, a connection begins with TLS, and the admission happens inside. The certificate at each end must then
+cover the member with that rank.
 
-A forked child must be able to let go of every socket, or it keeps a dead rank looking alive. So each is on record from
-the moment it exists, and no fork happens in between: see `Sockets`.
+A forked child must close every socket, or it would make a dead rank look alive. So each socket is recorded before a
+fork can copy it: see `Sockets`.
 """
 
 from __future__ import annotations
@@ -24,50 +24,50 @@ from gradwire.security.admission import Acceptor, Dialer, Hello
 from gradwire.security.credentials import Credentials
 from gradwire.transports.base import LIFELINE_CHANNEL, Arrivals, Bell, Check, Link, no_check
 from gradwire.transports.fork_safe_sockets import Sockets
-from gradwire.transports.tcp.accept import Acceptance, Line
+from gradwire.transports.tcp.accept import Acceptance, Stream
 from gradwire.transports.tcp.dial import Attempts, Call, connected, dial
 from gradwire.transports.tcp.link import TcpLink
-from gradwire.transports.tcp.tls_link import BeatLink, TlsLink, TlsStream
+from gradwire.transports.tcp.tls_link import HeartbeatLink, TlsLink, TlsStream
 
 __all__ = ["TcpLink", "TcpTransport"]
 
 
 class PipeBell:
-    """A bell that polls hear: a pipe with a byte in it."""
+    """A bell for `poll`: a pipe that is readable while the bell is rung."""
 
     def __init__(self) -> None:
-        self._hears, self._rings = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._read_end, self._write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._lock = threading.Lock()
         self.rung = False
 
     def ring(self) -> None:
         with self._lock:
-            if not self.rung and self._rings >= 0:
+            if not self.rung and self._write_end >= 0:
                 self.rung = True
-                os.write(self._rings, b"!")
+                os.write(self._write_end, b"!")
 
     def silence(self) -> None:
         with self._lock:
-            if self.rung and self._hears >= 0:
+            if self.rung and self._read_end >= 0:
                 self.rung = False
-                os.read(self._hears, 1)
+                os.read(self._read_end, 1)
 
     def fileno(self) -> int:
-        return self._hears
+        return self._read_end
 
     def close(self) -> None:
         with self._lock:
             self.abandon()
 
     def abandon(self) -> None:
-        if self._hears >= 0:
-            os.close(self._hears)
-            os.close(self._rings)
-        self._hears = self._rings = -1
+        if self._read_end >= 0:
+            os.close(self._read_end)
+            os.close(self._write_end)
+        self._read_end = self._write_end = -1
 
 
 class TcpTransport:
-    """One rank's way to the others by TCP. Listen first (the address goes into the registration), then `assemble`."""
+    """The transport of one rank over TCP. It listens at once, for the registration; `assemble` makes it usable."""
 
     name = "tcp"
 
@@ -91,7 +91,7 @@ class TcpTransport:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where peers find this rank."""
+        """The host and port at which this rank listens."""
         host, port = self._listener.getsockname()[:2]
         return host, port
 
@@ -106,7 +106,10 @@ class TcpTransport:
         cores: float,
         members: Sequence[str] = (),
     ) -> None:
-        """Learn who the peers are and begin to admit them; `members` are their ids, which certificates must cover."""
+        """Set the peers, and begin to admit their connections.
+
+        `addresses` and `members` are in rank order. `members` are the member ids, which certificates must cover.
+        """
         if self._credentials is not None:
             self._check_own(self._credentials, members[rank])
         self._members = list(members)
@@ -124,11 +127,11 @@ class TcpTransport:
     def _check_own(credentials: Credentials, member: str) -> None:
         if credentials.refusal(credentials.identity, member) is not None:
             raise ConfigError(
-                f"this process is member {member}, and its certificate is for {credentials.member}: no other rank "
-                "would believe it. Is it the right file?"
+                f"this process is member {member}, but its certificate is for {credentials.member}, so the other ranks "
+                "would refuse it: check GRADWIRE_TLS_CERT"
             )
 
-    def _refusal(self, hello: Hello, line: Line) -> str | None:
+    def _refusal(self, hello: Hello, stream: Stream) -> str | None:
         assert self._hello is not None
         expected = self._hello(self.rank, hello.channel)
         if hello.job != expected.job:
@@ -136,41 +139,42 @@ class TcpTransport:
         if hello.generation != expected.generation:
             return f"it belongs to generation {hello.generation}, this is {expected.generation}"
         if hello.target != self.rank:
-            return f"it wants rank {hello.target}, this is rank {self.rank}"
+            return f"it dialled rank {hello.target}, this is rank {self.rank}"
         if not 0 <= hello.source < len(self._addresses) or hello.source == self.rank:
             return f"rank {hello.source} is not a peer of rank {self.rank} of {len(self._addresses)}"
-        if reason := self._impostor(hello.source, line):
-            return f"it says that it is rank {hello.source}, but {reason}"
+        if reason := self._check_certificate(hello.source, stream):
+            return f"it claims to be rank {hello.source}, but {reason}"
         return self.arrivals.refusal(hello.source, hello.channel)
 
-    def _impostor(self, rank: int, line: Line) -> str | None:
-        """Why whoever is at the other end of a connection cannot be this rank, if certificates tell."""
-        if self._credentials is None or not isinstance(line, TlsStream):
+    def _check_certificate(self, rank: int, stream: Stream) -> str | None:
+        """Return the reason why the certificate of a connection does not fit this rank, or None."""
+        if self._credentials is None or not isinstance(stream, TlsStream):
             return None
         try:
-            return self._credentials.refusal(line.identity(), self._members[rank])
+            return self._credentials.refusal(stream.identity(), self._members[rank])
         except ValueError as error:
             return f"its certificate is not accepted: {error}"
 
-    def _admitted(self, line: Line, acceptor: Acceptor) -> None:
+    def _admitted(self, stream: Stream, acceptor: Acceptor) -> None:
         hello = acceptor.hello
         assert hello is not None
-        with contextlib.suppress(Closed):  # a peer that comes while this rank leaves: it sees the end of its link
-            self.arrivals.add(self._keep(self._link(line, hello.source, hello.channel, acceptor)))
+        with contextlib.suppress(Closed):  # this rank is closing; the peer's new link ends
+            self.arrivals.add(self._register(self._link(stream, hello.source, hello.channel, acceptor)))
 
-    def _link(self, line: Line, peer: int, channel: int, admission: Dialer | Acceptor) -> TcpLink:
-        if not isinstance(line, TlsStream):
-            return TcpLink(line, peer, channel, self._forget)
+    def _link(self, stream: Stream, peer: int, channel: int, admission: Dialer | Acceptor) -> TcpLink:
+        if not isinstance(stream, TlsStream):
+            return TcpLink(stream, peer, channel, self._forget)
         if channel == LIFELINE_CHANNEL:
-            return BeatLink(line, peer, channel, self._forget, admission.session_key("beats"))
-        return TlsLink(line, peer, channel, self._forget)
+            return HeartbeatLink(stream, peer, channel, self._forget, admission.session_key("beats"))
+        return TlsLink(stream, peer, channel, self._forget)
 
-    def _keep(self, link: TcpLink) -> TcpLink:
+    def _register(self, link: TcpLink) -> TcpLink:
+        """Add a link to those that `close` closes; raise `Closed` if the transport is closed."""
         with self._lock:
             if not self._closed:
                 self._links.add(link)
                 return link
-        link.close()  # made while another thread closed everything
+        link.close()  # another thread closed the transport meanwhile
         raise Closed("the transport is closed", peer=link.peer)
 
     def _forget(self, link: Link) -> None:
@@ -187,8 +191,8 @@ class TcpTransport:
         self, peers: Sequence[int], channel: int, deadline: float, made: Callable[[Link], None], check: Check = no_check
     ) -> None:
         def admitted(index: int, call: Call) -> None:
-            assert call.line is not None
-            made(self._keep(self._link(call.line, peers[index], channel, call.dialer)))
+            assert call.stream is not None
+            made(self._register(self._link(call.stream, peers[index], channel, call.dialer)))
 
         def attempts(peer: int) -> Attempts:
             host, port = self._addresses[peer]
@@ -199,7 +203,7 @@ class TcpTransport:
     def _call(self, peer: int, channel: int) -> Call:
         assert self._hello is not None
         hello = self._hello(peer, channel)
-        return Call(self._sockets, self._addresses[peer], self._key, hello, self._credentials, self._impostor)
+        return Call(self._sockets, self._addresses[peer], self._key, hello, self._credentials, self._check_certificate)
 
     def accept(self, peer: int, channel: int, deadline: float, check: Check = no_check) -> Link:
         return self.arrivals.take(peer, channel, deadline, check)
@@ -227,7 +231,7 @@ class TcpTransport:
         for thing, events in interest.items():
             descriptor = thing.fileno()
             if descriptor < 0:
-                return reads  # closed by another thread meanwhile: the caller's next use of it tells
+                return reads  # another thread closed it: the caller's next use of the link raises
             descriptors[descriptor] = thing
             poll.register(descriptor, events)
         ready = {descriptors[descriptor] for descriptor, _ in poll.poll(max(0.0, timeout) * 1000)}
@@ -249,10 +253,10 @@ class TcpTransport:
                 return False
             except OSError:
                 pass
-        return True  # no answer is no proof
+        return True  # a missing answer proves nothing
 
     def touch(self) -> None:
-        """Nothing to remember: a process is its own witness."""
+        """Do nothing: the kernel closes the sockets of a process that ends."""
 
     def close(self) -> None:
         with self._lock:
@@ -269,7 +273,7 @@ class TcpTransport:
             bell.close()
 
     def abandon(self) -> None:
-        # Locks may be held by threads that do not exist in the child; nothing here takes one.
+        # Acquires no lock: the thread that holds it may not exist in the child.
         self._closed = True
         self._sockets.abandon()
         for bell in self._bells:
@@ -277,7 +281,7 @@ class TcpTransport:
 
 
 def listen(host: str, sockets: Sockets) -> socket.socket:
-    """A listening socket on a free port of a numeric address."""
+    """Return a listening socket on a free port of a numeric address."""
     try:
         listener = sockets.open(host)
     except OSError as error:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # optimizers want it: once, before threads do
+import torch._dynamo  # optimizers need it: import it once, before the threads of the ranks start
 from torch import nn
 
 import gradwire as gw

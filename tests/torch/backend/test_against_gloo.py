@@ -55,7 +55,7 @@ def reductions(rank: int) -> Iterator[tuple[str, Callable[[Group], Any]]]:
     def strided(group: Group) -> torch.Tensor:
         x = numbers(rank, 12).reshape(3, 4)
         if group is dist.group.WORLD:
-            dist.all_reduce(x.t()[::2], group=group)  # Gloo takes none with gaps
+            dist.all_reduce(x.t()[::2], group=group)  # Gloo does not support tensors with gaps
         else:
             part = x.t()[::2].contiguous()
             dist.all_reduce(part, group=group)
@@ -79,7 +79,7 @@ def reductions(rank: int) -> Iterator[tuple[str, Callable[[Group], Any]]]:
     def reduced(group: Group) -> Any:
         x = numbers(rank, 5)
         dist.reduce(x, 1, group=group)
-        return x if rank == 1 else None  # elsewhere undefined
+        return x if rank == 1 else None  # undefined on the other ranks
 
     yield "reduce", reduced
 
@@ -130,7 +130,7 @@ def of_lists(rank: int, size: int) -> Iterator[tuple[str, Callable[[Group], Any]
     yield "reduce_scatter", reduce_scatter
 
     def all_to_all(group: Group) -> Any:
-        if group is not dist.group.WORLD:  # Gloo has no lists for it
+        if group is not dist.group.WORLD:  # Gloo does not support lists for it
             return [numbers(part, rank + 1) * (rank + 1) for part in range(size)]
         outs = [torch.zeros(rank + 1) for _ in range(size)]
         dist.all_to_all(outs, [numbers(rank, part + 1) * (part + 1) for part in range(size)], group=group)
@@ -182,14 +182,14 @@ def of_objects(rank: int, size: int) -> Iterator[tuple[str, Callable[[Group], An
     def objects(group: Group) -> Any:
         everyones: list[Any] = [None] * size
         dist.all_gather_object(everyones, {"rank": rank, "data": list(range(rank * 10))}, group=group)
-        told = [{"from": 1}, "text"] if rank == 1 else [None, None]
-        dist.broadcast_object_list(told, src=1, group=group)
+        objects_sent = [{"from": 1}, "text"] if rank == 1 else [None, None]
+        dist.broadcast_object_list(objects_sent, src=1, group=group)
         gathered: list[Any] | None = [None] * size if rank == 0 else None
         dist.gather_object((rank, "x" * rank), gathered, dst=0, group=group)
         mine: list[Any] = [None]
         dist.scatter_object_list(mine, list(range(size)) if rank == 0 else None, src=0, group=group)
         assert everyones[1]["rank"] == 1
-        assert told[0] == {"from": 1}
+        assert objects_sent[0] == {"from": 1}
         assert mine == [rank]
         assert gathered is None or gathered[2] == (2, "xx")
 
@@ -197,6 +197,6 @@ def of_objects(rank: int, size: int) -> Iterator[tuple[str, Callable[[Group], An
 
 
 def test_backend_each_collective_gives_the_result_of_gloo(job: StartJob, tmp_path: Path) -> None:
-    told = run(job, everything, 3, tmp_path)
-    assert all(one == told[0] for one in told)
-    assert len(told[0]["compared"]) > 40
+    reports = run(job, everything, 3, tmp_path)
+    assert all(one == reports[0] for one in reports)
+    assert len(reports[0]["compared"]) > 40

@@ -20,8 +20,8 @@ PARTS = 3
 
 
 def outcomes(*arguments: str) -> dict[str, dict[str, Any]]:
-    """What became of each test."""
-    # A session of its own: whatever hangs ends with it.
+    """Run the suite, and return the outcome of each test."""
+    # A new session, so that processes that hang can be ended together.
     process = subprocess.Popen(
         [sys.executable, str(SCRIPT), *arguments],
         stdout=subprocess.PIPE,
@@ -49,7 +49,7 @@ def failed(found: dict[str, dict[str, Any]]) -> dict[str, str]:
 def test_backend_torch_suite_fails_no_test_that_passes_on_gloo(ranks: int, part: int) -> None:
     found = outcomes("--ranks", str(ranks), "--open", "--part", f"{part}/{PARTS}")
     bad = failed(found)
-    if bad:  # torch's own engine is the judge of what must pass here
+    if bad:  # a test must pass on gradwire only if it passes on Gloo
         gloos = failed(outcomes("--backend", "gloo", "--ranks", str(ranks), "--open", "--only", *bad))
         bad = {name: text for name, text in bad.items() if name not in gloos}
     assert not bad, "\n".join(f"{name}: {text}" for name, text in bad.items())

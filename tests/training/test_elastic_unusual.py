@@ -89,9 +89,9 @@ def test_elastic_state_changed_between_steps_is_logged_once(caplog: pytest.LogCa
             with step:
                 state["w"] += 1
             state["rate"] *= 0.5
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 1
-    assert "between steps 0 and 1" in told[0]
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 1
+    assert "between steps 0 and 1" in messages[0]
 
 
 def test_elastic_joiner_during_a_later_run_of_the_program_is_refused() -> None:
@@ -118,10 +118,10 @@ def test_elastic_joiner_during_a_later_run_of_the_program_is_refused() -> None:
     joiner = Joiner(late)
     old, new = joiner.run(lambda group: train(group, joiner.let_in))
     assert old == [[2.0, 140.0]] * 2
-    assert "the others are in their run 2" in new
+    assert "the other ranks are in their run 2" in new
 
 
-# -- what is in a state ------------------------------------------------------------------------------------------------
+# -- contents of a state -----------------------------------------------------------------------------------------------
 
 
 def handed_over(giver: Any, taker: Any) -> None:

@@ -1,7 +1,7 @@
-"""What the verifier proves is what happens: schedules carried out on numbers, in the simplest way there is.
+"""Tests schedules by executing them on numbers, independently of the verifier.
 
-Each rank's three buffers are laid over each other, as an executor may do, and messages are matched as the words of
-`schedule.py` say. This knows nothing of expressions; it only computes.
+The executor here is as simple as possible. The three buffers of a rank share memory, which an executor may do, and
+messages match as the docstring of `schedule.py` defines.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ Memory = dict[tuple[str, int], int]
 @pytest.mark.parametrize(("collective", "algorithm"), CELLS)
 def test_schedule_executed_on_numbers_gives_the_collectives_result(collective: str, algorithm: str, size: int) -> None:
     for schedule in schedules(collective, algorithm, size, roots=2):
-        inputs, outputs = carry_out(schedule, random.Random(size))
+        inputs, outputs = execute(schedule, random.Random(size))
         for rank, out in enumerate(outputs):
             for segment, value in out.items():
-                given = [held[segment] for held in inputs if segment in held]
-                assert value == (sum(given) if collective in REDUCING else given[0]), (rank, segment)
+                contributed = [held[segment] for held in inputs if segment in held]
+                assert value == (sum(contributed) if collective in REDUCING else contributed[0]), (rank, segment)
 
 
-def carry_out(schedule: Schedule, numbers: random.Random) -> tuple[list[dict[int, int]], list[dict[int, int]]]:
-    """Every rank's inputs and outputs by segment."""
+def execute(schedule: Schedule, numbers: random.Random) -> tuple[list[dict[int, int]], list[dict[int, int]]]:
+    """Execute a schedule on random numbers; return every rank's inputs and outputs by segment."""
     ranks = range(schedule.size)
-    places = [placement(schedule.collective, schedule.size, schedule.segments, schedule.root, rank) for rank in ranks]
-    inputs = [{segment: numbers.randrange(1 << 40) for segment in brought} for brought, _ in places]
-    machine = _Machine(schedule, inputs)
+    segments = [placement(schedule.collective, schedule.size, schedule.segments, schedule.root, rank) for rank in ranks]
+    inputs = [{segment: numbers.randrange(1 << 40) for segment in own} for own, _ in segments]
+    executor = _Executor(schedule, inputs)
     for number in range(schedule.rounds):
-        machine.send(number)
-        machine.receive(number)
-    return inputs, [{s: machine.memories[rank]["shared", s] for s in places[rank][1]} for rank in ranks]
+        executor.send(number)
+        executor.receive(number)
+    return inputs, [{s: executor.memories[rank]["shared", s] for s in segments[rank][1]} for rank in ranks]
 
 
-class _Machine:
+class _Executor:
     def __init__(self, schedule: Schedule, inputs: list[dict[int, int]]) -> None:
         self.schedule = schedule
         self.memories: list[Memory] = [{("shared", s): value for s, value in held.items()} for held in inputs]
         self.links: dict[tuple[int, int], list[list[int]]] = {}
 
-    def place(self, buffer: str, segment: int) -> tuple[str, int]:
+    def location(self, buffer: str, segment: int) -> tuple[str, int]:
         return "acc" if buffer == "acc" and self.schedule.separate_acc else "shared", segment
 
     def send(self, number: int) -> None:
         for rank, memory in enumerate(self.memories):
             for op in self.schedule.program(rank)[number]:
                 if isinstance(op, Send):
-                    values = [memory[self.place(op.slice.buffer, s)] for s in op.slice.segments]
+                    values = [memory[self.location(op.slice.buffer, s)] for s in op.slice.segments]
                     for to in op.to:
                         self.links.setdefault((rank, to), []).append(values)
 
@@ -67,17 +67,17 @@ class _Machine:
             case Recv(dst, source):
                 values = self.links[source, rank].pop(0)
             case Copy(dst, src) | Finish(dst, src):
-                values = [memory[self.place(src.buffer, s)] for s in src.segments]
+                values = [memory[self.location(src.buffer, s)] for s in src.segments]
             case Fold(dst, terms):
                 values = [0] * dst.count
                 for term in terms:
-                    more = (
+                    added = (
                         self.links[term.rank, rank].pop(0)
                         if isinstance(term, From)
-                        else [memory[self.place(term.buffer, s)] for s in term.segments]
+                        else [memory[self.location(term.buffer, s)] for s in term.segments]
                     )
-                    values = [a + b for a, b in zip(values, more, strict=True)]
+                    values = [a + b for a, b in zip(values, added, strict=True)]
             case Send():
                 return
         for segment, value in zip(dst.segments, values, strict=True):
-            memory[self.place(dst.buffer, segment)] = value
+            memory[self.location(dst.buffer, segment)] = value

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch._dynamo  # optimizers want it: once, before threads do
+import torch._dynamo  # optimizers need it: import it once, before the threads of the ranks start
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -31,12 +31,12 @@ def expected(seed: int, size: int = 2) -> dict[str, Any]:
     return mean_gradients(mlp, size, lambda model, rank: backward(model, seed, rank))
 
 
-class Cut(Exception):
-    """What ends a backward in the middle."""
+class Interrupted(Exception):
+    """Interrupts a backward pass."""
 
 
-class Trap(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to mypy
-    """Does nothing, but for what is to happen when backward comes by."""
+class CallInBackward(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to mypy
+    """Return the input unchanged, and call a function when backward reaches this point."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, when: Callable[[], None]) -> Any:
@@ -82,8 +82,8 @@ def test_ddp_clip_uses_the_current_grad_values() -> None:
         before = float(nn.utils.get_total_norm([one.grad for one in ddp.parameters() if one.grad is not None]))
         return before, ddp.clip(1.0), gradients(ddp)
 
-    for before, told, after in run_group(2, run):
-        assert told == pytest.approx(before)
+    for before, norm, after in run_group(2, run):
+        assert norm == pytest.approx(before)
         assert after.pop("0.weight") is None
         assert float(nn.utils.get_total_norm(after.values())) == pytest.approx(1.0, rel=1e-5)
 
@@ -93,7 +93,7 @@ def test_ddp_clip_invalid_norm_raises_config_error(norm: float) -> None:
     with gw.init() as group:
         ddp = DDP(mlp(), group)
         backward(ddp, 0, 0)
-        with pytest.raises(gw.ConfigError, match="greatest norm"):
+        with pytest.raises(gw.ConfigError, match="max_norm is"):
             ddp.clip(norm)
 
 
@@ -114,7 +114,7 @@ def test_ddp_weigh_invalid_weight_raises_config_error(samples: Any) -> None:
         backward(ddp, 0, 0)
 
 
-# -- errors, threads ---------------------------------------------------------------------------------------------------
+# -- interrupted backward passes, threads, uneven data -----------------------------------------------------------------
 
 
 def test_ddp_second_graph_after_an_interrupted_backward_gives_the_mean() -> None:
@@ -124,15 +124,15 @@ def test_ddp_second_graph_after_an_interrupted_backward_gives_the_mean() -> None
         def when() -> None:
             if cuts:
                 cuts.pop()
-                raise Cut
+                raise Interrupted
 
         model = mlp()
         model.append(nn.Identity())
-        model[-1].forward = lambda x: Trap.apply(x, when)
+        model[-1].forward = lambda x: CallInBackward.apply(x, when)
         ddp = DDP(model, group, **SMALL)
         x, y = batch(0, group.rank)
         one, two = ddp(x), ddp(x)
-        with pytest.raises(Cut):
+        with pytest.raises(Interrupted):
             loss(one, y).backward()
         loss(two, y).backward()
         return gradients(ddp)
@@ -154,7 +154,7 @@ def test_ddp_forward_in_another_thread_during_backward_is_harmless() -> None:
                 thread.join()
 
         first = model[0].forward
-        model[0].forward = lambda x: Trap.apply(first(x), when)
+        model[0].forward = lambda x: CallInBackward.apply(first(x), when)
         ddp = DDP(model, group, **SMALL)
         for seed in range(2):
             ddp.zero_grad()
@@ -187,7 +187,7 @@ def test_ddp_join_nan_can_be_skipped_while_other_ranks_have_no_data() -> None:
 
 
 class Twice(nn.Module):  # type: ignore[misc]
-    """A layer in two checkpointed parts: its gradient comes in two."""
+    """A layer that is used in two checkpointed parts, so that backward adds to its gradient twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -291,7 +291,7 @@ def test_ddp_two_wrapped_models_in_one_backward_give_the_mean(weighted: bool) ->
 
 
 def test_ddp_repeated_wrapping_does_not_accumulate_hooks() -> None:
-    class Shows(nn.Module):  # type: ignore[misc]
+    class Recording(nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.ones(3))
@@ -299,7 +299,7 @@ def test_ddp_repeated_wrapping_does_not_accumulate_hooks() -> None:
         def forward(self, x: Any) -> Any:
             return x * self.weight, self.weight
 
-    model = Shows()
+    model = Recording()
     with gw.init() as group:
         for _ in range(3):
             ddp = DDP(model, group)
@@ -365,7 +365,7 @@ def test_ddp_buffers_of_different_dtypes_raise_mismatch() -> None:
         ddp = DDP(model, group)
         ddp(torch.ones(1, 3)).sum().backward()
         if group.rank in ranks:
-            model.kept = torch.full((2, 2), 3, dtype=torch.int32)  # as many bytes
+            model.kept = torch.full((2, 2), 3, dtype=torch.int32)  # the same number of bytes
         ddp(torch.ones(1, 3)).sum().backward()
         return model.kept.tolist()
 
@@ -403,5 +403,5 @@ def test_ddp_other_call_during_a_backward_names_the_lines_of_both_ranks() -> Non
                 group.all_reduce(np.ones(1))
         return str(caught.value)
 
-    for told in run_group(2, train):
-        assert told.count(Path(__file__).name) == 2, told  # not torch's code, from which hooks are called
+    for text in run_group(2, train):
+        assert text.count(Path(__file__).name) == 2, text  # not the lines of torch, which calls the hooks

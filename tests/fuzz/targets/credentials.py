@@ -1,4 +1,4 @@
-"""Those who answer where a coordinator was, tokens, and the names in certificates."""
+"""Fuzzes the parsers of join tokens, certificates, addresses, and the line of a closed coordinator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import warnings
 from fuzz.target import Target
 from gradwire.errors import ConfigError
 from gradwire.job.address import Address
-from gradwire.membership.closed_listener import told_at
+from gradwire.membership.closed_listener import closing_reason_at
 from gradwire.membership.endpoints import Endpoint
 from gradwire.security import certificate_names, certificates, credentials, tokens
 from support.tls_files import folder
@@ -19,22 +19,22 @@ from support.tls_files import folder
 SECRET = bytes(32)
 
 
-def told(data: bytes) -> bool:
-    """What somebody at the coordinator's address says."""
+def read_closing_reason(data: bytes) -> bool:
+    """A program at the coordinator's address sends `data`."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
-        def say() -> None:
+        def send() -> None:
             with contextlib.suppress(OSError), listener.accept()[0] as sock:
                 sock.sendall(data)
 
-        speaker = threading.Thread(target=say)
-        speaker.start()
+        sender = threading.Thread(target=send)
+        sender.start()
         try:
-            words = told_at(Endpoint("127.0.0.1", listener.getsockname()[1]), 10.0)
+            reason = closing_reason_at(Endpoint("127.0.0.1", listener.getsockname()[1]), 10.0)
         finally:
-            speaker.join()
-    assert words is None or (words.isprintable() and len(words) <= 300)
-    return words is not None
+            sender.join()
+    assert reason is None or (reason.isprintable() and len(reason) <= 300)
+    return reason is not None
 
 
 def read_token(data: bytes) -> bool:
@@ -48,11 +48,11 @@ def read_token(data: bytes) -> bool:
     return True
 
 
-def show_ticket(data: bytes) -> bool:
-    """A ticket whose key was proven: made by the coordinator, or by a holder of the secret."""
+def check_ticket(data: bytes) -> bool:
+    """The ticket's key was proven, so a holder of the secret made the ticket. It may still be invalid."""
     gate = tokens.TokenGate("job")
     reason = gate.refusal(data, "member", 1000.0, lambda name: False)
-    assert not gate.speaks_for(data, "member") or not data
+    assert not gate.may_act_for(data, "member") or not data
     if reason is None:
         gate.admit(data, "member")
     assert reason is None or (reason and len(reason) <= 1000)
@@ -64,7 +64,7 @@ def show_ticket(data: bytes) -> bool:
 def read_identity(data: bytes) -> bool:
     uris = data.decode("utf-8", "replace").split("\n")
     try:
-        found = certificate_names.only(uris)
+        found = certificate_names.single_identity(uris)
     except ValueError:
         return False
     assert str(found) in uris
@@ -76,7 +76,7 @@ def read_identity(data: bytes) -> bool:
 def read_certificate(data: bytes) -> bool:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what will be an error in a later version of cryptography
+            warnings.simplefilter("ignore")  # deprecations that become errors in a later version of cryptography
             found = credentials.identity_of(data)
             certificates.may_coordinate(data, "tests")
     except ValueError:
@@ -86,7 +86,7 @@ def read_certificate(data: bytes) -> bool:
 
 
 def read_address(data: bytes) -> bool:
-    """Where a member says that it listens."""
+    """A member's own description of where it listens."""
     text = data.decode("utf-8", "replace")
     try:
         found = Address.parse(text, "the address of rank 1")
@@ -104,9 +104,9 @@ def _certificate(member: str) -> bytes:
 _OVER = b"gradwire: the rendezvous is over: all 4 ranks of the job there have come\n"
 _TOKEN = tokens.make(SECRET, job="job", expires_in=100.0, now=1000.0)
 TARGETS = (
-    Target("closed_listener", told, (_OVER,), examples=50),
+    Target("closed_listener", read_closing_reason, (_OVER,), examples=50),
     Target("join token", read_token, (_TOKEN.encode(),)),
-    Target("ticket", show_ticket, (tokens.read(_TOKEN).ticket,)),
+    Target("ticket", check_ticket, (tokens.read(_TOKEN).ticket,)),
     Target("certificate", read_certificate, (_certificate("m0"), _certificate("m1"))),
     Target("address", read_address, (b"127.0.0.1:80", b"[::1]:5000", b"host-a.example:1")),
     Target("identity", read_identity, (b"gradwire://job/host-a/0", b"dns:x\ngradwire://job/a")),
