@@ -8,6 +8,7 @@ commands     describes the commands of `gradwire`, from click
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from gradwire import errors
 from website import commands, docstrings, navigation
 
 ROOT = Path(__file__).parents[2]
-GENERATED = {
+GENERATED: dict[str, Callable[[], str]] = {
     "<!-- all commands -->": commands.markdown,
     "<!-- error tree -->": lambda: f"```text\n{docstrings.indented(errors.__doc__ or '')}\n```",
 }
